@@ -35,7 +35,7 @@ from robust_dcp.plan.items import Items
 from robust_dcp.plan.plan import Plan, Rows
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.report_file import SavedReport
-from robust_dcp.storage.committing.commit import MetadataToPublish
+from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.engine import WrittenFiles

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustWriter, StorageError
-from robust_dcp.storage.committing.stripes import remove_target, stripe_of
+from robust_dcp.storage.committing.cleaning import remove_target, stripe_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.support.simulated_disk import WatchedDisk
 

@@ -307,7 +307,14 @@ class WatchedDisk:
         return [operation for operation, _ in self.calls]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("reading", "read", "read_file", "read_end", "write_file"):  # made of calls that are noted
+        if name in (
+            "reading",
+            "read",
+            "read_file",
+            "read_end",
+            "write_file",
+            "replace_file",
+        ):  # made of calls that are noted
             return partial(getattr(Disk, name), self)
         method = getattr(self._disk, name)
 

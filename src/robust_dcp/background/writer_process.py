@@ -39,7 +39,7 @@ from robust_dcp.background.messages import (
 )
 from robust_dcp.background.staged_source import SharedCopies, StagedSource
 from robust_dcp.errors import RobustCheckpointError
-from robust_dcp.storage.committing.stripes import stripe_directories
+from robust_dcp.storage.committing.cleaning import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.places import Placements

@@ -16,7 +16,7 @@ from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.committing.removal import remove_data_files
+from robust_dcp.storage.committing.cleaning import remove_data_files
 from robust_dcp.storage.committing.saving_file import SaveState, SavingFile, others_in
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
@@ -155,8 +155,7 @@ def _claimed(disk: Disk, directory: str, path: str) -> tuple[list[str], SavingFi
                 continue
             raise
         try:
-            now_seconds = disk.modified_seconds(saving.path)
-            for other in others_in(disk, directory, mark=mark, now_seconds=now_seconds):
+            for other in others_in(disk, directory, mark=mark):
                 if other.state is not SaveState.OVER:
                     raise _is_made_elsewhere(path, os.path.join(directory, other.name))
                 disk.unlink(os.path.join(directory, other.name))

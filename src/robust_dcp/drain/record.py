@@ -15,7 +15,6 @@ from typing import Final
 import msgspec
 
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
 
@@ -129,4 +128,4 @@ def write_drain_record(disk: Disk, path: str, record: DrainRecord) -> None:
             path=path,
             operation="write",
         ) from error
-    commit_metadata(disk, path, data, name=DRAIN_RECORD_NAME)
+    disk.replace_file(os.path.join(path, DRAIN_RECORD_NAME), data)

@@ -39,7 +39,6 @@ from robust_dcp.manager.series import (
     policies_of,
 )
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
@@ -378,7 +377,7 @@ class CheckpointManager:
                 self._provenance = _provenance_of(self._config_digest, world_size)
             record = msgspec.json.encode(StepRecord(operator.index(step), noted, dict(self._provenance)))
             try:
-                commit_metadata(self._disk, path, msgspec.json.format(record), name=RECORD_NAME)
+                self._disk.replace_file(os.path.join(path, RECORD_NAME), msgspec.json.format(record))
             except StorageError:
                 if self._disk.exists(os.path.join(path, METADATA_NAME)):
                     raise

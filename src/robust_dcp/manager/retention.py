@@ -23,8 +23,7 @@ from typing import Final
 from robust_dcp.errors import StorageError
 from robust_dcp.manager.series import KeepPolicy, Series, is_marked
 from robust_dcp.report_file import REPORT_NAME
-from robust_dcp.storage.committing.left_overs import find_left_overs
-from robust_dcp.storage.committing.removal import is_gone_or_told, remove_data_files
+from robust_dcp.storage.committing.cleaning import find_left_overs, is_gone, remove_data_files
 from robust_dcp.storage.committing.saving_file import claimed, not_being_loaded, saving_files_in
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
@@ -82,7 +81,7 @@ def prune(series: Series, policies: Sequence[KeepPolicy], *, only: Collection[st
         elif unfinished.fullmatch(name):
             with suppress(FileNotFoundError):  # another manager has just renamed it
                 if os.lstat(path).st_mtime < now_seconds - _OLD_SECONDS:
-                    is_gone_or_told(disk.unlink, path)
+                    is_gone(disk.unlink, path, tells=True)
     swept: list[str] = []
     for path in series.directories():
         with _telling(f"what a crashed save has left in {path}"):
@@ -143,7 +142,7 @@ def _sweep(disk: Disk, path: str) -> bool:
         return False
     try:
         with claimed(disk, path) as saves:
-            found = find_left_overs(names, None, saves)
+            found = find_left_overs(names, (), saves)
             if found.others:
                 return False
             left = remove_data_files(disk, path, found.files)
@@ -168,7 +167,7 @@ def _remove_tree(disk: Disk, path: str) -> None:
     A symbolic link is removed, and what it leads to is not.
     """
     if os.path.islink(path):
-        is_gone_or_told(disk.unlink, path)
+        is_gone(disk.unlink, path, tells=True)
         return
     try:
         names = disk.list_directory(path)

@@ -37,7 +37,6 @@ import msgspec
 
 from robust_dcp.drain.record import is_awaited
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.committing.saving_file import saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
@@ -379,9 +378,9 @@ class Series:
                 raise
             self.disk.fsync_directory(self.root)
         else:
-            commit_metadata(self.disk, self.root, name.encode(), name=self.latest_name)
+            self.disk.replace_file(os.path.join(self.root, self.latest_name), name.encode())
         if self.tracker_name and self.disk.exists(os.path.join(self.root, self.tracker_name)):
-            commit_metadata(self.disk, self.root, str(self.step_of(name)).encode(), name=self.tracker_name)
+            self.disk.replace_file(os.path.join(self.root, self.tracker_name), str(self.step_of(name)).encode())
 
     def _formatted(self, step: int) -> str:
         try:

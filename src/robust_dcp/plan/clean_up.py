@@ -14,7 +14,7 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.storage.committing.removal import name_left_over
+from robust_dcp.storage.committing.cleaning import name_left_over
 from robust_dcp.storage.committing.save import Save
 
 __all__ = ["clean_up", "failed_in_step", "nothing_is_committed"]

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.items import ItemKind, Items, unique_rows
 from robust_dcp.report_file import Modules
-from robust_dcp.storage.committing.commit import MetadataToPublish
+from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index import Fragment, IndexTemplate, Section
 from robust_dcp.storage.layouts import TORCH, Layout

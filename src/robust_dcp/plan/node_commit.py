@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from robust_dcp.comm import Agreement, Channel, Offer
-from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.save import NodeOfSave, Save
+from robust_dcp.storage.committing.save import MetadataToPublish, NodeOfSave, Save
 
 __all__ = ["commit_on_nodes"]
 

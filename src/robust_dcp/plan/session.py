@@ -52,8 +52,7 @@ from robust_dcp.plan.written import (
 )
 from robust_dcp.report_file import Changes, SavedReport, shortened
 from robust_dcp.report_file import Plan as PlanOfReport
-from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.save import Save, not_one_directory
+from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import RobustWriter

@@ -23,10 +23,9 @@ from torch.futures import Future
 from robust_dcp.comm import node_of
 from robust_dcp.errors import entry_point
 from robust_dcp.report_file import SavedReport
-from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.save import Save, not_one_directory
+from robust_dcp.storage.committing.cleaning import stripe_directories
+from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
-from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
@@ -137,9 +136,7 @@ class RobustWriter(StorageWriter):
         if not is_coordinator:
             return
         try:
-            self.directory.begin(overwrite=self.options.overwrite)
-            if announces:
-                self.announce()
+            self.directory.begin(overwrite=self.options.overwrite, announces=announces)
         except BaseException:
             self.directory.give_up()
             raise
@@ -216,7 +213,7 @@ class RobustWriter(StorageWriter):
 
         All ranks must have adopted the same mark, because they write it into their files.
         """
-        for place in (self.path, *stripe_directories(self.disk, self.path, self.options.stripes)):
+        for place in stripe_directories(self.disk, self.path, self.options.stripes):
             self.directory.make(place)
         written = self.write_files(
             self.disk,

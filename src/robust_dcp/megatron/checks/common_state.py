@@ -24,7 +24,6 @@ import torch
 
 from robust_dcp.comm import Channel
 from robust_dcp.staging import on_cpu
-from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.records.objects import Refusal, refusal_of
 
@@ -177,4 +176,4 @@ def write_durably(directory: str | os.PathLike[str], name: str, data: bytes) -> 
     Raises:
         StorageError: a system call failed. The file is as it was before.
     """
-    commit_metadata(PosixDisk(), os.fspath(directory), data, name=name)
+    PosixDisk().replace_file(os.path.join(directory, name), data)

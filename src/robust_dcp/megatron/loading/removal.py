@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import os
 
-from robust_dcp.storage.committing.commit import commit_metadata
-from robust_dcp.storage.committing.removal import remove_data_files
-from robust_dcp.storage.files.paths import INDEX_NAME, directory_path
+from robust_dcp.storage.committing.cleaning import remove_data_files
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
@@ -49,6 +48,6 @@ def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None
     }
     after = set(referenced_files(metadata))
     disk = PosixDisk()
-    commit_metadata(disk, directory, encode_metadata(metadata))
+    disk.replace_file(os.path.join(directory, METADATA_NAME), encode_metadata(metadata))
     # The index describes the replaced `.metadata`. Nobody would use or remove it later.
     remove_data_files(disk, directory, (before - after) | {INDEX_NAME}, keep=after)

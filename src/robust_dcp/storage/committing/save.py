@@ -1,8 +1,19 @@
 """One save in its directory: what was there, what is its own, the commit, and what is removed afterwards.
 
-The order is that of the promise. The directory is claimed before any rank writes (``saving_file``). Files of an earlier
-checkpoint are neither overwritten nor removed before the new ``.metadata`` is durable (``commit``). If the save fails,
-what it has made is removed, and the earlier checkpoint is as it was.
+The order is that of the promise:
+
+1. The directory is claimed (``saving_file``), and ranks write their files, fsync them, and then the directory.
+2. ``prepare``: ``.metadata`` and the index are written under names of this save, and fsynced. Data files get their
+   names, where the layout asks for that; then the directory is fsynced once more.
+3. ``finish``: it is made sure that nobody else has written here. The index is renamed, then ``.metadata``, each over
+   the old one. The directory is fsynced: the new checkpoint is durable.
+4. ``tidy_up``: only now the files of the earlier checkpoint are removed, and last the claim.
+
+The process may be killed, or the power may fail, between any two calls. Before the rename of ``.metadata`` the
+directory loads as the old checkpoint, after the last fsync as the new one, and in between as one of the two. During the
+renames the new index may lie beside the old ``.metadata``. It does not fit that, so nobody uses it. If the index cannot
+be written, the checkpoint is committed without it: readers do not need it. If the save fails, what it has made is
+removed.
 """
 
 from __future__ import annotations
@@ -13,24 +24,44 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.report_file import REPORT_NAME, SavedReport, encode_report
-from robust_dcp.storage.committing.commit import BEFORE_RENAME, CHECK, MetadataToPublish, PreparedCommit
-from robust_dcp.storage.committing.committed import Committed, committed_in, remember
-from robust_dcp.storage.committing.left_overs import LeftOvers, find_left_overs, tell_what_stays
-from robust_dcp.storage.committing.removal import is_gone, name_left_over, remove_data_files
+from robust_dcp.storage.committing.cleaning import (
+    LeftOvers,
+    find_left_overs,
+    is_gone,
+    name_left_over,
+    remove_data_files,
+)
 from robust_dcp.storage.committing.saving_file import SavingFile, is_announced, others_in
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, NODES_NAME, SAFETENSORS_SUFFIX, mark_of
-from robust_dcp.storage.layouts import Layout
+from robust_dcp.storage.files.paths import (
+    INDEX_NAME,
+    METADATA_NAME,
+    NODES_NAME,
+    SAFETENSORS_SUFFIX,
+    is_data_file,
+    mark_of,
+)
+from robust_dcp.storage.layouts import FileName, Layout
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
+from robust_dcp.structure_cache import CACHE, Table
 
-__all__ = ["NO_INDEX", "NodeOfSave", "Save", "not_one_directory", "read_nodes"]
+__all__ = [
+    "NO_INDEX",
+    "MetadataToPublish",
+    "NodeOfSave",
+    "Save",
+    "not_one_directory",
+    "read_nodes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +75,88 @@ _CHECK_THREADS: Final = 8
 thousands.
 """
 _NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
+
+
+@dataclass(frozen=True)
+class MetadataToPublish:
+    """What a commit makes visible.
+
+    Attributes:
+        fragments: the bytes of ``.metadata``, one after the other.
+        files: the data files that it names.
+        renames: the data files that get another name with the commit.
+        index: the bytes of the index, one after the other; empty if the checkpoint gets no index.
+    """
+
+    fragments: Sequence[bytes | memoryview]
+    files: Collection[str]
+    renames: Sequence[FileName] = ()
+    index: Sequence[bytes | memoryview] = ()
+
+
+# What is committed in a directory already.
+
+_STAMP_NBYTES: Final = 20
+"""The length of what we write after the pickle, with the pickle's CRC-32. The pickle holds the id of its save."""
+
+
+@dataclass(frozen=True)
+class _Committed:
+    """What a ``.metadata`` says.
+
+    Attributes:
+        stamp: its length and last bytes.
+        files: the data files that it names and that lie in its own directory, without others; ``None`` if it could not
+            be decoded: nobody knows which files it needs.
+        save_id: the id of the save that wrote it.
+        fingerprint: see ``Disk.fingerprint``. If it differs later, somebody has written the file.
+    """
+
+    stamp: tuple[int, bytes]
+    files: frozenset[str] | None = frozenset()
+    save_id: str | None = None
+    fingerprint: tuple[int, int, int] | None = None
+
+
+# By path: what this process has committed. So a save that replaces that does not have to decode it.
+_COMMITTED: Table[str, _Committed] = CACHE.table(
+    "committed",
+    lambda path, known: sum(map(len, known.files or ())) + 100 * len(known.files or ()),
+    max_nbytes=64 << 20,
+)
+
+
+def _committed_in(disk: Disk, path: str) -> _Committed | None:
+    """Read what the ``.metadata`` at ``path`` names; ``None`` if there is none.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        fingerprint = disk.fingerprint(path)
+        stamp = disk.read_end(path, _STAMP_NBYTES)
+        known = _COMMITTED.get(os.path.realpath(path))
+        if known is not None and known.stamp == stamp:
+            return replace(known, fingerprint=fingerprint)
+        data = disk.read_file(path)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    if data is None:
+        return None
+    try:
+        metadata = decode_metadata(data, path)
+    except RobustCheckpointError as error:
+        logger.warning("%s cannot be read, so no file that it may name is removed: %s", path, error.message)
+        return _Committed(stamp, None, fingerprint=fingerprint)
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    return _Committed(
+        stamp,
+        frozenset(filter(is_data_file, referenced_files(metadata))),
+        save_id if isinstance(save_id, str) else None,
+        fingerprint,
+    )
 
 
 class NodeOfSave(msgspec.Struct, frozen=True):
@@ -115,7 +228,7 @@ class Save:
         self.path = path
         self.save_id = save_id
         self.names: tuple[str, ...] = ()
-        self.earlier: Committed | None = None
+        self.earlier: _Committed | None = None
         self.left_overs = LeftOvers()
         self.own: set[str] = set()
         self.not_removed: list[str] = []
@@ -125,8 +238,7 @@ class Save:
         self._overwrite = True
         self._made: list[str] = []
         self._saving: SavingFile | None = None
-        self._prepared: PreparedCommit | None = None
-        self._has_index = self._asked_for_index = self._has_report = False
+        self._is_prepared = self._has_index = self._asked_for_index = self._has_report = False
         self._nodes: Sequence[NodeOfSave] = ()
         self._checked_at_seconds = -math.inf
 
@@ -136,18 +248,25 @@ class Save:
         """Make a directory that the save needs. It is removed if the save fails."""
         self._made += self._disk.mkdirs(path)
 
-    def begin(self, *, overwrite: bool) -> None:
+    def begin(self, *, overwrite: bool, announces: bool) -> None:
         """Make the checkpoint's directory and see what is in it.
+
+        Args:
+            announces: call :meth:`announce`, too.
 
         Raises:
             StorageError: there is a checkpoint that must not be replaced, or a call to the file system failed.
         """
         self.make(self.path)
         self._overwrite = overwrite
-        self._look()
+        if announces:
+            self.announce()
+        else:
+            self._look()
 
     def _look(self) -> None:
-        is_committed = self._disk.exists(self._path_of(METADATA_NAME))
+        self.names = tuple(self._disk.list_directory(self.path))
+        is_committed = METADATA_NAME in self.names
         if is_committed and not self._overwrite:
             raise StorageError(
                 f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
@@ -156,7 +275,6 @@ class Save:
             )
         if is_committed and not self._layout.may_share_directory:
             raise self._cannot_share("a committed checkpoint")
-        self.names = tuple(self._disk.list_directory(self.path))
 
     def announce(self) -> None:
         """Claim the directory, and find out what earlier saves have left.
@@ -166,13 +284,14 @@ class Save:
                 the layout; the errno is EEXIST if another rank has announced this save; or a call failed.
         """
         self._look()  # another save may have ended since ``begin``
-        self.earlier = committed_in(self._disk, self._path_of(METADATA_NAME))
-        replaces = set() if self.earlier is None else self.earlier.files & set(self.names)
+        self.earlier = _committed_in(self._disk, self._path_of(METADATA_NAME))
+        needed = frozenset() if self.earlier is None else self.earlier.files
+        replaces = (needed or frozenset()) & set(self.names)
         self._saving = SavingFile.create(self._disk, self.path, save_id=self.save_id, replaces=replaces)
         try:
-            now_seconds = self._disk.modified_seconds(self._saving.path)
-            saves = others_in(self._disk, self.path, mark=mark_of(self.save_id), now_seconds=now_seconds)
-            self.left_overs = find_left_overs(self.names, self.earlier, saves)
+            saves = others_in(self._disk, self.path, mark=mark_of(self.save_id))
+            committed_by = None if self.earlier is None else self.earlier.save_id
+            self.left_overs = find_left_overs(self.names, needed, saves, committed_by)
             if not self._layout.may_share_directory:
                 for name in self.names:
                     if name.endswith(SAFETENSORS_SUFFIX) and name not in self.left_overs.files:
@@ -198,9 +317,8 @@ class Save:
         """
         if is_announced(self._disk, self.path, self.save_id):
             return False
-        self.begin(overwrite=overwrite)
         try:
-            self.announce()
+            self.begin(overwrite=overwrite, announces=True)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
@@ -249,7 +367,7 @@ class Save:
             f"{what}: another save has written into {self.path} meanwhile; nothing is committed, and nothing of the "
             "other save is touched. Save again, each job into a directory of its own",
             path=self.path,
-            operation=CHECK,
+            operation="commit",
         )
 
     def among(self, files: Collection[str]) -> frozenset[str]:
@@ -291,44 +409,50 @@ class Save:
         if not self._layout.may_share_directory:
             # Readers would take files of a killed save as part of the new checkpoint.
             remove_data_files(self._disk, self.path, self.left_overs.files)
-        with self._noting_what_is_committed():
-            self._prepared = PreparedCommit.prepare(
-                self._disk,
-                self.path,
-                metadata.fragments,
-                renames=metadata.renames,
-                token=mark_of(self.save_id),
-                index=metadata.index,
-            )
+        disk = self._disk
+        disk.write_file(self._unfinished(METADATA_NAME), metadata.fragments)
+        self._asked_for_index = bool(metadata.index)
+        self._has_index = self._asked_for_index and self._index_works(
+            lambda: disk.write_file(self._unfinished(INDEX_NAME), metadata.index)
+        )
+        for name in metadata.renames:
+            disk.rename(self._path_of(name.written), self._path_of(name.committed))
+        if metadata.renames:  # all other names were made durable by the ranks that gave them
+            disk.fsync_directory(self.path)
+        self._is_prepared = True
 
     def finish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
         """Commit what :meth:`prepare` has prepared. The arguments and errors are those of :meth:`publish`."""
-        if self._prepared is None or self._saving is None:
+        if not self._is_prepared or self._saving is None:
             raise ValueError("a save is announced and its commit prepared before it is finished")
+        disk, path = self._disk, self._path_of(METADATA_NAME)
+        if _committed_in(disk, path) != self.earlier:
+            raise self._interfered(f"{path} is not the one that was there at the beginning")
+        files = self.among(metadata.files) if self._nodes else metadata.files
+        is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
+        if not are_checked or not is_recent or len(files) <= _FEW_FILES:
+            self.check_own(files)
+        self._has_index = self._has_index and self._index_works(
+            lambda: disk.rename(self._unfinished(INDEX_NAME), self._path_of(INDEX_NAME))
+        )
+        self.may_be_committed = True  # from here on, whatever fails
+        disk.rename(self._unfinished(METADATA_NAME), path)
+        disk.fsync_directory(self.path)
+        stamp = b"".join(metadata.fragments[-2:])[-_STAMP_NBYTES:]
+        _COMMITTED.put(
+            os.path.realpath(path),
+            _Committed((sum(map(len, metadata.fragments)), stamp), frozenset(metadata.files), self.save_id),
+        )
 
-        def check() -> None:
-            path = self._path_of(METADATA_NAME)
-            if committed_in(self._disk, path) != self.earlier:
-                raise self._interfered(f"{path} is not the one that was there at the beginning")
-            files = self.among(metadata.files) if self._nodes else metadata.files
-            is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
-            if not are_checked or not is_recent or len(files) <= _FEW_FILES:
-                self.check_own(files)
-
-        with self._noting_what_is_committed():
-            self._has_index = self._prepared.finish(check)
-        self.may_be_committed = True
-        self._asked_for_index = bool(metadata.index)
-        remember(self._path_of(METADATA_NAME), metadata.fragments, metadata.files, self.save_id)
-
-    @contextlib.contextmanager
-    def _noting_what_is_committed(self) -> Iterator[None]:
+    def _index_works(self, step: Callable[[], None]) -> bool:
+        """Do one step of writing the index. Returns whether it succeeded; if not, nothing of it stays."""
         try:
-            yield
-        except BaseException as error:
-            is_before = isinstance(error, StorageError) and error.operation in BEFORE_RENAME
-            self.may_be_committed = self.may_be_committed or not is_before
-            raise
+            step()
+        except StorageError as error:
+            logger.warning("the checkpoint gets no index, so a load takes longer: %s", error.message)
+            is_gone(self._disk.unlink, self._unfinished(INDEX_NAME), tells=True)
+            return False
+        return True
 
     def is_one_of_several(self, nodes: Sequence[NodeOfSave]) -> None:
         """Note that nodes commit this save together, each in a directory of its own. Called before the first commits.
@@ -356,7 +480,7 @@ class Save:
 
     def _put_beside(self, name: str, data: bytes) -> None:
         """Put a file beside the checkpoint, in the place of an older one. Nothing waits for the device."""
-        unfinished = self._path_of(f"{name}.{mark_of(self.save_id)}.tmp")
+        unfinished = self._unfinished(name)
         try:
             self._disk.write_file(unfinished, data, durable=False)
             self._disk.rename(unfinished, self._path_of(name))
@@ -379,22 +503,21 @@ class Save:
             for name, files_left in self.left_overs.by_save.items():
                 if files_left.isdisjoint(left):
                     is_gone(self._disk.unlink, self._path_of(name))
-            if self.earlier is None or self.earlier.files.isdisjoint(left):
+            if self.earlier is None or not self.earlier.files or self.earlier.files.isdisjoint(left):
                 self._saving.remove()
             self._saving.release()
-            # Without this fsync a power cut could bring the announcement back. The next save would then look for files
-            # of this one.
-            self._disk.fsync_directory(self.path)
+            if self.names:  # else a power cut brings back nothing but the announcement, which the next save removes
+                self._disk.fsync_directory(self.path)
         except Exception as error:
             logger.warning("%s is committed, but not tidied up: %s", self.path, error)
             self.release()
 
     def _remove_superseded(self) -> list[str]:
         """Remove the files that no checkpoint in the directory needs any more. Returns those that are still there."""
-        old = frozenset() if self.earlier is None else self.earlier.files
+        old = frozenset() if self.earlier is None else self.earlier.files or frozenset()
         superseded = ((old | self.left_overs.files) - self.own).union(self._superseded_beside())
         left = remove_data_files(self._disk, self.path, superseded, keep=self.own)
-        tell_what_stays(self.path, self.names, self.left_overs, known={*self.own, *superseded})
+        self.left_overs.tell_what_stays(self.path, set(self.names) - self.own - superseded)
         return left
 
     def _superseded_beside(self) -> set[str]:
@@ -416,7 +539,7 @@ class Save:
         """
         names = set(self.own)
         if self._saving is not None:
-            names |= {f"{name}.{mark_of(self.save_id)}.tmp" for name in (METADATA_NAME, INDEX_NAME)}
+            names |= {os.path.basename(self._unfinished(name)) for name in (METADATA_NAME, INDEX_NAME)}
         left = [self._path_of(name) for name in remove_data_files(self._disk, self.path, names)]
         left += [path for path in self.not_removed if not is_gone(self._disk.unlink, path)]
         self.not_removed = []
@@ -432,7 +555,9 @@ class Save:
         if self._saving is not None and not self._saving.remove():
             left.append(self._saving.path)
         self._saving = None
-        left += [path for path in reversed(self._made) if not is_gone(self._disk.rmdir, path, _NOT_OURS_TO_EMPTY)]
+        left += [
+            path for path in reversed(self._made) if not is_gone(self._disk.rmdir, path, harmless=_NOT_OURS_TO_EMPTY)
+        ]
         self._made = []
         return left
 
@@ -473,3 +598,7 @@ class Save:
 
     def _path_of(self, name: str) -> str:
         return os.path.join(self.path, name)
+
+    def _unfinished(self, name: str) -> str:
+        """The path of a file before it gets its name."""
+        return self._path_of(f"{name}.{mark_of(self.save_id)}.tmp")

@@ -257,29 +257,27 @@ class OtherSave:
             raise
 
 
-def others_in(disk: Disk, directory: str, *, mark: str = "", now_seconds: float) -> tuple[OtherSave, ...]:
+def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]:
     """The other saves whose files lie in a directory. None of them is running.
 
     Args:
-        mark: the mark of the save that asks. If two saves have begun at the same time and see each other, the one with
-            the smaller mark waits until the other one has given up.
+        mark: the mark of the save that asks, whose file is there. If two saves have begun at the same time and see each
+            other, the one with the smaller mark waits until the other one has given up.
 
     Raises:
         StorageError: one of them is running there; or a call failed.
     """
     deadline_seconds = time.monotonic() + _GIVES_UP_WITHIN_SECONDS
     while True:
-        names = saving_files_in(disk.list_directory(directory))
-        read = [
-            OtherSave.read(disk, directory, name, now_seconds=now_seconds)
-            for name in names
-            if name != SAVING_PREFIX + mark
-        ]
+        own = SAVING_PREFIX + mark
+        names = [name for name in saving_files_in(disk.list_directory(directory)) if name != own]
+        now_seconds = disk.modified_seconds(os.path.join(directory, own)) if names else 0.0
+        read = [OtherSave.read(disk, directory, name, now_seconds=now_seconds) for name in names]
         found = tuple(save for save in read if save is not None)
         running = [save for save in found if save.state is SaveState.RUNNING]
         if not running:
             break
-        if not mark or min(save.mark for save in running) < mark or time.monotonic() > deadline_seconds:
+        if min(save.mark for save in running) < mark or time.monotonic() > deadline_seconds:
             raise errors.StorageError(
                 f"another save is running into {directory} ({running[0].record or running[0].name}): wait until it is "
                 "over or end that process, or save to another directory; nothing of it has been touched",
@@ -309,7 +307,7 @@ def claimed(disk: Disk, directory: str) -> Iterator[tuple[OtherSave, ...]]:
     mark = secrets.token_hex(8)
     saving = SavingFile.create(disk, directory, save_id=mark)
     try:
-        yield others_in(disk, directory, mark=mark, now_seconds=disk.modified_seconds(saving.path))
+        yield others_in(disk, directory, mark=mark)
     finally:
         saving.remove()
 

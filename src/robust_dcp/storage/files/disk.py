@@ -7,8 +7,10 @@ fails or loses data that was not synced.
 from __future__ import annotations
 
 import errno
+import os
+import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 from robust_dcp.on_demand import errors
@@ -130,6 +132,20 @@ class Disk(Protocol):
                 self.fsync(file)
         finally:
             self.close(file)
+
+    def replace_file(self, path: str, data: Buffer) -> None:
+        """Put a file at ``path``, over an old one: wholly or not at all, and durably. After an error either file may be
+        found later.
+        """
+        temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+        try:
+            self.write_file(temporary, data)
+            self.rename(temporary, path)
+        except BaseException:
+            with suppress(errors.StorageError):
+                self.unlink(temporary)
+            raise
+        self.fsync_directory(os.path.dirname(path))
 
     # Each of these is one call to the system, or nearly so.
 

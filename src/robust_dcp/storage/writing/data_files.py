@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.committing.removal import is_gone
-from robust_dcp.storage.committing.stripes import stripe_of
+from robust_dcp.storage.committing.cleaning import is_gone, stripe_of
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.places import Placements

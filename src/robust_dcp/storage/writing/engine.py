@@ -21,7 +21,7 @@ import torch
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import POOL, DeviceCopies
-from robust_dcp.storage.committing.stripes import stripe_directories
+from robust_dcp.storage.committing.cleaning import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of

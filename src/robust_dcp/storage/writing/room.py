@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import StorageError, ranks_in_words
-from robust_dcp.storage.committing.stripes import stripe_of
+from robust_dcp.storage.committing.cleaning import stripe_of
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements
 
@@ -61,8 +61,9 @@ def room_of_rank(
             nbytes += int(known_places[:, 1].sum())
         place = stripe_of(rank, number, stripes) if stripes else directory
         nbytes_of[place] += -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-    main, _ = disk.room(directory)
-    rooms = [disk.room(place) for place in nbytes_of]
+    room_of = {place: disk.room(place) for place in {directory, *nbytes_of}}
+    main, _ = room_of[directory]
+    rooms = [room_of[place] for place in nbytes_of]
     return RoomOfRank(
         tuple(shared_as if number == main else f"{node}: {number}" for number, _ in rooms),
         tuple(nbytes_of),

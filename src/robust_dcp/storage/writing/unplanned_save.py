@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from robust_dcp.report_file import Plan, SavedReport
-from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.save import Save
+from robust_dcp.storage.committing.save import MetadataToPublish, Save
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, encode_metadata, referenced_files
 from robust_dcp.storage.writing.engine import WrittenFiles
