@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustPlanner, RobustWriter, StorageError
-from robust_dcp.storage.layouts.safetensors_head import DTYPES
+from robust_dcp.storage.layouts.safetensors import DTYPES
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
 from tests.storage.test_torch_zip import tensor_of

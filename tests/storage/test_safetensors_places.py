@@ -21,8 +21,14 @@ from robust_dcp.storage.layouts import LAYOUTS, SAFETENSORS, ItemColumns, Placed
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
 from robust_dcp.storage.layouts.read_head import parse_head
-from robust_dcp.storage.layouts.safetensors import _spread
-from robust_dcp.storage.layouts.safetensors_head import DTYPES, LENGTH_NBYTES, MAX_BLOCKS, MAX_HEADER_NBYTES, ShardHead
+from robust_dcp.storage.layouts.safetensors import (
+    DTYPES,
+    LENGTH_NBYTES,
+    MAX_BLOCKS,
+    MAX_HEADER_NBYTES,
+    ShardHead,
+    _spread,
+)
 from robust_dcp.storage.records.block_sums import block_counts, joined
 from tests.plan.structures import Item, chunk, chunk_of, obj, table, tensor
 

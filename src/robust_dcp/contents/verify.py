@@ -27,10 +27,10 @@ from robust_dcp.staging import Block
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, holds_raw_bytes, is_data_file, locate, mark_of
 from robust_dcp.storage.index import IndexFile, fit_of_file
+from robust_dcp.storage.layouts import PlacedTensor
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, item_id
-from robust_dcp.storage.layouts.protocol import PlacedTensor
 from robust_dcp.storage.layouts.read_head import FileHead
-from robust_dcp.storage.layouts.safetensors_head import LENGTH_NBYTES, ShardHead
+from robust_dcp.storage.layouts.safetensors import LENGTH_NBYTES, ShardHead
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, joined
 from robust_dcp.storage.records.checksum import crc32

@@ -20,7 +20,7 @@ from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.conflicts import merged_attributes, merged_paths, refuse_contradictions
 from robust_dcp.plan.coverage import check_bounds, check_coverage
 from robust_dcp.plan.items import ItemKind, Items, Paths, Replica, merged, unique_rows
-from robust_dcp.storage.layouts.balance import deal
+from robust_dcp.storage.layouts.places import deal
 
 __all__ = ["SMALL_NBYTES", "GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan", "plan_of_kept"]
 

@@ -14,9 +14,9 @@ import torch
 
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX
+from robust_dcp.storage.layouts import ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.footer import FileSums, SumColumns
-from robust_dcp.storage.layouts.protocol import ItemColumns, PlacedTensor
-from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY, ShardHead, entry_nbytes, head_nbytes_for
+from robust_dcp.storage.layouts.safetensors import DTYPES, METADATA_KEY, ShardHead, entry_nbytes, head_nbytes_for
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
 from robust_dcp.storage.records.block_sums import merged, sums_of
 from robust_dcp.storage.records.torch_zip import payload_view

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from robust_dcp.storage.layouts.protocol import FileName, Frame, Head, ItemColumns, Layout, PlacedTensor
-from robust_dcp.storage.layouts.safetensors import SAFETENSORS
-from robust_dcp.storage.layouts.torch_records import TORCH
+from robust_dcp.storage.layouts.layout import TORCH, FileName, ItemColumns, Layout
+from robust_dcp.storage.layouts.safetensors import SAFETENSORS, PlacedTensor
 
 __all__ = [
     "LAYOUTS",
     "SAFETENSORS",
     "TORCH",
     "FileName",
-    "Frame",
-    "Head",
     "ItemColumns",
     "Layout",
     "PlacedTensor",

@@ -1,4 +1,4 @@
-"""Computes the file, offset and length of every item of fixed size, from the lengths alone.
+"""Computes the file, offset and length of every item of fixed size, from the lengths alone; and distributes sizes.
 
 This is a pure function of a rank's kept items and the writer's options. So the coordinator and the rank compute the
 same places, and nobody needs to send them. ``layouts`` calls it for ``plan``; ``engine`` writes to these places.
@@ -6,6 +6,7 @@ same places, and nobody needs to send them. ``layouts`` calls it for ``plan``; `
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.storage.layouts.balance import deal
-
 __all__ = [
     "PAGE_NBYTES",
     "RECORD_ALIGNMENT",
     "Placements",
     "Slot",
     "balanced",
+    "deal",
+    "fill_up",
     "place_as_they_come",
     "place_records",
     "round_up",
@@ -190,3 +191,67 @@ def _page_aligned(record_nbytes: Int64, header_nbytes: Int64) -> Int64:
 def round_up(values: Int64, multiple: int) -> Int64:
     """Round each of ``values`` up to a multiple of ``multiple``."""
     return -(-values // multiple) * multiple
+
+
+# Sizes in bins that end up about equally full. The bins are files, or ranks that write or read replicas.
+
+_LARGEST_PER_BIN = 64
+"""This many of the largest sizes for each bin are placed one by one. The rest is too small to unbalance the bins."""
+
+
+def deal(sizes: Int64, load: Int64) -> tuple[npt.NDArray[np.intp], Int64]:
+    """Choose a bin for each of ``sizes``, given how full the bins are.
+
+    The largest sizes go one by one into the least filled bin. This is Graham's LPT rule: the fullest bin holds at most
+    4/3 of the best possible maximum. The others are sorted by size, and each bin takes a row of neighbours, up to the
+    level that all bins then have.
+
+    Args:
+        sizes: int64 ``[n]``.
+        load: int64 ``[bins]``, how full the bins are; not changed.
+
+    Returns:
+        (bin of each size, how full the bins are afterwards).
+    """
+    load = load.copy()
+    chosen = np.zeros(len(sizes), dtype=np.intp)
+    order = np.argsort(-sizes, kind="stable")
+    n_large = min(len(order), _LARGEST_PER_BIN * len(load))
+    heap = [(filled, number) for number, filled in enumerate(load.tolist())]
+    heapq.heapify(heap)
+    for place, size in zip(order[:n_large].tolist(), sizes[order[:n_large]].tolist(), strict=True):
+        filled, number = heap[0]
+        chosen[place] = number
+        heapq.heapreplace(heap, (filled + size, number))
+    for filled, number in heap:
+        load[number] = filled
+    rest = order[n_large:]
+    if len(rest):
+        chosen[rest] = fill_up(sizes[rest], load)
+        np.add.at(load, chosen[rest], sizes[rest])
+    return chosen, load
+
+
+def fill_up(sizes: Int64, load: Int64) -> npt.NDArray[np.intp]:
+    """Choose a bin for each of ``sizes``, such that each bin takes a row of neighbours.
+
+    The running total of the sizes is cut where a bin has reached the common level.
+    """
+    total = int(sizes.sum())
+    room = np.cumsum(np.maximum(_level(load, total) - load, 0.0))
+    middle = np.cumsum(sizes) - sizes / 2
+    scale = room[-1] / max(float(total), 1.0)
+    bins: npt.NDArray[np.intp] = np.minimum(np.searchsorted(room, middle * scale, side="right"), len(load) - 1)
+    return bins
+
+
+def _level(load: Int64, total: int) -> float:
+    """How full the bins are once ``total`` has been spread over them. Bins that are fuller than that already get
+    nothing.
+    """
+    filled = np.sort(load).astype(np.float64)
+    levels = (np.cumsum(filled) + total) / np.arange(1, len(filled) + 1)
+    # If the k least filled bins share the total, their level is levels[k - 1]. It must reach all k bins, and not the
+    # next.
+    reaches = np.flatnonzero(levels >= filled)
+    return float(levels[reaches[-1]])

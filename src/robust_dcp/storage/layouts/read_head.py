@@ -21,7 +21,7 @@ import torch
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import holds_raw_bytes
-from robust_dcp.storage.layouts.safetensors_head import (
+from robust_dcp.storage.layouts.safetensors import (
     CRC32_KEY,
     DTYPES,
     LENGTH_NBYTES,

@@ -1,14 +1,20 @@
 """The layout ``safetensors``: files as torch's ``HuggingFaceStorageWriter`` makes them, and one more file for the rest.
 
-This module decides which tensor goes into which file, in which order, and what the files are called. Objects and some
-dtypes do not fit into safetensors. They go to one file of torch-save records for each rank, which only readers of
-``.metadata`` know. ``safetensors_head`` knows what a head looks like.
+A safetensors file holds 8 bytes with the length of the header, little-endian; the header, a JSON object padded with
+spaces; and the tensors' bytes without gaps. This module decides which tensor goes into which file, in which order, and
+what the files are called. It owns the text of the header and the bound of its length, which must fit each other: the
+length is computed before there is data, and the bytes once all is known. ``read_head`` reads such heads.
+
+Objects and some dtypes do not fit into safetensors. They go to one file of torch-save records for each rank, which only
+readers of ``.metadata`` know.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Final
+from math import prod
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,25 +22,91 @@ import torch
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.storage.files.paths import data_file_name, shard_file_name, temporary_name
-from robust_dcp.storage.layouts.balance import deal
-from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_records
-from robust_dcp.storage.layouts.protocol import FileName, Frame, Head, ItemColumns, PlacedTensor
-from robust_dcp.storage.layouts.raw_frame import raw_frame
-from robust_dcp.storage.layouts.safetensors_head import (
-    DTYPES,
-    LENGTH_NBYTES,
-    MAX_HEADER_NBYTES,
-    METADATA_KEY,
-    ShardHead,
-    entry_nbytes,
-    head_nbytes_for,
-)
-from robust_dcp.storage.layouts.torch_records import record_measures
-from robust_dcp.storage.records.torch_zip import record_template
+from robust_dcp.storage.layouts.footer import SumColumns
+from robust_dcp.storage.layouts.layout import FileName, ItemColumns, record_measures
+from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements, deal, place_records
+from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, joined
 
-__all__ = ["SAFETENSORS", "Safetensors"]
+__all__ = [
+    "CRC32_KEY",
+    "DTYPES",
+    "LENGTH_NBYTES",
+    "MARK_KEY",
+    "MAX_BLOCKS",
+    "MAX_HEADER_NBYTES",
+    "METADATA_KEY",
+    "OFFSETS_KEY",
+    "SAFETENSORS",
+    "SAVE_KEY",
+    "SHARDING_KEY",
+    "PlacedTensor",
+    "Safetensors",
+    "ShardHead",
+    "entry_nbytes",
+    "head_nbytes_for",
+]
 
 Int64 = npt.NDArray[np.int64]
+
+DTYPES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+}
+"""The names of dtypes in safetensors: those that it and torch's ``HuggingFaceStorageReader`` load as they were saved.
+
+The table is our own. Whether a tensor goes into such a file must not depend on what is installed on a rank.
+"""
+
+LENGTH_NBYTES: Final = 8
+MAX_HEADER_NBYTES: Final = 100_000_000
+"""Readers refuse a longer header."""
+
+MAX_BLOCKS: Final = 1 << 16
+"""A tensor with more blocks (16 GiB) gets a single checksum in the header, because a longer header would slow down
+readers.
+"""
+
+METADATA_KEY: Final = "__metadata__"
+SHARDING_KEY: Final = "DCP_SHARDING_INFO"
+OFFSETS_KEY: Final = "saved_offsets"
+CRC32_KEY: Final = "robust_dcp.crc32"
+"""For each tensor 8 hexadecimal digits; if it has several blocks, 8 more for each block (``records.block_sums``)."""
+
+SAVE_KEY: Final = "robust_dcp.save"
+MARK_KEY: Final = "robust_dcp.shard"
+"""This key is in files that count only together with a ``.metadata``. Without it, their save was not committed."""
+
+# The header: _BEFORE; of chunks _MARK, _SAVE and _SHARDING; _CRCS if there are any; _BEHIND[0], tensors, _BEHIND[1].
+# Version and format are those of torch's writer.
+_BEFORE: Final = f'{{"{METADATA_KEY}":{{"DCP_VERSION":"1.0","format":"pt"'
+_MARK: Final = f',"{MARK_KEY}":"1"'
+_SAVE: Final = f',"{SAVE_KEY}":"{"0" * 16}"'
+_SHARDING: Final = (f',"{SHARDING_KEY}":"{{', '}"')
+_CRCS: Final = (f',"{CRC32_KEY}":"{{', '}"')
+_BEHIND: Final = ("}", "}")
+_CONSTANT_NBYTES: Final = len("".join((_BEFORE, _MARK, _SAVE, *_SHARDING, *_CRCS, *_BEHIND)))
+
+_CRC_DIGITS: Final = 8
+_POWERS_OF_TEN: Final = 10 ** np.arange(1, 19, dtype=np.int64)
+_escape = json.JSONEncoder().encode  # ASCII only; for a str this is a call into C
+
+
+# Which tensor goes where.
+
 Places = npt.NDArray[np.intp]
 
 # The columns that measure() gives: first those for the torch-save record of an item, then those for a file of raw
@@ -43,7 +115,7 @@ _RECORD, _HEADER, _PAYLOAD, _IS_RAW, _NAME, _ITEMSIZE, _ENTRY = range(7)
 
 
 class Safetensors:
-    """:class:`~robust_dcp.storage.layouts.protocol.Layout` ``safetensors``."""
+    """:class:`~robust_dcp.storage.layouts.layout.Layout` ``safetensors``."""
 
     name: Final = "safetensors"
     version: Final = "safetensors-2"
@@ -101,12 +173,6 @@ class Safetensors:
                 name = data_file_name(rank, number, mark)
                 names.append(FileName(name, name))
         return names
-
-    def frame(self, dtype: torch.dtype, shape: tuple[int, ...], head_nbytes: int) -> Frame | None:
-        return raw_frame(dtype, shape) if head_nbytes else record_template(dtype, shape)
-
-    def head(self, tensors: Sequence[PlacedTensor], nbytes: int) -> Head:
-        return ShardHead(tensors, nbytes)
 
 
 SAFETENSORS: Final = Safetensors()
@@ -169,3 +235,179 @@ def _in_order(measures: Int64, members: Places) -> Places:
     payload, itemsize = measures[members, _PAYLOAD], measures[members, _ITEMSIZE]
     is_whole = payload % PAGE_NBYTES == 0
     return members[np.lexsort((-payload, np.where(is_whole, 0, -itemsize), ~is_whole))]
+
+
+# The head of a file.
+
+
+class PlacedTensor(NamedTuple):
+    """A tensor in a file with a head.
+
+    Attributes:
+        place: the place of the item in the plan.
+        name: its FQN.
+        dtype, shape: those of the chunk.
+        chunk_offset: the offset of the chunk in its tensor.
+        offset: where the data begins in the file, in bytes.
+    """
+
+    place: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunk_offset: tuple[int, ...]
+    offset: int
+
+
+def entry_nbytes(items: ItemColumns) -> Int64:
+    """int64 ``[n]``: an upper bound of the bytes that each item adds to the header.
+
+    The two numbers that say where its data begins and ends are not counted. For dtypes that are not in :data:`DTYPES`
+    the result means nothing.
+    """
+    once, twice = _escaped_lengths(items.names)
+    texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), _crc_text("", 1)
+    constant = sum(len(text) + len(",") for text in texts) - len("00")
+    kinds = [_kind_nbytes(dtype, shape) for dtype, shape in items.kinds]
+    numbers = _digits(items.offsets) + len(",")
+    numbers[np.arange(items.offsets.shape[1]) >= items.ndims[:, None]] = 0
+    nbytes: Int64 = once[items.name_ids] + 2 * twice[items.name_ids]
+    nbytes += constant + np.array([*kinds, 0], dtype=np.int64)[items.kind_ids] + numbers.sum(axis=1)
+    return nbytes
+
+
+def _kind_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    data_nbytes = prod(shape) * int(getattr(torch, dtype).itemsize)
+    digits = _CRC_DIGITS * (_n_fields(data_nbytes) - 1)
+    return len(DTYPES.get(dtype, "")) + sum(len(f"{size},") for size in shape) + digits
+
+
+def _n_fields(data_nbytes: int) -> int:
+    """How many checksums a tensor has in the header: its own, and those of its blocks if there are several."""
+    n_blocks = -(-data_nbytes // SUM_NBYTES)
+    return 1 + n_blocks if 2 <= n_blocks <= MAX_BLOCKS else 1
+
+
+def head_nbytes_for(entries_nbytes: int, n_items: int, payload_nbytes: int) -> int:
+    """The length of a file's head, chosen so that the first tensor's data lies at 64 modulo 4096.
+
+    Args:
+        entries_nbytes: sum of :func:`entry_nbytes`.
+        payload_nbytes: bytes of data of all tensors.
+    """
+    least = LENGTH_NBYTES + _CONSTANT_NBYTES + entries_nbytes + 2 * n_items * len(str(payload_nbytes))
+    return -(-(least - RECORD_ALIGNMENT) // PAGE_NBYTES) * PAGE_NBYTES + RECORD_ALIGNMENT
+
+
+class ShardHead:
+    """The head of a safetensors file. It is written last, because it holds the checksums of the data after it. It holds
+    all that a footer holds, so the file has none.
+
+    Args:
+        tensors: in any order.
+        nbytes: the length of the head, at least that of :func:`head_nbytes_for`.
+        is_of_checkpoint: whether the file holds chunks that count only together with a ``.metadata``.
+
+    Raises:
+        ValueError: the head is longer than was planned.
+    """
+
+    def __init__(self, tensors: Sequence[PlacedTensor], nbytes: int, *, is_of_checkpoint: bool = True) -> None:
+        self._nbytes = nbytes
+        data_nbytes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors]
+        self._data_nbytes: Int64 = np.array(data_nbytes, dtype=np.int64)
+        offset: Int64 = np.array([tensor.offset for tensor in tensors], dtype=np.int64)
+        self._in_file = np.lexsort((self._data_nbytes, offset))
+        names = [_escape(tensor.name) for tensor in tensors]
+        twice = [_escape(name)[1:-1] for name in names]
+        before, behind = _BEFORE, _BEHIND
+        if is_of_checkpoint:
+            offsets = map(_offsets_text, twice, (tensor.chunk_offset for tensor in tensors))
+            before += _MARK + _SAVE + _SHARDING[0] + ",".join(offsets) + _SHARDING[1]
+        n_fields = [_n_fields(each) for each in data_nbytes]
+        crcs = [_crc_text(name, count) for name, count in zip(twice, n_fields, strict=True)]
+        ends = len(_CRCS[0]) - len(",") + np.cumsum([len(text) + len(",") for text in crcs], dtype=np.int64)
+        self._first_field = np.cumsum([0, *n_fields])
+        begins = ends - len('\\"') - _CRC_DIGITS * np.array(n_fields, dtype=np.int64)
+        numbers = np.arange(self._first_field[-1]) - np.repeat(self._first_field[:-1], n_fields)
+        self._crc_at = np.repeat(begins, n_fields) + _CRC_DIGITS * numbers
+        entries = [_tensor_text(name, *_described(t, nbytes)) for name, t in zip(names, tensors, strict=True)]
+        self._before = before.encode("ascii")
+        self._crcs = (_CRCS[0] + ",".join(crcs) + _CRCS[1]).encode("ascii")
+        self._behind = (behind[0] + "".join(f",{entry}" for entry in entries) + behind[1]).encode("ascii")
+        found = LENGTH_NBYTES + len(self._before) + len(self._crcs) + len(self._behind)
+        if found > nbytes:
+            raise ValueError(f"the head of a safetensors file was planned with {nbytes} bytes and needs {found}")
+
+    def encode(self, mark: str, sums: SumColumns | None) -> bytes:
+        """The bytes of the head.
+
+        Args:
+            mark: the mark of the save; empty for a file that is not part of a save.
+            sums: the checksums of the tensors of the file; ``None`` if none were computed.
+        """
+        crcs = b"" if sums is None else self._filled_in(self._fields(sums))
+        text = self._before.replace(_SAVE.encode(), _SAVE.replace("0" * 16, mark).encode(), 1) + crcs + self._behind
+        header = text.ljust(self._nbytes - LENGTH_NBYTES)
+        return len(header).to_bytes(LENGTH_NBYTES, "little") + header
+
+    def _fields(self, sums: SumColumns) -> npt.NDArray[np.uint32]:
+        """The checksums in the order of the text."""
+        if not np.array_equal(sums.nbytes, self._data_nbytes[self._in_file]):
+            raise ValueError("the checksums of a safetensors file are of other tensors than its head describes")
+        fields: npt.NDArray[np.uint32] = np.zeros(self._first_field[-1], dtype=np.uint32)
+        counts = block_counts(sums.nbytes)
+        first = np.cumsum(counts) - counts
+        at = self._first_field[self._in_file]
+        single = counts == 1
+        fields[at[single]] = sums.crcs[first[single]]
+        for row in np.flatnonzero(counts > 1).tolist():
+            blocks = sums.crcs[first[row] : first[row] + counts[row]]
+            fields[at[row]] = joined(blocks.tolist(), int(sums.nbytes[row]))
+            if counts[row] <= MAX_BLOCKS:
+                fields[at[row] + 1 : at[row] + 1 + counts[row]] = blocks
+        return fields
+
+    def _filled_in(self, checksums: npt.NDArray[np.uint32]) -> bytes:
+        text = np.frombuffer(self._crcs, dtype=np.uint8).copy()
+        digits = np.frombuffer(checksums.astype(">u4").tobytes().hex().encode("ascii"), dtype=np.uint8)
+        text[self._crc_at[:, None] + np.arange(_CRC_DIGITS)] = digits.reshape(-1, _CRC_DIGITS)
+        return text.tobytes()
+
+
+def _offsets_text(name: str, offset: Sequence[int]) -> str:
+    return f'{name}:{{\\"{OFFSETS_KEY}\\":[{",".join(map(str, offset))}]}}'
+
+
+def _crc_text(name: str, n_fields: int) -> str:
+    return f'{name}:\\"{"0" * (_CRC_DIGITS * n_fields)}\\"'
+
+
+def _tensor_text(name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> str:
+    sizes = ",".join(map(str, shape))
+    return f'{name}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
+
+
+def _described(tensor: PlacedTensor, head_nbytes: int) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, begin, end) as in the header."""
+    begin = tensor.offset - head_nbytes
+    dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+    return dtype, tensor.shape, begin, begin + prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _escaped_lengths(names: Sequence[str]) -> tuple[Int64, Int64]:
+    """int64 ``[len(names)]`` twice: the bytes of each name as a JSON string, and as a JSON string inside another one.
+
+    Both count the quotes.
+    """
+    if len(_escape("".join(names))) == 2 + sum(map(len, names)):  # the usual case: nothing to escape
+        once = np.fromiter(map(len, names), dtype=np.int64, count=len(names)) + 2
+        return once, once + 2
+    escaped = list(map(_escape, names))
+    once = np.fromiter(map(len, escaped), dtype=np.int64, count=len(names))
+    return once, np.fromiter((len(_escape(name)) - 2 for name in escaped), dtype=np.int64, count=len(names))
+
+
+def _digits(values: Int64) -> Int64:
+    """How many decimal digits each of ``values`` has. None is negative."""
+    return np.searchsorted(_POWERS_OF_TEN, values, side="right").astype(np.int64) + 1

@@ -38,6 +38,7 @@ __all__ = [
     "contiguous_strides",
     "is_fixed_size",
     "payload_view",
+    "raw_frame",
     "record_template",
     "sample_pickle",
     "template_of",
@@ -97,8 +98,10 @@ class RecordTemplate:
         return self.header_nbytes + self.payload_nbytes + self.trailer_nbytes
 
     @property
-    def crc_at(self) -> tuple[int, int]:
+    def crc_at(self) -> tuple[int, ...]:
         """Where the CRC-32 of the payload goes, in bytes from the start of the record."""
+        if not self.header_nbytes:
+            return ()
         return self.header_crc_at, self.header_nbytes + self.payload_nbytes + self.trailer_crc_at
 
     def header(self, crc32: int) -> bytes:
@@ -136,6 +139,12 @@ def record_template(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: b
     if pickle_parts is None:
         return None
     return _framed(pickle_parts.pickle_of(shape, requires_grad), dtype, tuple(shape), requires_grad)
+
+
+@lru_cache(maxsize=4096)
+def raw_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
+    """The frame of nothing but the data. The head of the file holds the CRC-32."""
+    return RecordTemplate(dtype, tuple(shape), False, 0, prod(shape) * dtype.itemsize, 0, b"", b"", 0, 0)
 
 
 def template_of(header: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate | None:

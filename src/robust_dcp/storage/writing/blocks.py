@@ -20,9 +20,11 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.storage.layouts import Frame, Head, Layout, PlacedTensor
+from robust_dcp.storage.layouts import PlacedTensor
 from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, Placements
+from robust_dcp.storage.layouts.safetensors import ShardHead
+from robust_dcp.storage.records.torch_zip import RecordTemplate, raw_frame, record_template
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.structure_cache import CACHE, Table
 
@@ -46,7 +48,7 @@ class Cut(NamedTuple):
     """
 
     place: int
-    frame: Frame
+    frame: RecordTemplate
     start: int
     begin: int
     end: int
@@ -78,7 +80,7 @@ class Block:
     cuts: tuple[Cut, ...]
     zeros: tuple[tuple[int, int], ...]
     places: Int64
-    frames: tuple[Frame, ...]
+    frames: tuple[RecordTemplate, ...]
     tails: tuple[bytes, ...]
     payload: Int64
     payload_nbytes: Int64
@@ -91,7 +93,7 @@ class Block:
 def cut_into_blocks(
     places: Int64,
     starts: Int64,
-    frames: Sequence[Frame],
+    frames: Sequence[RecordTemplate],
     *,
     begin: int,
     end: int,
@@ -123,7 +125,14 @@ def cut_into_blocks(
 
 
 def _block(
-    places: Int64, starts: Int64, ends: Int64, frames: Sequence[Frame], first: int, last: int, low: int, high: int
+    places: Int64,
+    starts: Int64,
+    ends: Int64,
+    frames: Sequence[RecordTemplate],
+    first: int,
+    last: int,
+    low: int,
+    high: int,
 ) -> Block:
     begins, stops = np.maximum(starts[first:last], low), np.minimum(ends[first:last], high)
     is_whole = (starts[first:last] >= low) & (ends[first:last] <= high)
@@ -185,11 +194,11 @@ class FileOrder:
     blocks: tuple[Block, ...]
     places: Int64
     starts: Int64
-    frames: tuple[Frame, ...]
+    frames: tuple[RecordTemplate, ...]
     variable: tuple[int, ...]
     items: tuple[int, ...]
     variable_items: tuple[int, ...]
-    head: Head | None
+    head: ShardHead | None
 
 
 _ITEM_NBYTES = 300
@@ -202,14 +211,13 @@ _ORDERS: Table[tuple[Placements, int, int], tuple[FileOrder, ...]] = CACHE.table
 
 
 def file_orders(
-    placements: Placements, source: ItemSource, block_nbytes: int, page_nbytes: int, layout: Layout
+    placements: Placements, source: ItemSource, block_nbytes: int, page_nbytes: int
 ) -> tuple[FileOrder, ...]:
     """The order of each file. It is made in the first save by a plan, and reused in later ones.
 
     Args:
         source: gives the expected dtypes and sizes when the order is made. Later saves do not ask again: a plan has one
             dtype and size for each item, and every save checks the data against them.
-        layout: the layout that made ``placements``.
 
     Raises:
         PlanConflict: the expected length of an item is not the planned one.
@@ -220,16 +228,14 @@ def file_orders(
     key = placements, block_nbytes, page_nbytes
     orders = _ORDERS.get(key)
     if orders is None:
-        orders = tuple(_orders(placements, source, block_nbytes, page_nbytes, layout))
+        orders = tuple(_orders(placements, source, block_nbytes, page_nbytes))
         if len(placements.variable) < len(placements.offset):  # else another planner planned for this save only
             _ORDERS.put(key, orders)
     return orders
 
 
-def _orders(
-    placements: Placements, source: ItemSource, block_nbytes: int, page_nbytes: int, layout: Layout
-) -> list[FileOrder]:
-    frames = _frames(placements, source, layout)
+def _orders(placements: Placements, source: ItemSource, block_nbytes: int, page_nbytes: int) -> list[FileOrder]:
+    frames = _frames(placements, source)
     # An empty record comes before another one at the same place, so that each record ends where the next may begin.
     by_offset = np.lexsort((placements.nbytes, placements.offset))
     orders = []
@@ -259,17 +265,17 @@ def _orders(
                 variable=tuple(variable),
                 items=tuple(item_id(source.name(each), source.chunk_offset(each)) for each in fixed.tolist()),
                 variable_items=tuple(item_id(source.name(each), source.chunk_offset(each)) for each in variable),
-                head=_head(placements, fixed, frames, source, layout, head_nbytes) if head_nbytes else None,
+                head=_head(placements, fixed, frames, source, head_nbytes) if head_nbytes else None,
             )
         )
     return orders
 
 
-def _frames(placements: Placements, source: ItemSource, layout: Layout) -> dict[int, Frame]:
+def _frames(placements: Placements, source: ItemSource) -> dict[int, RecordTemplate]:
     """The frame of each item of fixed size, by its place. Items of one dtype and size share one frame."""
     # The layouts have caches of frames, too, but these keep only a limited number.
-    made: dict[tuple[torch.dtype, torch.Size, int], Frame] = {}
-    frames: dict[int, Frame] = {}
+    made: dict[tuple[torch.dtype, torch.Size, int], RecordTemplate] = {}
+    frames: dict[int, RecordTemplate] = {}
     heads = placements.head_nbytes
     with NamedErrors(source, 0) as current:
         for place, (nbytes, file) in enumerate(zip(placements.nbytes.tolist(), placements.file.tolist(), strict=True)):
@@ -280,7 +286,7 @@ def _frames(placements: Placements, source: ItemSource, layout: Layout) -> dict[
             key = None if expected is None else (*expected, heads[file])
             frame = None if key is None else made.get(key)
             if frame is None and key is not None:
-                frame = layout.frame(key[0], tuple(key[1]), key[2])
+                frame = (raw_frame if key[2] else record_template)(key[0], tuple(key[1]))
             if frame is None or key is None or frame.nbytes != nbytes:
                 name = source.name(place)
                 raise PlanConflict(f"the record of {name!r} is not the one that was planned", key=name)
@@ -291,15 +297,14 @@ def _frames(placements: Placements, source: ItemSource, layout: Layout) -> dict[
 def _head(
     placements: Placements,
     places: npt.NDArray[np.intp],
-    frames: dict[int, Frame],
+    frames: dict[int, RecordTemplate],
     source: ItemSource,
-    layout: Layout,
     nbytes: int,
-) -> Head:
+) -> ShardHead:
     tensors = [
         PlacedTensor(
             place, source.name(place), frames[place].dtype, frames[place].shape, source.chunk_offset(place), offset
         )
         for place, offset in zip(places.tolist(), placements.offset[places].tolist(), strict=True)
     ]
-    return layout.head(tensors, nbytes)
+    return ShardHead(tensors, nbytes)

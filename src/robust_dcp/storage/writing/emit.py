@@ -38,13 +38,11 @@ from robust_dcp.staging import (
 )
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import BUFFERED
-from robust_dcp.storage.layouts import Frame
 from robust_dcp.storage.layouts.footer import FileSums, footer_of
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
-from robust_dcp.storage.layouts.raw_frame import raw_frame
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, cuts, joined, merged, sums_of
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.torch_zip import is_fixed_size, payload_view, record_template
+from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, raw_frame, record_template
 from robust_dcp.storage.writing.blocks import Block, Cut, FileOrder, cut_into_blocks
 from robust_dcp.storage.writing.data_files import DataFile
 from robust_dcp.storage.writing.item_source import Changes, ItemSource, NamedErrors, changed, planned_tensor
@@ -176,20 +174,20 @@ class FileEmitter:
     # Items of variable size: objects, and tensors of a planner that is not ours.
 
     @property
-    def resolve(self) -> Callable[[int, Frame], torch.Tensor]:
+    def resolve(self) -> Callable[[int, RecordTemplate], torch.Tensor]:
         """Gives the data of an item. It is no attribute: in a cycle of references all tensors of the save would stay in
         memory until the garbage collector runs.
         """
         return self._resolve_held if self._order.variable else partial(planned_tensor, self.context.source)
 
-    def _resolve_held(self, place: int, frame: Frame) -> torch.Tensor:
+    def _resolve_held(self, place: int, frame: RecordTemplate) -> torch.Tensor:
         held = self._held.pop(place, None)
         return planned_tensor(self.context.source, place, frame) if held is None else held
 
     def _blocks_of_variable(self) -> Iterator[Block]:
         """Ask for the items one after the other, and cut the file as far as its records are known."""
         order, context = self._order, self.context
-        known: list[tuple[int, int, Frame]] = []  # place, start, frame
+        known: list[tuple[int, int, RecordTemplate]] = []  # place, start, frame
         block_nbytes = context.lease.block_nbytes
         done, end = 0, 0
 
@@ -205,6 +203,7 @@ class FileEmitter:
 
         known += zip(order.places.tolist(), order.starts.tolist(), order.frames, strict=True)
         for place, start, frame in self._variable_records():
+            self._appended_here.append((place, start, frame.nbytes))
             known.append((place, start, frame))
             end = start + frame.nbytes
             whole = end // block_nbytes * block_nbytes
@@ -216,12 +215,12 @@ class FileEmitter:
         if known:
             yield from blocks(self._file.nbytes + 1)
 
-    def _variable_records(self) -> Iterator[tuple[int, int, Frame]]:
+    def _variable_records(self) -> Iterator[tuple[int, int, RecordTemplate]]:
         """The place, start and frame of each item, by ascending start. An item that fits into its slot goes there; the
         others go to the end of the file.
         """
         slots, end = self.context.slots, self._file.nbytes
-        too_large: list[tuple[int, Frame, torch.Tensor]] = []
+        too_large: list[tuple[int, RecordTemplate, torch.Tensor]] = []
         places = self._order.variable
         for place in sorted(places, key=lambda place: slots[place].offset) if slots else places:
             self.context.check_stop()
@@ -238,12 +237,14 @@ class FileEmitter:
             end = start + frame.nbytes
             yield self._placed(place, start, frame, tensor)
 
-    def _placed(self, place: int, start: int, frame: Frame, tensor: torch.Tensor) -> tuple[int, int, Frame]:
+    def _placed(
+        self, place: int, start: int, frame: RecordTemplate, tensor: torch.Tensor
+    ) -> tuple[int, int, RecordTemplate]:
         self._held[place] = tensor
         self._appended_here.append((place, start, frame.nbytes))
         return place, start, frame
 
-    def _resolved(self, place: int) -> tuple[Frame, torch.Tensor]:
+    def _resolved(self, place: int) -> tuple[RecordTemplate, torch.Tensor]:
         """An item as a frame and the tensor of its data. We do not look into what torch or pickle wrote: that has no
         frame, and its checksums cover all of it.
         """
@@ -574,7 +575,7 @@ class Emission:
         return [part for part in (*parts, view[done : self._block.nbytes]) if len(part)]
 
     def _copy_run(
-        self, first: int, items: Iterable[tuple[int, int, Frame, bytes]], current: NamedErrors, memory: Memory
+        self, first: int, items: Iterable[tuple[int, int, RecordTemplate, bytes]], current: NamedErrors, memory: Memory
     ) -> set[int]:
         """Copy some records. Returns the numbers of those that were checksummed during the copy."""
         target, address, resolve = memory.view, memory.address, self._of.resolve

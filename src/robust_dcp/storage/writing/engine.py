@@ -119,7 +119,7 @@ def write_files(
     try:
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
-        orders = file_orders(placements, source, block_nbytes, page_nbytes, layout)
+        orders = file_orders(placements, source, block_nbytes, page_nbytes)
         workers = _Workers(check_stop, sum(placements.file_nbytes))
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
             context = WriteContext(

@@ -1,23 +1,25 @@
-"""The protocol of a layout: all that differs between layouts, which is places, names of files, frames and heads.
+"""What differs between layouts: places, names of files, and heads. Here is also the layout ``torch``.
 
-Everything else (engine, commit, reader, plan) is the same for all layouts. ``torch_records`` and ``safetensors``
-implement it. ``plan`` calls it for places and names, and ``write_order`` for frames.
+A layout decides how the items of a checkpoint lie in files. Everything else (engine, commit, reader, plan) is the same
+for all. ``torch`` has ``.distcp`` files of torch-save records, as DCP's ``FileSystemWriter`` makes them. The layout
+``safetensors`` is in the file of that name. ``places`` has the arithmetic of places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.storage.layouts.footer import SumColumns
-from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.files.paths import data_file_name
+from robust_dcp.storage.layouts.places import Placements, place_records
+from robust_dcp.storage.records.torch_zip import record_template
 
-__all__ = ["FileName", "Frame", "Head", "ItemColumns", "Layout", "PlacedTensor"]
+__all__ = ["TORCH", "FileName", "ItemColumns", "Layout", "TorchRecords", "record_measures"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -53,76 +55,6 @@ class ItemColumns:
     kind_ids: Int32
     ndims: npt.NDArray[np.uint8]
     offsets: Int64
-
-
-class Frame(Protocol):
-    """The bytes around the data of one tensor. All tensors of one dtype and shape share it.
-
-    Attributes:
-        dtype, shape: those of the tensor.
-        header_nbytes, payload_nbytes: bytes before the data, and bytes of data.
-        blank_header, blank_trailer: the bytes before and after the data, with 0 in place of its CRC-32.
-        crc_at: where the CRC-32 goes, in bytes from the start of the record. Each is a 4-byte little-endian number.
-            Empty if the head of the file holds the checksums.
-        nbytes: length of the whole record.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def header_nbytes(self) -> int: ...
-    @property
-    def payload_nbytes(self) -> int: ...
-    @property
-    def blank_header(self) -> bytes: ...
-    @property
-    def blank_trailer(self) -> bytes: ...
-    @property
-    def crc_at(self) -> tuple[int, ...]: ...
-    @property
-    def nbytes(self) -> int: ...
-
-    def header(self, crc32: int) -> bytes:
-        """The bytes before the data, if the CRC-32 of the data is ``crc32``."""
-
-    def trailer(self, crc32: int) -> bytes:
-        """The bytes after the data, if the CRC-32 of the data is ``crc32``."""
-
-
-class PlacedTensor(NamedTuple):
-    """A tensor in a file with a head.
-
-    Attributes:
-        place: the place of the item in the plan.
-        name: its FQN.
-        dtype, shape: those of the chunk.
-        chunk_offset: the offset of the chunk in its tensor.
-        offset: where the data begins in the file, in bytes.
-    """
-
-    place: int
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunk_offset: tuple[int, ...]
-    offset: int
-
-
-class Head(Protocol):
-    """The head of a file. It is written last, because it holds the checksums of the data after it.
-
-    A file with a head has no footer: the head holds the same information.
-    """
-
-    def encode(self, mark: str, sums: SumColumns | None) -> bytes:
-        """The bytes of the head.
-
-        Args:
-            mark: the mark of the save; empty for a file that is not part of a save.
-            sums: the checksums of the tensors of the file; ``None`` if none were computed.
-        """
 
 
 class Layout(Protocol):
@@ -171,8 +103,42 @@ class Layout(Protocol):
             mark: the mark of the save.
         """
 
-    def frame(self, dtype: torch.dtype, shape: tuple[int, ...], head_nbytes: int) -> Frame | None:
-        """The frame of a tensor in a file with a head of that length; ``None`` if its length is not fixed."""
 
-    def head(self, tensors: Sequence[PlacedTensor], nbytes: int) -> Head:
-        """The head of a file, which has the planned length ``nbytes``."""
+class TorchRecords:
+    """:class:`Layout` ``torch``.
+
+    Its measures are three lengths in bytes: of a record, of the header before the payload, and of the payload. A record
+    of -1 bytes is an item of variable size.
+    """
+
+    name: Final = "torch"
+    version: Final = "torch-2"
+    may_share_directory: Final = True
+    plans_places: Final = False
+
+    def measure(self, items: ItemColumns) -> Int64:
+        return record_measures(items)
+
+    def place(self, measures: Int64, *, files: int) -> Placements:
+        return place_records(measures[:, 0], measures[:, 1], measures[:, 2], files=files)
+
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
+        names = [data_file_name(rank, number, mark) for number in range(len(head_nbytes))]
+        return [FileName(name, name) for name in names]
+
+
+TORCH: Final = TorchRecords()
+
+
+def record_measures(items: ItemColumns) -> Int64:
+    """int64 ``[n, 3]``: the lengths of each item's torch-save record, its header, and its payload.
+
+    Items of variable size have -1, 0, 0. Items of one dtype and shape share one template.
+    """
+    rows = []
+    for dtype, shape in items.kinds:
+        template = record_template(getattr(torch, dtype), shape)
+        if template is None:
+            raise TypeError(f"items of {dtype} are not of fixed size")
+        rows.append((template.nbytes, template.header_nbytes, template.payload_nbytes))
+    return np.array([*rows, (-1, 0, 0)], dtype=np.int64)[items.kind_ids]  # the last row for -1
