@@ -24,7 +24,7 @@ from robust_dcp.plan.plan import PlanReply, Rows, unpack_places
 from robust_dcp.plan.session import MATCHES, Digests
 from robust_dcp.plan.written import WrittenMessage, written_message, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
+from robust_dcp.storage.writing.report import SaveTimes, said_of_rank
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
 

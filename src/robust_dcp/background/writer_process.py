@@ -43,9 +43,8 @@ from robust_dcp.storage.committing.cleaning import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.storage.writing.data_files import remove_files_of
 from robust_dcp.storage.writing.emit import saved_by_torch
-from robust_dcp.storage.writing.engine import WrittenFiles, write_files
+from robust_dcp.storage.writing.engine import WrittenFiles, remove_files_of, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.storage.writing.write_options import WriteOptions
 

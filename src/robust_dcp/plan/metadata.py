@@ -34,7 +34,7 @@ from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.module_sizes import module_sizes
+from robust_dcp.storage.writing.report import module_sizes
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
 

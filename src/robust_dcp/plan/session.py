@@ -55,11 +55,10 @@ from robust_dcp.report_file import Plan as PlanOfReport
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_room
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.room import RoomOfRank, refuse_without_room
-from robust_dcp.storage.writing.save_report import SaidOfRank, SaveTimes, make_report, said_of_rank
+from robust_dcp.storage.writing.report import SaidOfRank, SaveTimes, make_report, said_of_rank
 
 __all__ = ["MATCHES", "Digests", "OnReplicaMismatch", "OnStructureChange", "SaveSession"]
 

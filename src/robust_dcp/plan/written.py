@@ -16,7 +16,7 @@ import numpy.typing as npt
 from robust_dcp.comm import Agreement, Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.save_report import SaidOfRank
+from robust_dcp.storage.writing.report import SaidOfRank
 
 __all__ = [
     "LEADS_DIRECTORY",

@@ -6,44 +6,46 @@ writer chooses places itself.
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from robust_dcp.comm import node_of
-from robust_dcp.errors import entry_point
-from robust_dcp.report_file import SavedReport
-from robust_dcp.storage.committing.cleaning import stripe_directories
+from robust_dcp.errors import StorageError, entry_point, ranks_in_words
+from robust_dcp.report_file import Plan, SavedReport
+from robust_dcp.storage.committing.cleaning import stripe_directories, stripe_of
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
-from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
 from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
-from robust_dcp.storage.writing.item_source import ItemSource
-from robust_dcp.storage.writing.planned_save import PlannedSave
-from robust_dcp.storage.writing.room import RoomOfRank, room_of_rank
-from robust_dcp.storage.writing.unplanned_save import Share, UnplannedSave, shared
+from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
+from robust_dcp.storage.writing.report import SaidOfRank, SaveTimes, make_report, module_sizes, said_of_rank
 from robust_dcp.storage.writing.write_options import WriteKeywords, WriteOptions, with_keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["RobustWriter", "WriterMeta"]
+__all__ = ["PlannedSave", "RobustWriter", "RoomOfRank", "WriterMeta", "refuse_without_room"]
 
 
 @dataclass
@@ -107,7 +109,8 @@ class RobustWriter(StorageWriter):
         self._begun = False
         self._announces = False
         self._uncommitted_names: tuple[str, ...] = ()
-        self._unplanned = UnplannedSave()
+        self._times = SaveTimes()
+        self._planner_name = ""
 
     @property
     def files_per_rank(self) -> int:
@@ -297,7 +300,8 @@ class RobustWriter(StorageWriter):
                 "of it. Call one of these, or copy the checkpoint afterwards with robust_dcp.copy_checkpoint"
             )
         self._begun = self._announces = False
-        self._unplanned = UnplannedSave()
+        self._times = SaveTimes()
+        self._planner_name = ""
         self._is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
             raise ValueError(
@@ -315,7 +319,7 @@ class RobustWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._announces:
             self.announce()
-        return shared(plans, self.mark)
+        return [replace(plan, storage_data=Share(rank, self.mark)) for rank, plan in enumerate(plans)]
 
     @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -346,9 +350,22 @@ class RobustWriter(StorageWriter):
         self.adopt(share.mark)
         if isinstance(plan.storage_data, Share) and not self._is_coordinator:
             self._refuse_another_directory(rank)
-        return self._unplanned.write(
-            *(plan.items, planner, rank), write=self.write, n_files=self.files_per_rank, tells=self.leaves_report
-        )
+        self._planner_name = type(planner).__name__
+        self._times.ends("plan")
+        placements = place_as_they_come([_data_nbytes(item) for item in plan.items], files=self.files_per_rank)
+        with self._times.own_write():
+            source = WriteItemSource(plan.items, planner.resolve_data)
+            written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        places = zip(placements.file.tolist(), written.variable_places.tolist(), strict=True)
+        results = [
+            WriteResult(item.index, nbytes, StorageInfo(written.names[file], offset, nbytes))
+            for item, (file, (offset, nbytes)) in zip(plan.items, places, strict=True)
+        ]
+        if results and self.leaves_report:  # a rank that has written nothing tells nothing
+            last = results.pop()
+            said = said_of_rank(rank, written, self._times)
+            results.append(_TellingResult(last.index, last.size_in_bytes, last.storage_data, said))
+        return results
 
     def _refuse_another_directory(self, rank: int) -> None:
         """Make sure, on a rank that does not commit, that it writes into the coordinator's directory."""
@@ -364,9 +381,38 @@ class RobustWriter(StorageWriter):
             save.commit()
             return
         metadata.storage_meta = self.plain_meta()
-        self._unplanned.commit(metadata, results, self.directory)
-        self.leave_report(lambda save_id, fallbacks: self._unplanned.report_of(results, self.path, save_id, fallbacks))
+        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        metadata.version = FORMAT_VERSION
+        self._times.ends("write")
+        try:
+            self.directory.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
+        except BaseException as error:
+            self.directory.roll_back(error)
+            raise
+        self._times.ends("commit")
+        self.leave_report(lambda save_id, fallbacks: self._report_of(results, save_id, fallbacks))
         self.clean_up()
+
+    def _report_of(
+        self, results: Sequence[Sequence[WriteResult]], save_id: str, fallbacks: Sequence[str]
+    ) -> SavedReport:
+        """The report of a save by a planner that is not ours, which was just committed."""
+        sizes: dict[str, int] = defaultdict(int)
+        for part in results:
+            for result in part:
+                sizes[result.index.fqn] += result.size_in_bytes
+        lasts = [(rank, part[-1]) for rank, part in enumerate(results) if part]
+        return make_report(
+            [(rank, last.said) for rank, last in lasts if isinstance(last, _TellingResult) and last.said is not None],
+            self._times,
+            checkpoint=self.path,
+            save_id=save_id,
+            world_size=len(results),
+            coordinator_rank=0,
+            plan=Plan("foreign", f"{self._planner_name} made the plan"),
+            fallbacks=fallbacks,
+            modules=module_sizes(list(sizes), np.array(list(sizes.values()), dtype=np.int64)),
+        )
 
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
@@ -380,3 +426,128 @@ class RobustWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ``checkpoint_id`` is a path on a mounted file system, and not a URL."""
         return not is_url(checkpoint_id)
+
+
+# A save by a planner that is not ours. Stock hands each rank its plan, which carries the mark of the save there, and
+# gathers the results of all ranks. The last result of each rank carries its row of the report. So no exchange is added.
+
+
+class Share(NamedTuple):
+    """What the coordinator tells each rank, as a part of its plan."""
+
+    rank: int
+    mark: int
+
+
+@dataclass(frozen=True)
+class _TellingResult(WriteResult):
+    """A result with what its rank tells for the report."""
+
+    said: SaidOfRank | None = None
+
+
+def _data_nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * int(data.properties.dtype.itemsize)
+
+
+# A save that ``RobustPlanner`` has planned.
+
+
+@runtime_checkable
+class PlannedSave(Protocol):
+    """A save that ``RobustPlanner`` has planned.
+
+    It calls the writer's methods itself, in the order that all ranks have agreed on. If DCP calls a hook of the writer
+    instead, the hook lets it go on.
+    """
+
+    def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> None: ...
+
+    def commit(self) -> None: ...
+
+
+# How much room a save needs on each file system, and whether there is so much: found out before the first byte. What
+# the save replaces does not count: it stays until the new checkpoint is committed.
+
+
+class RoomOfRank(msgspec.Struct, frozen=True):
+    """What one rank needs on each file system. What all ranks have in common is sent once.
+
+    Attributes:
+        file_systems: texts that tell the file systems from the others that the ranks of the save see.
+        paths: a directory of the save on each.
+        nbytes, free_nbytes: needed and free, in bytes.
+    """
+
+    file_systems: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    nbytes: tuple[int, ...] = ()
+    free_nbytes: tuple[int, ...] = ()
+
+
+def room_of_rank(
+    disk: Disk,
+    directory: str,
+    rank: int,
+    placements: Placements,
+    known_places: npt.NDArray[np.int64] | None,
+    *,
+    stripes: Sequence[str],
+    shared_as: str,
+    node: str,
+) -> RoomOfRank:
+    """What this rank needs, as far as it is known: items of variable size count as much as in the save before.
+
+    Args:
+        stripes: the directories that take the files in turn.
+        shared_as: the same text on all ranks that see this very directory.
+        node: the name of this rank's node. Other directories count for each node.
+    """
+    nbytes_of: dict[str, int] = defaultdict(int)
+    for number, nbytes in enumerate(placements.file_nbytes):
+        if number == placements.variable_file and known_places is not None:
+            nbytes += int(known_places[:, 1].sum())
+        place = stripe_of(rank, number, stripes) if stripes else directory
+        nbytes_of[place] += -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+    room_of = {place: disk.room(place) for place in {directory, *nbytes_of}}
+    main, _ = room_of[directory]
+    rooms = [room_of[place] for place in nbytes_of]
+    return RoomOfRank(
+        tuple(shared_as if number == main else f"{node}: {number}" for number, _ in rooms),
+        tuple(nbytes_of),
+        tuple(nbytes_of.values()),
+        tuple(free_nbytes for _, free_nbytes in rooms),
+    )
+
+
+def refuse_without_room(checkpoint: str, ranks: Sequence[RoomOfRank | None]) -> None:
+    """Make sure that all ranks together have room.
+
+    Args:
+        ranks: what each rank has said.
+
+    Raises:
+        StorageError: they have not. It says what is needed and free on each file system that is too small.
+    """
+    rooms: dict[str, list[tuple[int, str, int, int]]] = defaultdict(list)
+    for rank, said in enumerate(ranks):
+        if said is not None:
+            for number, name in enumerate(said.file_systems):
+                room = (rank, said.paths[number], said.nbytes[number], said.free_nbytes[number])
+                rooms[name].append(room)
+    too_small = []
+    for of_ranks in rooms.values():
+        who, paths, nbytes, free_nbytes = zip(*of_ranks, strict=True)
+        if sum(nbytes) > min(free_nbytes):
+            needs = f"{sum(nbytes)} bytes are needed there for {ranks_in_words(who)}, {min(free_nbytes)} are free"
+            too_small.append((paths[0], needs))
+    if too_small:
+        places = "; ".join(f"{path}: {why}" for path, why in too_small)
+        raise StorageError(
+            f"{checkpoint} has no room, and nothing was written: {places}. What a save replaces is freed only after "
+            "its commit. Free space, or save to another directory",
+            path=too_small[0][0],
+            errno=errno.ENOSPC,
+            operation="begin",
+        )

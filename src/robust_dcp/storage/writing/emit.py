@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import io
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -36,7 +37,7 @@ from robust_dcp.staging import (
     on_cpu,
     to_host_together,
 )
-from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED
 from robust_dcp.storage.layouts.footer import FileSums, footer_of
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
@@ -44,15 +45,49 @@ from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, cuts
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, raw_frame, record_template
 from robust_dcp.storage.writing.blocks import Block, Cut, FileOrder, cut_into_blocks
-from robust_dcp.storage.writing.data_files import DataFile
 from robust_dcp.storage.writing.item_source import Changes, ItemSource, NamedErrors, changed, planned_tensor
 
-__all__ = ["Emission", "FileEmitter", "WriteContext", "saved_by_torch"]
+__all__ = ["DataFile", "Emission", "FileEmitter", "WriteContext", "saved_by_torch"]
 
 _SMALL_NBYTES: Final = 16 << 10
 """If records are smaller than this on average, Python's work for each takes longer than copies and checksums."""
 
 _CRC_DTYPE: Final = np.dtype("<u4")
+
+
+@dataclass(eq=False)
+class DataFile:
+    """One open file of a save in progress.
+
+    Attributes:
+        number: the number of the file among the rank's files.
+        committed_name: its name after the commit, relative to the checkpoint's directory.
+        file: the file, open for writing.
+        link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if the file itself lies there.
+        nbytes: its length once it has been written, without the footer.
+        digest: 16 bytes over the checksums of its items.
+        how: ``direct``, or ``buffered`` with the reason.
+    """
+
+    number: int
+    committed_name: str
+    file: OpenFile
+    link: str | None = None
+    nbytes: int = 0
+    digest: bytes = b""
+    how: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its current name, relative to the checkpoint's directory."""
+        return os.path.basename(self.file.path)
+
+    def note_how(self) -> None:
+        """Note for the report how its blocks were written."""
+        if self.file.alignment is not None:
+            self.how = "direct"
+        else:
+            self.how = f"buffered: {self.file.why_buffered}" if self.file.why_buffered else "buffered"
 
 
 @dataclass(frozen=True)
@@ -231,18 +266,13 @@ class FileEmitter:
                 continue
             start = _aligned(end) if slot is None else slot.offset
             end = start + frame.nbytes
-            yield self._placed(place, start, frame, tensor)
+            self._held[place] = tensor
+            yield place, start, frame
         for place, frame, tensor in too_large:
             start = _aligned(end)
             end = start + frame.nbytes
-            yield self._placed(place, start, frame, tensor)
-
-    def _placed(
-        self, place: int, start: int, frame: RecordTemplate, tensor: torch.Tensor
-    ) -> tuple[int, int, RecordTemplate]:
-        self._held[place] = tensor
-        self._appended_here.append((place, start, frame.nbytes))
-        return place, start, frame
+            self._held[place] = tensor
+            yield place, start, frame
 
     def _resolved(self, place: int) -> tuple[RecordTemplate, torch.Tensor]:
         """An item as a frame and the tensor of its data. We do not look into what torch or pickle wrote: that has no

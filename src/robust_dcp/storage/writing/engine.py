@@ -1,13 +1,18 @@
 """Writes the files of one rank with a few threads: every record goes to its place and is checksummed on the way.
 
+Each file has the mark of its save in its name, such as ``__0_0.5f0c9a3e7b21d846.distcp``. So no byte of another file is
+ever overwritten. It is removed if the save fails.
+
 This module owns the threads, their memory, and the handling of their errors. It does not decide places (``layouts``
 does), cut files (``blocks`` does), or make a checkpoint visible (``commit`` does).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,17 +26,16 @@ import torch
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import POOL, DeviceCopies
-from robust_dcp.storage.committing.cleaning import stripe_directories
+from robust_dcp.storage.committing.cleaning import is_gone, stripe_directories, stripe_of
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.blocks import file_orders
-from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard
-from robust_dcp.storage.writing.emit import Emission, FileEmitter, WriteContext
+from robust_dcp.storage.writing.emit import DataFile, Emission, FileEmitter, WriteContext
 from robust_dcp.storage.writing.item_source import BorrowingSource, Changes, ItemSource, MadeWhenAsked
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 
-__all__ = ["WriteFiles", "WrittenFiles", "write_files"]
+__all__ = ["WriteFiles", "WrittenFiles", "create_data_files", "discard", "remove_files_of", "write_files"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +164,99 @@ def write_files(
         uncommitted_names=tuple(file.name for file in files),
         digest=hashlib.blake2b(b"".join(file.digest for file in files), digest_size=16, person=b"rdcp-rank").digest(),
     )
+
+
+def create_data_files(
+    disk: Disk,
+    directory: str,
+    rank: int,
+    placements: Placements,
+    layout: Layout,
+    *,
+    mark: str,
+    direct: bool = False,
+    stripes: Sequence[str] = (),
+    not_removed: list[str],
+) -> list[DataFile]:
+    """Create the files of ``rank``.
+
+    Each file must be new (``O_EXCL``). So this overwrites nothing, whatever other processes do and however stale a
+    directory listing is.
+
+    Args:
+        placements: says how many files there are, and of which kind.
+        layout: gives their names.
+        mark: the mark of the save.
+        direct: whether to ask for direct I/O.
+        stripes: existing directories that take the files in turn. ``directory`` then gets links to them.
+        not_removed: receives the paths of files that were made and could not be removed.
+
+    Raises:
+        StorageError: a file cannot be created, for example for lack of permission. The files made so far are removed.
+    """
+    files: list[DataFile] = []
+    try:
+        for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark)):
+            path, link = os.path.join(directory, name.written), None
+            if stripes:
+                # Make the link first. If we are killed in between, the next save finds and removes a link without a
+                # file, but nobody finds a file without a link.
+                path, link = os.path.join(stripe_of(rank, number, stripes), name.written), path
+                disk.symlink(path, link)
+            try:
+                opened = disk.open_new(path, direct=direct)
+            except BaseException:
+                if link is not None and not is_gone(disk.unlink, link):
+                    not_removed.append(link)
+                raise
+            files.append(DataFile(number, name.committed, opened, link))
+    except BaseException:
+        not_removed.extend(discard(disk, files))
+        raise
+    return files
+
+
+def discard(disk: Disk, files: Sequence[DataFile]) -> list[str]:
+    """Close and remove the files of a save that failed.
+
+    Returns:
+        the paths of those that are still there. A link is removed after its target; if the target stays, so does the
+        link.
+    """
+    left: list[str] = []
+    for file in files:
+        with contextlib.suppress(StorageError):
+            disk.close(file.file)
+        paths = [file.file.path] if file.link is None else [file.file.path, file.link]
+        while paths and is_gone(disk.unlink, paths[0]):
+            del paths[0]
+        left += paths
+    return left
+
+
+def remove_files_of(
+    disk: Disk,
+    directory: str,
+    rank: int,
+    placements: Placements,
+    layout: Layout,
+    *,
+    mark: str,
+    stripes: Sequence[str] = (),
+) -> list[str]:
+    """Remove whatever a process has made that died while it wrote the files of ``rank``.
+
+    Returns:
+        the paths of those that are still there.
+    """
+    left: list[str] = []
+    for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark)):
+        path = os.path.join(directory, name.written)
+        paths = [os.path.join(stripe_of(rank, number, stripes), name.written), path] if stripes else [path]
+        while paths and is_gone(disk.unlink, paths[0]):
+            del paths[0]
+        left += paths
+    return left
 
 
 def _page_nbytes(files: Sequence[DataFile], options: WriteOptions) -> int:
