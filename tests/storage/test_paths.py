@@ -13,32 +13,32 @@ from robust_dcp.errors import UnsafeCheckpoint
 from robust_dcp.storage.files.paths import (
     check_relative_path,
     data_file_name,
+    is_data_file,
     locate,
-    parse_data_file_name,
+    shard_file_name,
+    writer_of,
 )
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["0123456789abcdef", "f" * 16]))
 def test_a_name_says_who_wrote_the_file(rank: int, number: int, mark: str) -> None:
-    name = parse_data_file_name(data_file_name(rank, number, mark))
-    assert name is not None
-    assert (name.rank, name.number, name.mark, name.hint) == (rank, number, mark, "")
+    assert writer_of(data_file_name(rank, number, mark)) == (rank, number, mark)
+    assert writer_of(shard_file_name(rank, number, number + 1, mark)) == (rank, number, mark)
 
 
 def test_names_are_those_of_stock_with_the_mark_of_the_save() -> None:
     assert data_file_name(3, 1, "0123456789abcdef") == "__3_1.0123456789abcdef.distcp"
-    name = parse_data_file_name("__3_1.distcp")
-    assert name == (3, 1, "", "")
+    assert writer_of("__3_1.distcp") == (3, 1, "")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp.tmp", "__0_0.0.distcp", "__a_0.distcp", "common.pt", ""])
 def test_other_files_are_not_taken_for_data_files(name: str) -> None:
-    assert parse_data_file_name(name) is None
+    assert not is_data_file(name) and writer_of(name) is None
 
 
 def test_a_megatron_separation_hint_is_recognised() -> None:
-    assert parse_data_file_name("optimizer__0_1.distcp") == (0, 1, "", "optimizer")
+    assert is_data_file("optimizer__0_1.distcp") and writer_of("optimizer__0_1.distcp") is None
 
 
 @pytest.mark.parametrize(

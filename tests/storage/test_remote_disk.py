@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from robust_dcp import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
+from robust_dcp.storage.remote.store import Calls
 
 DATA = random.Random(1).randbytes((3 << 20) + 7)
 FILES = {".metadata": DATA, "__0_0.distcp": DATA[:100_003], "empty": b"", "below/part": b"x"}

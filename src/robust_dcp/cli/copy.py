@@ -25,7 +25,7 @@ def run(
 
     from robust_dcp.drain.copy import copy_checkpoint
     from robust_dcp.errors import RobustCheckpointError
-    from robust_dcp.storage.remote.copy_options import CopyOptions
+    from robust_dcp.storage.remote.store import CopyOptions
 
     options = CopyOptions(
         threads=threads,

@@ -44,9 +44,7 @@ from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.remote.calls import Calls
-from robust_dcp.storage.remote.copy_options import CopyOptions
-from robust_dcp.storage.remote.filesystem import local_path_of, place_of
+from robust_dcp.storage.remote.store import Calls, CopyOptions, local_path_of, place_of
 
 __all__ = ["Copy", "CopyResult", "Progress", "copy_checkpoint"]
 

@@ -20,9 +20,8 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import is_data_file, locate
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.remote.calls import Calls
-from robust_dcp.storage.remote.filesystem import filesystem_of, local_path_of
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
+from robust_dcp.storage.remote.store import Calls, filesystem_of, local_path_of
 
 __all__ = ["Parts", "Place", "PlaceFile", "open_place"]
 

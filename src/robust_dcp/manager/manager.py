@@ -44,8 +44,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.remote.copy_options import CopyOptions
-from robust_dcp.storage.remote.filesystem import place_of
+from robust_dcp.storage.remote.store import CopyOptions, place_of
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.version import __version__
 

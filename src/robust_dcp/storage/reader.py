@@ -37,8 +37,8 @@ from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
 from robust_dcp.storage.reading.sharable_reads import SharableReads, places_in_files, sharable_reads
-from robust_dcp.storage.remote.filesystem import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
+from robust_dcp.storage.remote.store import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writing.write_options import with_keywords
 
 if TYPE_CHECKING:

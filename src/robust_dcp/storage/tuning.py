@@ -9,12 +9,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +22,7 @@ from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.writing.write_options import available_cores
 
 __all__ = ["BLOCK_NBYTES", "GOOD_ENOUGH", "Measured", "Setting", "TunedOptions", "choose", "tune"]
 
@@ -194,12 +194,11 @@ def _existing_directory(path: str) -> str:
 
 def _measured(drive: _Drive, seconds: float, share_nbytes: int) -> TunedOptions:
     refused = drive.why_not_direct()
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     settings = [
         Setting(direct, depth)
         for direct in ((True, False) if refused is None else (False,))
         for depth in _DEPTHS
-        if depth * BLOCK_NBYTES <= share_nbytes and depth <= 2 * cpus
+        if depth * BLOCK_NBYTES <= share_nbytes and depth <= 2 * available_cores()
     ]
     most_nbytes = min(_MOST_NBYTES, share_nbytes)
     table = _best_of_rounds(settings, drive.write, seconds / 2, most_nbytes)
@@ -215,16 +214,11 @@ def _best_of_rounds(
     pilot_nbytes = min(_PILOT_NBYTES, most_nbytes)
     rate = max(measure(settings[0], pilot_nbytes).nbytes_per_second for _ in range(2))
     nbytes = min(int(rate * seconds / (_ROUNDS * len(settings))), most_nbytes)
-    best: dict[Setting, Measured] = {}
+    # On a slow device, spend the time on settings whose measurement means something.
+    settings = [setting for setting in settings if setting.depth == 1 or setting.depth * BLOCK_NBYTES <= nbytes]
     # Each round tries all settings, so that a short burst of other work does not slow down one setting alone.
-    for _ in range(_ROUNDS):
-        for setting in settings:
-            if setting.depth > 1 and setting.depth * BLOCK_NBYTES > nbytes:
-                continue  # on a slow device, spend the time on settings whose measurement means something
-            measured = measure(setting, nbytes)
-            if setting not in best or measured.nbytes_per_second > best[setting].nbytes_per_second:
-                best[setting] = measured
-    return list(best.values())
+    rounds = [[measure(setting, nbytes) for setting in settings] for _ in range(_ROUNDS)]
+    return [max(results, key=lambda measured: measured.nbytes_per_second) for results in zip(*rounds, strict=True)]
 
 
 class _Drive:
@@ -258,90 +252,65 @@ class _Drive:
 
     def write(self, setting: Setting, nbytes: int) -> Measured:
         """Checksum and write about ``nbytes``. The time ends when all of it is durable."""
-        blocks_each = max(1, nbytes // (setting.depth * BLOCK_NBYTES))
+        disk, blocks_each = self._disk, max(1, nbytes // (setting.depth * BLOCK_NBYTES))
         with ExitStack() as stack:
             files = []
             for _ in range(setting.depth):
                 file, path = self._open(stack, direct=setting.direct)
-                self._disk.unlink(path)
+                disk.unlink(path)
                 files.append(file)
 
             def write(number: int) -> int:
-                self._disk.preallocate(files[number], blocks_each * BLOCK_NBYTES)
+                disk.preallocate(files[number], blocks_each * BLOCK_NBYTES)
                 for place in range(blocks_each):
                     # A save does the same: while one thread computes a checksum, the others use the device.
                     crc32(self._block)
-                    self._disk.pwrite(files[number], self._block, place * BLOCK_NBYTES)
-                self._disk.fsync(files[number])
+                    disk.pwrite(files[number], self._block, place * BLOCK_NBYTES)
+                disk.fsync(files[number])
                 return blocks_each * BLOCK_NBYTES
 
             return _timed(setting, write)
 
-    def filled(self, nbytes: int) -> _Readable:
-        """A file of at least ``nbytes``, to measure reads of."""
-        return _Readable(self, max(nbytes // BLOCK_NBYTES, 1))
-
-
-class _Readable:
-    """A file that is open for reading in both ways. Use it in a ``with`` statement."""
-
-    def __init__(self, drive: _Drive, n_blocks: int) -> None:
-        self._drive = drive
-        self._n_blocks = n_blocks
-        self._stack = ExitStack()
-        self._opened: dict[bool, OpenFile] = {}
-
-    def __enter__(self) -> Callable[[Setting, int], Measured]:
-        disk, block = self._drive._disk, self._drive._block
-        try:
-            file, path = self._drive._open(self._stack, direct=False)
+    @contextmanager
+    def filled(self, nbytes: int) -> Iterator[Callable[[Setting, int], Measured]]:
+        """Make a file of at least ``nbytes``. Gives a function that reads of it."""
+        disk, n_blocks = self._disk, max(nbytes // BLOCK_NBYTES, 1)
+        opened: list[OpenFile] = []
+        with ExitStack() as stack:
+            file, path = self._open(stack, direct=False)
             try:
                 for direct in (False, True):
-                    self._opened[direct] = disk.open_read(path, direct=direct)
-                    self._stack.callback(disk.close, self._opened[direct])
+                    opened.append(disk.open_read(path, direct=direct))
+                    stack.callback(disk.close, opened[direct])
             finally:
                 disk.unlink(path)
-            for number in range(self._n_blocks):
-                disk.pwrite(file, block, number * BLOCK_NBYTES)
+            for number in range(n_blocks):
+                disk.pwrite(file, self._block, number * BLOCK_NBYTES)
             disk.fsync(file)
-        except BaseException:
-            self._stack.close()
-            raise
-        return self._read
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+            def read(setting: Setting, nbytes: int) -> Measured:
+                source = opened[setting.direct]
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                count = min(max(1, nbytes // BLOCK_NBYTES), n_blocks)
 
-    def _read(self, setting: Setting, nbytes: int) -> Measured:
-        file = self._opened[setting.direct]
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        lock, blocks = threading.Lock(), iter(range(min(max(1, nbytes // BLOCK_NBYTES), self._n_blocks)))
+                def read_some(thread: int) -> int:
+                    done = 0
+                    with mmap.mmap(-1, BLOCK_NBYTES) as memory, memoryview(memory) as view:
+                        for number in range(thread, count, setting.depth):
+                            found = disk.pread_into(source, view, number * BLOCK_NBYTES)
+                            crc32(view[:found])
+                            done += found
+                    return done
 
-        def read(_: int) -> int:
-            with mmap.mmap(-1, BLOCK_NBYTES) as memory, memoryview(memory) as view:
-                return sum(self._read_block(file, view, number) for number in _each(blocks, lock))
+                return _timed(setting, read_some)
 
-        return _timed(setting, read)
-
-    def _read_block(self, file: OpenFile, view: memoryview, number: int) -> int:
-        nbytes = self._drive._disk.pread_into(file, view, number * BLOCK_NBYTES)
-        crc32(view[:nbytes])
-        return nbytes
-
-
-def _each(numbers: Iterator[int], lock: threading.Lock) -> Iterator[int]:
-    while True:
-        with lock:
-            number = next(numbers, None)
-        if number is None:
-            return
-        yield number
+            yield read
 
 
 def _timed(setting: Setting, work: Callable[[int], int]) -> Measured:
     """The time that ``setting.depth`` threads take for their work, each of which returns how many bytes it moved."""
     started, cpu_started = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(setting.depth, thread_name_prefix="robust_dcp-tune") as pool:
-        nbytes = sum(task.result() for task in [pool.submit(work, number) for number in range(setting.depth)])
+        nbytes = sum(pool.map(work, range(setting.depth)))
     return Measured(setting, max(nbytes, 1), time.perf_counter() - started, time.process_time() - cpu_started)

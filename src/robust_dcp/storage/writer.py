@@ -35,8 +35,7 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.remote.copy_options import CopyOptions
-from robust_dcp.storage.remote.filesystem import place_of
+from robust_dcp.storage.remote.store import CopyOptions, place_of
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.report import SaidOfRank, SaveTimes, make_report, module_sizes, said_of_rank

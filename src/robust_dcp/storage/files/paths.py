@@ -22,7 +22,6 @@ __all__ = [
     "REMOVING_PREFIX",
     "SAFETENSORS_SUFFIX",
     "SAVING_PREFIX",
-    "DataFileName",
     "WriterOfFile",
     "check_relative_path",
     "committed_name",
@@ -34,7 +33,6 @@ __all__ = [
     "locate",
     "mark_of",
     "metadata_name",
-    "parse_data_file_name",
     "shard_file_name",
     "temporary_name",
     "writer_of",
@@ -63,9 +61,7 @@ _MARK: Final = r"(?:\.(?P<mark>[0-9a-f]{16}))?"
 _DATA_FILE: Final = re.compile(rf"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+){_MARK}\.distcp")
 
 # Names that torch's HuggingFaceStorageWriter gives, to which we add a mark.
-_SHARD_FILE: Final = re.compile(
-    rf"shard-(?P<shard>\d{{5,}})-model-(?P<number>\d{{5,}})-of-\d{{5,}}{_MARK}\.safetensors"
-)
+_SHARD_FILE: Final = re.compile(rf"shard-(?P<rank>\d{{5,}})-model-(?P<number>\d{{5,}})-of-\d{{5,}}{_MARK}\.safetensors")
 _UNCOMMITTED: Final = ".part"
 
 
@@ -126,28 +122,9 @@ def mark_of(save_id: str) -> str:
     return save_id.replace("-", "")[:16]
 
 
-class DataFileName(NamedTuple):
-    """The parts of a data file's name: the rank that wrote it, its number among the rank's files, and the save's mark,
-    which only our files have.
-    """
-
-    rank: int
-    number: int
-    mark: str
-    hint: str = ""
-
-
 def data_file_name(rank: int, number: int, mark: str) -> str:
     """``__{rank}_{number}.{mark}.distcp``: DCP's name with the mark of the save. No other save writes to the file."""
     return f"__{rank}_{number}.{mark}{DATA_SUFFIX}"
-
-
-def parse_data_file_name(name: str) -> DataFileName | None:
-    """Parse a name given by us, by DCP or by Megatron-Core; ``None`` if it is not the name of a data file."""
-    match = _DATA_FILE.fullmatch(name)
-    if match is None:
-        return None
-    return DataFileName(int(match["rank"]), int(match["number"]), match["mark"] or "", match["hint"])
 
 
 def shard_file_name(rank: int, number: int, count: int, mark: str) -> str:
@@ -171,7 +148,7 @@ def is_data_file(name: str) -> bool:
     """Whether a file of this name holds items of a checkpoint, or will hold them. Other programs may have made it,
     too.
     """
-    return parse_data_file_name(name) is not None or _SHARD_FILE.fullmatch(committed_name(name)) is not None
+    return any(form.fullmatch(committed_name(name)) for form in (_DATA_FILE, _SHARD_FILE))
 
 
 class WriterOfFile(NamedTuple):
@@ -186,13 +163,15 @@ class WriterOfFile(NamedTuple):
 
 def writer_of(name: str) -> WriterOfFile | None:
     """Parse a name that one of our saves may give, in either layout; ``None`` if none gives such a name."""
-    records = parse_data_file_name(name)
-    if records is not None:
-        return None if records.hint else WriterOfFile(records.rank, records.number, records.mark)
-    shard = _SHARD_FILE.fullmatch(committed_name(name))
-    return (
-        None if shard is None else WriterOfFile(int(shard["shard"]) - 1, int(shard["number"]) - 1, shard["mark"] or "")
-    )
+    if found := _DATA_FILE.fullmatch(name):
+        first = 0
+        if found["hint"]:
+            return None
+    elif found := _SHARD_FILE.fullmatch(committed_name(name)):
+        first = 1
+    else:
+        return None
+    return WriterOfFile(int(found["rank"]) - first, int(found["number"]) - first, found["mark"] or "")
 
 
 def holds_raw_bytes(path: str) -> bool:

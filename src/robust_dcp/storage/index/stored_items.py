@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from robust_dcp.storage.index.form import DamagedIndex
 from robust_dcp.storage.index.index_or_metadata import IndexOrMetadata, or_decoded
-from robust_dcp.storage.metadata.metadata_classes import StorageInfo
+from robust_dcp.storage.metadata.metadata_file import StorageInfo
 
 __all__ = ["StoredItems", "stored_items_of"]
 

@@ -1,7 +1,7 @@
 """Reads the head of a safetensors file, whoever wrote it: where each tensor lies, and what its checksums are.
 
 This module checks a head before anything in it is used: the lengths must fit together and fill the file.
-``stored_tensor`` calls it for items in such files, ``shard_metadata`` for directories without ``.metadata``, and
+``stored_tensor`` calls it for items in such files, ``metadata_file`` for directories without ``.metadata``, and
 ``commit``.
 """
 

@@ -1,18 +1,27 @@
-"""DCP's ``Metadata`` to and from the bytes of ``.metadata``: pickled as DCP does it, followed by a checksum.
+"""DCP's ``Metadata``: from the bytes of ``.metadata`` and to them, or from the heads of safetensors files.
 
-This module encodes, and checks what was decoded. ``stored_pickle`` owns the pickle and the checksum. It never opens a
-file: the commit writes these bytes, the reader reads them, and a coordinator may broadcast them.
+The file is pickled as DCP does it, followed by a checksum. This module knows the classes that it may hold, whichever
+version of torch or Megatron-Core wrote it: names that moved, private names, and states that grew. It checks what was
+decoded. ``stored_pickle`` owns the pickle and the checksum; ``pickled`` makes the same bytes from columns.
+
+A directory of safetensors files without ``.metadata`` is a checkpoint, too: of torch's ``HuggingFaceStorageWriter``, or
+a plain model of Hugging Face.
 """
 
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import io
+import os
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from math import prod
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,21 +30,28 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.files.paths import check_relative_path
-from robust_dcp.storage.metadata.metadata_classes import (
-    METADATA_CLASSES,
-    METADATA_STAND_INS,
-    StorageInfo,
-    reduce_tensor_properties,
-)
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
+from robust_dcp.storage.layouts.read_head import StoredTensor, read_head, unusable_file
 from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, unpickled, without_garbage_collection
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.data.limits import text_of
 from robust_dcp.storage.records.data.names import registered_by_user
+from robust_dcp.storage.records.unpickling import all_of
 
-__all__ = ["FORMAT_VERSION", "StorageInfo", "decode_metadata", "encode_metadata", "referenced_files"]
+__all__ = [
+    "FORMAT_VERSION",
+    "StorageInfo",
+    "decode_metadata",
+    "encode_metadata",
+    "metadata_of_shards",
+    "reduce_tensor_properties",
+    "referenced_files",
+    "shards_in",
+]
 
 FORMAT_VERSION: Final = "1.0.0"
 """``filesystem.CURRENT_DCP_VERSION``: the version of DCP's file names and records, which we use as well."""
@@ -46,6 +62,107 @@ _MAX_DIMENSIONS: Final = 64  # the most that torch allows
 
 # A pickle names values of these types as it names classes, but they can neither be called nor changed.
 _CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+
+# The classes in a .metadata.
+
+StorageInfo: Any = filesystem._StorageInfo
+"""DCP's storage info of an item: ``StorageInfo(relative_path, offset, length)``.
+
+The class is private in torch, but part of the file format: every ``.metadata`` since torch 2.0 names it.
+"""
+
+_CLASSES: Final = (
+    all_of(
+        "torch.distributed.checkpoint.metadata",
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorStorageMetadata",
+    )
+    # Megatron-Core keeps the ranks' plans in the metadata to compare later saves with them.
+    | all_of(
+        "torch.distributed.checkpoint.planner",
+        "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
+    )
+    | all_of("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix")
+    | all_of("torch.distributed.checkpoint._hf_utils", "_HFStorageInfo")
+    | all_of("torch", "Size")
+)
+
+
+class _PortableTensorProperties(TensorProperties):
+    """Becomes a plain ``TensorProperties`` once it has its state, whatever the length of the state.
+
+    torch 2.14 and older write five values, later versions may write more, and each refuses the other's.
+    """
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state[:5]
+        for place, field in enumerate(dataclasses.fields(TensorProperties)[5:], start=5):
+            setattr(self, field.name, state[place] if place < len(state) else field.default)
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+
+
+_MEMORY_FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+
+
+def _memory_format(encoding: int) -> torch.memory_format:
+    """The result of torch's ``_MEM_FORMAT_ENCODING(encoding)``."""
+    return _MEMORY_FORMATS[encoding]
+
+
+def _layout(name: str) -> torch.layout:
+    """The result of ``torch.serialization._get_layout(name)``: the layout of that name, for example
+    ``torch.strided``.
+    """
+    layout = vars(torch).get(name.removeprefix("torch."))
+    if not isinstance(layout, torch.layout):
+        raise ValueError(f"{name[:60]!r} is not a layout")
+    return layout
+
+
+class _MCoreMetadata(Metadata):
+    """Stands in for Megatron-Core's class in its older checkpoints: becomes a ``Metadata`` with more attributes."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__class__ = Metadata  # type: ignore[assignment]
+
+
+class _MCoreSavePlan(SavePlan):
+    """Stands in for Megatron-Core's class: becomes a ``SavePlan`` with more attributes."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        object.__setattr__(self, "__class__", SavePlan)  # because SavePlan is frozen
+
+
+def _stand_ins() -> Mapping[tuple[str, str], Any]:
+    # The first home of TensorProperties, up to torch 2.2, and the present one.
+    homes = ("torch.distributed._shard.sharded_tensor.metadata", "torch.distributed.checkpoint.metadata")
+    megatron = "megatron.core.dist_checkpointing.strategies.torch"
+    # storage_meta holds the path that the writer was given. It says where the checkpoint once was, on any system, and
+    # nothing opens it. From Python 3.13 on, pathlib pickles its classes under another name.
+    paths: dict[str, type[PurePath]] = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
+    paths |= {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
+    return {
+        **{(home, "TensorProperties"): _PortableTensorProperties for home in homes},
+        **{(home, name): _memory_format for home in homes for name in ("MEM_FORMAT_ENCODING", "_MEM_FORMAT_ENCODING")},
+        ("torch.serialization", "_get_layout"): _layout,
+        **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in paths.items()},
+        (megatron, "MCoreMetadata"): _MCoreMetadata,
+        (megatron, "MCoreSavePlan"): _MCoreSavePlan,
+    }
+
+
+_STAND_INS: Final = _stand_ins()
+
+
+def reduce_tensor_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    """Pickle ``properties`` with the five values that every torch can read, even if this torch would write more."""
+    reduced: Any = properties.__reduce_ex__(4)
+    function, arguments, state = reduced[:3]
+    return function, arguments, tuple(state[:5])
+
+
+# The file.
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
@@ -74,8 +191,8 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     metadata = unpickled(
         data,
         file,
-        allowed=METADATA_CLASSES,
-        stand_ins=METADATA_STAND_INS,
+        allowed=_CLASSES,
+        stand_ins=_STAND_INS,
         registered=registered_by_user(),
         other=_constant,
     )
@@ -166,3 +283,60 @@ def _expect(valid: bool, file: str, expected: str, found: Any) -> None:
 
 def _unexpected(file: str, expected: str, found: Any) -> CorruptCheckpoint:
     return corrupt(file, expected, f"{type(found).__name__} {text_of(found)}")
+
+
+# Directories of safetensors files without .metadata.
+
+
+def shards_in(disk: Disk, directory: str) -> list[str]:
+    """The sorted names of the safetensors files in a directory; none if the directory does not exist."""
+    if not disk.exists(directory):
+        return []
+    return [name for name in disk.list_directory(directory) if name.endswith(SAFETENSORS_SUFFIX)]
+
+
+def metadata_of_shards(disk: Disk, directory: str, files: list[str]) -> Metadata:
+    """The metadata of the tensors in ``files``.
+
+    Args:
+        files: names in ``directory``.
+
+    Raises:
+        CorruptCheckpoint: a head is damaged; the files belong to a save that was not committed; two files hold the same
+            chunk; or the chunks do not make up a whole tensor.
+        StorageError: a file cannot be read.
+        UnsafeCheckpoint: a file is a symbolic link that leads out of the directory.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, StorageInfo] = {}
+    for file in files:
+        head = read_head(disk, locate(disk, directory, file, file=directory))
+        if head.is_of_checkpoint:
+            expected = f"{METADATA_NAME} beside {file}"
+            raise unusable_file(directory, expected, "none: the save was not committed, or it is lost")
+        for name, stored in head.tensors.items():
+            index = _add(tensors, name, stored, os.path.join(directory, file))
+            if index in places:
+                raise unusable_file(
+                    directory, "each chunk once", f"it in {places[index].relative_path} and {file}", name
+                )
+            places[index] = StorageInfo(file, stored.offset, stored.nbytes)
+    for name, tensor in tensors.items():
+        found = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+        if found != prod(tensor.size):
+            raise unusable_file(directory, f"{prod(tensor.size)} elements in the chunks", f"{found}", name)
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+
+
+def _add(tensors: dict[str, TensorStorageMetadata], name: str, stored: StoredTensor, file: str) -> MetadataIndex:
+    offset, shape = torch.Size(stored.chunk_offset), torch.Size(stored.shape)
+    end = torch.Size([o + s for o, s in zip(offset, shape, strict=True)])
+    tensor = tensors.get(name)
+    if tensor is None:
+        tensor = tensors[name] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), end, [])
+    if tensor.properties.dtype != stored.dtype or len(tensor.size) != len(end):
+        expected = f"chunks of {tensor.properties.dtype} with {len(tensor.size)} dimensions"
+        raise unusable_file(file, expected, f"one of {stored.dtype} with {len(end)}", name)
+    tensor.size = torch.Size(map(max, tensor.size, end))
+    tensor.chunks.append(ChunkStorageMetadata(offset, shape))
+    return MetadataIndex(name, offset, len(tensor.chunks) - 1)

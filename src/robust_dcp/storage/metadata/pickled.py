@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from robust_dcp.storage.metadata.metadata_classes import StorageInfo, reduce_tensor_properties
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, reduce_tensor_properties
 from robust_dcp.storage.metadata.stored_pickle import trailer_of
 from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 

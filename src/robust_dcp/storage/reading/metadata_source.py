@@ -30,8 +30,7 @@ from robust_dcp.storage.index import (
     index_called,
     lazy_metadata,
 )
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
-from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, check_metadata, files_are_marked
 
 __all__ = ["MetadataSource", "overwritten"]

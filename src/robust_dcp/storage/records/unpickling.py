@@ -1,6 +1,6 @@
 """Python's unpickler, restricted to a list of allowed names. A pickle cannot change the classes that it names.
 
-This module makes the errors: which class is refused, in which file, and what to do. ``metadata_classes`` decides which
+This module makes the errors: which class is refused, in which file, and what to do. ``metadata_file`` decides which
 names are on the list. It is used only for ``.metadata``, which is long and regular. ``data`` reads objects: it knows
 more kinds of them and limits the size of each.
 """

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import is_data_file
-from robust_dcp.storage.remote.calls import Calls
-from robust_dcp.storage.remote.filesystem import filesystem_of
+from robust_dcp.storage.remote.store import Calls, filesystem_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -27,7 +24,7 @@ __all__ = ["RemoteDisk"]
 _READ_AHEAD_NBYTES: Final = 1 << 20
 """A call takes some ten milliseconds. So an index is read in pieces of this size, although few bytes are wanted."""
 
-_PIECES_KEPT: Final = 32
+_BLOCKS_KEPT: Final = 32
 _WHAT_CHANGES: Final = ("ETag", "etag", "md5Hash", "md5", "generation", "mtime", "LastModified", "updated", "created")
 
 
@@ -37,16 +34,16 @@ class _RemoteFile(OpenFile):
     Attributes:
         nbytes: its size when it was opened.
         version: what the store said of its contents then.
-        pieces: what was read ahead, by number. ``None``: nothing is read ahead.
+        fetch: gives bytes ``start`` to ``end`` of it.
     """
 
-    __slots__ = ("nbytes", "pieces", "version")
+    __slots__ = ("fetch", "nbytes", "version")
 
-    def __init__(self, path: str, nbytes: int, version: int, *, reads_ahead: bool) -> None:
+    def __init__(self, path: str, nbytes: int, version: int) -> None:
         super().__init__(path, -1)
         self.nbytes = nbytes
         self.version = version
-        self.pieces: OrderedDict[int, bytes] | None = OrderedDict() if reads_ahead else None
+        self.fetch: Callable[[int, int], bytes] = lambda start, end: b""
 
 
 class RemoteDisk(Disk):
@@ -63,7 +60,6 @@ class RemoteDisk(Disk):
     ) -> None:
         self._filesystem, _ = filesystem_of(url, storage_options)
         self._calls = calls or Calls()
-        self._lock = threading.Lock()
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
         info = self._info(path)
@@ -73,7 +69,13 @@ class RemoteDisk(Disk):
         if not isinstance(size, int):
             why = "the store does not say how long it is"
             raise StorageError(f"open {path}: {why}", path=path, errno=errno.EINVAL, operation="open")
-        file = _RemoteFile(path, size, _version_of(info), reads_ahead=not is_data_file(path.rpartition("/")[2]))
+        file = _RemoteFile(path, size, _version_of(info))
+        # The cache asks for whole blocks, also at the end of the file.
+        file.fetch = lambda start, end: self._fetch(path, start, min(end, size))
+        if not is_data_file(path.rpartition("/")[2]):
+            from fsspec.caching import BlockCache  # fsspec is installed only where stores are used
+
+            file.fetch = BlockCache(_READ_AHEAD_NBYTES, file.fetch, size, maxblocks=_BLOCKS_KEPT)._fetch
         if direct:
             file.why_buffered = "it is in a remote store"
         return file
@@ -88,7 +90,8 @@ class RemoteDisk(Disk):
         end = min(offset + sum(view.nbytes for view in views), opened.nbytes)
         if end <= offset:
             return 0
-        data = memoryview(self._bytes(opened, offset, end))
+        is_large = end - offset > _BLOCKS_KEPT // 2 * _READ_AHEAD_NBYTES
+        data = memoryview(self._fetch(opened.path, offset, end) if is_large else opened.fetch(offset, end))
         done = 0
         for view in views:
             part = data[done : done + view.nbytes]
@@ -96,37 +99,14 @@ class RemoteDisk(Disk):
             done += part.nbytes
         return done
 
-    def _bytes(self, file: _RemoteFile, start: int, end: int) -> bytes:
-        if file.pieces is None:
-            return self._fetch(file, start, end)
-        numbers = range(start // _READ_AHEAD_NBYTES, (end - 1) // _READ_AHEAD_NBYTES + 1)
-        if len(numbers) > _PIECES_KEPT // 2:
-            return self._fetch(file, start, end)
-        data = b"".join(self._piece(file, file.pieces, number) for number in numbers)
-        first = numbers[0] * _READ_AHEAD_NBYTES
-        return data[start - first : end - first]
-
-    def _piece(self, file: _RemoteFile, pieces: OrderedDict[int, bytes], number: int) -> bytes:
-        with self._lock:
-            kept = pieces.get(number)
-        if kept is not None:
-            return kept
-        start = number * _READ_AHEAD_NBYTES
-        data = self._fetch(file, start, min(start + _READ_AHEAD_NBYTES, file.nbytes))
-        with self._lock:
-            pieces[number] = data
-            while len(pieces) > _PIECES_KEPT:
-                pieces.popitem(last=False)
-        return data
-
-    def _fetch(self, file: _RemoteFile, start: int, end: int) -> bytes:
+    def _fetch(self, path: str, start: int, end: int) -> bytes:
         def fetch() -> bytes:
-            data: bytes = self._filesystem.cat_file(self._path(file.path), start=start, end=end)
+            data: bytes = self._filesystem.cat_file(self._path(path), start=start, end=end)
             if len(data) != end - start:  # a connection that was cut off, or a file that was replaced
                 raise ConnectionError(f"expected {end - start} bytes from byte {start} on, got {len(data)}")
             return data
 
-        return self._calls.run("read", file.path, fetch)
+        return self._calls.run("read", path, fetch)
 
     def list_directory(self, path: str) -> list[str]:
         def look() -> list[str]:

@@ -22,6 +22,7 @@ __all__ = [
     "GivenOptions",
     "WriteKeywords",
     "WriteOptions",
+    "available_cores",
     "default_buffer_bytes",
     "default_threads",
     "with_keywords",
@@ -179,8 +180,12 @@ def default_threads(*, least: int = 2, most: int = 4) -> int:
     """How many threads keep a drive busy without taking all cores of a node. They wait for the drive most of the
     time.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(2 * cores // _ranks_on_this_node(), least), most)
+    return min(max(2 * available_cores() // _ranks_on_this_node(), least), most)
+
+
+def available_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_buffer_bytes() -> int:

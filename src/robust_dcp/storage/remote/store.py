@@ -1,7 +1,7 @@
-"""Calls to a remote store. Each ends within a time limit, and one that failed is repeated if that can help.
+"""Places that are reached over a network by fsspec: which store a URL means, how calls to it are made, and copies.
 
-This module decides which failures can get better, how long to wait before the next try, and how a failure is told. It
-never knows what a call does. ``remote_disk`` and ``robust_dcp.drain`` make all their calls by it.
+Each call ends within a time limit, and one that failed is repeated if that can help. This module decides which failures
+can get better, how long to wait before the next try, and how a failure is told. It never knows what a call does.
 """
 
 from __future__ import annotations
@@ -9,14 +9,87 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import random
+import re
 import threading
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
+from robust_dcp.storage.files.paths import is_url
 
-__all__ = ["Calls", "can_get_better"]
+__all__ = ["Calls", "CopyOptions", "VerifyCopy", "can_get_better", "filesystem_of", "local_path_of", "place_of"]
+
+
+def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
+    """``checkpoint_id`` as a path, or as a URL without a slash at its end. ``Path("s3://bucket")`` is a URL again.
+
+    Raises:
+        ValueError: it is a ``file://`` URL of another machine.
+    """
+    place = os.fsdecode(checkpoint_id)
+    if not is_url(checkpoint_id):
+        return place
+    scheme, slashes, rest = re.split(r":(/+)", place.strip(), maxsplit=1)
+    scheme, rest = scheme.lower(), rest.rstrip("/")
+    if scheme != "file":
+        return f"{scheme}://{rest}"  # memory:///a has an empty host
+    if slashes == "//":
+        host, _, rest = rest.partition("/")
+        if host.lower() != "localhost":
+            raise ValueError(
+                f"{place!r} names a file of the host {host!r}, and file:// reaches the file systems of this machine "
+                f"only: write file:///{host}/{rest} if {host!r} is the name of a directory, or mount the file system "
+                "of that host and pass the path"
+            )
+    return f"file:///{rest}"
+
+
+def local_path_of(place: str) -> str | None:
+    """The path that a place means if it is on a mounted file system, such as ``file:///data``; else ``None``."""
+    if not is_url(place):
+        return place
+    return place[len("file://") :] if place.startswith("file://") else None
+
+
+def filesystem_of(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """The file system of fsspec for a URL, and the path in it.
+
+    Args:
+        storage_options: what fsspec passes to the store, such as ``{"endpoint_url": …}``.
+
+    Raises:
+        StorageError: fsspec, or the package for this kind of store, is not installed.
+        ValueError: fsspec knows no such store.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise _not_installed(url, "fsspec") from error
+    try:
+        # What is there may change while we look at it, so listings are never remembered.
+        filesystem, path = url_to_fs(url, **{"use_listings_cache": False, **(storage_options or {})})
+    except ImportError as error:
+        raise _not_installed(url, str(error)) from error
+    except ValueError as error:
+        raise ValueError(f"{url!r} is a URL that cannot be used: {error}") from error
+    if "local" in filesystem.protocol:  # fsspec takes a scheme of one letter for a drive
+        raise ValueError(f"{url!r} is a URL that cannot be used: Protocol not known: {url.partition(':')[0]}")
+    return filesystem, path
+
+
+def _not_installed(url: str, what: str) -> StorageError:
+    return StorageError(
+        f"{url} is in a store that needs another package ({what}): pip install 'robust_dcp[remote]', and the package "
+        "of fsspec for that store (s3fs, gcsfs, adlfs)",
+        path=url,
+        operation="open",
+    )
+
+
+# Calls.
 
 logger = logging.getLogger(__name__)
 
@@ -204,3 +277,53 @@ def _told(operation: str, path: str, error: Exception, attempts: int) -> Storage
     advice = _ADVICE.get(number or 0, _AGAIN)
     message = f"{operation} {path}: {_words_of(error)}{tries}; {advice}"
     return StorageError(message, path=path, errno=number, operation=operation)
+
+
+# Copies.
+
+VerifyCopy = Literal["store", "read"]
+
+_MIB: Final = 1 << 20
+_LEAST_PART_NBYTES: Final = 5 * _MIB  # S3 takes no smaller parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyOptions:
+    """How a checkpoint is copied.
+
+    Args:
+        threads: how many files are sent at once.
+        part_bytes: how much is sent in one call. A file of more than 9,000 parts gets larger ones, since S3 takes at
+            most 10,000.
+        limit_bytes_per_second: how much is sent in a second at most, by all threads of this process together. ``None``
+            sets no limit.
+        retries: how often a call that failed is made once more, if that can help.
+        call_timeout_seconds: how long one call may take.
+        verify: ``"store"``: take the store's own checksum where it is provably one of the whole content (S3's ETag, if
+            it is the MD5 of what was sent), and read the file back where there is none. ``"read"``: always read back.
+        source_options, target_options: what fsspec passes to the store, such as ``{"endpoint_url": …}``.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    threads: int = 8
+    part_bytes: int = 16 * _MIB
+    limit_bytes_per_second: float | None = None
+    retries: int = 5
+    call_timeout_seconds: float = 120.0
+    verify: VerifyCopy = "store"
+    source_options: Mapping[str, Any] = field(default_factory=dict)
+    target_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.verify not in get_args(VerifyCopy):
+            raise ValueError(f'verify is "store" or "read", not {self.verify!r}')
+        least = {"threads": 1, "part_bytes": _LEAST_PART_NBYTES, "retries": 0}
+        for name, at_least in least.items():
+            if getattr(self, name) < at_least:
+                raise ValueError(f"{name} must be at least {at_least}, got {getattr(self, name)}")
+        for name in ("limit_bytes_per_second", "call_timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
