@@ -143,7 +143,8 @@ class StartedSave:
 
         try:
             with self.clock.phase("plan"):
-                self.session.agree(describe, leads=self.session.channel.is_coordinator)
+                is_coordinator = self.session.channel.is_coordinator
+                self.session.agree(describe, leads=is_coordinator, tells_of_commit=self.on_commit is not None)
         except BaseException:
             # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
             self.drain_queue.wait(timeout_seconds=_SAME_VERDICT_SECONDS)

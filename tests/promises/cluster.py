@@ -31,8 +31,8 @@ def why_not() -> str:
     """Why this machine cannot have a cluster; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces take root"
-    if shutil.which("ip") is None:
-        return "network namespaces take the command ip"
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "network namespaces take the commands ip and tc"
     name = f"probe{uuid.uuid4().hex[:6]}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
         return "this kernel or container makes no network namespaces"
@@ -102,9 +102,15 @@ class Cluster:
             subprocess.run(["ip", "netns", "delete", self._name(host)], capture_output=True, check=False)
         shutil.rmtree(self._hosts_file.parent, ignore_errors=True)
 
-    def host_of(self, ranks_per_host: int) -> Callable[[int], None]:
-        """What makes a process run on the host of its rank."""
-        return functools.partial(_become_host, self._name(""), ranks_per_host, str(self._hosts_file))
+    def host_of(self, ranks_per_host: int, *, drives: Path | None = None) -> Callable[[int], None]:
+        """What makes a process run on the host of its rank.
+
+        Args:
+            drives: a directory where each host finds a drive of its own.
+        """
+        for host in range(self.n_hosts):
+            (self._hosts_file.parent / f"drive{host}").mkdir(exist_ok=True)
+        return functools.partial(_become_host, self._name(""), ranks_per_host, str(self._hosts_file), drives)
 
     def env(self, **more: str) -> dict[str, str]:
         """What the ranks find in their environment."""
@@ -114,8 +120,19 @@ class Cluster:
         """Plug the cable of a host in, or pull it out."""
         _ip("-n", self._name("s"), "link", "set", f"port{host}", "up" if into_network else "down")
 
+    def filter(self, *hosts: int, drops: bool = True) -> None:
+        """What these hosts send to each other is dropped without a word, as by a firewall, or is so no more."""
+        for host in hosts:
+            port = ("link", "set", f"port{host}", "type", "bridge_slave", "isolated", "on" if drops else "off")
+            _ip("-n", self._name("s"), *port)
 
-def _become_host(names: str, ranks_per_host: int, hosts_file: str, rank: int) -> None:
+    def slow_down(self, host: int, rate: str) -> None:
+        """What a host sends leaves it at this rate, for example ``4mbit``."""
+        limit = ("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "32kbit")
+        _ip("netns", "exec", self._name(host), *limit, "latency", "400ms")
+
+
+def _become_host(names: str, ranks_per_host: int, hosts_file: str, drives: Path | None, rank: int) -> None:
     host = rank // ranks_per_host
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{names}{host}") as namespace:
@@ -124,6 +141,9 @@ def _become_host(names: str, ranks_per_host: int, hosts_file: str, rank: int) ->
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     _check(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))  # where gloo looks for interfaces
     _check(libc.mount(os.fsencode(hosts_file), b"/etc/hosts", None, _MS_BIND, None))
+    if drives is not None:
+        drive = os.path.join(os.path.dirname(hosts_file), f"drive{host}")
+        _check(libc.mount(os.fsencode(drive), os.fsencode(drives), None, _MS_BIND, None))
     socket.sethostname(f"host{host}")
 
 

@@ -156,6 +156,83 @@ def test_a_host_that_is_cut_off_is_named_and_its_ranks_save_again_when_it_is_bac
     assert all(each.exitcode == 0 and "saved again" in each.output for each in ended)
 
 
+def test_a_firewall_that_drops_is_named_and_the_ranks_save_once_it_is_open(tmp_path: Path) -> None:
+    """Hosts 2 and 3, which are neighbours in the tree, reach the store and all other hosts, but not each other."""
+    script = """
+    from torch.testing._internal.distributed import fake_pg
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    began = time.monotonic()
+    try:
+        robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=8)
+    except robust_dcp.ExchangeTimeout as error:
+        print("named", error.missing_ranks, "after", time.monotonic() - began, error, flush=True)
+    open(f"{path}/named{rank}", "w").close()
+    while not os.path.exists(f"{path}/open"):
+        time.sleep(0.05)
+    robust_dcp.save(state(2), checkpoint_id=f"{path}/2", timeout_seconds=60)
+    print("all is well", flush=True)
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < size:
+        time.sleep(0.05)
+    """
+    with Cluster(4) as cluster:
+        checkpoints = tmp_path / "checkpoint"
+        checkpoints.mkdir()
+        cluster.filter(2, 3)
+
+        def open_it() -> None:
+            _await(*(checkpoints / f"named{rank}" for rank in range(4)))
+            cluster.filter(2, 3, drops=False)
+            (checkpoints / "open").touch()
+
+        opening = threading.Thread(target=open_it)
+        opening.start()
+        ended = run_program(script, tmp_path, size=4, become_host=cluster.host_of(1), env=cluster.env())
+        opening.join()
+    for each in ended:
+        assert each.exitcode == 0 and "all is well" in each.output
+        named, _, rest = each.output.partition("named ")[2].partition(" after ")
+        assert named in ("[2]", "[3]"), named
+        assert float(rest.split()[0]) < 90
+
+
+def test_over_slow_links_hosts_wait_for_each_other(tmp_path: Path) -> None:
+    """The message takes about ten seconds. It has to arrive within the timeout, since beats wait behind it."""
+    script = """
+    dist.init_process_group("gloo")
+    big = {"big": torch.arange(3 << 18)} if rank == 0 else {}
+    robust_dcp.save({**state(1), **big}, checkpoint_id=f"{path}/1", timeout_seconds=40)
+    channel = robust_dcp.Channel.for_group(operation="send", timeout_seconds=40)
+    import msgspec
+    class Text(msgspec.Struct):
+        data: bytes
+    import random
+    data = random.Random(1).randbytes(6 << 20)
+    began = time.monotonic()
+    got = channel.broadcast("over the slow link", lambda: Text(data), Text)
+    assert got.data == data
+    print("all is well", time.monotonic() - began, flush=True)
+    dist.barrier()
+    """
+    with Cluster(2) as cluster:
+        cluster.slow_down(0, "5mbit")
+        env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
+        ended = run_program(script, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
+    assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
+
+
+def test_hosts_with_drives_of_their_own_save_async_and_load_what_lies_on_the_other(tmp_path: Path) -> None:
+    script = _SAVE_AND_LOAD.replace('print("all', 'assert os.path.exists(f"{path}/2/.metadata")\nprint("all')
+    drives = tmp_path / "checkpoint"
+    drives.mkdir()
+    with Cluster(2) as cluster:
+        env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
+        ended = run_program(script, tmp_path, size=4, become_host=cluster.host_of(2, drives=drives), env=env)
+    assert all(each.exitcode == 0 and "all is well 4" in each.output for each in ended)
+    assert not list(drives.iterdir()), "each host wrote to its own drive"
+
+
 def _await(*paths: Path) -> None:
     until = time.monotonic() + 100
     while not all(path.exists() for path in paths) and time.monotonic() < until:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from robust_dcp.comm import patience
 from robust_dcp.comm.nodes import BOOT_ID
 from robust_dcp.errors import RobustCheckpointError
 
@@ -99,14 +100,22 @@ def store_of(parent: Any) -> Any:
 def store_opener(store: Any) -> Callable[[], Any]:
     """Return a function that opens ``store`` over a connection of our own if possible.
 
-    A client of a ``TCPStore`` serves one call at a time, so another thread that waits for a key would block us. Call
-    the function in a thread that can be left behind: connecting to a host that is gone can take minutes.
+    A client of a ``TCPStore`` serves one call at a time, so another thread that waits for a key would block us. torch
+    goes on for minutes to connect to a process that has ended, and a thread that does so crashes the process when
+    Python ends. So we connect by ourselves first, and give up at once. Still call the function in a thread that can be
+    left behind, since the host may be frozen.
     """
 
     def open_store() -> Any:
         clone = getattr(store, "clone", None)
         if clone is None:
             return store
+        host, port = _host_of(store)
+        if host:
+            try:
+                socket.create_connection((host, port), timeout=patience.STORE_ANSWER_SECONDS).close()
+            except OSError as error:
+                raise RuntimeError(f"connecting to it fails: {error}") from None
         try:
             own = clone()
             own.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_SECONDS))

@@ -170,12 +170,15 @@ class SaveSession:
         """The name of a phase of this save in exchanges and errors."""
         return f"save {self.checkpoint}: {name}"
 
-    def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> Share:
+    def agree(
+        self, describe: Callable[[], LocalStructure], *, leads: bool, tells_of_commit: bool | None = None
+    ) -> Share:
         """Let the writer begin, agree with all ranks on the plan of this save, and return this rank's share.
 
         Args:
             describe: describes this rank's structure. If it raises, every rank raises.
             leads: whether the caller made this rank the coordinator. If exactly one rank leads, it plans and commits.
+            tells_of_commit: whether this rank was given ``on_commit``, the same on all ranks; ``None`` for stock.
 
         Raises:
             PlanConflict: the ranks contradict each other.
@@ -192,12 +195,19 @@ class SaveSession:
             self.local = describe()
             self._known = plan_of(self.channel.ranks, self.rank, self.local, leads=leads)
             self._may_be_writing = self._known is not None  # some rank may have the plan before others are there
-            offers.append(self._offer())
+            offers.append(self._offer(tells_of_commit))
             return offers[0]
 
         with self._cleaned_up_after_failure(), self.times.phase("plan"):
             # Under rank 0, because which rank leads is not known yet.
             agreement = self.channel.led_by(0).agree(self.phase("agree"), offer)
+            if not agreement.same_value:  # some ranks would come to one exchange more than others
+                raise ExchangeError(
+                    f"{self.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
+                    f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it",
+                    phase=self.phase("agree"),
+                    ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
+                )
             self.n_leaders = agreement.count(_LEADS)
             leader = agreement.first_rank(_LEADS)
             # Stock ``save`` makes one rank the coordinator, not always rank 0. With ``no_dist=True`` each rank is one.
@@ -217,7 +227,7 @@ class SaveSession:
             self._announce(writer)
         return self.share
 
-    def _offer(self) -> Offer:
+    def _offer(self, tells_of_commit: bool | None) -> Offer:
         """This rank's offer: the plan that it would use, which need not fit the structure."""
         known, writer = self._known, self.writer
         flags = _LEADS if self.leads else 0
@@ -229,6 +239,7 @@ class SaveSession:
         return Offer(
             plan_id=_NO_PLAN if known is None else known.share.plan_id,
             flags=flags,
+            value=0 if tells_of_commit is None else 1 if tells_of_commit else 2,
             told=writer.mark if writer is not None and self.leads else 0,
         )
 
