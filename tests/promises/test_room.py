@@ -137,6 +137,13 @@ def save_to_small_mounts(one: str, two: str) -> list[str]:
     return told
 
 
+def test_a_relative_path_that_nobody_has_made_has_the_room_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert PosixDisk().room("checkpoint")[0] == PosixDisk().room(str(tmp_path))[0]
+
+
 def test_real_file_systems_are_asked(small_mounts: list[Path]) -> None:
     one, two = map(str, small_mounts)
     ((replaced, spread),) = values(run_ranks(1, save_to_small_mounts, one, two))

@@ -173,6 +173,7 @@ class PosixDisk(Disk):
         return status.st_size
 
     def room(self, path: str) -> tuple[int, int]:
+        path = os.path.abspath(path)  # a relative one has no parent to look at
         while not os.path.isdir(path) and os.path.dirname(path) != path:
             path = os.path.dirname(path)
         status: os.stat_result = _call("look at", path, os.stat, path)
