@@ -11,7 +11,8 @@
 #   make test-hooks  saves and loads as TensorBoard, Weights & Biases, MLflow and OpenTelemetry see them
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
-#   make docs    the pictures of docs/ drawn anew, and the site in build/site
+#   make docs    the tables and pictures of docs/ written anew from tests and docs/figures.json, and the site in build/site
+#   make figures  measure what the documents show, ten minutes on a quiet machine, and write it into them
 #   make coverage  all tests, and which lines and branches of the package they reach; less than 95 % is an error
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  repairs what ruff can repair of the complaints of `check`
@@ -33,7 +34,7 @@ PYTEST_ARGS ?=
 # in one process, because they share fixtures that are slow to set up. A few tests of ranks that meet or part fail now and
 # then on a busy machine. They are tried again, and the last lines of the output say how many were: a debt.
 PYTEST := pytest -n 3 --dist loadfile --reruns 2
-SOURCES := $(wildcard src tests demo benchmarks torture docs)
+SOURCES := $(wildcard src tests demo benchmarks torture scripts docs)
 # A warning is an error. It fetches nothing, and is not to advertise.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 TRIALS ?= 2000
@@ -43,7 +44,7 @@ GPU_PYTHON_VERSION ?= 3.12
 BENCHMARKS := planning loading storage messages async_save megatron
 
 .DELETE_ON_ERROR:
-.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser check docs dist format bench torture gpu gpu-wheels clean
+.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser check docs figures dist format bench torture gpu gpu-wheels clean
 
 # On a machine with a GPU these run on the CPU too: their ranks use gloo, and Megatron's models are built on the CPU.
 demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser: export CUDA_VISIBLE_DEVICES :=
@@ -157,12 +158,15 @@ check: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/towncrier build --draft --version next >/dev/null
 	$(MKDOCS)
 
 docs: $(INSTALLED)
-	$(BIN)/python docs/pictures/draw.py
+	$(BIN)/python scripts/figures.py --write
+	$(BIN)/python scripts/promises.py
 	$(MKDOCS)
+
+figures: $(INSTALLED)
+	$(BIN)/python scripts/figures.py
 
 dist: $(INSTALLED)
 	rm -rf dist

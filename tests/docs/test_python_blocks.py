@@ -52,4 +52,4 @@ def test_the_python_blocks_of_a_page_run_in_their_order(
 def test_the_pages_that_teach_have_blocks() -> None:
     """The parser finds blocks at all."""
     found = {page.name for page in pages_with_blocks()}
-    assert {"README.md", "start.md", "moving.md", "async.md"} <= found
+    assert {"README.md", "index.md", "switch.md", "async.md"} <= found

@@ -1,4 +1,4 @@
-"""The recipes of docs/events.md, with the real monitoring systems. `make test-hooks` installs these."""
+"""The recipes of docs/operations.md, with the real monitoring systems. `make test-hooks` installs these."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def recipe(title: str) -> Iterator[dict[str, Any]]:
     """Run a block of the page. What it listens with is taken away afterwards."""
     (block,) = [
         each
-        for each in blocks_of(DOCS / "events.md", "python")
+        for each in blocks_of(DOCS / "operations.md", "python")
         if each.region.lexemes["title"].strip() == f'title="{title}"'
     ]
     with ExitStack() as listening:
         at_hand = SimpleNamespace(on_event=lambda listener: listening.enter_context(on_event(listener)))
         namespace: dict[str, Any] = {"robust_dcp": at_hand}
-        exec(compile(block.parsed, "docs/events.md", "exec"), namespace)
+        exec(compile(block.parsed, "docs/operations.md", "exec"), namespace)
         yield namespace
 
 

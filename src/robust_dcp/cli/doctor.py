@@ -108,7 +108,7 @@ def _variables() -> Iterator[Finding]:
             yield Finding("problem", variable, str(error), advice)
             continue
         if variable not in VARIABLES:
-            advice = "look for its right name in docs/clusters.md and docs/megatron.md"
+            advice = "look for its right name in docs/operations.md and docs/megatron.md"
             yield Finding("warning", variable, "no such option", advice)
         elif variable == "ROBUST_DCP_TRUSTED" and value:
             what = "loads run whatever code a checkpoint names"
