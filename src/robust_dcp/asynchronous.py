@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from robust_dcp.background import WRITERS, StagedSource, WriteInProcess, finish_all, name_of_disk
+from robust_dcp.background import WRITERS, StagedSource, WriteInProcess, finish_all, refuse_disk
 from robust_dcp.background.save_queue import SaveFuture
 from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.report import SaveReport
@@ -239,7 +239,7 @@ def async_save(
         on_commit=on_commit,
     )
     if executor == "process":
-        name_of_disk(started.writer.disk)  # this refuses a disk now, and not later on a thread
+        refuse_disk(started.writer.disk)  # now, and not later on a thread
         WRITERS.prepare()
     channel, queue = started.session.channel, started.queue
     if when_busy == "wait":

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp.staging import POOL, STAGING, Block
-from robust_dcp.staging.pinning import NOT_PINNED
+from robust_dcp.staging import NOT_PINNED, POOL, STAGING, Block
 from tests.gpu.device import DEVICE, needs_cuda, synchronize
 
 pytestmark = pytest.mark.gpu

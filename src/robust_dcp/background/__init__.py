@@ -1,8 +1,7 @@
 """Saves that run beside training: their copies of the data, their order, and the process that writes."""
 
-from robust_dcp.background.messages import name_of_disk
 from robust_dcp.background.save_queue import SaveQueue, finish_all, queue_of
 from robust_dcp.background.staged_source import StagedSource
-from robust_dcp.background.writer_process import WRITERS, WriteInProcess
+from robust_dcp.background.writer_process import WRITERS, WriteInProcess, refuse_disk
 
-__all__ = ["WRITERS", "SaveQueue", "StagedSource", "WriteInProcess", "finish_all", "name_of_disk", "queue_of"]
+__all__ = ["WRITERS", "SaveQueue", "StagedSource", "WriteInProcess", "finish_all", "queue_of", "refuse_disk"]

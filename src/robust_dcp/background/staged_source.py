@@ -18,8 +18,15 @@ from typing import NamedTuple
 import torch
 
 from robust_dcp.report import sizes_in_words
-from robust_dcp.staging import STAGING, StagingBuffer, StagingBuffers, TensorForm, host_address, wait_for_copies
-from robust_dcp.staging.pinning import NOT_PINNED
+from robust_dcp.staging import (
+    NOT_PINNED,
+    STAGING,
+    StagingBuffer,
+    StagingBuffers,
+    TensorForm,
+    host_address,
+    wait_for_copies,
+)
 from robust_dcp.storage.records.torch_zip import is_fixed_size
 from robust_dcp.storage.writing.emit import saved_by_torch
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors

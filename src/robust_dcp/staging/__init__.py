@@ -1,6 +1,7 @@
 """The way between devices and files: blocks of memory, and the bytes of tensors."""
 
 from robust_dcp.staging.blocks import (
+    NOT_PINNED,
     POOL,
     Block,
     BlockLease,
@@ -9,21 +10,28 @@ from robust_dcp.staging.blocks import (
     copy_each,
     memory_at,
 )
-from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
-from robust_dcp.staging.host import on_cpu, to_host, wait_for_copies
+from robust_dcp.staging.device import DeviceCopies
 from robust_dcp.staging.numa import stay_near
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING, StagingBuffer, StagingBuffers, TensorForm
-from robust_dcp.staging.tensor_bytes import TensorBytes, host_address, parts_in_order
-from robust_dcp.staging.together import flat_bytes, to_host_together
+from robust_dcp.staging.tensor_bytes import (
+    TensorBytes,
+    flat_bytes,
+    host_address,
+    on_cpu,
+    parts_in_order,
+    to_host,
+    to_host_together,
+    wait_for_copies,
+)
 
 __all__ = [
+    "NOT_PINNED",
     "POOL",
     "SHARED_STAGING",
     "STAGING",
     "Block",
     "BlockLease",
     "BlockPool",
-    "CopiesToDevice",
     "DeviceCopies",
     "StagingBuffer",
     "StagingBuffers",

@@ -1,8 +1,11 @@
 """Blocks of memory that bytes pass through on their way to or from a file. They are aligned, reused, and limited.
 
 This module owns the memory, and knows who uses it. One pool serves all saves of a process: a save leases blocks of one
-size, and they stay for the next save. A load has a pool of its own and releases it. ``storage.writing.engine`` calls
-it, and ``storage.reading.plan_reader`` with the modules under it.
+size, and they stay for the next save. A load has a pool of its own and releases it.
+
+Only into memory that is locked ("pinned") do copies of a CUDA device run by themselves. A machine may refuse to lock
+more. Then nothing is lost but speed, so a refusal must leave no trace: the CUDA runtime keeps the error of a failed
+call for its thread, and PyTorch would raise it after the next kernel of this thread, which may be one of the training.
 """
 
 from __future__ import annotations
@@ -14,15 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.staging.pinning import pin, unpin
-
-__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "copy_bytes", "copy_each", "memory_at"]
+__all__ = ["NOT_PINNED", "POOL", "Block", "BlockLease", "BlockPool", "copy_bytes", "copy_each", "memory_at"]
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
@@ -229,3 +230,34 @@ class BlockLease:
 
 POOL = BlockPool()
 """The blocks of this process."""
+
+NOT_PINNED: Final = "copied slowly: the system does not lock memory for the device"
+"""What a report says of a save whose memory could not be locked."""
+
+_FORGETS_ERROR: Final = ("cudaGetLastError", "hipGetLastError")
+"""Functions that return the error which the runtime keeps for the calling thread, and forget it."""
+
+
+def pin(address: int, nbytes: int) -> bool:
+    """Lock memory. Returns whether that worked."""
+    if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
+        return True
+    _forget_error()
+    return False
+
+
+def unpin(address: int) -> None:
+    """Undo :func:`pin`. Call this before the memory is freed."""
+    if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+        _forget_error()
+
+
+def _forget_error() -> None:
+    # PyTorch loads the runtime's library so that its functions are found among those of the process.
+    process = ctypes.CDLL(None)
+    for name in _FORGETS_ERROR:
+        if hasattr(process, name):
+            getattr(process, name)()
+            return
+    with contextlib.suppress(Exception):  # PyTorch takes the error, and raises it, after this kernel
+        torch.zeros(1, device="cuda")

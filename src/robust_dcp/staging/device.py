@@ -1,9 +1,4 @@
-"""Copies from and to a device that run beside other work, on a stream of their own and through pinned blocks.
-
-This module owns the streams. They wait once for the stream that training uses: when the copies begin.
-``storage.writing.engine`` calls it once in each save, and ``storage.reading.reading_threads`` once in each load, on the
-thread that asked for it. Then their threads call it.
-"""
+"""Copies from and to a device that run beside other work, on a stream of their own and through pinned blocks."""
 
 from __future__ import annotations
 
@@ -12,19 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from robust_dcp.staging.blocks import Block
-from robust_dcp.staging.pinning import NOT_PINNED
+from robust_dcp.staging.blocks import NOT_PINNED, Block
 from robust_dcp.staging.tensor_bytes import TensorBytes
 
-__all__ = ["CopiesToDevice", "DeviceCopies"]
+__all__ = ["DeviceCopies"]
 
 
 class DeviceCopies:
-    """Copies of the contents of a device at the moment when this object is made.
+    """The copies of one save or load. All its threads share one stream.
 
-    Work that was queued on the current stream before that moment comes before the copies. Later work does not wait for
-    them. All threads of a save share one stream: if a planner computes a tensor in one thread, it is ready when another
-    thread copies it.
+    Work that was queued on the current stream when this object is made comes before the copies: they have the contents
+    of that moment. Later work does not wait for them. If a planner computes a tensor in one thread, it is ready when
+    another thread copies it.
 
     Attributes:
         how: remarks for the report, if copies were slower than they could be.
@@ -41,8 +35,8 @@ class DeviceCopies:
         """A ``with`` block in which the calling thread uses the stream of the copies."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def can_run_ahead(self, data: TensorBytes) -> bool:
-        """Whether a copy of ``data`` runs by itself once it has begun."""
+    def can_run_ahead(self, data: TensorBytes | torch.Tensor) -> bool:
+        """Whether a copy of ``data``, or to it, runs by itself once it has begun."""
         return self._stream is not None and data.device == self._stream.device
 
     def begin(self, data: TensorBytes, begin: int, end: int, block: Block, at: int) -> Callable[[], None]:
@@ -53,7 +47,7 @@ class DeviceCopies:
         """
         if self._stream is None or not self.can_run_ahead(data):
             data.copy(begin, end, block, at)
-            return _nothing_to_wait_for
+            return lambda: None
         block.pin()
         if not block.is_pinned:
             self.how = (NOT_PINNED,)
@@ -62,26 +56,14 @@ class DeviceCopies:
         copied.record(self._stream)
         return copied.synchronize
 
-
-class CopiesToDevice:
-    """Copies of blocks into tensors on a device. They come after the work that is queued on the current stream so
-    far.
-    """
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-
-    def copy(self, block: Block, at: int, target: torch.Tensor) -> None:
+    def fill(self, target: torch.Tensor, block: Block, at: int) -> None:
         """Fill ``target``, uint8 ``[n]``, from ``block`` at ``at``. The copy is done when this returns, so the block is
         free.
 
         Other threads may read and copy meanwhile: this thread waits only for its own copy, without the GIL.
         """
         source = block.tensor[at : at + len(target)]
-        if self._stream is None or target.device != self._stream.device:
+        if self._stream is None or not self.can_run_ahead(target):
             target.copy_(source)
             return
         block.pin()
@@ -90,7 +72,3 @@ class CopiesToDevice:
             target.copy_(source, non_blocking=True)
             copied.record(self._stream)
         copied.synchronize()
-
-
-def _nothing_to_wait_for() -> None:
-    """For a copy that is complete already."""

@@ -1,22 +1,33 @@
-"""The bytes of one tensor, a range at a time, on any device and with any strides.
+"""The bytes of tensors on any device and with any strides: where they are in memory, a range of them, many at once.
 
-This module finds a range in memory or copies it out of the tensor, so that no tensor is ever copied as a whole. It
-never keeps a buffer. ``pack``, ``large_record`` and ``append`` of ``storage.writing`` call it, and so does
-``plan.shared_reads``.
+It never keeps a buffer. ``Tensor.cpu()`` and ``Stream.synchronize()`` wait for a whole stream, and PyTorch counts them
+as synchronizing calls, which a training loop may have forbidden (``torch.cuda.set_sync_debug_mode``). So everything in
+this package waits for events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 
 from robust_dcp.staging.blocks import Block, copy_bytes
-from robust_dcp.staging.host import to_host
 
-__all__ = ["TensorBytes", "host_address", "parts_in_order"]
+__all__ = [
+    "TensorBytes",
+    "flat_bytes",
+    "host_address",
+    "on_cpu",
+    "parts_in_order",
+    "to_host",
+    "to_host_together",
+    "wait_for_copies",
+]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+"""Only these classes are known to be nothing but their data."""
+
 _STRIDED = torch.strided
 
 
@@ -139,3 +150,65 @@ def parts_in_order(tensor: torch.Tensor, first: int, last: int) -> Iterator[torc
         yield tensor[top:bottom]
     if to_column:
         yield from parts_in_order(tensor[bottom], 0, to_column)
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or its copy if it is on a device. The copy comes after the work queued on the current stream."""
+    if not tensor.is_cuda or type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor.to("cpu")
+    copy = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format)
+    copy.copy_(tensor, non_blocking=True)
+    wait_for_copies(torch.cuda.current_stream(tensor.device))
+    return copy
+
+
+def wait_for_copies(stream: torch.cuda.Stream) -> None:
+    """Wait until the work that was queued on a stream before this call is done."""
+    done = torch.cuda.Event()
+    done.record(stream)
+    done.synchronize()
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a contiguous, detached CPU tensor of the same dtype and shape.
+
+    A contiguous CPU tensor is not copied. A copy from a device waits for the work queued on the current stream, so it
+    has the values after the caller's last operation.
+    """
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        # Lazy conjugation and negation are flags of the tensor. Its bytes do not show them.
+        tensor = tensor.resolve_conj().resolve_neg()
+    return on_cpu(tensor).contiguous()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The data of ``tensor`` on its own device, as uint8 ``[nbytes]``. It is copied only if it is not contiguous."""
+    if type(tensor) not in _PLAIN:
+        tensor = to_host(tensor)  # only the subclass knows how its data lies
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape(-1): a contiguous tensor may have any stride where its size is 1, and reshape keeps that stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def to_host_together(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors to the host. Tensors on one device are copied together.
+
+    Args:
+        parts: uint8 ``[n]`` each, on any device.
+
+    Returns:
+        uint8 ``[n]`` each, on the CPU, in the same order.
+    """
+    on_host = list(parts)
+    for device in dict.fromkeys(part.device for part in parts):
+        places = [place for place, part in enumerate(parts) if part.device == device]
+        try:
+            copied = on_cpu(torch.cat([parts[place] for place in places]))
+        except torch.OutOfMemoryError:  # training has filled the device, and gathering needs room there
+            copies = [on_cpu(parts[place]) for place in places]
+        else:
+            copies = list(copied.split([parts[place].numel() for place in places]))
+        for place, copy in zip(places, copies, strict=True):
+            on_host[place] = copy
+    return on_host

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from robust_dcp.staging import BlockLease, CopiesToDevice
+from robust_dcp.staging import BlockLease, DeviceCopies
 from robust_dcp.storage.reading.item_bytes import ItemInFile
 from robust_dcp.storage.reading.stored_tensor import StoredBox
 from robust_dcp.storage.reading.verification import damaged
@@ -77,7 +77,7 @@ class PiecewiseRead:
         blocks: BlockLease,
         piece_nbytes: int,
         *,
-        copies: CopiesToDevice | None = None,
+        copies: DeviceCopies | None = None,
         done: Callable[[Any], None],
     ) -> None:
         self._stored = stored
@@ -85,7 +85,7 @@ class PiecewiseRead:
         self._into = into
         self._buffer = box.buffer_for(into)
         self._blocks = blocks
-        self._on_device: tuple[torch.Tensor, CopiesToDevice] | None = None
+        self._on_device: tuple[torch.Tensor, DeviceCopies] | None = None
         if copies is not None and self._buffer is into:
             self._on_device = into.as_strided((into.numel(),), (1,)).view(torch.uint8), copies
         else:
@@ -155,7 +155,7 @@ class PiecewiseRead:
         stored.check_found(offset, nbytes, found)
         return checksum
 
-    def _read_through_block(self, start: int, nbytes: int, flat: torch.Tensor, copies: CopiesToDevice) -> int:
+    def _read_through_block(self, start: int, nbytes: int, flat: torch.Tensor, copies: DeviceCopies) -> int:
         """Read a piece into a block and copy it from there into ``flat``; returns the same as
         :meth:`_read_in_place`.
         """
@@ -164,7 +164,7 @@ class PiecewiseRead:
             at, found = stored.opened.read_block(block, stored.offset + offset, nbytes)
             stored.check_found(offset, nbytes, found)
             checksum = self._checksum(block.view[at : at + nbytes])
-            copies.copy(block, at, flat[start : start + nbytes])
+            copies.fill(flat[start : start + nbytes], block, at)
         return checksum
 
     def _checksum(self, view: memoryview) -> int:

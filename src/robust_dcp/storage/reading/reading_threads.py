@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.staging import Block, BlockLease, CopiesToDevice
+from robust_dcp.staging import Block, BlockLease, DeviceCopies
 from robust_dcp.storage.reading.block_items import BlockItems, Stretch
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.item_bytes import ItemBytes, ItemInFile, ItemInMemory
@@ -65,7 +65,7 @@ class ReadingThreads:
         self._options = options
         self._blocks = blocks
         self._piece_nbytes = piece_nbytes
-        self._copies = CopiesToDevice()
+        self._copies = DeviceCopies()
         self._items = items
         self._verification = verification
         self._told_to_stop = check_stop
