@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -182,139 +183,171 @@ def load(
         deadline_seconds=deadline_seconds,
         no_dist=no_dist,
     )
-    clock = PhaseClock(channel)
-    values: dict[str, Any] = {}
-    stand_ins: dict[str, StandIn] = {}
-    plan = LoadPlan([])
-    stored = _StoredMetadata()
-    shared: SharedReads | None = None
-
-    def prepare() -> Offer:
-        nonlocal plan
-        refuse_other_than_dict(state_dict)
-        metadata = _metadata_of(reader, stored)
-        if metadata is None:
-            return Offer()
-        stand_ins.update(stand_ins_for(state_dict, metadata.state_dict_metadata))
-        together = {**state_dict, **{key: each.values for key, each in stand_ins.items()}}
-        values.update(sorted(together.items(), key=lambda item: str(item[0])))  # keys need not be text
-        plan = _local_load_plan(values, reader, planner, metadata, channel)
-        if not isinstance(reader, RobustReader):
-            return Offer()
-        items = plan.items if channel.size > 1 else ()  # only other ranks need to know the items
-        return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=may_ask_early(planner))
-
-    def check_stop(done_nbytes: int, total_nbytes: int) -> None:
-        channel.note_progress(done_nbytes, total_nbytes)
-        channel.stop_if_announced()
-
-    def read() -> None:
-        with reader.checking(check_stop) if isinstance(reader, RobustReader) else nullcontext():
-            if shared is not None:
-                shared.read(planner)
-            else:
-                reader.read_data(plan, planner).wait()
-
-    def apply() -> AskedKeys | None:
-        if shared is not None:
-            shared.load_objects(planner, checkpoint)
-        for key, value in values.items():
-            if key in stand_ins:
-                stand_ins[key].put_back(value)
-            else:
-                state_dict[key] = value
-        if not isinstance(planner, RobustLoadPlanner) or planner.metadata is None:
-            return None
-        return asked_keys(planner.metadata, planner.state_dict)
-
-    def load_all() -> None:
-        nonlocal shared, stored
-        shared = None
-        with clock.phase("plan"):
-            stored = _share_metadata(channel, reader, checkpoint, by_index=True)
-            agreement = channel.agree(f"load {checkpoint}: plan", prepare)
-            if stored.index and not all_have_plans(agreement):
-                # Some ranks see another directory, for example on a local disk.
-                stored = _share_metadata(channel, reader, checkpoint, by_index=False)
-                agreement = channel.agree(f"load {checkpoint}: plan by .metadata", prepare)
-            if isinstance(reader, RobustReader) and ranks_share(agreement):
-                shared = share_reads(channel, checkpoint, reader, plan, planner, process_group)
-            elif isinstance(reader, RobustReader):
-                reader.node_reads_the_same = node_reads_the_same(agreement)
-        with clock.phase("read"):
-            channel.barrier(f"load {checkpoint}: read", read)
-        if shared is not None:
-            with clock.phase("share"):
-                shared.share(channel, f"load {checkpoint}: share", check_stop)
-
-    def load_from_nodes(robust_reader: RobustReader, error: RobustCheckpointError) -> None:
-        """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""
-        nonlocal shared, stored
-        found_out: list[RobustCheckpointError] = []
-        for source in ranks_with_metadata(channel, checkpoint, robust_reader):
-            shared = None
-            try:
-                with clock.phase("plan"):
-                    stored = _share_metadata(channel.led_by(source), reader, checkpoint, by_index=False)
-                    channel.agree(f"load {checkpoint}: plan by .metadata", prepare)
-                    shared = find_elsewhere(channel, checkpoint, robust_reader, plan, planner)
-                if shared is None and source == channel.coordinator_rank:
-                    continue  # no file is missing, so the error had another reason
-                with clock.phase("read"):
-                    channel.barrier(f"load {checkpoint}: read", read)
-                if shared is not None:
-                    with clock.phase("share"):
-                        shared.share(channel, f"load {checkpoint}: share", check_stop)
-            except (CorruptCheckpoint, StorageError) as another:
-                found_out.append(another)
-            else:
-                return
-        raise found_out[0] if found_out else error
-
-    def load_one_version(*, is_last_try: bool) -> None:
-        try:
-            load_all()
-        except (CorruptCheckpoint, StorageError) as error:
-            if not _is_overwritten(channel, reader, checkpoint):
-                if not isinstance(reader, RobustReader):
-                    raise
-                load_from_nodes(reader, error)
-                return
-            if is_last_try:
-                raise overwritten(checkpoint, error) from error
-            logger.warning("%s was overwritten while it was loaded: it is loaded once more (%s)", checkpoint, error)
-        else:
-            return
-        load_one_version(is_last_try=True)
-
-    with clock.telling_failures():
-        clock.tell("started")
+    loading = _Load(state_dict, reader, planner, checkpoint, channel, process_group, PhaseClock(channel))
+    with loading.clock.telling_failures():
+        loading.clock.tell("started")
         with channel.together(), _held(channel, reader):
-            load_one_version(is_last_try=False)
-            with clock.phase("apply"):
-                asked = channel.gather(f"load {checkpoint}: apply", apply, AskedKeys)
+            loading.read_one_version(is_last_try=False)
+            with loading.clock.phase("apply"):
+                asked = channel.gather(f"load {checkpoint}: apply", loading.apply, AskedKeys)
     if isinstance(reader, RobustReader) and not is_url(reader.path):
         LOADED.put(reader.path, None)
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
         unread = unread_in_words(planner.metadata, asked)
         if unread:
             logger.warning("%s: %s", checkpoint, unread)
-    report = LoadReport(
-        checkpoint_id=checkpoint,
-        rank=channel.rank,
-        world_size=channel.size,
-        items=len(plan.items),
-        nbytes=_planned_nbytes(plan.items, getattr(planner, "metadata", None)),
-        phases=phase_reports(clock.records),
-        missing_keys=getattr(planner, "missing_keys", ()),
-        _find_unread_keys=planner.unread_keys_later() if isinstance(planner, RobustLoadPlanner) else tuple,
-        shared_nbytes=0 if shared is None else _planned_nbytes(shared.received, getattr(planner, "metadata", None)),
-        peak_buffer_nbytes=getattr(reader, "peak_buffer_nbytes", 0),
-        unverified_nbytes=getattr(reader, "unverified_nbytes", 0),
-        stragglers=channel.stragglers,
-    )
-    clock.tell("ended", report=report, seconds=clock.seconds)
+    report = loading.report()
+    loading.clock.tell("ended", report=report, seconds=loading.clock.seconds)
     return report
+
+
+@dataclass(eq=False)
+class _Load:
+    """One load on one rank: what its phases hand on.
+
+    Attributes:
+        values: what is read into, by key. ``stand_ins``: those of them that stand for modules, optimizers and others.
+        plan: the items that this rank reads. ``shared``: what of that it gets from other ranks, and reads for them.
+        stored: where the metadata comes from.
+    """
+
+    state_dict: dict[str, Any]
+    reader: StorageReader
+    planner: LoadPlanner
+    checkpoint: str
+    channel: Channel
+    process_group: dist.ProcessGroup | None
+    clock: PhaseClock
+    values: dict[str, Any] = field(default_factory=dict, init=False)
+    stand_ins: dict[str, StandIn] = field(default_factory=dict, init=False)
+    plan: LoadPlan = field(default_factory=lambda: LoadPlan([]), init=False)
+    stored: _StoredMetadata = field(default_factory=_StoredMetadata, init=False)
+    shared: SharedReads | None = field(default=None, init=False)
+
+    def phase(self, name: str) -> str:
+        """The name of an exchange of this load."""
+        return f"load {self.checkpoint}: {name}"
+
+    def read_one_version(self, *, is_last_try: bool) -> None:
+        """Plan and read. If the checkpoint is overwritten meanwhile, do so once more."""
+        try:
+            self._plan_and_read()
+        except (CorruptCheckpoint, StorageError) as error:
+            if not _is_overwritten(self.channel, self.reader, self.checkpoint):
+                if not isinstance(self.reader, RobustReader):
+                    raise
+                self._read_from_nodes(self.reader, error)
+                return
+            if is_last_try:
+                raise overwritten(self.checkpoint, error) from error
+            logger.warning(
+                "%s was overwritten while it was loaded: it is loaded once more (%s)", self.checkpoint, error
+            )
+        else:
+            return
+        self.read_one_version(is_last_try=True)
+
+    def _plan_and_read(self) -> None:
+        channel, reader = self.channel, self.reader
+        self.shared = None
+        with self.clock.phase("plan"):
+            self.stored = _share_metadata(channel, reader, self.checkpoint, by_index=True)
+            agreement = channel.agree(self.phase("plan"), self._prepare)
+            if self.stored.index and not all_have_plans(agreement):
+                # Some ranks see another directory, for example on a local disk.
+                self.stored = _share_metadata(channel, reader, self.checkpoint, by_index=False)
+                agreement = channel.agree(self.phase("plan by .metadata"), self._prepare)
+            if isinstance(reader, RobustReader) and ranks_share(agreement):
+                self.shared = share_reads(channel, self.checkpoint, reader, self.plan, self.planner, self.process_group)
+            elif isinstance(reader, RobustReader):
+                reader.node_reads_the_same = node_reads_the_same(agreement)
+        self._read_and_share()
+
+    def _read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
+        """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""
+        channel, errors = self.channel, list[RobustCheckpointError]()
+        for source in ranks_with_metadata(channel, self.checkpoint, reader):
+            self.shared = None
+            try:
+                with self.clock.phase("plan"):
+                    self.stored = _share_metadata(channel.led_by(source), reader, self.checkpoint, by_index=False)
+                    channel.agree(self.phase("plan by .metadata"), self._prepare)
+                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
+                if self.shared is None and source == channel.coordinator_rank:
+                    continue  # no file is missing, so the error had another reason
+                self._read_and_share()
+            except (CorruptCheckpoint, StorageError) as another:
+                errors.append(another)
+            else:
+                return
+        raise errors[0] if errors else error
+
+    def _prepare(self) -> Offer:
+        """Make this rank's plan, and say what it reads."""
+        refuse_other_than_dict(self.state_dict)
+        reader, channel = self.reader, self.channel
+        metadata = _metadata_of(reader, self.stored)
+        if metadata is None:
+            return Offer()
+        self.stand_ins.update(stand_ins_for(self.state_dict, metadata.state_dict_metadata))
+        together = {**self.state_dict, **{key: each.values for key, each in self.stand_ins.items()}}
+        self.values.update(sorted(together.items(), key=lambda item: str(item[0])))  # keys need not be text
+        self.plan = _local_load_plan(self.values, reader, self.planner, metadata, channel)
+        if not isinstance(reader, RobustReader):
+            return Offer()
+        items = self.plan.items if channel.size > 1 else ()  # only other ranks need to know the items
+        can_share = may_ask_early(self.planner)
+        return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=can_share)
+
+    def _read_and_share(self) -> None:
+        with self.clock.phase("read"):
+            self.channel.barrier(self.phase("read"), self._read)
+        if self.shared is not None:
+            with self.clock.phase("share"):
+                self.shared.share(self.channel, self.phase("share"), self._check_stop)
+
+    def _read(self) -> None:
+        with self.reader.checking(self._check_stop) if isinstance(self.reader, RobustReader) else nullcontext():
+            if self.shared is not None:
+                self.shared.read(self.planner)
+            else:
+                self.reader.read_data(self.plan, self.planner).wait()
+
+    def _check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
+        self.channel.note_progress(done_nbytes, total_nbytes)
+        self.channel.stop_if_announced()
+
+    def apply(self) -> AskedKeys | None:
+        """Put what was read into the state dict. Returns the keys that this rank has asked for."""
+        if self.shared is not None:
+            self.shared.load_objects(self.planner, self.checkpoint)
+        for key, value in self.values.items():
+            if key in self.stand_ins:
+                self.stand_ins[key].put_back(value)
+            else:
+                self.state_dict[key] = value
+        if not isinstance(self.planner, RobustLoadPlanner) or self.planner.metadata is None:
+            return None
+        return asked_keys(self.planner.metadata, self.planner.state_dict)
+
+    def report(self) -> LoadReport:
+        """The report of the load, which is over."""
+        channel, planner, items = self.channel, self.planner, self.plan.items
+        metadata = getattr(planner, "metadata", None)
+        return LoadReport(
+            checkpoint_id=self.checkpoint,
+            rank=channel.rank,
+            world_size=channel.size,
+            items=len(items),
+            nbytes=_planned_nbytes(items, metadata),
+            phases=phase_reports(self.clock.records),
+            missing_keys=getattr(planner, "missing_keys", ()),
+            _find_unread_keys=planner.unread_keys_later() if isinstance(planner, RobustLoadPlanner) else tuple,
+            shared_nbytes=0 if self.shared is None else _planned_nbytes(self.shared.received, metadata),
+            peak_buffer_nbytes=getattr(self.reader, "peak_buffer_nbytes", 0),
+            unverified_nbytes=getattr(self.reader, "unverified_nbytes", 0),
+            stragglers=channel.stragglers,
+        )
 
 
 def _held(channel: Channel, reader: StorageReader) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from robust_dcp.plan.coverage import check_bounds, check_coverage
 from robust_dcp.plan.items import ItemKind, Items, Paths, Replica, merged, unique_rows
 from robust_dcp.storage.layouts.places import deal
 
-__all__ = ["SMALL_NBYTES", "GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan", "plan_of_kept"]
+__all__ = ["SMALL_NBYTES", "GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan"]
 
 Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
@@ -102,39 +102,6 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
         compared=_compared_rows(items, replicas, contested),
         contested=contested,
         unclaimed=tuple(items.names[name] for name in np.unique(unclaimed).tolist()),
-    )
-
-
-def plan_of_kept(ranks: Sequence[Items], kept: Sequence[Rows]) -> GlobalPlan:
-    """Make the global plan again that :func:`make_global_plan` made of ``ranks``, from its decisions.
-
-    Args:
-        ranks: the items of each rank, in rank order.
-        kept: for each rank the places of the items that it writes.
-
-    Raises:
-        PlanConflict: these cannot be the decisions for these items.
-    """
-    items = merged(ranks)
-    check_bounds(items)
-    order = _order_of(items)
-    is_written = np.zeros(len(items), dtype=np.bool_)
-    first_rows = np.cumsum([0, *map(len, ranks)])
-    for first, places in zip(first_rows.tolist(), kept, strict=False):
-        is_written[first + places] = True
-    written = order[is_written[order]]
-    check_coverage(items, written, complete=len(ranks) > 1)
-    nothing: Rows = np.empty(0, dtype=np.intp)
-    return GlobalPlan(
-        ranks=tuple(ranks),
-        items=items,
-        order=order,
-        written=written,
-        kept=tuple(kept),
-        paths=merged_paths(ranks, items),
-        attributes=merged_attributes(ranks),
-        compared=nothing,
-        contested=nothing,
     )
 
 

@@ -27,7 +27,7 @@ from robust_dcp.comm import wire
 from robust_dcp.comm.messages import Bundler, open_bundles
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
 from robust_dcp.plan.diff import StructureDiff, diff_items, merge_diffs
-from robust_dcp.plan.global_plan import GlobalPlan, ascending, by_rank, make_global_plan, plan_of_kept
+from robust_dcp.plan.global_plan import GlobalPlan, ascending, by_rank, make_global_plan
 from robust_dcp.plan.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, unique_rows
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
@@ -426,10 +426,10 @@ def stored_plan(
         raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = ItemsDecoder()
     items = [decoder.decode(messages[each]) for each in range(n_ranks)]
-    kept = [_stored_share(file, each, len(of_rank)).kept for each, of_rank in enumerate(items)]
     of_all = file.read("signatures", 0, n_ranks * SIGNATURE_NBYTES)
     signatures = [of_all[at : at + SIGNATURE_NBYTES] for at in range(0, len(of_all), SIGNATURE_NBYTES)]
-    plan = Plan.of(plan_of_kept(items, kept), signatures, local)
+    # The plan follows from the structures, so it is made again. Its identity shows that all decisions are the same.
+    plan = Plan.of(make_global_plan(items, lowest_rank=local.lowest_rank), signatures, local)
     if plan.shares[rank] != share:
         raise ExchangeError("what it says of the ranks is not what was decided")
     return share, plan
