@@ -144,7 +144,7 @@ def _order_of(items: Items) -> Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Replicas:
+class _Replicas:
     """Rows of :class:`Items` in groups that hold the same chunk.
 
     Attributes:
@@ -170,7 +170,7 @@ class Replicas:
         return self.order[self.starts[:-1]]
 
 
-def _find_replicas(items: Items, order: Rows) -> Replicas:
+def _find_replicas(items: Items, order: Rows) -> _Replicas:
     """Group the items that hold the same chunk.
 
     DCP identifies a chunk by (FQN, offsets), ``MetadataIndex``. With uneven shards an empty chunk may have the same
@@ -184,7 +184,7 @@ def _find_replicas(items: Items, order: Rows) -> Replicas:
     """
     order = order[~_shadowed_empties(items, order)]
     starts = np.flatnonzero(_differs_from_previous(items, order))
-    groups = Replicas(order=order, starts=np.append(starts, len(order)))
+    groups = _Replicas(order=order, starts=np.append(starts, len(order)))
     _refuse_other_sizes(items, groups)
     return groups
 
@@ -211,7 +211,7 @@ def _shadowed_empties(items: Items, order: Rows) -> Mask:
     return shadowed
 
 
-def _refuse_other_sizes(items: Items, groups: Replicas) -> None:
+def _refuse_other_sizes(items: Items, groups: _Replicas) -> None:
     is_other = np.ones(len(groups.order), dtype=np.bool_)
     is_other[groups.starts[:-1]] = False
     others, first = groups.order[is_other], np.repeat(groups.first, np.diff(groups.starts) - 1)
@@ -229,7 +229,7 @@ def _refuse_other_sizes(items: Items, groups: Replicas) -> None:
     )
 
 
-def _compared_rows(items: Items, groups: Replicas, contested: Rows) -> Rows:
+def _compared_rows(items: Items, groups: _Replicas, contested: Rows) -> Rows:
     """The rows that are compared: ``contested``, and objects and small chunks that several ranks hold.
 
     If a state dict says which replica counts, the others may differ from it, so they are not compared.
@@ -242,14 +242,13 @@ def _compared_rows(items: Items, groups: Replicas, contested: Rows) -> Rows:
     return rows
 
 
-def _choose_writers(items: Items, groups: Replicas, teams: Rows, *, lowest_rank: bool) -> Rows:
+def _choose_writers(items: Items, groups: _Replicas, teams: Rows, *, lowest_rank: bool) -> Rows:
     """The row of each group that is written: int64 ``[G]``, in the order of the groups.
 
     A chunk goes to one of the least loaded ranks that hold it (in bytes of chunks). Objects and small chunks go to the
     lowest rank that holds them, so that of values that differ between ranks it is known which one is saved. With
     ``lowest_rank`` everything does. Chunks that few ranks hold are assigned first; chunks that many ranks hold then
-    fill the gaps. If the state dicts say which replica counts, Megatron's rule decides
-    (:func:`_deal_as_megatron`).
+    fill the gaps. If the state dicts say which replica counts, Megatron's rule decides (:func:`_deal_as_megatron`).
     """
     groups, has_main = _may_write(items, groups, teams)
     chosen = groups.first.copy()
@@ -303,12 +302,12 @@ def _teams(ranks: Sequence[Items]) -> Rows:
     return np.array(teams, dtype=np.intp)
 
 
-def _may_write(items: Items, groups: Replicas, teams: Rows) -> tuple[Replicas, Mask]:
+def _may_write(items: Items, groups: _Replicas, teams: Rows) -> tuple[_Replicas, Mask]:
     """The same groups, with only the rows that may be written.
 
-    If a chunk has one main replica, these are the rows of that replica's rank and of its peers
-    (``Items.peers``). If it has several main replicas, only that of the lowest rank is left. If it has none,
-    every row is left: any rank that holds the chunk may save it, so that it is not lost.
+    If a chunk has one main replica, these are the rows of that replica's rank and of its peers (``Items.peers``). If it
+    has several main replicas, only that of the lowest rank is left. If it has none, every row is left: any rank that
+    holds the chunk may save it, so that it is not lost.
 
     Args:
         teams: for each rank a number that it shares with its peers.
@@ -331,10 +330,10 @@ def _may_write(items: Items, groups: Replicas, teams: Rows) -> tuple[Replicas, M
     is_kept[n_mains[group] == 0] = True
     sizes = np.bincount(group[is_kept], minlength=len(groups))
     starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.intp)
-    return Replicas(order=groups.order[is_kept], starts=starts), n_mains > 0
+    return _Replicas(order=groups.order[is_kept], starts=starts), n_mains > 0
 
 
-def _contested_rows(items: Items, groups: Replicas) -> Rows:
+def _contested_rows(items: Items, groups: _Replicas) -> Rows:
     """The rows of main replicas in groups that have more than one."""
     group = groups.of
     is_main = items.replica[groups.order] == Replica.MAIN
@@ -343,14 +342,14 @@ def _contested_rows(items: Items, groups: Replicas) -> Rows:
     return rows
 
 
-def _unclaimed_groups(items: Items, groups: Replicas) -> Rows:
+def _unclaimed_groups(items: Items, groups: _Replicas) -> Rows:
     """Groups in which every rank says that the main replica is elsewhere."""
     is_copy = items.replica[groups.order] == Replica.COPY
     n_copies = np.bincount(groups.of[is_copy], minlength=len(groups))
     return np.flatnonzero((n_copies > 0) & (n_copies == np.diff(groups.starts)))
 
 
-def _deal_as_megatron(items: Items, groups: Replicas, dealt: Rows, n_ranks: int) -> Rows:
+def _deal_as_megatron(items: Items, groups: _Replicas, dealt: Rows, n_ranks: int) -> Rows:
     """For each of some groups, the row that Megatron-Core's ``FullyParallelSaveStrategyWrapper`` would write.
 
     This is ``distribute_shards_to_ranks`` of its ``exchange_utils``, for all parallelization groups at once. Chunks
