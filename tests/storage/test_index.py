@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import StoredChunks, fitting_index, look_up, stored_items_of
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
+from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content
 from tests.storage.test_metadata_pickle import Chunk, Content, Entry, in_full, names_of
 
@@ -59,13 +60,13 @@ def test_names_are_found_wherever_they_stand(tmp_path: Path) -> None:
     index = fitting_index(PosixDisk(), str(tmp_path))
     assert index is not None
     expected = {name: number for number, name in enumerate(names)}
-    assert index.names.find_all(reversed(names)) == expected
+    assert index.find_all(reversed(names)) == expected
     for step in (2, 7, 100):
         some = names[::step]
         others = [name + "~" for name in some]
-        assert index.names.find_all([*others, *some]) == {name: expected[name] for name in some}
-    assert {name: index.names.find_all([name]).get(name) for name in names} == expected
-    assert index.names.find_all(["\ud800"]).get("\ud800") is None
+        assert index.find_all([*others, *some]) == {name: expected[name] for name in some}
+    assert {name: index.find_all([name]).get(name) for name in names} == expected
+    assert index.find_all(["\ud800"]).get("\ud800") is None
 
 
 @settings(max_examples=150, deadline=None)
@@ -145,7 +146,8 @@ def test_what_is_read_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
                 nbytes[0] += len(buffer)
                 return super().pread_into(file, buffer, offset)
 
-        metadata = lazy(directory, Counting())
+        identity = RobustReader(directory).source.find_index()
+        metadata = RobustReader(directory, disk=Counting()).source.indexed_metadata(identity)
         assert metadata is not None
         look_up(metadata, ["layer.0007.w"])
         entry: Any = metadata.state_dict_metadata["layer.0007.w"]
@@ -157,15 +159,13 @@ def test_what_is_read_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_ranks_count_items_alike(tmp_path: Path) -> None:
-    """Also a rank that had to put its index aside: what it calls the n-th item is the n-th for all."""
     content = sorted_content(_grid("w", 3, 2), Entry("a", None, (), (Chunk((), (), 0, (7, 1), True),)), n_files=1)
     put(tmp_path, content)
-    indexed, aside = lazy(tmp_path), lazy(tmp_path)
-    assert indexed is not None and aside is not None
-    aside.storage_data._source.decoded = decode_metadata((tmp_path / ".metadata").read_bytes(), ".metadata")
-    some = list(indexed.storage_data)[::2]
-    rows = [stored_items_of(each).rows(some) for each in (indexed, aside)]  # type: ignore[union-attr]
-    assert rows[0] == rows[1]
-    orders = [stored_items_of(each).order_in_files().tolist() for each in (indexed, aside)]  # type: ignore[union-attr]
-    assert orders[0] == orders[1]
+    indexed = lazy(tmp_path)
+    stored = None if indexed is None else stored_items_of(indexed)
+    assert indexed is not None and stored is not None
+    in_order = sorted(stored, key=lambda index: (index.fqn, tuple(index.offset or ())))
+    assert [stored.row(index) for index in in_order] == list(range(len(stored)))
+    infos = [(stored[index].relative_path, stored[index].offset) for index in in_order]
+    assert [sorted(infos).index(info) for info in infos] == stored.order_in_files().tolist()
     assert stored_items_of(content.stock(names_of(1), META)) is None

@@ -1,4 +1,4 @@
-"""A damaged or hostile index costs time, never a wrong tensor: it is put aside, or refused by an error of ours."""
+"""A damaged or hostile index never gives a wrong tensor: it is not used, or refused by an error of ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import random
 import struct
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.index import (
-    ChunkKind,
-    DamagedIndex,
-    ask_index,
-    find_whole_chunks,
-    fitting_index,
-    index_file,
-)
+from robust_dcp.storage.index import ChunkKind, DamagedIndex, fitting_index, form, index_of
 from robust_dcp.storage.index.form import SECTIONS, head_nbytes
+from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content, with_fixed_checksums
 from tests.storage.test_index import FLOAT32, _grid
 from tests.storage.test_metadata_pickle import Chunk, Content, Entry, names_of
@@ -67,9 +60,9 @@ def check_whole_chunks(metadata: Metadata, content: Content) -> None:
     }
     names = [entry.name for entry in content.entries]
     for kind in kinds:
-        found = ask_index(metadata, partial(find_whole_chunks, names=names, kinds=[kind], kind_of=[0] * len(names)))
-        if found is None:
-            return
+        index = index_of(metadata)
+        assert index is not None
+        found = index.find_whole(names, [kind], [0] * len(names))
         for asked, chunk, file, start, nbytes in zip(*(column.tolist() for column in found[:5]), strict=True):
             place: Any = metadata.storage_data[MetadataIndex(names[asked], kind.offsets, chunk)]
             assert (place.relative_path, place.offset, place.length) == (found.files[file], start, nbytes)
@@ -91,17 +84,15 @@ def test_no_flipped_byte_goes_unnoticed(tmp_path: Path, caplog: pytest.LogCaptur
     del metadata
     good = index.read_bytes()
     expected = everything(CONTENT.stock(names_of(2), META))
-    used = 0
     for at in range(len(good)):
         index.write_bytes(good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :])
-        found = outcome_of(tmp_path)
-        assert found is None or found == expected, at  # .metadata says the rest
-        used += found is not None
-    assert used > 0
+        assert outcome_of(tmp_path) is None, at  # .metadata is read
     assert "read instead" in caplog.text
+    index.write_bytes(good)
+    assert outcome_of(tmp_path) == expected
 
 
-def test_an_index_that_is_cut_off_is_put_aside(tmp_path: Path) -> None:
+def test_an_index_that_is_cut_off_is_not_used(tmp_path: Path) -> None:
     _, index = put(tmp_path, CONTENT)
     good = index.read_bytes()
     for length in range(0, len(good), 7):
@@ -111,17 +102,37 @@ def test_an_index_that_is_cut_off_is_put_aside(tmp_path: Path) -> None:
     assert lazy(tmp_path) is None
 
 
-def test_one_that_is_cut_off_while_it_is_used_is_put_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_what_another_rank_finds_damaged_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read and not mapped, so this is an error and not the end of the process."""
-    monkeypatch.setattr(index_file, "_FIRST_READ_NBYTES", head_nbytes())  # as if it were a large one
+    """The coordinator has checked all of it. It is read and not mapped, so no damage ends the process."""
+    monkeypatch.setattr(form, "_FIRST_READ_NBYTES", head_nbytes())  # as if it were a large one
     _, index = put(tmp_path, CONTENT)
-    metadata = lazy(tmp_path)
-    assert metadata is not None
+    identity = RobustReader(tmp_path).source.find_index()
+    metadata = RobustReader(tmp_path).source.indexed_metadata(identity)
+    assert identity and metadata is not None
     os.truncate(index, head_nbytes())
-    assert everything(metadata) == everything(CONTENT.stock(names_of(2), META))
-    assert caplog.text.count("it ends after") == 1
+    with pytest.raises(DamagedIndex, match=r"it ends after .* remove this file, and load again"):
+        everything(metadata)
+
+
+def test_each_rank_compares_what_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "_FIRST_READ_NBYTES", head_nbytes())
+    _, index = put(tmp_path, CONTENT)
+    good = index.read_bytes()
+    identity = RobustReader(tmp_path).source.find_index()
+    expected = everything(CONTENT.stock(names_of(2), META))
+    noticed = 0
+    for at in range(head_nbytes(), len(good)):
+        index.write_bytes(good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :])
+        metadata = RobustReader(tmp_path).source.indexed_metadata(identity)
+        try:
+            if metadata is not None and metadata.storage_meta is not None:
+                metadata.storage_meta.load_id = None
+                assert everything(metadata) == expected, at
+        except DamagedIndex:
+            noticed += 1
+    assert noticed > 0
 
 
 def test_one_that_is_replaced_while_it_is_used_goes_on_to_be_read(tmp_path: Path) -> None:
@@ -193,11 +204,11 @@ def _forge(path: Path, section: str, values: dict[int, int]) -> None:
         ("meta", {0: 0}),
     ],
 )
-def test_what_refers_to_nothing_is_put_aside(tmp_path: Path, section: str, values: dict[int, int]) -> None:
+def test_what_refers_to_nothing_is_refused(tmp_path: Path, section: str, values: dict[int, int]) -> None:
     _, index = put(tmp_path, CONTENT)
     _forge(index, section, values)
     found = outcome_of(tmp_path)
-    assert found is None or found == everything(CONTENT.stock(names_of(2), META))
+    assert found in (None, "DamagedIndex") or found == everything(CONTENT.stock(names_of(2), META))
 
 
 def test_a_file_name_cannot_leave_the_directory(tmp_path: Path) -> None:

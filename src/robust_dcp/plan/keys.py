@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.storage.index import ask_index
+from robust_dcp.storage.index import index_of
 
 __all__ = ["AskedKeys", "asked_keys", "near_names", "renamed_in_words", "unread_in_words", "what_is_saved"]
 
@@ -198,8 +198,11 @@ class AskedKeys(msgspec.Struct, frozen=True):
 def asked_keys(metadata: Metadata, asked: Mapping[str, Any]) -> AskedKeys | None:
     """Which keys of a checkpoint are in a state dict; ``None`` if all are."""
     saved = metadata.state_dict_metadata
-    numbers: Collection[int] | None = ask_index(metadata, lambda index: index.names.find_all(asked).values())
-    if numbers is None:
+    index = index_of(metadata)
+    numbers: Collection[int]
+    if index is not None:
+        numbers = index.find_all(asked).values()
+    else:
         numbers = [number for number, key in enumerate(sorted(saved)) if key in asked]
     if len(numbers) == len(saved):
         return None

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.describe import has_own_chunks, own_chunks
-from robust_dcp.storage.index import ChunkKind, StoredChunks, ask_index, find_whole_chunks
+from robust_dcp.storage.index import ChunkKind, StoredChunks, index_of
 from robust_dcp.storage.reading.planned_items import WholeTensors, whole_item
 
 __all__ = ["PlannedReads", "plan_reads", "whole_tensors"]
@@ -66,8 +66,8 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
                 chunks: Any = saved.chunks
                 if found is None and isinstance(chunks, StoredChunks):
                     held = _chunks_held(value) if local is None else [local]
-                    resharded = None if held is None else _read_overlap(key, chunks, held)
-                    if resharded is not None:
+                    if held is not None:
+                        resharded = _read_overlap(key, chunks, held)
                         items += resharded.items
                         filled |= resharded.filled
                         continue
@@ -104,11 +104,11 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTen
 
     :func:`plan_reads` plans all other tensors, and all tensors if there is no index.
     """
-    if ask_index(metadata, lambda index: True) is None:
+    index = index_of(metadata)
+    if index is None:
         return WholeTensors.none()
     names, targets, kind_of, kinds = _held(state_dict)
-    found = ask_index(metadata, lambda index: find_whole_chunks(index, names, kinds, kind_of))
-    return WholeTensors.none() if found is None else WholeTensors.found(names, targets, kinds, kind_of, found)
+    return WholeTensors.found(names, targets, kinds, kind_of, index.find_whole(names, kinds, kind_of))
 
 
 def _held(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[int], list[ChunkKind]]:
@@ -218,18 +218,12 @@ def _chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
     return None
 
 
-def _read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> PlannedReads | None:
-    """Make the read items that stock's ``create_read_items_for_chunk_list`` would make.
-
-    Returns:
-        ``None`` if the index is damaged. Then the saved chunks have to be compared one by one.
-    """
+def _read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> PlannedReads:
+    """Make the read items that stock's ``create_read_items_for_chunk_list`` would make."""
     items: list[ReadItem] = []
     missing_numel = 0
     for number, chunk in enumerate(held):
         found = saved.overlap(chunk.offsets, chunk.sizes)
-        if found is None:
-            return None
         missing_numel += math.prod(chunk.sizes) - found.numel
         wanted = MetadataIndex(key, chunk.offsets, number)
         columns = zip(found.chunks, found.offsets, found.in_chunk, found.in_box, found.lengths, strict=True)

@@ -28,13 +28,10 @@ from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.index import (
-    stored_items_of,
-)
+from robust_dcp.storage.index import stored_items_of
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.placed_reads import Read, reads_of
 from robust_dcp.storage.reading.plan_reader import read_items
-from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
 from robust_dcp.storage.reading.sharable_reads import SharableReads, places_in_files, sharable_reads
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
@@ -189,11 +186,6 @@ class RobustReader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        stored = None if self._metadata is None else stored_items_of(self._metadata)
-        if stored is not None:
-            # If these parts of the index are damaged, it is put aside now, while nobody waits for data.
-            for item in plan.items.others if isinstance(plan.items, PlannedItems) else plan.items:
-                stored.get(item.storage_index)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -251,7 +243,8 @@ class RobustReader(StorageReader):
         stored = stored_items_of(metadata)
         if stored is None:
             return sharable_reads(plan.items, planner, metadata, self.path, stays_on, trusted=trusted)
-        rows = stored.rows(item.storage_index for item in plan.items)
+        indices = (item.storage_index for item in plan.items)
+        rows = {index: row for index in indices if (row := stored.row(index)) is not None}
         in_order = sorted(rows, key=rows.__getitem__)
         of_plan = replace(metadata, storage_data={index: stored[index] for index in in_order})
         found = sharable_reads(plan.items, planner, of_plan, self.path, stays_on, trusted=trusted)

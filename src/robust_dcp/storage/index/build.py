@@ -17,9 +17,15 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from robust_dcp.storage.index.fit import fit_of
-from robust_dcp.storage.index.form import MAX_NAME_NBYTES, Fragment, Section, encode_sections
-from robust_dcp.storage.index.messages import IndexMeta, StoredMeta
+from robust_dcp.storage.index.form import (
+    MAX_NAME_NBYTES,
+    Fragment,
+    IndexMeta,
+    Section,
+    StoredMeta,
+    encode_sections,
+    fit_of,
+)
 from robust_dcp.storage.metadata.pickled import MetadataColumns
 
 __all__ = ["IndexTemplate"]

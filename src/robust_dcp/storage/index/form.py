@@ -1,31 +1,42 @@
 """The format of ``.robust_dcp.index``: its head, the order of its sections, and the checksums of its slabs.
 
-This module owns the bytes that docs/formats.md describes, and the error for a damaged index. It does not know what a
-section means: ``build`` makes the sections, ``index_file`` reads them.
+This module owns the bytes that docs/formats.md describes, how they are read, and the error for a damaged index. It does
+not know what a section means: ``build`` makes the sections, ``stored_index`` knows what they say.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import struct
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.records.checksum import crc32
 
 __all__ = [
     "MAX_NAME_NBYTES",
     "SECTIONS",
     "SLAB_NBYTES",
+    "Column",
     "DamagedIndex",
     "Fragment",
     "Head",
+    "IndexFile",
+    "IndexMeta",
     "Section",
+    "StoredMeta",
     "encode_sections",
-    "first_slabs",
+    "fit_of",
+    "fit_of_file",
     "head_nbytes",
 ]
 
@@ -44,6 +55,12 @@ MAX_NAME_NBYTES: Final = 1 << 14
 """A checkpoint with a longer name has no index. So a damaged or hostile index cannot make us read very long names."""
 
 _ALIGNMENT: Final = 64
+_TAIL_NBYTES: Final = 4096
+
+_FIRST_READ_NBYTES: Final = 256 << 10
+"""So much is read when an index is opened, which is all of most indices. Over a network each call takes its time,
+however little it reads.
+"""
 
 SECTIONS: Final[Mapping[str, str]] = {
     "names": "|u1",
@@ -82,13 +99,12 @@ slab.
 
 
 class DamagedIndex(CorruptCheckpoint):
-    """An index that cannot be used. Code that also has the ``.metadata`` reads that instead, so users do not see this
-    error.
-    """
+    """An index that is not what was written. Where it is found when a load begins, the load reads ``.metadata``."""
 
     def __init__(self, file: str, what: str) -> None:
         super().__init__(
-            f"{file} is not used: {what}; the checkpoint itself is not affected",
+            f"{file} is damaged: {what}; the checkpoint itself is not affected: remove this file, and load again from "
+            ".metadata, which says the same",
             file=file,
             expected="an index as it was written",
             found=what,
@@ -121,7 +137,7 @@ def encode_sections(sections: Mapping[str, Section], fit: bytes) -> tuple[Fragme
 
     Args:
         sections: all sections but the checksums. A missing section is empty.
-        fit: the result of :func:`~robust_dcp.storage.index.fit.fit_of` for the ``.metadata`` that the index belongs to.
+        fit: the result of :func:`fit_of` for the ``.metadata`` that the index belongs to.
     """
     found = {name: sections.get(name, Section(b"", ())) for name in SECTIONS}
     checksums = np.array([each for section in found.values() for each in section.checksums], dtype="<u4").tobytes()
@@ -181,12 +197,238 @@ class Head(NamedTuple):
         return cls(fit, checksum, places)
 
 
-def first_slabs(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """For each section, where the checksum of its first slab is among the checksums. Under ``checksums``, how many
-    there are.
+class StoredMeta(msgspec.Struct, frozen=True):
+    """DCP's ``StorageMeta``."""
+
+    checkpoint_id: str | None = None
+    save_id: str | None = None
+    load_id: str | None = None
+    modules: tuple[str, ...] = ()
+
+
+class IndexMeta(msgspec.Struct, frozen=True):
+    """The fields of ``Metadata`` other than its items, in JSON.
+
+    Attributes:
+        version: the version of DCP's format.
+        has_paths: whether names have a place in a nested state dict (``planner_data``).
+        storage_meta: what the writer gave.
     """
-    found, at = {}, 0
-    for name, (_, nbytes) in places.items():
-        found[name] = at
-        at += -(-nbytes // SLAB_NBYTES)
-    return found
+
+    version: str | None
+    has_paths: bool
+    storage_meta: StoredMeta | None
+
+
+# --- which .metadata an index belongs to
+
+
+def fit_of(metadata: Sequence[Fragment]) -> bytes:
+    """The digest (32 bytes) of a ``.metadata`` that consists of these fragments, one after the other.
+
+    It covers the length of ``.metadata`` and its last 4096 bytes. These hold the id of the save, which the emitter
+    writes after all items, and the CRC-32 of the whole file. So a ``.metadata`` of another save or another tool has
+    another digest. And nobody has to read all of a file that grows with the job.
+    """
+    tail = b""
+    for fragment in reversed(metadata):
+        tail = bytes(fragment[-_TAIL_NBYTES:]) + tail
+        if len(tail) >= _TAIL_NBYTES:
+            break
+    nbytes = sum(map(len, metadata))
+    return hashlib.sha256(nbytes.to_bytes(8, "little") + tail[-_TAIL_NBYTES:]).digest()
+
+
+def fit_of_file(disk: Disk, path: str) -> bytes:
+    """The digest of a ``.metadata`` on disk.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    nbytes, tail = disk.read_end(path, _TAIL_NBYTES)
+    return hashlib.sha256(nbytes.to_bytes(8, "little") + tail).digest()
+
+
+# --- an open index
+
+
+class IndexFile:
+    """An open index. Several threads may use it at once. The file is closed when nobody refers to it any more.
+
+    It reads only the slabs of sections that are asked for, and compares each of them with its checksum. Slabs are read
+    into memory and not mapped: if somebody truncated a mapped file, the process would die.
+
+    Args:
+        disk: the file system.
+        path: the path of the file.
+
+    Attributes:
+        path: the path of the file.
+        fit: the digest of the ``.metadata`` that the index belongs to.
+        identity: 32 bytes. Two files with the same identity have the same contents.
+
+    Raises:
+        StorageError: the file cannot be read.
+        DamagedIndex: its head or its checksums are not what was written.
+    """
+
+    def __init__(self, disk: Disk, path: str) -> None:
+        self.path = path
+        self._disk = disk
+        self._file = disk.open_read(path)
+        weakref.finalize(self, _close, disk, self._file)
+        nbytes = disk.size(self._file)
+        # As long as the file, but memory is taken only for what is read.
+        self._data = np.empty(nbytes, dtype=np.uint8)
+        self._n_first = 0
+        self._n_first = self._fill(0, min(_FIRST_READ_NBYTES, nbytes))
+        data = self._data[: head_nbytes()].tobytes()
+        head = Head.decode(data, nbytes, path)
+        self.fit = head.fit
+        self.identity = hashlib.sha256(data).digest()
+        self._places = head.places
+        self._first_slab, n_slabs = {}, 0
+        for section, (_, section_nbytes) in head.places.items():
+            self._first_slab[section] = n_slabs
+            n_slabs += -(-section_nbytes // SLAB_NBYTES) if section != "checksums" else 0
+        start, checksums_nbytes = head.places["checksums"]
+        if checksums_nbytes != 4 * n_slabs:
+            raise self.damaged(f"it has {checksums_nbytes} bytes of checksums")
+        self._fill(start, checksums_nbytes)
+        checksums = self._data[start : start + checksums_nbytes]
+        if crc32(checksums.data) != head.checksum:
+            raise self.damaged("its checksums do not have their CRC-32")
+        self._checksums = checksums.view("<u4")
+        self._is_read = bytearray(n_slabs)
+        self._lock = threading.Lock()
+
+    def damaged(self, what: str) -> DamagedIndex:
+        """The error for damage in this file."""
+        return DamagedIndex(self.path, what)
+
+    def nbytes(self, section: str) -> int:
+        """Length of a section in bytes."""
+        return self._places[section][1]
+
+    def column(self, section: str) -> Column:
+        """The numbers of a section."""
+        return Column(self, section)
+
+    def values(self, section: str) -> npt.NDArray[Any]:
+        """The numbers of a section. Those of slabs that were not loaded mean nothing."""
+        start, nbytes = self._places[section]
+        return self._data[start : start + nbytes].view(SECTIONS[section])
+
+    def load(self, section: str, first: int, end: int) -> None:
+        """Make sure that slabs ``first`` to ``end`` of a section are in memory, and are what was written.
+
+        Raises:
+            StorageError: they cannot be read.
+            DamagedIndex: their bytes are not what was written.
+        """
+        start, nbytes = self._places[section]
+        before = self._first_slab[section]
+        with self._lock:
+            new = [number for number in range(first, end) if not self._is_read[before + number]]
+            if not new:
+                return
+            at, stop = new[0] * SLAB_NBYTES, min(new[-1] * SLAB_NBYTES + SLAB_NBYTES, nbytes)
+            self._fill(start + at, stop - at)
+            for number in range(new[0], new[-1] + 1):
+                slab = self._data[start + number * SLAB_NBYTES : start + min((number + 1) * SLAB_NBYTES, nbytes)]
+                if crc32(slab.data) != int(self._checksums[before + number]):
+                    raise self.damaged(f"slab {number} of {section} does not have its CRC-32")
+                self._is_read[before + number] = 1
+
+    def read(self, section: str, start: int, end: int) -> bytes:
+        """Bytes ``start`` to ``end`` of a section.
+
+        Raises:
+            DamagedIndex: the section has no such bytes, or they are not what was written.
+        """
+        first, nbytes = self._places[section]
+        if not 0 <= start <= end <= nbytes:
+            raise self.damaged(f"{section} has no bytes {start} to {end}")
+        if start < end:
+            self.load(section, start // SLAB_NBYTES, (end - 1) // SLAB_NBYTES + 1)
+        return self._data[first + start : first + end].tobytes()
+
+    def check_all(self) -> None:
+        """Read the whole file. Compare it with its checksums, and the gaps between sections with zeros.
+
+        Raises:
+            StorageError: it cannot be read.
+            DamagedIndex: its bytes are not what was written.
+        """
+        end = head_nbytes()
+        for section, (start, nbytes) in self._places.items():
+            self._fill(end, start - end)
+            if self._data[end:start].any():
+                raise self.damaged(f"the gap before {section} holds something")
+            if section != "checksums":  # compared with their own CRC-32 when the file was opened
+                self.load(section, 0, -(-nbytes // SLAB_NBYTES))
+            end = start + nbytes
+
+    def _fill(self, offset: int, nbytes: int) -> int:
+        """Read bytes of the file to their place in memory."""
+        if offset + nbytes > self._n_first:
+            found = self._disk.pread_into(self._file, self._data[offset : offset + nbytes].data, offset)
+            if found != nbytes:
+                raise self.damaged(f"it ends after {offset + found} bytes")
+        return nbytes
+
+
+def _close(disk: Disk, file: OpenFile) -> None:
+    with contextlib.suppress(StorageError):  # the file was only read
+        disk.close(file)
+
+
+class Column:
+    """The numbers of a section, one by one or several at once.
+
+    Raises:
+        DamagedIndex: a row is not there, or its slab is not what was written.
+    """
+
+    __slots__ = ("_file", "_is_loaded", "_section", "_shift", "_values")
+
+    def __init__(self, file: IndexFile, section: str) -> None:
+        self._file = file
+        self._section = section
+        self._values = file.values(section)
+        self._shift = (SLAB_NBYTES // self._values.itemsize).bit_length() - 1  # there is a power of two in a slab
+        self._is_loaded = bytearray((len(self._values) >> self._shift) + 1)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, row: int) -> int:
+        if not 0 <= row < len(self._values):
+            raise self._no_such(row)
+        if not self._is_loaded[row >> self._shift]:
+            self._load(row >> self._shift, (row >> self._shift) + 1)
+        value: int = self._values.item(row)
+        return value
+
+    def rows(self, first: int, end: int) -> npt.NDArray[Any]:
+        """Rows ``first`` to ``end``."""
+        if not 0 <= first <= end <= len(self._values):
+            raise self._no_such(end)
+        if first < end:
+            self._load(first >> self._shift, (end - 1 >> self._shift) + 1)
+        return self._values[first:end]
+
+    def at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The number in each of ``rows``. There may be most of an index between two of them."""
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._values):
+            raise self._no_such(int(rows.max()))
+        for slab in np.unique(rows >> self._shift).tolist():
+            self._load(slab, slab + 1)
+        return self._values[rows].astype(np.int64)
+
+    def _load(self, first: int, end: int) -> None:
+        self._file.load(self._section, first, end)
+        self._is_loaded[first:end] = b"\1" * (end - first)
+
+    def _no_such(self, row: int) -> DamagedIndex:
+        return self._file.damaged(f"{self._section} has {len(self._values)} rows, and row {row} is referred to")

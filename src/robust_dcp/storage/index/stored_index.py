@@ -1,12 +1,18 @@
-"""The contents of an index by name. Names are found by bisection, and entries are decoded when somebody asks for them.
+"""The contents of an index by name: names, chunks, and where each chunk lies. Entries are decoded when they are wanted.
 
 This module owns the meaning of the sections, and checks every number before it is used as a reference. That is needed
-because checksums only prove that the file is as somebody wrote it. ``lazy`` and ``plan.plan`` call it.
+because checksums only prove that the file is as somebody wrote it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from operator import ge
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -15,19 +21,23 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.comm.wire import with_tuples
-from robust_dcp.storage.files.paths import check_relative_path
-from robust_dcp.storage.index.index_file import IndexFile
-from robust_dcp.storage.index.messages import IndexMeta
-from robust_dcp.storage.index.overlap import Overlap, overlap_of_few, overlap_of_many
-from robust_dcp.storage.index.stored_names import StoredNames, text_of
-from robust_dcp.storage.index.stored_sizes import StoredSizes
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
+from robust_dcp.storage.index.form import MAX_NAME_NBYTES, IndexFile, IndexMeta, fit_of_file
 
-__all__ = ["StoredIndex", "StoredName"]
+__all__ = ["ChunkKind", "Overlap", "StoredIndex", "StoredName", "WholeChunks", "fitting_index", "opened_index"]
+
+logger = logging.getLogger(__name__)
 
 Int64 = npt.NDArray[np.int64]
+Size = torch.Size
 
+_MAX_DIMENSIONS: Final = 64
+_MAX_PARTS: Final = 10_000  # in a path
+_NAMES_AT_ONCE: Final = 1 << 12
 _FEW: Final = 16
-"""Up to so many chunks are compared one by one. For more, columns are faster."""
+"""If fewer than one in this many names of the index are wanted, they are looked up by bisection."""
 
 
 class StoredName(NamedTuple):
@@ -43,55 +53,271 @@ class StoredName(NamedTuple):
 
     number: int
     properties: int
-    size: torch.Size | None
+    size: Size | None
     first: int
     end: int
     reach: int
 
 
+class Overlap(NamedTuple):
+    """The chunks that overlap with a box. Each list has one entry for each chunk.
+
+    Attributes:
+        chunks: the places of the chunks among the chunks of the tensor.
+        offsets: where the chunks begin in the tensor.
+        in_chunk: where the overlapping parts begin in their chunks.
+        in_box: where the parts begin in the box.
+        lengths: the sizes of the parts.
+        numel: elements of all parts together.
+    """
+
+    chunks: list[int]
+    offsets: list[Size]
+    in_chunk: list[Size]
+    in_box: list[Size]
+    lengths: list[Size]
+    numel: int
+
+
+class ChunkKind(NamedTuple):
+    """A kind of chunk that is wanted: dtype and size of the whole tensor, and offsets and sizes of the chunk."""
+
+    dtype: torch.dtype
+    size: Size
+    offsets: Size
+    lengths: Size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunk's data."""
+        return self.lengths.numel() * self.dtype.itemsize
+
+
+class WholeChunks(NamedTuple):
+    """Chunks that were found, in columns.
+
+    Attributes:
+        asked: for each chunk, the place of its name among the names that were asked for.
+        chunk: the place of each among the chunks of its tensor.
+        file: the number of its file in ``files``.
+        start, nbytes: where it begins in that file, and its length there in bytes.
+        files: relative paths of the files.
+    """
+
+    asked: Int64
+    chunk: Int64
+    file: Int64
+    start: Int64
+    nbytes: Int64
+    files: Sequence[str]
+
+
+def opened_index(disk: Disk, directory: str) -> StoredIndex | None:
+    """The index in ``directory``, whatever it belongs to; ``None`` if there is none.
+
+    Raises:
+        DamagedIndex: the parts of the index that are read at once are not what was written.
+        StorageError: it cannot be read.
+    """
+    path = os.path.join(directory, INDEX_NAME)
+    return StoredIndex(IndexFile(disk, path)) if disk.exists(path) else None
+
+
+def fitting_index(disk: Disk, directory: str) -> StoredIndex | None:
+    """The index in ``directory``; ``None`` if there is none, or if it belongs to another ``.metadata``.
+
+    Raises:
+        DamagedIndex, StorageError: as :func:`opened_index`.
+    """
+    index = opened_index(disk, directory)
+    if index is None:
+        return None
+    try:
+        fits = fit_of_file(disk, os.path.join(directory, METADATA_NAME)) == index.file.fit
+    except StorageError:  # code that needs the .metadata will report what is wrong with it
+        return None
+    if not fits:
+        logger.info("%s is not used: it belongs to another %s", index.file.path, METADATA_NAME)
+    return index if fits else None
+
+
 class StoredIndex:
-    """An index that fits its ``.metadata``.
+    """What an index says.
 
     Args:
         file: the open index.
 
     Attributes:
         file: the open index.
-        names: all names, in order.
         meta: the fields of ``Metadata`` other than its items.
         properties: the distinct combinations of dtype, layout and ``requires_grad``.
         n_rows: number of chunks and objects.
 
     Raises:
-        DamagedIndex: something refers to what does not exist. All methods raise it, too.
+        DamagedIndex: something is not what was written, or refers to what does not exist. All methods raise it, too.
     """
 
     def __init__(self, file: IndexFile) -> None:
         self.file = file
         column = file.column
-        self.names = StoredNames(file)
-        self._sizes = StoredSizes(file)
-        self._name_chunks = column("name_chunks")
+        self._name_ends, self._name_chunks = column("name_ends"), column("name_chunks")
         self._name_properties, self._name_size = column("name_properties"), column("name_size")
         self._name_reach = column("name_reach")
+        self._path_parts, self._path_ends = column("path_parts"), column("path_ends")
+        self._sizes = column("sizes")
         self._chunk_offset, self._chunk_size = column("chunk_offset"), column("chunk_size")
         self._chunk_file, self._chunk_start = column("chunk_file"), column("chunk_start")
         self._chunk_nbytes = column("chunk_nbytes")
         self._variable_rows, self._variable_places = column("variable_rows"), column("variable_places")
         self._file_ends = column("file_ends")
         self.n_rows = len(self._chunk_offset)
-        self.meta = self._decoded_meta()
-        self.properties = self._decoded_properties()
+        self.meta = self._decoded("meta", lambda data: msgspec.json.decode(data, type=IndexMeta))
+        self.properties = self._decoded("properties", _decoded_properties)
+        self._first_of_ndim, self._at_of_ndim = self._places_of_sizes()
         self._check_lengths()
+        self._numbers: dict[str, int | None] = {}
         self._stored: dict[int, StoredName] = {}
         self._claimed = 0
+        self._known_sizes: dict[int, Size] = {}
         self._known_files: dict[int, str] = {}
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self._name_ends)
 
-    def __deepcopy__(self, memo: Any) -> StoredIndex:
-        return self
+    def _check_lengths(self) -> None:
+        of_names = (self._name_chunks, self._name_properties, self._name_size, self._name_reach)
+        of_rows = (self._chunk_size, self._chunk_file, self._chunk_start, self._chunk_nbytes)
+        if {len(self), *map(len, of_names)} != {len(self)} or {self.n_rows, *map(len, of_rows)} != {self.n_rows}:
+            raise self.file.damaged("its columns are not of one length")
+        if len(self._path_ends) != (len(self) if self.meta.has_paths else 0):
+            raise self.file.damaged("its paths are not one for each name")
+        if len(self._variable_places) != 2 * len(self._variable_rows):
+            raise self.file.damaged("its items of variable size have no places")
+
+    def _decoded(self, section: str, decode: Any) -> Any:
+        data = self.file.read(section, 0, self.file.nbytes(section))
+        try:
+            return decode(data)
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+            raise self.file.damaged(f"its section {section} cannot be decoded: {error}") from None
+
+    def attributes(self) -> dict[str, dict[str, Any]]:
+        """The attributes that a planner has added to ``Metadata``."""
+        found: dict[str, dict[str, Any]] = self._decoded("attributes", _decoded_attributes)
+        return found
+
+    # --- names: sorted, one after the other in UTF-8
+
+    def number(self, name: Any) -> int | None:
+        """The number of a stored name. Answers are remembered."""
+        if not isinstance(name, str):
+            return None
+        if name not in self._numbers:
+            self.look_up([name])
+        return self._numbers[name]
+
+    def look_up(self, names: Iterable[str]) -> None:
+        """Find many names at once. That is faster than finding each when it is asked for."""
+        new = [name for name in names if name not in self._numbers]
+        found = self.find_all(new)
+        self._numbers.update((name, found.get(name)) for name in new)
+
+    def find_all(self, names: Iterable[str]) -> dict[str, int]:
+        """The numbers of those of ``names`` that are in the checkpoint."""
+        wanted = {name: name.encode("utf-8", "surrogatepass") for name in names}
+        if _FEW * len(wanted) >= len(self):
+            return {name: number for number, name in enumerate(self.names()) if name in wanted}
+        found, places = {}, range(len(self))
+        at = 0
+        for name, encoded in sorted(wanted.items(), key=lambda each: each[1]):
+            at = bisect_left(places, encoded, at, key=self._name_bytes)
+            if at < len(self) and self._name_bytes(at) == encoded:
+                found[name] = at
+        return found
+
+    def name(self, number: int) -> str:
+        """The name with this number."""
+        return self._text(self._name_bytes(number))
+
+    def names(self) -> Iterator[str]:
+        """All names, ascending."""
+        before = [""]
+        for first in range(0, len(self), _NAMES_AT_ONCE):
+            ends = self._name_ends.rows(first, min(first + _NAMES_AT_ONCE, len(self))).tolist()
+            start = self._name_ends[first - 1] if first else 0
+            if ends[0] < start or ends != sorted(ends):
+                raise self.file.damaged("its names do not ascend")
+            data = self.file.read("names", start, ends[-1])
+            places = pairwise([0, *(end - start for end in ends)])
+            if data.isascii():
+                text = data.decode("ascii")
+                names = [text[begin:end] for begin, end in places]
+            else:
+                names = [self._text(data[begin:end]) for begin, end in places]
+            # Comparing texts gives the same order as comparing their bytes in UTF-8.
+            if any(map(ge, [*before, *names] if first else names, names if first else names[1:])):
+                raise self.file.damaged("its names do not ascend")
+            before = names[-1:]
+            yield from names
+
+    def _name_bytes(self, number: int) -> bytes:
+        start, end = self._name_ends[number - 1] if number else 0, self._name_ends[number]
+        if end - start > MAX_NAME_NBYTES:
+            raise self.file.damaged(f"name {number} has {end - start} bytes")
+        return self.file.read("names", start, end)
+
+    def path(self, number: int) -> tuple[str | int, ...]:
+        """The keys that lead to a name in the nested state dict."""
+        name, at = self.name(number), 0
+        start, end = self._path_ends[number - 1] if number else 0, self._path_ends[number]
+        if not 0 < end - start <= _MAX_PARTS:
+            raise self.file.damaged(f"the path of {name[:60]!r} has {end - start} parts")
+        parts: list[str | int] = []
+        for length in self._path_parts.rows(start, end).tolist():
+            text = name[at : at + abs(length)]
+            is_index = length < 0
+            if len(text) != abs(length) or (is_index and not (text.isascii() and text.isdigit() and len(text) < 19)):
+                raise self.file.damaged(f"the path of {name[:60]!r} does not spell it")
+            parts.append(int(text) if is_index else text)
+            at += abs(length) + 1
+        return tuple(parts)
+
+    def _text(self, encoded: bytes) -> str:
+        try:
+            return encoded.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise self.file.damaged(f"{encoded[:40]!r} is not a text in UTF-8") from None
+
+    # --- sizes: each distinct one is stored once; those with fewer dimensions come first
+
+    def _places_of_sizes(self) -> tuple[list[int], list[int]]:
+        """For each number of dimensions, the number of the first such size, and where it lies among the values."""
+        counts = self.file.column("size_counts")
+        if len(counts) > _MAX_DIMENSIONS + 1:
+            raise self.file.damaged(f"it has sizes of {len(counts) - 1} dimensions")
+        first, at = [0], [0]
+        for ndim, count in enumerate(counts.rows(0, len(counts)).tolist()):
+            first.append(first[-1] + count)
+            at.append(at[-1] + count * ndim)
+        if at[-1] != len(self._sizes):
+            raise self.file.damaged(f"it has {len(self._sizes)} numbers in its sizes, not {at[-1]}")
+        return first, at[:-1]
+
+    def _size(self, number: int) -> Size:
+        known = self._known_sizes.get(number)
+        if known is not None:
+            return known
+        ndim = bisect_right(self._first_of_ndim, number) - 1
+        if not 0 <= ndim < len(self._at_of_ndim):
+            raise self.file.damaged(f"size {number} of {self._first_of_ndim[-1]} is referred to")
+        at = self._at_of_ndim[ndim] + (number - self._first_of_ndim[ndim]) * ndim
+        values = self._sizes.rows(at, at + ndim).tolist()
+        if any(value < 0 for value in values):
+            raise self.file.damaged(f"size {number} is {values}")
+        known = self._known_sizes[number] = Size(values)
+        return known
+
+    # --- the chunks of a name
 
     def stored(self, number: int) -> StoredName:
         """The entry of the name with this number."""
@@ -113,18 +339,18 @@ class StoredIndex:
             return StoredName(number, -1, None, first, end, 0)
         if not 0 <= properties < len(self.properties):
             raise self.file.damaged(f"name {number} has properties {properties} of {len(self.properties)}")
-        size = self._sizes[self._name_size[number]]
+        size = self._size(self._name_size[number])
         return StoredName(number, properties, size, first, end, self._name_reach[number])
 
-    def offsets(self, row: int) -> torch.Size:
+    def offsets(self, row: int) -> Size:
         """Where a chunk begins in its tensor."""
-        return self._sizes[self._chunk_offset[row]]
+        return self._size(self._chunk_offset[row])
 
-    def sizes(self, row: int) -> torch.Size:
+    def sizes(self, row: int) -> Size:
         """The size of a chunk."""
-        return self._sizes[self._chunk_size[row]]
+        return self._size(self._chunk_size[row])
 
-    def find_chunk(self, tensor: StoredName, offsets: torch.Size) -> int | None:
+    def find_chunk(self, tensor: StoredName, offsets: Size) -> int | None:
         """The chunk of ``tensor`` that begins at ``offsets``: its place among the tensor's chunks."""
         at, end = tensor.first, tensor.end
         if tensor.size and tensor.size[0] > 0 and len(offsets):
@@ -132,56 +358,100 @@ class StoredIndex:
             guess = min(at + offsets[0] * (end - at) // tensor.size[0], end - 1)
             if guess >= at and self.offsets(guess) == offsets:
                 return guess - tensor.first
-        while at < end:
-            middle = (at + end) // 2
-            if tuple(self.offsets(middle)) < tuple(offsets):
-                at = middle + 1
-            else:
-                end = middle
-        return at - tensor.first if at < tensor.end and self.offsets(at) == offsets else None
+        at = bisect_left(range(end), tuple(offsets), at, end, key=lambda row: tuple(self.offsets(row)))
+        return at - tensor.first if at < end and self.offsets(at) == offsets else None
 
-    def overlap(self, tensor: StoredName, offsets: torch.Size, sizes: torch.Size) -> Overlap:
-        """The chunks of ``tensor`` that overlap with the box at ``offsets``, in their order.
+    def overlap(self, tensor: StoredName, box: Size, lengths: Size) -> Overlap:
+        """The chunks of ``tensor`` that overlap with a box of ``lengths`` at ``box``, in their order.
 
         Raises:
             DamagedIndex: chunks lie outside of the tensor, or on each other. Our plans never have such chunks.
         """
-        whole = tensor.size
-        if whole is None or len(offsets) != len(whole) or len(sizes) != len(whole):
-            raise self.file.damaged(f"chunks of {len(offsets)} dimensions are asked for")
-        first, end = self._rows_near(tensor, offsets, sizes)
-        if end - first <= _FEW:
-            chunks = ((row - tensor.first, self.offsets(row), self.sizes(row)) for row in range(first, end))
-            found = overlap_of_few(chunks, whole, offsets, sizes)
-        else:
-            chunk_offsets = self._sizes.rows(self._chunk_offset.rows(first, end), len(whole))
-            chunk_sizes = self._sizes.rows(self._chunk_size.rows(first, end), len(whole))
-            found = overlap_of_many(first - tensor.first, chunk_offsets, chunk_sizes, whole, offsets, sizes)
-        if found is None:
-            raise self.file.damaged(f"chunks of name {tensor.number} lie outside of their tensor")
-        if found.numel > math.prod(sizes):
-            raise self.file.damaged(f"chunks of name {tensor.number} overlap")
-        return found
+        whole, first, end = tensor.size, tensor.first, tensor.end
+        if whole is None or len(box) != len(whole) or len(lengths) != len(whole):
+            raise self.file.damaged(f"chunks of {len(box)} dimensions are asked for")
+        if len(box):  # the first dimension alone tells which rows may overlap
 
-    def _rows_near(self, tensor: StoredName, offsets: torch.Size, sizes: torch.Size) -> tuple[int, int]:
-        """The rows that may overlap with the box, judged by the first dimension alone."""
-        if not len(offsets):
-            return tensor.first, tensor.end
-        return (
-            self._first_row_from(tensor, offsets[0] - tensor.reach + 1),
-            self._first_row_from(tensor, offsets[0] + sizes[0]),
+            def begin_of(row: int) -> int:
+                return next(iter(self.offsets(row)), 0)
+
+            first = bisect_left(range(end), box[0] - tensor.reach + 1, first, end, key=begin_of)
+            end = bisect_left(range(end), box[0] + lengths[0], first, end, key=begin_of)
+        found = Overlap([], [], [], [], [], 0)
+        numel = 0
+        stops = [low + length for low, length in zip(box, lengths, strict=True)]
+        for row in range(first, end):
+            offsets, sizes = self.offsets(row), self.sizes(row)
+            if not len(offsets) == len(sizes) == len(whole) or any(
+                offset + size > extent for offset, size, extent in zip(offsets, sizes, whole, strict=True)
+            ):
+                raise self.file.damaged(f"chunks of name {tensor.number} lie outside of their tensor")
+            begins = list(map(max, offsets, box))
+            parts = [
+                min(offset + size, stop) - begin
+                for offset, size, stop, begin in zip(offsets, sizes, stops, begins, strict=True)
+            ]
+            if parts and min(parts) <= 0:
+                continue
+            numel += math.prod(parts)
+            found.chunks.append(row - tensor.first)
+            found.offsets.append(offsets)
+            found.in_chunk.append(Size([begin - offset for begin, offset in zip(begins, offsets, strict=True)]))
+            found.in_box.append(Size([begin - low for begin, low in zip(begins, box, strict=True)]))
+            found.lengths.append(Size(parts))
+        if numel > math.prod(lengths):
+            raise self.file.damaged(f"chunks of name {tensor.number} overlap")
+        return found._replace(numel=numel)
+
+    def find_whole(self, names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int]) -> WholeChunks:
+        """Find those of ``names`` that have a saved chunk exactly like the wanted one, without objects for them.
+
+        Args:
+            kinds: the distinct kinds of wanted chunks.
+            kind_of: for each name the number of its kind.
+
+        Raises:
+            UnsafeCheckpoint: a file does not lie in the checkpoint's directory.
+        """
+        number_of = self.find_all(names)
+        numbers: Int64 = np.array([number_of.get(name, -1) for name in names], dtype=np.int64)
+        asked = np.flatnonzero(numbers >= 0)
+        numbers, kind = numbers[asked], np.array(kind_of, dtype=np.int64)[asked]
+        end, first = self._name_chunks.at(numbers), np.zeros_like(numbers)
+        first[numbers > 0] = self._name_chunks.at(numbers[numbers > 0] - 1)
+        if ((first < 0) | (first >= end) | (end > self.n_rows)).any():
+            raise self.file.damaged("a name has rows that are not there")
+        # The wanted chunk's row, on the guess that chunks are equal parts along the first dimension.
+        offset = np.array([each.offsets[0] if each.offsets else 0 for each in kinds], dtype=np.int64)[kind]
+        size = np.array([each.size[0] if each.size else 0 for each in kinds], dtype=np.int64)[kind]
+        row = np.clip(first + offset * (end - first) // np.maximum(size, 1), first, end - 1)
+        # Names that are alike in these columns are compared once.
+        alike = [self._name_properties.at(numbers), self._name_size.at(numbers)]
+        alike += [self._chunk_offset.at(row), self._chunk_size.at(row)]
+        keys = list(zip(kind.tolist(), *(column.tolist() for column in alike), strict=True))
+        place_of = dict(zip(keys, range(len(keys)), strict=True))
+        fits_of = {
+            key: self._is_like(int(numbers[place]), int(row[place]), kinds[key[0]]) for key, place in place_of.items()
+        }
+        start, nbytes = self._chunk_start.at(row), self._chunk_nbytes.at(row)
+        fits = np.array([fits_of[key] for key in keys], dtype=np.bool_) & (start >= 0) & (nbytes >= 0)
+        files, file = np.unique(self._chunk_file.at(row)[fits], return_inverse=True)
+        return WholeChunks(
+            asked=asked[fits],
+            chunk=(row - first)[fits],
+            file=file.astype(np.int64),
+            start=start[fits],
+            nbytes=nbytes[fits],
+            files=[self.file_name(number) for number in files.tolist()],
         )
 
-    def _first_row_from(self, tensor: StoredName, begin: int) -> int:
-        at, end = tensor.first, tensor.end
-        while at < end:
-            middle = (at + end) // 2
-            chunk = self.offsets(middle)
-            if len(chunk) and chunk[0] < begin:
-                at = middle + 1
-            else:
-                end = middle
-        return at
+    def _is_like(self, number: int, row: int, kind: ChunkKind) -> bool:
+        stored = self.stored(number)
+        if stored.size is None:
+            return False
+        return kind == (self.properties[stored.properties][0], stored.size, self.offsets(row), self.sizes(row))
+
+    # --- where chunks lie
 
     def place(self, row: int) -> tuple[str, int, int]:
         """The file of an item, where the item begins in it, and its length in bytes.
@@ -191,29 +461,21 @@ class StoredIndex:
         """
         start, nbytes = self._chunk_start[row], self._chunk_nbytes[row]
         if start < 0:
-            start, nbytes = self._variable_place(row)
+            rows = self._variable_rows.rows(0, len(self._variable_rows))
+            at = int(np.searchsorted(rows, row))
+            if at == len(rows) or rows[at] != row:
+                raise self.file.damaged(f"row {row} has no place")
+            start, nbytes = self._variable_places[2 * at], self._variable_places[2 * at + 1]
         if start < 0 or nbytes < 0:
             raise self.file.damaged(f"row {row} begins at {start} and has {nbytes} bytes")
         return self.file_name(self._chunk_file[row]), start, nbytes
-
-    def _variable_place(self, row: int) -> tuple[int, int]:
-        at, end = 0, len(self._variable_rows)
-        while at < end:
-            middle = (at + end) // 2
-            if self._variable_rows[middle] < row:
-                at = middle + 1
-            else:
-                end = middle
-        if at == len(self._variable_rows) or self._variable_rows[at] != row:
-            raise self.file.damaged(f"row {row} has no place")
-        return self._variable_places[2 * at], self._variable_places[2 * at + 1]
 
     def file_name(self, number: int) -> str:
         """The path of a data file, relative to the checkpoint."""
         known = self._known_files.get(number)
         if known is None:
             start, end = self._file_ends[number - 1] if number else 0, self._file_ends[number]
-            known = check_relative_path(text_of(self.file, self.file.read("files", start, end)), file=self.file.path)
+            known = check_relative_path(self._text(self.file.read("files", start, end)), file=self.file.path)
             self._known_files[number] = known
         return known
 
@@ -233,46 +495,17 @@ class StoredIndex:
         places[np.lexsort((starts, order_of_file[files]))] = np.arange(self.n_rows)
         return places
 
-    def _check_lengths(self) -> None:
-        of_names = (self._name_chunks, self._name_properties, self._name_size, self._name_reach)
-        of_rows = (self._chunk_size, self._chunk_file, self._chunk_start, self._chunk_nbytes)
-        n_paths = len(self) if self.meta.has_paths else 0
-        if {len(self), *map(len, of_names)} != {len(self)} or {self.n_rows, *map(len, of_rows)} != {self.n_rows}:
-            raise self.file.damaged("its columns are not of one length")
-        if self.names.n_paths != n_paths:
-            raise self.file.damaged("its paths are not one for each name")
-        if len(self._variable_places) != 2 * len(self._variable_rows):
-            raise self.file.damaged("its items of variable size have no places")
 
-    def _decoded_meta(self) -> IndexMeta:
-        try:
-            return msgspec.json.decode(self._all("meta"), type=IndexMeta)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise self.file.damaged(f"its section meta cannot be decoded: {error}") from None
+def _decoded_properties(data: bytes) -> list[tuple[torch.dtype, torch.layout, bool]]:
+    found = []
+    for dtype_name, layout_name, requires_grad in msgspec.json.decode(data or b"[]", type=list[tuple[str, str, bool]]):
+        dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
+        if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
+            raise ValueError(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
+        found.append((dtype, layout, requires_grad))
+    return found
 
-    def _decoded_properties(self) -> list[tuple[torch.dtype, torch.layout, bool]]:
-        try:
-            told = msgspec.json.decode(self._all("properties") or b"[]", type=list[tuple[str, str, bool]])
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise self.file.damaged(f"its section properties cannot be decoded: {error}") from None
-        found = []
-        for dtype_name, layout_name, requires_grad in told:
-            dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
-            if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
-                raise self.file.damaged(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
-            found.append((dtype, layout, requires_grad))
-        return found
 
-    def attributes(self) -> dict[str, dict[str, Any]]:
-        """The attributes that a planner has added to ``Metadata``."""
-        data = self._all("attributes")
-        if not data:
-            return {}
-        try:
-            told = msgspec.msgpack.decode(data, type=dict[str, dict[str, Any]])
-            return {name: {key: with_tuples(fact) for key, fact in facts.items()} for name, facts in told.items()}
-        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-            raise self.file.damaged(f"its section attributes cannot be decoded: {error}") from None
-
-    def _all(self, section: str) -> bytes:
-        return self.file.read(section, 0, self.file.nbytes(section))
+def _decoded_attributes(data: bytes) -> dict[str, dict[str, Any]]:
+    decoded = msgspec.msgpack.decode(data, type=dict[str, dict[str, Any]]) if data else {}
+    return {name: {key: with_tuples(fact) for key, fact in facts.items()} for name, facts in decoded.items()}

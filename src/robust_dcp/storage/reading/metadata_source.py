@@ -1,7 +1,7 @@
 """The metadata of one checkpoint for one load: from its index, its ``.metadata``, or the heads of a model's files.
 
-This module owns which of them is used, goes on with ``.metadata`` where an index is damaged, and notices when another
-save has replaced what was read. It reads no data. ``RobustReader`` has one for each load, and ``api.load`` calls it.
+This module owns which of them is used, and notices when another save has replaced what was read. It reads no data.
+``RobustReader`` has one for each load, and ``api.load`` calls it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from errno import ENOENT, ENOTDIR
-from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
+from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import metadata_name
@@ -27,8 +25,8 @@ from robust_dcp.storage.index import (
     fit_of,
     fit_of_file,
     fitting_index,
-    index_called,
     lazy_metadata,
+    opened_index,
 )
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, check_metadata, files_are_marked
@@ -36,8 +34,6 @@ from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, check_meta
 __all__ = ["MetadataSource", "overwritten"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
@@ -123,54 +119,42 @@ class MetadataSource:
         return metadata
 
     def find_index(self) -> bytes:
-        """Look for an index that fits the ``.metadata`` beside it.
+        """Look for an index that fits the ``.metadata`` beside it, and check all of it.
 
         Returns:
             an identity by which other ranks recognise the index. It is empty if there is no index, or if it is damaged,
             which is logged.
         """
-        self._index = self._opened(lambda: fitting_index(self._disk, self._path))
-        self._was_read = None if self._index is None else (None, self._index.file.fit)
-        return b"" if self._index is None else self._index.file.identity
+        index: StoredIndex | None = None
+        try:
+            index = fitting_index(self._disk, self._path)
+            if index is not None:
+                index.file.check_all()
+        except (DamagedIndex, StorageError) as error:
+            logger.warning("%s; .metadata is read instead", error.message)
+            index = None
+        self._index = index
+        self._was_read = None if index is None else (None, index.file.fit)
+        return b"" if index is None else index.file.identity
 
     def indexed_metadata(self, identity: bytes) -> Metadata | None:
         """The metadata from the index that :meth:`find_index` has found, on this rank or another.
 
-        Its mappings look up an entry when it is asked for. If the index turns out to be damaged, they go on with
-        ``.metadata``.
+        Its mappings look up an entry when it is asked for.
 
         Returns:
-            ``None`` if the file in the directory is another one on this rank.
+            ``None`` if the file in the directory is another one on this rank, or cannot be opened, which is logged.
         """
-        index = self._index
-        if index is None or index.file.identity != identity:
-            index = self._index = self._opened(lambda: index_called(self._disk, self._path, identity))
-        if index is None:
-            return None
-        found = index
-        self._are_marked = True  # a version that writes an index also writes marks
-        metadata = self._opened(lambda: lazy_metadata(found, lambda: self._instead_of(found)))
-        return None if metadata is None else self._of_this_load(metadata)
-
-    def _opened(self, open_it: Callable[[], T | None]) -> T | None:
         try:
-            return open_it()
+            if self._index is None or self._index.file.identity != identity:
+                self._index = opened_index(self._disk, self._path)
+            if self._index is None or self._index.file.identity != identity:
+                return None
+            self._are_marked = True  # a version that writes an index also writes marks
+            return self._of_this_load(lazy_metadata(self._index))
         except (DamagedIndex, StorageError) as error:
-            logger.warning("%s", error.message)
+            logger.warning("%s; .metadata is read instead", error.message)
             return None
-
-    def _instead_of(self, index: StoredIndex) -> Metadata:
-        """The contents of the ``.metadata`` that a damaged index belongs to."""
-        data = self.metadata_bytes()
-        if fit_of([data]) != index.file.fit:
-            self._was_read = None, index.file.fit  # this load has begun with the index
-            raise CorruptCheckpoint(
-                f"the index of {self._path} is damaged, and another save has replaced the checkpoint; load it again",
-                file=index.file.path,
-                expected="the .metadata of the index",
-                found="another",
-            )
-        return self.decode_metadata(data)
 
     def files_are_marked(self) -> bool:
         """Whether the files have marks, according to the ``.metadata`` that was set up. Another reader may have read
