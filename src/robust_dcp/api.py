@@ -44,8 +44,7 @@ from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import overwritten
-from robust_dcp.storage.reading.planned_items import PlannedItems
-from robust_dcp.storage.reading.targets import may_ask_early
+from robust_dcp.storage.reading.reads import PlannedItems, may_ask_early
 
 __all__ = ["load", "save"]
 

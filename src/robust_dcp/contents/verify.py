@@ -34,9 +34,8 @@ from robust_dcp.storage.layouts.safetensors import LENGTH_NBYTES, ShardHead
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, joined
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.parse_record import parse_record
+from robust_dcp.storage.records.parse_record import parse_record, zip_members_in
 from robust_dcp.storage.records.torch_zip import record_template, template_of
-from robust_dcp.storage.records.zip_members import zip_members_in
 
 __all__ = ["Findings", "Problem", "verify"]
 

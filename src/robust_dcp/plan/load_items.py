@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.describe import has_own_chunks, own_chunks
 from robust_dcp.storage.index import ChunkKind, StoredChunks, index_of
-from robust_dcp.storage.reading.planned_items import WholeTensors, whole_item
+from robust_dcp.storage.reading.reads import WholeTensors, whole_item
 
 __all__ = ["PlannedReads", "plan_reads", "whole_tensors"]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.global_plan import by_holders
 from robust_dcp.storage.layouts.places import deal, fill_up
-from robust_dcp.storage.reading.sharable_reads import ON_DEVICE
+from robust_dcp.storage.reading.reads import ON_DEVICE
 
 __all__ = ["BUCKET_NBYTES", "ROUND_NBYTES", "Box", "Needs", "Piece", "ReadShare", "assign_readers", "pieces_of"]
 

@@ -33,8 +33,7 @@ from robust_dcp.staging import flat_bytes, parts_in_order
 from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.placed_reads import Read
-from robust_dcp.storage.reading.targets import is_plain, may_ask_early, target_of
+from robust_dcp.storage.reading.reads import Read, is_plain, may_ask_early, target_of
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
 

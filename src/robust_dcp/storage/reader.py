@@ -30,10 +30,9 @@ from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import stored_items_of
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
-from robust_dcp.storage.reading.placed_reads import Read, reads_of
 from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
-from robust_dcp.storage.reading.sharable_reads import SharableReads, places_in_files, sharable_reads
+from robust_dcp.storage.reading.reads import Read, SharableReads, places_in_files, reads_of, sharable_reads
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
 from robust_dcp.storage.remote.store import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writing.write_options import with_keywords
@@ -236,7 +235,7 @@ class RobustReader(StorageReader):
         self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]
     ) -> SharableReads:
         """The reads of ``plan`` that another rank may do for this one; see
-        :mod:`robust_dcp.storage.reading.sharable_reads`.
+        :mod:`robust_dcp.storage.reading.reads`.
         """
         metadata = self._known_metadata()
         trusted = self.options.trusted

@@ -1,34 +1,136 @@
 """Takes items that were read together out of their block, and copies them into the planner's tensors.
 
-Records of the usual form take a short way here, of a few microseconds each. All others go to ``stored_tensor``.
-``plan_reader`` calls this module for small items, on the thread of the planner; ``reading_threads`` calls it for
-others, on its own threads.
+Records of the usual form take a short way here, of a few microseconds each, and many small tensors of one kind a still
+shorter one. All others go to ``stored_tensor``, which finds out what they are, or what is wrong with them.
+
+A form is what all records of one writer, dtype and shape have in common. It is learnt from the first such record, after
+``parse_record`` has understood it. A later record has the form only if all its bytes outside of data and checksums are
+equal.
 """
 
 from __future__ import annotations
 
+import mmap
+import struct
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import compress, repeat
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from robust_dcp.staging import Block, copy_bytes
+from robust_dcp.staging import Block, copy_bytes, copy_each
+from robust_dcp.storage.index import ChunkKind
 from robust_dcp.storage.layouts.footer import Footer
-from robust_dcp.storage.layouts.read_head import FileHead
+from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
 from robust_dcp.storage.reading.data_file import DataFile
-from robust_dcp.storage.reading.item_bytes import ItemInMemory
-from robust_dcp.storage.reading.placed_reads import Read, ReadGroup
-from robust_dcp.storage.reading.record_forms import RecordForm, RecordForms, form_of_raw
-from robust_dcp.storage.reading.scattered_read import Wanted
-from robust_dcp.storage.reading.stored_tensor import read_tensor
-from robust_dcp.storage.reading.targets import takes_bytes
-from robust_dcp.storage.reading.verification import Verification
-from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.torch_zip import payload_view
+from robust_dcp.storage.reading.reads import Read, WholeTensors, takes_bytes
+from robust_dcp.storage.reading.stored_tensor import ItemInMemory, Verification, read_tensor
+from robust_dcp.storage.records.checksum import crc32, crc32_of_each
+from robust_dcp.storage.records.parse_record import parse_record
 
-__all__ = ["BlockItems", "Stretch"]
+__all__ = [
+    "BlockItems",
+    "RecordForm",
+    "RecordForms",
+    "SmallTensors",
+    "Stretch",
+    "form_of_raw",
+]
+
+_MOST_FORMS: Final = 1024
+"""Each form takes 1 to 2 KiB. A load with more forms has few tensors of each, so learning forms gains little."""
+
+_MOST_FRAME_NBYTES: Final = 1 << 14
+_UINT32: Final = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class RecordForm:
+    """The form of contiguous records of one length, dtype and shape: the bytes that are the same in all of them.
+
+    Attributes:
+        parts: the bytes before the data and those from the zip directory on, with their places. Checksums are left out.
+        data_offset, data_nbytes: where the tensor's bytes lie, counted from the start of the record.
+        crc32_at: where the CRC-32 of the data is stored. If there is none, a field of zeros is there.
+    """
+
+    parts: tuple[tuple[int, int, bytes], ...]
+    data_offset: int
+    data_nbytes: int
+    crc32_at: int
+
+    def crc32_of(self, memory: mmap.mmap, at: int) -> int | None:
+        """The CRC-32 in the record that begins at ``at``; ``None`` if it does not have this form."""
+        for start, end, part in self.parts:
+            if memory[at + start : at + end] != part:
+                return None
+        crc32_at = at + self.crc32_at
+        return int.from_bytes(memory[crc32_at : crc32_at + 4], "little")
+
+    def crc32s_of(self, memory: mmap.mmap, at: Sequence[int]) -> list[int | None]:
+        """:meth:`crc32_of` for many records."""
+        alike = [True] * len(at)
+        for begin, end, part in self.parts:
+            alike = [is_so and memory[a + begin : a + end] == part for is_so, a in zip(alike, at, strict=True)]
+        crc32s = [_UINT32.unpack_from(memory, a + self.crc32_at)[0] for a in at]
+        return [crc32 if is_so else None for is_so, crc32 in zip(alike, crc32s, strict=True)]
+
+
+class RecordForms:
+    """The forms of one load."""
+
+    def __init__(self) -> None:
+        self._forms: dict[tuple[int, torch.dtype, torch.Size], RecordForm | None] = {}
+
+    def find(
+        self, memory: mmap.mmap, at: int, nbytes: int, dtype: torch.dtype, shape: torch.Size
+    ) -> tuple[RecordForm, int] | None:
+        """The form and the CRC-32 (0 if there is none) of the record of ``nbytes`` bytes at ``at``.
+
+        Returns:
+            ``None`` if it is not the usual record of a contiguous tensor of ``dtype`` and ``shape``. It may still be
+            another kind of record, which ``stored_tensor`` can read.
+        """
+        key = (nbytes, dtype, shape)
+        try:
+            form = self._forms[key]
+        except KeyError:
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            form = self._forms[key] = _form_of(memory, at, nbytes, dtype, shape)
+        if form is None:
+            return None
+        crc32 = form.crc32_of(memory, at)
+        return None if crc32 is None else (form, crc32)
+
+
+def form_of_raw(raw: StoredTensor, dtype: torch.dtype, shape: torch.Size) -> tuple[RecordForm, int] | None:
+    """The result of :meth:`RecordForms.find` for an item that the head of its file describes."""
+    if (raw.dtype, raw.shape) != (dtype, shape):
+        return None
+    return RecordForm((), 0, raw.nbytes, 0), raw.crc32 or 0
+
+
+def _form_of(memory: mmap.mmap, at: int, nbytes: int, dtype: torch.dtype, shape: torch.Size) -> RecordForm | None:
+    record = parse_record(lambda offset, count: memory[at + offset : at + offset + count], nbytes)
+    if record is None or (record.dtype, record.shape) != (dtype, tuple(shape)) or not record.is_contiguous:
+        return None
+    if not record.is_framed or record.data_nbytes != shape.numel() * dtype.itemsize:
+        return None
+    if record.data_offset + nbytes - record.directory_at > _MOST_FRAME_NBYTES:
+        return None
+    parts: list[tuple[int, int, bytes]] = []
+    for start, end in ((0, record.data_offset), (record.directory_at, nbytes)):
+        for unread_from, unread_to in record.unread_at:
+            if start <= unread_from < end:
+                parts.append((start, unread_from, memory[at + start : at + unread_from]))
+                start = unread_to
+        parts.append((start, end, memory[at + start : at + end]))
+    parts = [part for part in parts if part[2]]
+    return RecordForm(tuple(parts), record.data_offset, record.data_nbytes, record.crc32_at)
 
 
 class Stretch(NamedTuple):
@@ -100,73 +202,6 @@ class BlockItems:
             stretch.file, read.name, view, nbytes=read.nbytes, offset=read.offset, raw=raw, footer=stretch.footer
         )
 
-    def read_into(
-        self, file: DataFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block
-    ) -> list[torch.Tensor | None]:
-        """Read a group into ``targets``, straight from the file where that is possible, or else through ``block``.
-
-        Args:
-            targets: one tensor for each read. ``takes_bytes`` holds for each.
-            block: large enough for the group, wherever it begins in the file. Its contents mean nothing afterwards.
-
-        Returns:
-            For each read, what :meth:`tensor` returns.
-
-        Raises:
-            CorruptCheckpoint, UnsafeCheckpoint, StorageError: as ``read_tensor``.
-        """
-        head = file.head.get()
-        if self._is_read_straight(file, group, targets, block, head):
-            return [None] * len(targets)
-        # The records have another form, one is damaged, or the file ends early. Read all, and let ``tensor`` find out.
-        at, found = file.read_block(block, group.start, group.end - group.start)
-        stretch = Stretch(file.path, group.start, block, at, found, head, self.footer_of(file))
-        return [self.tensor(stretch, read, target) for read, target in zip(group.reads, targets, strict=True)]
-
-    def _is_read_straight(
-        self, file: DataFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block, head: FileHead | None
-    ) -> bool:
-        """Read whole and sound records of the usual form into their targets; ``False`` if one record is anything
-        else.
-        """
-        wanted: list[Wanted] = []
-        for read, target in zip(group.reads, targets, strict=True):
-            place = self._wanted(read, target, head, file.path)
-            if place is None:
-                return False
-            wanted.append(place)
-        if any(first.end > second.offset for first, second in pairwise(wanted)):  # two reads want the same item
-            return False
-        nbytes = group.end - group.start
-        scattered, found = file.read_scattered(block, group.start, nbytes, wanted)
-        if found < nbytes:
-            return False
-        stretch = Stretch(file.path, group.start, block, scattered.at, found, head, self.footer_of(file))
-        unverified: list[tuple[Read, int]] = []
-        for number, (read, target) in enumerate(zip(group.reads, targets, strict=True)):
-            form = self._form(stretch, read, target)
-            if form is None or read.offset + form[0].data_offset != wanted[number].offset:
-                return False
-            checksum = self._verification.verify is not False and form[1] != 0
-            if not checksum:
-                unverified.append((read, form[0].data_nbytes))
-            if scattered.finish(number, group.end, checksum=checksum) != (form[1] if checksum else 0):
-                return False
-        for read, nbytes_of_it in unverified:
-            self._verification.skip(nbytes_of_it, read.name, file.path)
-        return True
-
-    def _wanted(self, read: Read, target: torch.Tensor, head: FileHead | None, file: str) -> Wanted | None:
-        """Where the data of a whole record should lie; ``None`` if only reading the record can tell."""
-        dtype, shape = read.dtype, read.shape
-        if dtype is None or shape is None or not _is_whole(read, target):
-            return None
-        raw = read.in_head(head, file)
-        place = (0, raw.nbytes) if raw is not None else self._forms.place_of_data(read.nbytes, dtype, shape)
-        if place is None or place[1] != target.nbytes:
-            return None
-        return Wanted(read.offset + place[0], payload_view(target), target.data_ptr())
-
     def _is_copied(self, stretch: Stretch, read: Read, target: torch.Tensor) -> bool:
         """Copy a whole and sound record of the usual form into ``target``; ``False`` if the record is anything else."""
         found = self._form(stretch, read, target)
@@ -206,3 +241,113 @@ def _is_whole(read: Read, target: torch.Tensor) -> bool:
     item = read.item
     is_all = item.lengths == read.shape == target.shape and not any(item.storage_offsets)
     return is_all and target.dtype == read.dtype
+
+
+Int64 = npt.NDArray[np.int64]
+
+_FEW: Final = 4
+"""Up to this many tensors of one kind are handled one by one."""
+
+
+class SmallTensors:
+    """Takes whole tensors out of what was read of a file.
+
+    Args:
+        whole: all such tensors of the load.
+        forms, verification: those of the load.
+    """
+
+    def __init__(self, whole: WholeTensors, forms: RecordForms, verification: Verification) -> None:
+        self._whole = whole
+        self._forms = forms
+        self._verification = verification
+
+    def copy(self, stretch: Stretch, numbers: Int64) -> npt.NDArray[np.bool_]:
+        """Fill targets from a block.
+
+        Args:
+            numbers: the numbers of the items of a group. Items that are not whole tensors (they have higher numbers)
+                are left alone.
+
+        Returns:
+            For each of ``numbers`` whether its target has been filled.
+        """
+        done = np.zeros(len(numbers), dtype=np.bool_)
+        places = np.flatnonzero(numbers < len(self._whole))
+        if len(places) < _FEW:
+            return done
+        kinds = self._whole.kind_of[numbers[places]]
+        order = np.argsort(kinds, kind="stable")
+        for alike in np.split(places[order], np.flatnonzero(np.diff(kinds[order])) + 1):
+            if len(alike) >= _FEW:
+                done[alike] = self._copy_alike(stretch, numbers[alike])
+        return done
+
+    def _copy_alike(self, stretch: Stretch, numbers: Int64) -> Sequence[bool]:
+        """:meth:`copy` for tensors of one dtype and size."""
+        whole = self._whole
+        kind = whole.kinds[int(whole.kind_of[numbers[0]])]
+        first, nbytes = whole.start[numbers] - stretch.offset, whole.nbytes[numbers]
+        if (nbytes != nbytes[0]).any() or int(first.max() + nbytes[0]) > stretch.nbytes:
+            return [False] * len(numbers)
+        at = (first + stretch.start).tolist()
+        targets = [whole.targets[number] for number in numbers.tolist()]
+        if stretch.head is None:
+            data, expected = self._find_in_records(stretch, at, int(nbytes[0]), kind)
+            if stretch.footer is not None and stretch.footer.tail.n_items:
+                # A sound record of another item has a right CRC-32 of its own.
+                there = stretch.footer.crc32s_at(whole.start[numbers])
+                expected = [crc if crc == of_it else None for crc, of_it in zip(expected, there, strict=True)]
+        else:
+            data, expected = at, self._find_in_head(stretch.head, numbers, kind)
+        sound = _take_bytes(targets)
+        if self._verification.verify is not False:
+            found = crc32_of_each(stretch.block.view, data, kind.nbytes)
+            # Tensors without a checksum (0) are counted, or refused, one by one.
+            sound = [ok and crc == of_it != 0 for ok, crc, of_it in zip(sound, found, expected, strict=True)]
+        else:
+            sound = [ok and of_it is not None for ok, of_it in zip(sound, expected, strict=True)]
+            self._verification.skip(sound.count(True) * kind.nbytes, "", stretch.file)
+        into = [target.data_ptr() for target in compress(targets, sound)]
+        copy_each(into, [stretch.block.address + start for start in compress(data, sound)], repeat(kind.nbytes))
+        return sound
+
+    def _find_in_records(
+        self, stretch: Stretch, at: list[int], nbytes: int, kind: ChunkKind
+    ) -> tuple[list[int], list[int | None]]:
+        """For each record at ``at``: where its data begins in the block, and its CRC-32.
+
+        The CRC-32 is 0 if the record has none, and ``None`` if the record does not have the usual form.
+        """
+        memory = stretch.block.memory
+        found = self._forms.find(memory, at[0], nbytes, kind.dtype, kind.lengths)
+        if found is None or found[0].data_nbytes != kind.nbytes:
+            return at, [None] * len(at)
+        form = found[0]
+        return [start + form.data_offset for start in at], form.crc32s_of(memory, at)
+
+    def _find_in_head(self, head: FileHead, numbers: Int64, kind: ChunkKind) -> list[int | None]:
+        """The CRC-32 of tensors that the head of their file describes, with 0 and ``None`` as for records."""
+        whole, tensors = self._whole, head.tensors
+        found = [tensors.get(whole.names[number]) for number in numbers.tolist()]
+        places = zip(found, whole.start[numbers].tolist(), whole.nbytes[numbers].tolist(), strict=True)
+        wanted = (kind.dtype, kind.lengths, kind.nbytes, tuple(kind.offsets))
+        return [
+            raw.crc32 or 0
+            if raw is not None
+            and (raw.dtype, raw.shape, raw.nbytes, raw.chunk_offset) == wanted
+            and (raw.offset, raw.nbytes) == (start, nbytes)
+            else None
+            for raw, start, nbytes in places
+        ]
+
+
+def _take_bytes(targets: list[torch.Tensor]) -> list[bool]:
+    """For each target, whether ``targets.takes_bytes`` holds. All are neither complex nor quantized."""
+    if targets and (targets[0].is_complex() or targets[0].is_quantized):
+        return [False] * len(targets)
+    strided = torch.strided
+    return [
+        target.is_cpu and target.layout is strided and not target.is_neg() and target.is_contiguous()
+        for target in targets
+    ]

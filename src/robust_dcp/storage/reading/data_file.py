@@ -1,8 +1,7 @@
 """A data file that is being read, through the page cache or past it.
 
 This module chooses between the two for each read, and goes back to the page cache where a file system refuses direct
-I/O. It never knows what the bytes mean. ``stored_tensor``, ``large_tensor`` and ``plan_reader`` call it, from several
-threads.
+I/O. It never knows what the bytes mean. Several threads call it.
 
 Direct I/O is faster for bytes that are not in the page cache. The device writes them into our memory by DMA, the
 processor copies nothing, and no other pages are pushed out of the cache. The page cache is faster for bytes that it
@@ -21,17 +20,25 @@ from functools import cached_property
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.staging import Block, BlockLease
+from robust_dcp.staging import Block, BlockLease, copy_bytes
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.kernel import BUFFERED, Alignment
 from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.layouts.read_head import LazyHead
-from robust_dcp.storage.reading.scattered_read import ScatteredRead, Wanted
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["DataFile"]
+__all__ = [
+    "DataFile",
+]
+
+_LEAST_STRAIGHT_NBYTES: Final = 16 << 10
+"""Fewer bytes go through the block: copying them is faster than passing one more buffer to the kernel."""
+
+_AT_ONCE_NBYTES: Final = 256 << 10
+"""So much is copied at a time, so that the checksum finds its data in the processor's cache."""
+
 
 _LEAST_DIRECT_NBYTES: Final = 256 << 10
 """Smaller reads go through the page cache. The kernel reads ahead there, which makes up for the copy."""
@@ -109,27 +116,15 @@ class DataFile:
             Where in ``block`` the bytes begin, and how many there are: fewer than asked for only at the end of the
             file.
         """
-        scattered, found = self.read_scattered(block, offset, nbytes, ())
-        return scattered.at, found
-
-    def read_scattered(
-        self, block: Block, offset: int, nbytes: int, wanted: Sequence[Wanted]
-    ) -> tuple[ScatteredRead, int]:
-        """Read ``nbytes`` bytes from ``offset``. Some go straight to where they are ``wanted``, the others into
-        ``block``.
-
-        Returns:
-            The read, to finish the copies that are left, and how many bytes there are: fewer only at the end of the
-            file.
-        """
         opened = self._way_past_the_cache(offset, nbytes)
         if opened is not None:
             with contextlib.suppress(_Refused):
-                scattered = ScatteredRead(block, offset, offset + nbytes, wanted, self._alignment)
-                found = self._pread_direct(opened, scattered.buffers, scattered.first)
-                return scattered, max(0, min(found - scattered.at, nbytes))
-        scattered = ScatteredRead(block, offset, offset + nbytes, wanted, BUFFERED)
-        return scattered, self._counted(self._disk.pread_into(self._opened, _one_or_all(scattered.buffers), offset))
+                unit = max(self._alignment.memory, self._alignment.offset)
+                at = offset % unit
+                last = -(-(at + nbytes) // unit) * unit
+                found = self._pread_direct(opened, block.view[:last], offset - at)
+                return at, max(0, min(found - at, nbytes))
+        return 0, self._counted(self._disk.pread_into(self._opened, block.view[:nbytes], offset))
 
     def read_piece(
         self, view: memoryview, address: int, offset: int, blocks: BlockLease, *, checksum: bool = False
@@ -144,16 +139,39 @@ class DataFile:
         Returns:
             How many bytes were read, and their CRC-32 (0 without ``checksum``).
         """
-        nbytes = view.nbytes
-        opened = self._way_past_the_cache(offset, nbytes)
+        opened = self._way_past_the_cache(offset, view.nbytes)
         if opened is not None:
             with contextlib.suppress(_Refused), blocks.lent() as block:
-                wanted = [Wanted(offset, view, address)]
-                scattered = ScatteredRead(block, offset, offset + nbytes, wanted, self._alignment)
-                found = self._pread_direct(opened, scattered.buffers, scattered.first)
-                found = max(0, min(found - scattered.at, nbytes))
-                return found, scattered.finish(0, offset + found, checksum=checksum)
+                return self._read_past_cache(opened, view, address, offset, block, checksum)
         return self._read_through_cache(view, offset, checksum)
+
+    def _read_past_cache(
+        self, opened: OpenFile, view: memoryview, address: int, offset: int, block: Block, checksum: bool
+    ) -> tuple[int, int]:
+        """Fill ``view`` by direct I/O; returns the same as :meth:`read_piece`.
+
+        Whole units of the file go straight to their place. What lies before and behind them goes through the block, in
+        which byte ``n`` of ``view`` has the place ``at + n``.
+        """
+        unit, nbytes = max(self._alignment.memory, self._alignment.offset), view.nbytes
+        at = offset % unit
+        last = -(-(at + nbytes) // unit) * unit
+        begin, stop = -offset % unit, nbytes - (offset + nbytes) % unit
+        parts: tuple[memoryview, ...] = (block.view[: at + begin], view[begin:stop], block.view[at + stop : last])
+        if stop - begin < _LEAST_STRAIGHT_NBYTES or (address + begin) % self._alignment.memory:
+            begin = stop = 0
+            parts = (block.view[:last],)
+        found = self._pread_direct(opened, [part for part in parts if part.nbytes], offset - at)
+        found = max(0, min(found - at, nbytes))
+        value = 0
+        for low, high, is_copied in ((0, begin, True), (begin, stop, False), (stop, nbytes, True)):
+            for start in range(low, min(high, found), _AT_ONCE_NBYTES):
+                end = min(start + _AT_ONCE_NBYTES, high, found)
+                if is_copied:
+                    copy_bytes(address + start, block.address + at + start, end - start)
+                if checksum:
+                    value = crc32(view[start:end], value)
+        return found, value
 
     def _read_through_cache(self, view: memoryview, offset: int, checksum: bool) -> tuple[int, int]:
         """Fill ``view`` through the page cache; returns the same as :meth:`read_piece`."""
@@ -168,9 +186,9 @@ class DataFile:
                 break
         return done, value
 
-    def _pread_direct(self, opened: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+    def _pread_direct(self, opened: OpenFile, into: memoryview | Sequence[memoryview], offset: int) -> int:
         try:
-            return self._counted(self._disk.pread_into(opened, _one_or_all(buffers), offset))
+            return self._counted(self._disk.pread_into(opened, into, offset))
         except StorageError as error:
             if error.errno != errno.EINVAL or self._must_be_direct:
                 raise
@@ -208,7 +226,3 @@ class DataFile:
 
 class _Refused(Exception):
     """The file system refuses a direct read here."""
-
-
-def _one_or_all(buffers: Sequence[memoryview]) -> memoryview | Sequence[memoryview]:
-    return buffers[0] if len(buffers) == 1 else buffers

@@ -26,25 +26,24 @@ from robust_dcp.staging import Block, BlockPool
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
-from robust_dcp.storage.reading.block_items import BlockItems, Stretch
+from robust_dcp.storage.reading.block_items import BlockItems, RecordForms, SmallTensors, Stretch
 from robust_dcp.storage.reading.data_file import DataFile
-from robust_dcp.storage.reading.item_bytes import damaged_footer
-from robust_dcp.storage.reading.placed_reads import (
-    SMALL_NBYTES,
-    PlacedReads,
-    Read,
-    ReadGroup,
-    check_end,
-    in_groups,
-    reads_of,
-)
-from robust_dcp.storage.reading.planned_items import PlannedItems, WholeTensors
 from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.reading_threads import ReadingThreads, Stopped
-from robust_dcp.storage.reading.record_forms import RecordForms
-from robust_dcp.storage.reading.small_tensors import SmallTensors
-from robust_dcp.storage.reading.targets import is_flat, may_ask_early, takes_bytes, target_of
-from robust_dcp.storage.reading.verification import Verification
+from robust_dcp.storage.reading.reads import (
+    PlacedReads,
+    PlannedItems,
+    Read,
+    ReadGroup,
+    WholeTensors,
+    check_end,
+    in_groups,
+    is_flat,
+    may_ask_early,
+    reads_of,
+    target_of,
+)
+from robust_dcp.storage.reading.stored_tensor import Verification, damaged_footer
 from robust_dcp.storage.records.objects import ObjectBytes
 
 __all__ = ["ItemsRead", "read_items"]
@@ -100,12 +99,12 @@ class ItemsRead(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A read that has been started: one item, or a group with its block. ``targets`` are set if they are known."""
+    """A read that has been started: one item with its target, if that is known, or a group with its block."""
 
     read: Read | ReadGroup
     result: Future[Any]
     nbytes: int
-    targets: Sequence[torch.Tensor] | None = None
+    target: torch.Tensor | None = None
     block: Block | None = None
 
 
@@ -194,22 +193,7 @@ class _Load:
                 check_end(read, file)
         self._check_items(file, *group.item_ids(), lambda place: group.reads[place].name)
         block = self._blocks.take()
-        targets = self._targets_of(group)
-        result = self._tasks.read_group(group, targets, block, file)
-        self._append(_Pending(group, result, self._block_nbytes, targets, block))
-
-    def _targets_of(self, group: ReadGroup) -> list[torch.Tensor] | None:
-        """The tensors that a group is read into; ``None`` if the thread of the planner asks for them, item by item.
-
-        That thread asks for those of small items: other threads would wait longer for the interpreter than the copy
-        takes.
-        """
-        if not self._targets_first or group.end - group.start < SMALL_NBYTES * len(group.places):
-            return None
-        if any(read.item.type == LoadItemType.BYTE_IO for read in group.reads):
-            return None
-        targets = [self._resolve(read.item) for read in group.reads]
-        return targets if all(map(takes_bytes, targets)) else None
+        self._append(_Pending(group, self._tasks.read_group(group, block, file), self._block_nbytes, block=block))
 
     def _start_single(self, read: Read) -> None:
         target = None
@@ -223,8 +207,7 @@ class _Load:
         check_end(read, file)
         begin = np.array([read.offset], dtype=np.int64)
         self._check_items(file, begin, begin + read.nbytes, np.array([read.item_id]), lambda _: read.name)
-        targets = None if target is None else [target]
-        self._append(_Pending(read, self._tasks.read_single(read, target, file), nbytes, targets))
+        self._append(_Pending(read, self._tasks.read_single(read, target, file), nbytes, target))
 
     def _make_room(self, nbytes: int) -> None:
         while self._pending and (
@@ -245,19 +228,15 @@ class _Load:
         pending = self._pending.popleft()
         result = pending.result.result()
         self._pending_nbytes -= pending.nbytes
-        read, targets = pending.read, pending.targets
+        read = pending.read
         self._reads_left[read.relative_path] -= 1 if isinstance(read, Read) else len(read.places)
         if self._reads_left[read.relative_path] == 0:
             self._files.pop(read.relative_path).close()
         if isinstance(read, Read):
-            self._hand_over(read, targets[0] if targets else None, result)
+            self._hand_over(read, pending.target, result)
             return
         self._pending_groups -= 1
-        if targets is None:
-            self._hand_over_group(result, read)
-        else:
-            for each, target, tensor in zip(read.reads, targets, result, strict=True):
-                self._hand_over(each, target, tensor)
+        self._hand_over_group(result, read)
         if pending.block is not None:
             self._blocks.give_back(pending.block)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
-from robust_dcp.storage.reading.verification import Verify
+from robust_dcp.storage.reading.stored_tensor import Verify
 from robust_dcp.storage.writing.write_options import GivenOptions, default_threads
 
 __all__ = ["BLOCK_NBYTES", "ReadKeywords", "ReadOptions"]

@@ -1,29 +1,293 @@
-"""Reads one tensor, or a part of it, from a stored item.
+"""Reads one tensor, or a part of it, from a stored item, whoever wrote it.
 
-This module reads and checks a single tensor, whoever wrote it: it finds out its form, reads only the bytes that are
-needed, compares them with checksums, and reads straight into the target where that is possible. It knows nothing of
-plans and planners. Several threads call it.
+This module finds out the form of an item, reads only the bytes that are needed, decides which of them are compared with
+checksums, and reads straight into the target where that is possible. It makes the errors for damaged data. It knows
+nothing of plans and planners. Several threads call it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 
-from robust_dcp.storage.reading.item_bytes import ItemBytes, corrupt_item
-from robust_dcp.storage.reading.verification import Verification, damaged
+from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.storage.layouts.footer import Footer
+from robust_dcp.storage.layouts.read_head import StoredTensor
+from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.archives import ZIP_MAGIC, is_program
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import load_object
-from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record
+from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record, zip_members
 from robust_dcp.storage.records.torch_zip import contiguous_strides, payload_view, record_template
-from robust_dcp.storage.records.zip_members import zip_members
 
-__all__ = ["StoredBox", "check_members", "find_box", "read_box", "read_tensor"]
+__all__ = [
+    "ItemBytes",
+    "ItemInFile",
+    "ItemInMemory",
+    "StoredBox",
+    "Verification",
+    "Verify",
+    "check_members",
+    "corrupt_item",
+    "damaged",
+    "damaged_footer",
+    "find_box",
+    "read_box",
+    "read_tensor",
+]
+
+Verify = bool | Literal["all"]
+"""``True``: verify what costs little. ``"all"``: data that cannot be verified is an error. ``False``: verify
+nothing.
+"""
+
+_AT_ONCE_NBYTES: Final = 1 << 20
+
+_CHEAP_NBYTES: Final = 2 * SUM_NBYTES
+_CHEAP_PART: Final = 20
+"""A slice is verified if that takes at most ``_CHEAP_NBYTES`` more bytes, or at most one more byte for each 20
+wanted.
+"""
+
+
+class Verification:
+    """What one load verifies.
+
+    Attributes:
+        verify: see :data:`Verify`.
+        unverified_nbytes: bytes of data that were handed over and not compared with any checksum.
+    """
+
+    def __init__(self, verify: Verify = True) -> None:
+        self.verify = verify
+        self.unverified_nbytes = 0
+        self._lock = threading.Lock()
+
+    def range_for(self, stored: ItemBytes, sums: BlockSums | None, begin: int, end: int) -> tuple[int, int] | None:
+        """The range of an item to read so that bytes ``begin`` to ``end`` can be verified; ``None`` if they are not
+        verified.
+
+        Raises:
+            CorruptCheckpoint: they must be verified, and cannot be.
+        """
+        if self.verify is not False and sums is not None and begin < end:
+            first, last = sums.around(begin, end)
+            more = last - first - (end - begin)
+            if self.verify == "all" or more <= _CHEAP_NBYTES or more * _CHEAP_PART <= end - begin:
+                return first, last
+        self.skip(end - begin, stored.item, stored.file)
+        return None
+
+    def skip(self, nbytes: int, item: str, file: str) -> None:
+        """Count ``nbytes`` bytes of an item that are handed over without having been verified.
+
+        Raises:
+            CorruptCheckpoint: ``verify`` is ``"all"``.
+        """
+        if self.verify == "all" and nbytes:
+            raise CorruptCheckpoint(
+                f"item {item!r} in {file} cannot be verified: no checksums were written with it, and "
+                'verify_checksums="all"; pass True to load what cannot be verified',
+                file=file,
+                item=item,
+                expected="checksums",
+                found="none",
+            )
+        with self._lock:
+            self.unverified_nbytes += nbytes
+
+
+def damaged(stored: ItemBytes, sums: BlockSums, begin: int, end: int) -> CorruptCheckpoint:
+    """The error for bytes ``begin`` to ``end`` of an item that do not match their checksums. Both are ends of blocks.
+
+    The bytes are read once more, so that the error names the first damaged block.
+    """
+    found = (
+        "other bytes at first, but the right ones in a second read: suspect the memory or the connection to the disk"
+    )
+    for first in range(begin, end, sums.block_nbytes):
+        last = min(first + sums.block_nbytes, end)
+        value = _crc32_of(stored, first, last)
+        if value != sums.expected(first, last):
+            begin, end, found = first, last, f"{value:08x}"
+            break
+    at = stored.offset
+    expected = f"CRC-32 {sums.expected(begin, end):08x} of bytes {at + begin} to {at + end} of the file"
+    return CorruptCheckpoint(
+        f"item {stored.item!r} in {stored.file} is damaged: expected {expected}, found {found}; take another "
+        "checkpoint, or restore the file",
+        file=stored.file,
+        item=stored.item,
+        expected=expected,
+        found=found,
+    )
+
+
+def _crc32_of(stored: ItemBytes, begin: int, end: int) -> int:
+    value = 0
+    for first in range(begin, end, _AT_ONCE_NBYTES):
+        value = crc32(stored.read(first, min(first + _AT_ONCE_NBYTES, end) - first), value)
+    return value
+
+
+class ItemBytes(Protocol):
+    """The ``nbytes`` bytes of an item as they are stored. ``file`` and ``item`` name them in errors.
+
+    ``raw`` is the item's entry in the head of its file, if the item holds only the bytes of a tensor. It is ``None``
+    for a record.
+
+    ``offset`` is where the item begins in the file; it is used in errors. ``find_sums`` gives the checksums of the
+    blocks that hold bytes ``begin`` to ``end`` of the item, if the footer of the file has them.
+
+    ``read`` and ``read_into`` take offsets from the start of the item. They raise :class:`CorruptCheckpoint` if the
+    item or the file ends too early.
+    """
+
+    file: str
+    item: str
+    nbytes: int
+    offset: int
+    raw: StoredTensor | None
+
+    def find_sums(self, begin: int, end: int) -> BlockSums | None: ...
+
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+
+    def read_into(self, view: memoryview, offset: int) -> None: ...
+
+
+class ItemInFile:
+    """An item at ``offset`` of an open file. ``check_stop`` is called before each read; it raises to end the load."""
+
+    def __init__(
+        self,
+        opened: DataFile,
+        item: str,
+        offset: int,
+        nbytes: int,
+        check_stop: Callable[[], None],
+        raw: StoredTensor | None = None,
+    ) -> None:
+        self.file = opened.path
+        self.item = item
+        self.nbytes = nbytes
+        self.opened = opened
+        self.offset = offset
+        self.check_stop = check_stop
+        self.raw = raw
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        self.check_stop()
+        self.check_bounds(offset, view.nbytes)
+        self.check_found(offset, view.nbytes, self.opened.read_into(view, self.offset + offset))
+
+    def find_sums(self, begin: int, end: int) -> BlockSums | None:
+        return _find_sums(self, self.opened.footer, begin, end)
+
+    def check_bounds(self, offset: int, nbytes: int) -> None:
+        """Raise unless these bytes lie in the item."""
+        _check_bounds(self, offset, nbytes)
+
+    def check_found(self, offset: int, nbytes: int, found: int) -> None:
+        """Raise unless a read of ``nbytes`` bytes ``found`` all of them."""
+        if found != nbytes:
+            raise _file_ends(self, self.offset + offset, nbytes, found)
+
+
+class ItemInMemory:
+    """An item that has been read as a whole.
+
+    Args:
+        nbytes: its length. ``data`` may be shorter if the file ends inside the item.
+        offset: where the item begins in the file; ``None`` if the bytes are no longer those of the file.
+        footer: that of the file, if there is one.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        item: str,
+        data: bytes | memoryview,
+        nbytes: int | None = None,
+        offset: int | None = None,
+        raw: StoredTensor | None = None,
+        footer: Footer | None = None,
+    ) -> None:
+        self.file = file
+        self.item = item
+        self.nbytes = len(data) if nbytes is None else nbytes
+        self._data = memoryview(data)
+        self.offset = offset or 0
+        self.raw = raw
+        self._footer = footer
+
+    def find_sums(self, begin: int, end: int) -> BlockSums | None:
+        return _find_sums(self, self._footer, begin, end)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._check(offset, nbytes)
+        return bytes(self._data[offset : offset + nbytes])
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        self._check(offset, view.nbytes)
+        view[:] = self._data[offset : offset + view.nbytes]
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        _check_bounds(self, offset, nbytes)
+        if offset + nbytes > len(self._data):
+            raise _file_ends(self, self.offset + offset, nbytes, max(0, len(self._data) - offset))
+
+
+def _find_sums(stored: ItemBytes, footer: Footer | None, begin: int, end: int) -> BlockSums | None:
+    if footer is None:
+        return None
+    try:
+        return footer.find(stored.offset + begin, stored.offset + end, stored.offset)
+    except ValueError as error:
+        raise damaged_footer(stored.file, stored.item, error) from error
+
+
+def _check_bounds(stored: ItemBytes, offset: int, nbytes: int) -> None:
+    if offset < 0 or offset + nbytes > stored.nbytes:
+        raise corrupt_item(stored, f"{nbytes} bytes at {offset}", f"an item of {stored.nbytes} bytes")
+
+
+def _file_ends(stored: ItemBytes, offset: int, nbytes: int, found: int) -> CorruptCheckpoint:
+    return corrupt_item(stored, f"{nbytes} bytes at offset {offset}", f"a file that ends after {found} of them")
+
+
+def damaged_footer(file: str, item: str, error: ValueError) -> CorruptCheckpoint:
+    """The error for a footer that is not what was written."""
+    return CorruptCheckpoint(
+        f"the footer of {file} is damaged: {error}; take another checkpoint, restore the file, or load with "
+        "verify_checksums=False, which does not look at it",
+        file=file,
+        item=item,
+        expected="the footer that was written",
+        found=str(error),
+    )
+
+
+def corrupt_item(stored: ItemBytes, expected: str, found: str) -> CorruptCheckpoint:
+    """The error for an item that is not what it should be."""
+    return CorruptCheckpoint(
+        f"item {stored.item!r} in {stored.file} is damaged: expected {expected}, found {found}",
+        file=stored.file,
+        item=stored.item,
+        expected=expected,
+        found=found,
+    )
+
 
 # Data is read and checked in pieces of this size, so that the checksum finds each in the processor's cache.
 _BLOCK_NBYTES: Final = 2 << 20

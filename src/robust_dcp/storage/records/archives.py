@@ -22,7 +22,7 @@ from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.data.limits import Malformed, NotData, check_depth
 from robust_dcp.storage.records.data.machine import Machine
 from robust_dcp.storage.records.data.names import Names
-from robust_dcp.storage.records.zip_members import ZipMember, zip_members
+from robust_dcp.storage.records.parse_record import ZipMember, zip_members
 
 __all__ = ["ZIP_MAGIC", "OtherFormat", "is_program", "load_data"]
 

@@ -17,8 +17,8 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.records.archives import ZIP_MAGIC, OtherFormat, load_data
 from robust_dcp.storage.records.data.limits import NotData
 from robust_dcp.storage.records.data.names import registered_by_user
+from robust_dcp.storage.records.parse_record import zip_members
 from robust_dcp.storage.records.pickle_scan import is_inert
-from robust_dcp.storage.records.zip_members import zip_members
 
 __all__ = [
     "ObjectBytes",

@@ -1,0 +1,580 @@
+"""The reads of a load: what is read, from where, into which tensor, and what is read together.
+
+A load plan may hold thousands of tensors that are read exactly as they were saved. They stay in columns
+(:class:`WholeTensors`), from the look-up in the index to the copy. Everyone else sees them as the ordinary list of read
+items that DCP's planner makes. Everything else that is read is a :class:`Read`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Final, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from robust_dcp.errors import CorruptCheckpoint, PlanConflict
+from robust_dcp.staging import host_address
+from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.storage.index import ChunkKind, WholeChunks
+from robust_dcp.storage.layouts.footer import item_id, seed_of
+from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
+from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
+from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.records.checksum import crc32
+
+__all__ = [
+    "MEDIUM_NBYTES",
+    "ON_DEVICE",
+    "SMALL_NBYTES",
+    "PlacedReads",
+    "PlannedItems",
+    "Read",
+    "ReadGroup",
+    "SharableReads",
+    "WholeTensors",
+    "check_end",
+    "in_groups",
+    "is_flat",
+    "is_plain",
+    "may_ask_early",
+    "name_of",
+    "places_in_files",
+    "reads_of",
+    "sharable_reads",
+    "takes_bytes",
+    "target_of",
+    "whole_item",
+]
+
+
+def may_ask_early(planner: LoadPlanner) -> bool:
+    """Whether we may ask for targets at any time, and fill them on other threads.
+
+    A planner whose ``commit_tensor`` does nothing cannot depend on when it is called. Other planners (Megatron-Core's)
+    are asked for a target only once the data is there, and the target is committed at once.
+    """
+    return getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
+
+
+def is_plain(target: torch.Tensor) -> bool:
+    """Whether the memory of ``target``, on any device, holds its elements as they are stored, in any order."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.layout == torch.strided
+        and not (target.is_quantized or target.is_conj() or target.is_neg())
+    )
+
+
+def is_flat(target: torch.Tensor) -> bool:
+    """Whether ``target``, on any device, holds its elements one after the other, as they are stored."""
+    return is_plain(target) and target.is_contiguous()
+
+
+def takes_bytes(target: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor can be read straight into ``target``."""
+    return is_flat(target) and target.is_cpu
+
+
+def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Tensor:
+    """The tensor that ``item`` is to be read into.
+
+    Args:
+        early: whether :func:`may_ask_early` holds.
+
+    Raises:
+        ValueError: the tensor has another size than ``item``.
+        PlanConflict: the tensor's memory was freed.
+    """
+    target: torch.Tensor = planner.resolve_tensor(item)
+    try:
+        host_address(target)
+    except RuntimeError as error:
+        name = item.dest_index.fqn
+        raise PlanConflict(f"{name!r} cannot be loaded into: {error}", key=name) from error
+    if target.requires_grad or not early:  # planners get detached tensors to commit, as from DCP
+        target = target.detach()
+    if target.size() != item.lengths and target.size() != torch.Size(item.lengths):
+        raise ValueError(
+            f"the planner asked for {list(item.lengths)} elements of {item.storage_index}, and gave a tensor of "
+            f"size {list(target.size())} for them"
+        )
+    return target
+
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class WholeTensors:
+    """Tensors that are read exactly as they were saved, in columns.
+
+    Attributes:
+        names: the name of each tensor.
+        targets: this rank's tensor for each, of the dtype and size of its kind.
+        kinds: the distinct pairs of dtype and size.
+        kind_of: int64, the number of each tensor's kind.
+        chunks: int64, for each the number of its chunk among the saved chunks of the tensor.
+        files: relative paths of the files.
+        file_of, start, nbytes: int64, where each lies: the number of its file, its first byte, its length in bytes.
+    """
+
+    names: Sequence[str]
+    targets: Sequence[torch.Tensor]
+    kinds: Sequence[ChunkKind]
+    kind_of: Int64
+    chunks: Int64
+    files: Sequence[str]
+    file_of: Int64
+    start: Int64
+    nbytes: Int64
+
+    @classmethod
+    def found(
+        cls,
+        names: Sequence[str],
+        targets: Sequence[torch.Tensor],
+        kinds: Sequence[ChunkKind],
+        kind_of: Sequence[int],
+        chunks: WholeChunks,
+    ) -> WholeTensors:
+        """The tensors of ``names`` for which ``chunks`` holds a saved chunk."""
+        if len(chunks.asked) < len(names):
+            asked = chunks.asked.tolist()
+            names, targets = [names[place] for place in asked], [targets[place] for place in asked]
+        return cls(
+            names,
+            targets,
+            kinds,
+            np.array(kind_of, dtype=np.int64)[chunks.asked],
+            chunks.chunk,
+            chunks.files,
+            chunks.file,
+            chunks.start,
+            chunks.nbytes,
+        )
+
+    @classmethod
+    def none(cls) -> WholeTensors:
+        """No tensors."""
+        empty: Int64 = np.empty(0, dtype=np.int64)
+        return cls((), (), (), empty, empty, (), empty, empty, empty)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of all tensors."""
+        counts = np.bincount(self.kind_of, minlength=len(self.kinds)).tolist()
+        return sum(count * kind.nbytes for count, kind in zip(counts, self.kinds, strict=True))
+
+    @property
+    def items(self) -> Int64:
+        """int64: for each tensor the :func:`~robust_dcp.storage.layouts.footer.item_id` of its saved chunk."""
+        seeds = [seed_of(tuple(kind.offsets)) for kind in self.kinds]
+        names = (name.encode(errors="surrogatepass") for name in self.names)
+        return np.fromiter(map(crc32, names, [seeds[kind] for kind in self.kind_of.tolist()]), dtype=np.int64)
+
+    def item(self, place: int) -> ReadItem:
+        """The tensor at ``place`` as a read item, as DCP's planner makes it."""
+        kind = self.kinds[int(self.kind_of[place])]
+        return whole_item(self.names[place], kind.offsets, kind.lengths, int(self.chunks[place]))
+
+
+class PlannedItems(Sequence[ReadItem]):
+    """The items of a load plan. The items of :attr:`whole` come first.
+
+    Args:
+        whole: the tensors that are read as they were saved.
+        others: everything else.
+        planner: the planner that made the plan. The targets in ``whole`` are used only if the reader gets this planner
+            with the plan.
+    """
+
+    def __init__(self, whole: WholeTensors, others: list[ReadItem], planner: LoadPlanner) -> None:
+        self.whole = whole
+        self.others = others
+        self.planner = planner
+
+    @cached_property
+    def _all(self) -> list[ReadItem]:
+        return [self.whole.item(place) for place in range(len(self.whole))] + self.others
+
+    def __len__(self) -> int:
+        return len(self.whole) + len(self.others)
+
+    @overload
+    def __getitem__(self, place: int) -> ReadItem: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[ReadItem]: ...
+
+    def __getitem__(self, place: int | slice) -> ReadItem | list[ReadItem]:
+        return self._all[place]
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        return iter(self._all)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._all)
+
+    def __reduce__(self) -> Any:
+        return list, (self._all,)
+
+
+def whole_item(name: str, offsets: torch.Size, lengths: torch.Size, chunk: int) -> ReadItem:
+    """The read item that reads all of the saved chunk with this number into all that this rank holds of the tensor."""
+    zeros = _zeros(len(offsets))
+    stored = MetadataIndex(name, offsets, chunk)
+    wanted = stored if chunk == 0 else MetadataIndex(name, offsets, 0)
+    return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, lengths)
+
+
+@cache
+def _zeros(n_dimensions: int) -> torch.Size:
+    return torch.Size([0] * n_dimensions)
+
+
+SMALL_NBYTES: Final = 64 << 10
+"""An item up to this length is read whole: that takes no longer than reading a part of it. A gap up to this length
+between two items is read as well.
+"""
+
+
+MEDIUM_NBYTES: Final = 1 << 20
+"""A longer item is read straight into its target, where that takes bytes. For a shorter one a copy is cheaper than the
+read of its header that comes first.
+"""
+
+
+class Read(NamedTuple):
+    """One read item, and where it lies.
+
+    Attributes:
+        item: what the planner asked for.
+        relative_path, offset, nbytes: where the stored item lies: its file, first byte and length.
+        transforms: the names of the transforms that its bytes went through when they were saved.
+        dtype, shape: those of the stored chunk according to the metadata; ``None`` where finding them takes a search.
+    """
+
+    item: ReadItem
+    relative_path: str
+    offset: int
+    nbytes: int
+    transforms: tuple[str, ...]
+    dtype: torch.dtype | None
+    shape: torch.Size | None
+
+    @property
+    def name(self) -> str:
+        """The name of the item in errors."""
+        return name_of(self.item)
+
+    @property
+    def item_id(self) -> int:
+        """Which item it is (:func:`~robust_dcp.storage.layouts.footer.item_id`)."""
+        return item_id(self.item.storage_index.fqn, self.item.storage_index.offset or ())
+
+    @property
+    def expected(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Dtype and shape, if both are known."""
+        return None if self.dtype is None or self.shape is None else (self.dtype, tuple(self.shape))
+
+    def in_head(self, head: FileHead | None, file: str) -> StoredTensor | None:
+        """The item's entry in the head of its file; ``None`` in a file of records.
+
+        Raises:
+            CorruptCheckpoint: the file has a head, and it has no such entry.
+        """
+        if head is None:
+            return None
+        index = self.item.storage_index
+        return head.find(index.fqn, index.offset or (), self.offset, self.nbytes, file)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the stored item is wanted."""
+        return self.item.type == LoadItemType.BYTE_IO or self.item.lengths == self.shape
+
+
+class PlacedReads(Sequence[Read]):
+    """The reads of a load, ordered by file and by place in the file.
+
+    Args:
+        whole: the tensors that are read as they were saved. A :class:`Read` is made of one only if somebody asks for
+            it.
+        others: everything else.
+    """
+
+    def __init__(self, whole: WholeTensors, others: Sequence[Read]) -> None:
+        self.whole = whole
+        self._others = others
+        self.paths = sorted({*whole.files, *(read.relative_path for read in others)})
+        number_of = {path: number for number, path in enumerate(self.paths)}
+        of_whole = np.array([number_of[path] for path in whole.files], dtype=np.int64)[whole.file_of]
+        path_of = np.concatenate((of_whole, _column(number_of[read.relative_path] for read in others)))
+        start = np.concatenate((whole.start, _column(read.offset for read in others)))
+        nbytes = np.concatenate((whole.nbytes, _column(read.nbytes for read in others)))
+        order = np.lexsort((start, path_of))
+        self.item_ids: Int64 = np.concatenate((whole.items, _column(read.item_id for read in others)))[order]
+        self.order: list[int] = order.tolist()
+        self.path_of: list[int] = path_of[order].tolist()
+        self.start: list[int] = start[order].tolist()
+        self.nbytes: list[int] = nbytes[order].tolist()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, place: int) -> Read: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Read]: ...
+
+    def __getitem__(self, place: int | slice) -> Read | list[Read]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        number, whole = int(self.order[place]), self.whole
+        if number >= len(whole):
+            return self._others[number - len(whole)]
+        kind = whole.kinds[int(whole.kind_of[number])]
+        path, start, nbytes = self.paths[self.path_of[place]], self.start[place], self.nbytes[place]
+        return Read(whole.item(number), path, start, nbytes, (), kind.dtype, kind.lengths)
+
+    def alone(self, block_nbytes: int) -> npt.NDArray[np.bool_]:
+        """Which items are read by themselves: large ones, those with transforms, and those that are wanted only in
+        part.
+        """
+        n_whole = len(self.whole)
+        is_alone = np.zeros(len(self), dtype=np.bool_)
+        for number, read in enumerate(self._others, n_whole):
+            is_alone[number] = bool(read.transforms) or (read.nbytes > SMALL_NBYTES and not read.is_whole)
+        return is_alone[self.order] | (np.array(self.nbytes, dtype=np.int64) > min(block_nbytes, MEDIUM_NBYTES))
+
+
+class ReadGroup:
+    """Items of one file that are read together: bytes ``start`` to ``end``.
+
+    Args:
+        reads: all reads of the load.
+        places: which of them belong to this group.
+    """
+
+    def __init__(self, reads: PlacedReads, places: list[int], end: int) -> None:
+        self._all = reads
+        self.places = places
+        self.relative_path = reads.paths[reads.path_of[places[0]]]
+        self.start = reads.start[places[0]]
+        self.end = end
+
+    @cached_property
+    def reads(self) -> list[Read]:
+        """The items, one by one."""
+        return [self._all[place] for place in self.places]
+
+    def item_ids(self) -> tuple[Int64, Int64, Int64]:
+        """For each item where it begins and ends in the file, and its identity."""
+        begin = np.array([self._all.start[place] for place in self.places], dtype=np.int64)
+        nbytes = np.array([self._all.nbytes[place] for place in self.places], dtype=np.int64)
+        return begin, begin + nbytes, self._all.item_ids[self.places]
+
+    def numbers(self) -> Int64:
+        """For each item its number among the load's whole tensors. Other items have higher numbers."""
+        return np.array([self._all.order[place] for place in self.places], dtype=np.int64)
+
+
+def name_of(item: ReadItem) -> str:
+    """The name of an item in errors."""
+    index = item.storage_index
+    return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
+
+
+def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> list[Read]:
+    """Find where ``items`` lie.
+
+    Raises:
+        CorruptCheckpoint: ``metadata`` does not say where an item lies.
+    """
+    with without_garbage_collection():
+        return [_read_of(item, metadata, directory) for item in items]
+
+
+def _read_of(item: ReadItem, metadata: Metadata, directory: str) -> Read:
+    index = item.storage_index
+    info: Any = metadata.storage_data.get(index)
+    if not isinstance(info, StorageInfo):
+        raise _not_written(item, info, directory)
+    dtype = shape = None
+    entry = metadata.state_dict_metadata.get(index.fqn)
+    number = index.index
+    if isinstance(entry, TensorStorageMetadata) and number is not None and 0 <= number < len(entry.chunks):
+        chunk = entry.chunks[number]
+        if chunk.offsets == index.offset:
+            dtype, shape = entry.properties.dtype, torch.Size(chunk.sizes)
+    transforms = tuple(getattr(info, "transform_descriptors", None) or ())
+    return Read(item, info.relative_path, info.offset, info.length, transforms, dtype, shape)
+
+
+def in_groups(reads: PlacedReads, block_nbytes: int) -> list[Read | ReadGroup]:
+    """Put items that lie next to each other into groups of up to ``block_nbytes`` bytes. Some items stay alone."""
+    is_alone = reads.alone(block_nbytes)
+    found: dict[int, Read | ReadGroup] = {place: reads[place] for place in np.flatnonzero(is_alone).tolist()}
+    places = np.flatnonzero(~is_alone)
+    path_of, start = np.array(reads.path_of, dtype=np.int64)[places], np.array(reads.start, dtype=np.int64)[places]
+    end = start + np.array(reads.nbytes, dtype=np.int64)[places]
+    for in_file in _cut(np.arange(len(places)), np.diff(path_of) != 0):
+        end[in_file] = np.maximum.accumulate(end[in_file])
+        for near in _cut(in_file, start[in_file][1:] - end[in_file][:-1] > SMALL_NBYTES):
+            first, last = int(near[0]), int(near[-1]) + 1
+            while first < last:
+                fitting = int(np.searchsorted(end[first:last], start[first] + block_nbytes, side="right"))
+                group = places[first : first + fitting].tolist()
+                found[group[0]] = ReadGroup(reads, group, int(end[first + fitting - 1]))
+                first += fitting
+    return [found[place] for place in sorted(found)]
+
+
+def _cut(rows: Int64, is_last: npt.NDArray[np.bool_]) -> list[Int64]:
+    """Cut after each row for which ``is_last`` holds."""
+    return np.split(rows, np.flatnonzero(is_last) + 1) if len(rows) else []
+
+
+def check_end(read: Read, file: DataFile) -> None:
+    """Make sure that the file holds all of the item. This is called before memory is allocated for the item.
+
+    Raises:
+        CorruptCheckpoint: the file ends before the item does.
+    """
+    if read.offset + read.nbytes > file.nbytes:
+        raise CorruptCheckpoint(
+            f"item {read.name!r} in {file.path} is damaged: expected {read.nbytes} bytes at offset {read.offset}, "
+            f"found a file of {file.nbytes} bytes; take another checkpoint, or restore the file",
+            file=file.path,
+            item=read.name,
+            expected=f"{read.nbytes} bytes at offset {read.offset}",
+            found=f"a file of {file.nbytes} bytes",
+        )
+
+
+def _column(values: Iterable[int]) -> Int64:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _not_written(item: ReadItem, info: Any, directory: str) -> CorruptCheckpoint:
+    name = name_of(item)
+    return CorruptCheckpoint(
+        f"{METADATA_NAME} in {directory} lists {name!r} but not where its data lies: it was never written",
+        file=METADATA_NAME,
+        item=name,
+        expected="storage info",
+        found=type(info).__name__,
+    )
+
+
+ON_DEVICE = 1 << 63
+"""This bit is set in the box of an item that ranks pass on from device to device."""
+
+
+class SharableReads(NamedTuple):
+    """Items of a plan, sorted by (item, box).
+
+    Attributes:
+        places: int64 ``[n]``, the place of each item in the plan.
+        targets: the tensor that each is read into; ``None`` for an object.
+        items: int32 ``[n]``, the place of the stored item in the metadata's ``storage_data``.
+        boxes: uint64 ``[n]``, which part is read: 0 for all of it as it is stored, else a hash. ``ON_DEVICE`` may be
+            added.
+        nbytes: int64 ``[n]``, the size of the target, or of the stored object.
+    """
+
+    places: npt.NDArray[np.int64]
+    targets: Sequence[torch.Tensor | None]
+    items: npt.NDArray[np.int32]
+    boxes: npt.NDArray[np.uint64]
+    nbytes: npt.NDArray[np.int64]
+
+
+class _Row(NamedTuple):
+    item: int
+    box: int
+    place: int
+    target: torch.Tensor | None
+    nbytes: int
+
+
+def sharable_reads(
+    items: Sequence[ReadItem],
+    planner: LoadPlanner,
+    metadata: Metadata,
+    directory: str,
+    stays_on: Callable[[torch.device], bool],
+    *,
+    trusted: bool,
+) -> SharableReads:
+    """Find the ``items`` that another rank may read for this one: plain tensors of any dtype and strides, and objects.
+
+    A rank reads two kinds of items for itself: those where the planner has to be called for each item, and those that
+    were stored through a transform.
+
+    Args:
+        stays_on: whether ranks can pass on a tensor on a device without a copy to the host.
+        trusted: whether this rank takes objects that nobody has checked. It exchanges them only with ranks that do,
+            too.
+    """
+    number_of: dict[Any, int] = {index: number for number, index in enumerate(metadata.storage_data or {})}
+    rows: list[_Row] = []
+    if may_ask_early(planner):
+        for place, read in enumerate(reads_of(items, metadata, directory)):
+            number = number_of[read.item.storage_index]
+            if read.item.type == LoadItemType.BYTE_IO:
+                if read.nbytes and not read.transforms:
+                    rows.append(_Row(number, int(trusted), place, None, read.nbytes))
+                continue
+            target = target_of(planner, read.item, early=True)
+            if target.numel() and is_plain(target):
+                box = _box_of(read, target) | (ON_DEVICE if stays_on(target.device) else 0)
+                rows.append(_Row(number, box, place, target, target.numel() * target.element_size()))
+    rows.sort(key=lambda row: row[:3])
+    return SharableReads(
+        places=np.array([row.place for row in rows], dtype=np.int64),
+        targets=[row.target for row in rows],
+        items=np.array([row.item for row in rows], dtype=np.int32),
+        boxes=np.array([row.box for row in rows], dtype=np.uint64),
+        nbytes=np.array([row.nbytes for row in rows], dtype=np.int64),
+    )
+
+
+def places_in_files(metadata: Metadata) -> npt.NDArray[np.int64]:
+    """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
+    infos: list[Any] = list((metadata.storage_data or {}).values())
+    order = sorted(range(len(infos)), key=lambda number: (infos[number].relative_path, infos[number].offset))
+    places = np.empty(len(infos), dtype=np.int64)
+    places[order] = np.arange(len(infos))
+    return places
+
+
+def _box_of(read: Read, target: torch.Tensor) -> int:
+    """A number of 63 bits for the part of a stored item that is read and for the target's dtype.
+
+    It is 0 if the whole item is read in its stored dtype.
+    """
+    if read.is_whole and target.dtype == read.dtype:
+        return 0
+    offsets, lengths = read.item.storage_offsets, read.item.lengths
+    encoded = struct.pack(f"<{2 * len(offsets)}q", *offsets, *lengths) + str(target.dtype).encode()
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") & (ON_DEVICE - 1) or 1
