@@ -88,8 +88,7 @@ class _Writer(RobustWriter):
 
     def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
         with self._watch.paused():
-            self.directory.begin(overwrite=True)
-            self.directory.announce()
+            self.directory.begin(overwrite=True, announces=True)
             return written_files(self._items, self.kept, rank)
 
     def check_own(self) -> None:
