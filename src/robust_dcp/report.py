@@ -109,8 +109,6 @@ class SaveReport(_Report):
         unloadable_objects: the objects of all ranks that were saved, but that a load would refuse, with the reason.
             Only the coordinator has them; the dict is empty on other ranks.
         total_nbytes: bytes of tensor data that all ranks wrote together; ``None`` on ranks that do not know.
-        digest: a hash over the checksums of all data of all ranks, in hexadecimal digits. It is the same on all ranks,
-            and the same in two saves of the same data by the same ranks.
         files: the files that this rank wrote.
         how: how this rank wrote its files: ``direct``, or ``buffered`` and why. For an async save it also says what
             was written while training waited, and why.
@@ -128,7 +126,6 @@ class SaveReport(_Report):
     differing_replicas: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unloadable_objects: dict[str, str] = field(default_factory=dict)
     total_nbytes: int | None = None
-    digest: str | None = None
     files: tuple[str, ...] = ()
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
@@ -161,7 +158,6 @@ class SaveReport(_Report):
                     "changes": None if changes is None else msgspec.to_builtins(changes),
                 },
                 "total_nbytes": self.total_nbytes,
-                "digest": self.digest,
                 "files": self.files,
                 "how": self.how,
                 "peak_buffer_nbytes": self.peak_buffer_nbytes,

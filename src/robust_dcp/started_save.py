@@ -241,7 +241,6 @@ class StartedSave:
             differing_replicas=session.differing_replicas,
             unloadable_objects=session.unloadable_objects,
             total_nbytes=None if session.plan is None else session.plan.nbytes,
-            digest=session.digest,
             files=() if written is None else written.names,
             how=(*(() if written is None else written.how), *how, *self.drain_remarks),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,

@@ -154,22 +154,7 @@ def test_what_stock_has_written_is_verified_as_a_whole_and_counted_where_it_is_n
 
 def test_with_checksums_a_report_says_that_all_was_verified(tmp_path: Path) -> None:
     state = {"large": torch.rand(1 << 20), "small": torch.rand(10), "object": {"step": 3}}
-    saved = robust_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    robust_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     found: dict[str, Any] = {"large": torch.zeros(1 << 20), "small": torch.zeros(10), "object": {"step": 0}}
     report = robust_dcp.load(found, storage_reader=RobustReader(tmp_path, verify_checksums="all"), no_dist=True)
     assert report.unverified_nbytes == 0 and "not verified" not in str(report)
-    assert saved.digest is not None and len(saved.digest) == 32
-
-
-def test_the_digest_is_that_of_the_data_and_of_nothing_else(tmp_path: Path) -> None:
-    state = {"large": torch.rand(1 << 20), "small": torch.rand(10), "object": "text"}
-
-    def digest(name: str, **changes: Any) -> str | None:
-        return robust_dcp.save({**state, **changes}, checkpoint_id=tmp_path / name, no_dist=True).digest
-
-    first = digest("1")
-    assert first == digest("2") == digest("1")
-    assert first not in {digest("3", small=torch.rand(10)), digest("4", object="texs")}
-    large = state["large"].clone()  # type: ignore[attr-defined]
-    large[-1] += 1
-    assert first != digest("5", large=large)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.comm import Channel
 from robust_dcp.storage.committing.save import MetadataToPublish, NodeOfSave, Save
 
 __all__ = ["commit_on_nodes"]
@@ -65,8 +65,7 @@ def commit_on_nodes(
     leads_directory: bool,
     check_own: Callable[[], None],
     make_metadata: Callable[[], MetadataToPublish],
-    offer: Callable[[], Offer],
-) -> Agreement:
+) -> None:
     """Commit on all nodes. Afterwards the ranks that lead call ``Save.tidy_up``.
 
     Args:
@@ -75,10 +74,6 @@ def commit_on_nodes(
         leads_directory: whether this rank leads in another directory than the coordinator's.
         check_own: makes sure that the files of this rank are as it wrote them.
         make_metadata: makes the metadata; called on the coordinator.
-        offer: makes this rank's part of the agreement, after ``check_own``.
-
-    Returns:
-        The combined offers of all ranks.
 
     Raises:
         RobustCheckpointError: the same on all ranks. If ``directory.may_be_committed``, some node may have committed.
@@ -109,8 +104,7 @@ def commit_on_nodes(
         if leads:
             directory.prepare(own[0], directory.among(own[0].files))
 
-    channel.barrier(phase("prepare"), prepare, offer=offer)
-    agreement = channel.last_agreement
+    channel.barrier(phase("prepare"), prepare)
     if channel.is_coordinator:
         parent = os.path.dirname(os.path.abspath(directory.path))
         logger.log(
@@ -121,7 +115,6 @@ def commit_on_nodes(
         _TOLD["parent"] = parent
     directory.is_one_of_several(nodes)
     channel.barrier(phase("commit"), lambda: directory.finish(own[0]) if leads else None)
-    return agreement
 
 
 def _nodes_of(places: Sequence[_Place | None]) -> list[NodeOfSave]:

@@ -44,8 +44,6 @@ from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
     LEADS_DIRECTORY,
     WrittenMessage,
-    digest_of,
-    digest_offer,
     written_by_all,
     written_message,
     written_offer,
@@ -149,7 +147,6 @@ class SaveSession:
     differing_replicas: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
-    digest: str | None = field(default=None, init=False)
     leads_directory: bool = field(default=False, init=False)
     times: SaveTimes = field(default_factory=SaveTimes, init=False)
     messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
@@ -518,24 +515,20 @@ class SaveSession:
 
     def _commit(self, writer: RobustWriter) -> None:
         if self._are_on_nodes:
-            agreement = commit_on_nodes(
+            commit_on_nodes(
                 self.channel,
                 self.phase,
                 writer.directory,
                 leads_directory=self.leads_directory,
                 check_own=writer.check_own,
                 make_metadata=lambda: self._make_metadata(writer),
-                offer=lambda: digest_offer(self.written),
             )
-            self.digest = digest_of(agreement)
         elif self.commits_together:
             self.channel.barrier(
                 self.phase("commit"),
                 writer.check_own,
                 then=lambda: self._publish(writer),
-                offer=lambda: digest_offer(self.written),
             )
-            self.digest = digest_of(self.channel.last_agreement)
         elif self.channel.is_coordinator:  # the writer checks the files of all ranks
             self._publish(writer)
 

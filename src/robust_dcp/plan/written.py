@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.comm import Agreement, Offer
+from robust_dcp.comm import Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.report import SaidOfRank
@@ -21,18 +21,12 @@ from robust_dcp.storage.writing.report import SaidOfRank
 __all__ = [
     "LEADS_DIRECTORY",
     "WrittenMessage",
-    "digest_of",
-    "digest_offer",
     "written_by_all",
     "written_message",
     "written_offer",
 ]
 
 Places = npt.NDArray[np.int64]
-
-HAS_DIGEST = 1
-"""Flag of an offer: everything that this rank has written has checksums, and a digest."""
-
 
 LEADS_DIRECTORY = 1
 """Flag of the offer of :func:`written_offer`: this rank does not see the coordinator's directory, and is the first of
@@ -67,18 +61,6 @@ def written_offer(written: WrittenFiles | None, *, leads_directory: bool = False
         return Offer()
     flags = LEADS_DIRECTORY if leads_directory else 0
     return Offer(signature=_digest(written.variable_places), flags=flags)
-
-
-def digest_offer(written: WrittenFiles | None) -> Offer:
-    """The offer with the digest of what a rank has written, if there is one."""
-    if written is None or not written.digest:
-        return Offer()
-    return Offer(signature=written.digest, flags=HAS_DIGEST)
-
-
-def digest_of(agreement: Agreement) -> str | None:
-    """The combined digests of all ranks, in hexadecimal digits; ``None`` if some rank has none."""
-    return agreement.signature.hex() if agreement.all_have(HAS_DIGEST) else None
 
 
 def written_message(

@@ -6,7 +6,6 @@ what ``.metadata`` names, and that comes before it. ``writing.steps`` makes it, 
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -62,11 +61,6 @@ class SumColumns:
     offset: Int64
     nbytes: Int64
     crcs: UInt32
-
-    @property
-    def digest(self) -> bytes:
-        """16 bytes that change if any byte of any item changes. They do not depend on the id of the save."""
-        return hashlib.blake2b(self.encode(), digest_size=16, person=b"rdcp-data").digest()
 
     def encode(self) -> bytes:
         """The columns as the file holds them."""

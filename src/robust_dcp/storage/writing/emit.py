@@ -65,7 +65,6 @@ class DataFile:
         file: the file, open for writing.
         link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if the file itself lies there.
         nbytes: its length once it has been written, without the footer.
-        digest: 16 bytes over the checksums of its items.
         how: ``direct``, or ``buffered`` with the reason.
     """
 
@@ -74,7 +73,6 @@ class DataFile:
     file: OpenFile
     link: str | None = None
     nbytes: int = 0
-    digest: bytes = b""
     how: str = ""
 
     @property
@@ -367,7 +365,6 @@ class FileEmitter:
         disk.truncate(file.file, max(file.nbytes, late[-1][0] + len(late[-1][1])))  # the last page was written whole
         disk.fsync(file.file)
         disk.close(file.file)
-        file.digest = sums.digest
         context.appended.extend(self._appended_here)
 
     def _items(self) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import threading
 from collections import deque
@@ -46,7 +45,6 @@ class WrittenFiles:
         variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in the order of the plan.
         names: the names of the files after the commit, relative to the directory.
         uncommitted_names: the names of the same files before the commit.
-        digest: 16 bytes over the checksums of all items.
         nbytes: length of the files, without footers.
         how: ``direct``, or ``buffered`` with the reason; one for each way in which a file was written.
         peak_buffer_nbytes: the most memory that was in use for bytes on their way at any time.
@@ -58,7 +56,6 @@ class WrittenFiles:
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
     uncommitted_names: tuple[str, ...] = ()
-    digest: bytes = b""
 
 
 class WriteFiles(Protocol):
@@ -162,7 +159,6 @@ def write_files(
         how=(*sorted({file.how for file in files}), *workers.copies.how),
         peak_buffer_nbytes=lease.used_nbytes,
         uncommitted_names=tuple(file.name for file in files),
-        digest=hashlib.blake2b(b"".join(file.digest for file in files), digest_size=16, person=b"rdcp-rank").digest(),
     )
 
 
