@@ -256,7 +256,7 @@ between two items is read as well.
 """
 
 
-MEDIUM_NBYTES: Final = 1 << 20
+MEDIUM_NBYTES: Final = 2 << 20
 """A longer item is read straight into its target, where that takes bytes. For a shorter one a copy is cheaper than the
 read of its header that comes first.
 """
