@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp.comparison.tensor_difference import difference_of
 from tests.cli.commands import Shell
 from tests.cli.commands import shell as run_command
 from tests.harness.ranks import in_ranks, values
@@ -113,9 +112,33 @@ def test_an_object_that_would_run_code_is_compared_by_its_bytes(tmp_path: Path) 
     assert not (tmp_path / "executed").exists()
 
 
-def test_an_infinity_on_one_side_only_is_as_far_away_as_can_be() -> None:
-    found = difference_of(torch.tensor([math.inf, math.inf, 1.0]), torch.tensor([math.inf, 1.0, 1.0]))
-    assert (found.differing, found.max_absolute, found.infinite) == (1, math.inf, (2, 1))
+def test_an_infinity_on_one_side_only_is_as_far_away_as_can_be(tmp_path: Path) -> None:
+    inf = math.inf
+    for name, of_side in (("1", [inf, inf, 1.0]), ("2", [inf, 1.0, 1.0])):
+        robust_dcp.save({"w": torch.tensor(of_side)}, checkpoint_id=tmp_path / name)
+    (found,) = diff(tmp_path / "1", tmp_path / "2", "--values", "--tolerance", 1e300)[1]["tensors"]
+    assert (found["differing"], found["max_absolute"], found["infinite"]) == (1, None, [2, 1])  # JSON has no infinity
+
+
+def test_neighbours_of_every_dtype_differ_and_equal_values_do_not(tmp_path: Path) -> None:
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+        "int64": (torch.tensor([2**53, -(2**63)]), torch.tensor([2**53 + 1, 2**63 - 1])),
+        "uint64": (torch.tensor([0, 7], dtype=torch.uint64), torch.tensor([1, 7], dtype=torch.uint64)),
+        "bool": (torch.tensor([True]), torch.tensor([False])),
+        "tiny": (torch.tensor([5e-324], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64)),
+        "huge": (torch.tensor([1e300], dtype=torch.float64), torch.tensor([-1e300], dtype=torch.float64)),
+        "float8": (torch.ones(3).to(torch.float8_e4m3fn), torch.zeros(3).to(torch.float8_e4m3fn)),
+        "complex": (torch.tensor([1 + 2j]), torch.tensor([1 - 2j])),
+    }
+    equal = {"zero": (torch.tensor([0.0]), torch.tensor([-0.0])), "nan": (torch.tensor([math.nan]),) * 2}
+    for side in (0, 1):
+        state = {name: pair[side] for name, pair in {**pairs, **equal}.items()}
+        robust_dcp.save(state, checkpoint_id=tmp_path / str(side))
+    found = {each["name"]: each for each in diff(tmp_path / "0", tmp_path / "1", "--values")[1]["tensors"]}
+    assert found.keys() == pairs.keys()
+    assert (found["int64"]["differing"], found["int64"]["max_absolute"]) == (2, float(2**64 - 1))
+    assert (found["uint64"]["differing"], found["complex"]["max_absolute"]) == (1, 4.0)
+    assert found["huge"]["max_absolute"] == 2e300 and found["tiny"]["max_absolute"] > 0
 
 
 def test_a_checkpoint_that_is_not_there_is_no_difference(tmp_path: Path) -> None:

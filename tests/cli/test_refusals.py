@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from robust_dcp.cli.parser import store_option
 from tests.cli.commands import Shell
 
 
@@ -38,18 +37,6 @@ def test_bench_needs_a_directory_that_it_may_write_to(tmp_path: Path, denied: se
     denied.add(str(tmp_path))
     ended = shell("bench", tmp_path / "not/yet")
     assert ended.code == 2 and f"{tmp_path} cannot be written to: check who owns it" in ended.err
-
-
-def test_an_option_of_a_store_is_json_or_else_text() -> None:
-    words = ["anon=true", "retries=3", "key=abc", "url=http://host:1?a=b", 'config={"a": null}', "empty="]
-    assert dict(map(store_option, words)) == {
-        "anon": True,
-        "retries": 3,
-        "key": "abc",
-        "url": "http://host:1?a=b",
-        "config": {"a": None},
-        "empty": "",
-    }
 
 
 def test_options_reach_the_store_and_a_copy_says_how_much_it_has_sent(originals: Path, shell: Shell) -> None:

@@ -12,13 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 import robust_dcp
-from robust_dcp.contents.read import read_contents
-from robust_dcp.contents.verify import Findings, verify
-from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import Shell
+from tests.cli.commands import shell as run_command
 from tests.harness.damage import data_files
 from tests.harness.names import data_file
 
@@ -39,15 +37,11 @@ def save(path: Path, layout: str = "torch") -> Path:
     return path
 
 
-def problems(path: Path, disk: PosixDisk | None = None) -> list[str]:
+def problems(path: Path) -> list[str]:
     """What is wrong with a checkpoint, in words."""
-    findings = Findings()
-    disk = disk or PosixDisk()
-    try:
-        verify(disk, read_contents(disk, str(path)), findings, jobs=1, with_data=True)
-    except (CorruptCheckpoint, UnsafeCheckpoint) as error:
-        return [error.message]
-    return [f"{each.file}: {each.item}: {each.expected}: {each.found}" for each in findings.problems]
+    ended = run_command("verify", path, "--jobs", 1, "--json")
+    assert ended.code == bool(ended.json["n_problems"])
+    return [f"{each['file']}: {each['item']}: {each['expected']}: {each['found']}" for each in ended.json["problems"]]
 
 
 @pytest.mark.parametrize("layout", ["torch", "safetensors"])
@@ -78,15 +72,19 @@ def test_a_data_file_of_any_other_length_is_found(layout: str, tmp_path: Path) -
     assert unnoticed == []
 
 
-def test_a_file_that_breaks_off_while_it_is_read_is_a_problem_of_that_file(tmp_path: Path) -> None:
-    class Failing(PosixDisk):
-        def pread_into(self, file: OpenFile, buffer: object, offset: int) -> int:
-            if file.path.endswith(".distcp"):
-                raise storage_error("read", file.path, OSError(5, "Input/output error"))
-            return super().pread_into(file, buffer, offset)  # type: ignore[arg-type]
+def test_a_file_that_breaks_off_while_it_is_read_is_a_problem_of_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = PosixDisk.pread_into
+
+    def failing(self: PosixDisk, file: OpenFile, buffer: object, offset: int) -> int:
+        if file.path.endswith(".distcp"):
+            raise storage_error("read", file.path, OSError(5, "Input/output error"))
+        return read(self, file, buffer, offset)  # type: ignore[arg-type]
 
     path = save(tmp_path / "checkpoint")
-    (problem,) = problems(path, Failing())
+    monkeypatch.setattr(PosixDisk, "pread_into", failing)
+    (problem,) = problems(path)
     assert problem.startswith("__0_0.") and "Input/output error" in problem
 
 

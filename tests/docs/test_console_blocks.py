@@ -17,7 +17,7 @@ import pytest
 from sybil import Example
 from torch.distributed.run import get_args_parser
 
-from robust_dcp.cli.parser import parse
+from robust_dcp.cli.app import parse
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.megatron.hooks.options import OPTIONS
 from tests.docs.pages import PAGES, ROOT, blocks_of

@@ -15,7 +15,7 @@ import torch
 
 import robust_dcp
 from robust_dcp import CheckpointManager, KeepBest, RobustWriter, StorageError
-from robust_dcp.cli.ls import DirectoryState, state_of_directory
+from robust_dcp.cli.ls import state_of
 from robust_dcp.manager.series import RECORD_NAME
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.paths import REMOVING_PREFIX, SAVING_PREFIX
@@ -219,24 +219,24 @@ def test_outside_of_git_a_checkpoint_says_nothing_of_a_commit(tmp_path: Path, mo
 class TestWhatLsSees:
     """Each of these happens between the moment when a directory is listed and the look at what is in it."""
 
-    def look(self, path: Path, disk: PosixDisk) -> DirectoryState:
-        return state_of_directory(disk, str(path), path.parent.stat().st_mtime)
+    def look(self, path: Path, disk: PosixDisk) -> str:
+        return state_of(disk, str(path), path.parent.stat().st_mtime)
 
     def test_a_directory_that_is_gone(self, tmp_path: Path) -> None:
-        assert self.look(tmp_path / "step_1", PosixDisk()) is DirectoryState.GONE
+        assert self.look(tmp_path / "step_1", PosixDisk()) == "gone"
 
     def test_a_save_that_ends(self, crashed: Path) -> None:
         journal = journal_of(crashed)
-        assert self.look(crashed, PosixDisk()) is DirectoryState.CRASHED
+        assert self.look(crashed, PosixDisk()) == "crashed save"
         (crashed / ".metadata").touch()
-        assert self.look(crashed, _Acts("open", journal.name, os.unlink)) is DirectoryState.COMMITTED
+        assert self.look(crashed, _Acts("open", journal.name, os.unlink)) == "committed"
 
     def test_a_file_that_is_removed(self, tmp_path: Path) -> None:
         path = tmp_path / "step_1"
         path.mkdir()
         (path / "__0_0.distcp").touch()
         disk = _Acts("modified", "__0_0.distcp", os.unlink)
-        assert self.look(path, disk) is DirectoryState.NOT_COMMITTED
+        assert self.look(path, disk) == "not committed"
         assert disk.n_acted == 1
 
 

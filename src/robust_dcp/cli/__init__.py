@@ -1,1 +1,1 @@
-"""The command line ``robust-dcp``: its words (``parser``), and one file for each command, imported when it runs."""
+"""The command line ``robust-dcp``: one module for each command, with its help, its options and its work."""

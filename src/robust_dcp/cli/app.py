@@ -1,118 +1,158 @@
-"""``robust-dcp``: runs one command, and says what all commands do with errors and Ctrl-C.
+"""``robust-dcp``: finds the command, and says what all commands do with errors and Ctrl-C.
+
+Each command is one module here: its docstring is its help, ``declare`` adds its options to a parser, and ``run`` does
+the work. None of them imports torch before ``run`` needs it.
 
 Exit codes: 0, all is well; 1, the command did its work and found a problem, such as a damaged file or a difference; 2,
 it could not do its work; 130, it was stopped by Ctrl-C.
-
-Ctrl-C ends the process at once, wherever it is: in an import of torch, which cannot be broken off in an orderly way, or
-while threads read. Only commands that have something to clean up get ``KeyboardInterrupt``.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import importlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Sequence
+from types import FrameType, ModuleType
 from typing import Any, Final, NoReturn
 
 from robust_dcp.cli.output import CommandFailed, Output, safe_text
-from robust_dcp.cli.parser import WrongWords, parse
+from robust_dcp.version import __version__
 
-__all__ = ["CANNOT", "main"]
+__all__ = ["COMMANDS", "main", "parse"]
 
-CANNOT: Final = 2
-"""The exit code of a command that could not do its work."""
+COMMANDS: Final = ("inspect", "verify", "diff", "convert", "copy", "report", "ls", "prune", "bench", "doctor")
 
+_CANNOT: Final = 2
 _STOPPED: Final = 130  # what shells report of a program that SIGINT has ended
-_CLEANS_UP: Final = ("convert", "copy", "doctor", "prune")
-_HEAVY: Final = ("numpy", "robust_dcp", "torch")
+_WIDTH: Final = 100
+_STARTS: Final = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
+"""What each shell reads when it begins."""
 
 
 def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
     words = sys.argv[1:]
     Output.as_json = "--json" in words  # also for errors in other words, which come before the option is looked at
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # in the background, shells ignore Ctrl-C
+    ours = ours and threading.current_thread() is threading.main_thread()
     try:
-        name, options = parse(words)
+        run, options = parse(words)
         Output.as_json = options.pop("json")
-        run = importlib.import_module(f"robust_dcp.cli.{name}").run
-        with _stopped_at_once(cleans_up=name in _CLEANS_UP):
-            code = run(**options) or 0
+        if ours:
+            signal.signal(signal.SIGINT, _stop)
+        code = run(**options) or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
-        _exit(_STOPPED, "stopped")
+        code = _failed("stopped", _STOPPED)
     except BrokenPipeError:
         os._exit(0)  # as of `robust-dcp inspect … | head`. Python would try to flush stdout, and say that it cannot
-    except WrongWords as error:
-        if not Output.as_json:
-            print(error.usage, end="", file=sys.stderr)
-        _exit(CANNOT, str(error))
     except CommandFailed as error:
-        _exit(CANNOT, str(error))
+        print("" if Output.as_json else error.usage, end="", file=sys.stderr)
+        code = _failed(str(error))
     except Exception as error:
-        if not _is_expected(error):
+        of_ours = getattr(sys.modules.get("robust_dcp.errors"), "RobustCheckpointError", OSError)
+        if not isinstance(error, (OSError, of_ours)):
             raise
-        _exit(CANNOT, getattr(error, "message", None) or str(error))
-    raise SystemExit(code)
-
-
-@contextlib.contextmanager
-def _stopped_at_once(*, cleans_up: bool) -> Iterator[None]:
-    """Let Ctrl-C end the process within the block. A process that ignores it, as one that a shell has put in the
-    background, still ignores it.
-
-    Args:
-        cleans_up: whether the command is to get ``KeyboardInterrupt``, except while it imports: torch and numpy catch
-            it there, or end in other errors, and nothing has been touched by then.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if cleans_up and not _is_importing(frame):
-            signal.default_int_handler(number, frame)
-        if sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")  # the line of a progress bar
-        _say("stopped")
-        sys.stdout.flush()
-        os._exit(_STOPPED)
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
+        code = _failed(getattr(error, "message", None) or str(error))
     finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether the body of a module of heavy packages is on the stack."""
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if frame.f_code.co_name == "<module>" and name.partition(".")[0] in _HEAVY:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_expected(error: Exception) -> bool:
-    """Whether the message alone tells the user all that there is to know."""
-    ours = sys.modules.get("robust_dcp.errors")
-    is_ours: Any = ours is not None and isinstance(error, ours.RobustCheckpointError)
-    return bool(is_ours) or isinstance(error, OSError)
-
-
-def _exit(code: int, message: str) -> NoReturn:
-    _say(message)
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     raise SystemExit(code)
 
 
-def _say(error: str) -> None:
+def parse(words: Sequence[str]) -> tuple[Callable[..., int | None], dict[str, Any]]:
+    """What runs the command, and its options. ``--help``, ``--version`` and completion print, and end the process.
+
+    Raises:
+        CommandFailed: the words make no sense.
+    """
+    name = words[0] if words else "--help"
+    if name in COMMANDS:
+        command = _module(name)
+        return command.run, vars(_parser_of(name, command).parse_intermixed_args(words[1:]))
+    summaries = "\n".join(f"  {each:<10}{(_module(each).__doc__ or '').partition(chr(10))[0]}" for each in COMMANDS)
+    parser = _Parser(
+        "robust-dcp",
+        "Look at, check, compare, convert and move PyTorch distributed checkpoints: those of robust_dcp, of stock\n"
+        f"torch.distributed.checkpoint and of Megatron-Core. Nothing in a checkpoint is executed.\n\ncommands:\n"
+        f"{summaries}\n\nExit codes: 0 all is well, 1 a problem was found, 2 the command could not do its work.",
+    )
+    parser.add_argument("--version", action="version", version=f"robust-dcp {__version__}")
+    parser.add_argument(
+        "--install-completion", action="store_true", help="Complete commands and options in this shell."
+    )
+    parser.add_argument("--show-completion", action="store_true", help="Print the script that does so.")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help="… COMMAND --help says more.")
+    asked = parser.parse_args(words or ["--help"])
+    if not (asked.install_completion or asked.show_completion):
+        parser.error(f"{name} comes after the command")
+    _complete(install=asked.install_completion)
+    raise SystemExit(0)
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(
+            prog=name,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH, max_help_position=34),
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandFailed(message, self.format_usage())
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"robust_dcp.cli.{name}")
+
+
+def _parser_of(name: str, command: ModuleType) -> _Parser:
+    parser = _Parser(f"robust-dcp {name}", command.__doc__ or "")
+    command.declare(parser)
+    parser.add_argument("--json", action="store_true", help="Print one JSON object, sizes in bytes.")
+    return parser
+
+
+def _complete(*, install: bool) -> None:
+    """Print what the user's shell reads to complete commands and options, or let each new shell read it."""
+    shell = os.path.basename(os.environ.get("SHELL", "bash"))
+    if shell not in _STARTS:
+        raise CommandFailed(f"{shell} is not a shell that can complete: set SHELL to bash, zsh or fish")
+    if install:
+        file, script = os.path.expanduser(_STARTS[shell]), f"SHELL={shell} robust-dcp --show-completion"
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        with open(file, "a", encoding="utf-8") as start:
+            start.write(f"\n{script} | source\n" if shell == "fish" else f'\neval "$({script})"\n')
+        print(f"{file} has a new line: begin a new shell")
+        return
+    options = {each for name in COMMANDS for each in _parser_of(name, _module(name))._option_string_actions}
+    words = " ".join([*COMMANDS, *sorted(options)])
+    if shell == "fish":
+        print(f"complete -c robust-dcp -a '{words}'")
+    else:
+        print("autoload -Uz bashcompinit && bashcompinit\n" * (shell == "zsh"), end="")
+        print(f"complete -o default -W '{words} ' robust-dcp")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """End the process at once, wherever it is: in an import of torch, which catches ``KeyboardInterrupt``, or while
+    threads read. A command that has something to clean up gets ``KeyboardInterrupt`` instead."""
+    if Output.cleans_up:
+        signal.default_int_handler(number, frame)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")  # the line of a progress bar
+    _failed("stopped")
+    sys.stdout.flush()
+    os._exit(_STOPPED)
+
+
+def _failed(error: str, code: int = _CANNOT) -> int:
     if Output.as_json:
         Output.put({"error": error})
     print(f"robust-dcp: {safe_text(error)}", file=sys.stderr, flush=True)
+    return code

@@ -1,80 +1,82 @@
-"""``robust-dcp bench``: what a device gives, and the options to set for it."""
+"""Measure how fast a device writes and reads, direct and buffered, and say which options suit it.
+
+Its files have no names, so nothing stays behind, also after Ctrl-C. It uses at most a quarter of the free
+space, and 512 MiB at a time. The device should have nothing else to do meanwhile.
+
+Examples:
+  robust-dcp bench checkpoints
+  robust-dcp bench /mnt/nvme --seconds 20 --json
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from argparse import ArgumentParser
+from typing import Any
 
+from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.output import CommandFailed, Output, size
 
-if TYPE_CHECKING:
-    from robust_dcp.storage.tuning import TunedOptions
+__all__ = ["declare", "run"]
 
-__all__ = ["run"]
+
+def declare(parser: ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("path", type=local_path, help="A directory on the device. It need not exist.")
+    measure = "About how long to measure."
+    parser.add_argument("--seconds", type=number_in(float, 0.1, 600), default=8.0, help=measure)
 
 
 def run(path: str, *, seconds: float) -> None:
     """Print how fast a device writes and reads, and which options suit it."""
-    directory = _existing(path)
-    Output.note(f"{directory}: writes and reads for about {seconds:g} s")
-    from robust_dcp.storage.tuning import tune  # only here, because it imports torch
-
-    tuned = tune(directory, seconds=seconds)
-    if Output.as_json:
-        Output.put(_as_json(directory, tuned))
-        return
-    rows = [
-        (
-            *(what, "direct" if row.setting.direct else "buffered", row.setting.depth),
-            f"{size(row.nbytes_per_second)}/s",
-            f"{row.cpu_seconds / row.nbytes * (1 << 30):.2f}",
-            "chosen" if row.setting == chosen else "",
-        )
-        for what, table, chosen in (("write", tuned.table, tuned.writing), ("read", tuned.read_table, tuned.reading))
-        for row in table
-    ]
-    columns = ("what", "I/O", "threads", "rate", "CPU s/GiB", "choice")
-    Output.table(columns, rows, right=("threads", "rate", "CPU s/GiB"))
-    if tuned.direct_refused:
-        Output.note(f"direct I/O was not measured: {tuned.direct_refused}")
-    Output.note(f"WriteOptions({_arguments(tuned.writer_options)})")
-    Output.note(f"ReadOptions({_arguments(tuned.reader_options)})")
-    Output.note(f"Megatron: ROBUST_DCP_WRITER_THREADS={tuned.writer_options['threads']}")
-
-
-def _existing(path: str) -> str:
-    """The nearest directory that exists, checked here so that the error needs no torch."""
-    directory = os.path.abspath(path)
+    directory = os.path.abspath(path)  # the nearest one that exists, found here so that an error needs no torch
     while not os.path.isdir(directory):
         if os.path.lexists(directory):
             raise CommandFailed(f"{directory} is not a directory: give the directory that checkpoints go to")
         directory = os.path.dirname(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise CommandFailed(f"{directory} cannot be written to: check who owns it, and give another directory")
-    return directory
+    Output.note(f"{directory}: writes and reads for about {seconds:g} s")
+    from robust_dcp.storage.tuning import tune
 
-
-def _arguments(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
-
-
-def _as_json(directory: str, tuned: TunedOptions) -> dict[str, Any]:
-    return {
-        "path": directory,
-        "environment": {"ROBUST_DCP_WRITER_THREADS": str(tuned.writer_options["threads"])},
-        "writer_options": tuned.writer_options,
-        "reader_options": tuned.reader_options,
-        "direct_refused": tuned.direct_refused,
-        "measured": [
-            {
-                "what": what,
-                "direct": row.setting.direct,
-                "threads": row.setting.depth,
-                "nbytes": row.nbytes,
-                "seconds": row.seconds,
-                "cpu_seconds": row.cpu_seconds,
-            }
-            for what, table in (("write", tuned.table), ("read", tuned.read_table))
-            for row in table
-        ],
-    }
+    tuned = tune(directory, seconds=seconds)
+    tables = {"write": (tuned.table, tuned.writing), "read": (tuned.read_table, tuned.reading)}
+    measured: list[dict[str, Any]] = [
+        {
+            "what": what,
+            "direct": row.setting.direct,
+            "threads": row.setting.depth,
+            "nbytes": row.nbytes,
+            "seconds": row.seconds,
+            "cpu_seconds": row.cpu_seconds,
+        }
+        for what, (table, _) in tables.items()
+        for row in table
+    ]
+    threads = tuned.writer_options["threads"]
+    Output.put(
+        {
+            "path": directory,
+            "environment": {"ROBUST_DCP_WRITER_THREADS": str(threads)},
+            "writer_options": tuned.writer_options,
+            "reader_options": tuned.reader_options,
+            "direct_refused": tuned.direct_refused,
+            "measured": measured,
+        }
+    )
+    rows = [
+        (
+            *(each["what"], "direct" if each["direct"] else "buffered", each["threads"]),
+            f"{size(each['nbytes'] / max(each['seconds'], 1e-9))}/s",
+            f"{each['cpu_seconds'] / each['nbytes'] * (1 << 30):.2f}",
+            "chosen" if tables[each["what"]][1] == (each["direct"], each["threads"]) else None,
+        )
+        for each in measured
+    ]
+    columns = ("what", "I/O", "threads", "rate", "CPU s/GiB", "choice")
+    Output.table(columns, rows, right=("threads", "rate", "CPU s/GiB"))
+    if tuned.direct_refused:
+        Output.note(f"direct I/O was not measured: {tuned.direct_refused}")
+    for name, options in (("WriteOptions", tuned.writer_options), ("ReadOptions", tuned.reader_options)):
+        Output.note(f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})")
+    Output.note(f"Megatron: ROBUST_DCP_WRITER_THREADS={threads}")

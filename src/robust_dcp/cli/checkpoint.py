@@ -12,21 +12,8 @@ from robust_dcp.storage.files.what_is_there import what_is_there
 
 if TYPE_CHECKING:
     from robust_dcp.contents.read import Contents
-    from robust_dcp.storage.files.disk import Disk
 
-__all__ = ["check_is_there", "disk_of", "holds_checkpoint", "open_checkpoint", "summary", "summary_json"]
-
-
-def disk_of(path: str) -> Disk:
-    """The file system of a path, or the store of a URL."""
-    if not is_url(path):
-        return PosixDisk()
-    from robust_dcp.storage.remote.remote_disk import RemoteDisk
-
-    try:
-        return RemoteDisk(path)
-    except ValueError as error:
-        raise CommandFailed(str(error)) from error
+__all__ = ["check_is_there", "holds_checkpoint", "open_checkpoint", "summary", "summary_json"]
 
 
 def holds_checkpoint(path: str) -> bool:
@@ -50,7 +37,7 @@ def check_is_there(path: str) -> None:
 
 
 def open_checkpoint(path: str) -> Contents:
-    """What the checkpoint at ``path`` holds.
+    """What the checkpoint at a path or URL holds.
 
     Raises:
         CommandFailed: there is no checkpoint.
@@ -58,22 +45,17 @@ def open_checkpoint(path: str) -> Contents:
     """
     check_is_there(path)
     from robust_dcp.contents.read import read_contents
+    from robust_dcp.storage.remote.remote_disk import RemoteDisk
 
-    return read_contents(disk_of(path), path)
-
-
-def summary(contents: Contents) -> str:
-    """The checkpoint in one line."""
-    n_tensors = sum(item.is_tensor for item in contents.items)
-    return (
-        f"{contents.path}: {number(n_tensors, 'tensor')}, {number(len(contents.items) - n_tensors, 'object')}, "
-        f"{size(contents.nbytes)} in {number(len(contents.files), 'file')} ({size(contents.file_nbytes)}), layout "
-        f"{contents.layout}, written by {contents.written_by} {age(contents.saved_seconds)}"
-    )
+    try:
+        disk = RemoteDisk(path) if is_url(path) else PosixDisk()
+    except ValueError as error:
+        raise CommandFailed(str(error)) from error
+    return read_contents(disk, path)
 
 
 def summary_json(contents: Contents) -> dict[str, Any]:
-    """The same as plain values."""
+    """What it holds, in numbers."""
     n_tensors = sum(item.is_tensor for item in contents.items)
     return {
         "path": contents.path,
@@ -83,7 +65,17 @@ def summary_json(contents: Contents) -> dict[str, Any]:
         "saved_seconds": contents.saved_seconds,
         "tensors": n_tensors,
         "objects": len(contents.items) - n_tensors,
-        "nbytes": contents.nbytes,
+        "nbytes": sum(item.nbytes for item in contents.items),
         "files": len(contents.files),
         "file_nbytes": contents.file_nbytes,
     }
+
+
+def summary(contents: Contents) -> str:
+    """The same in one line."""
+    of = summary_json(contents)
+    return (
+        f"{of['path']}: {number(of['tensors'], 'tensor')}, {number(of['objects'], 'object')}, {size(of['nbytes'])} in "
+        f"{number(of['files'], 'file')} ({size(of['file_nbytes'])}), layout {of['layout']}, written by "
+        f"{of['written_by']} {age(of['saved_seconds'])}"
+    )

@@ -1,18 +1,55 @@
-"""``robust-dcp convert``: a checkpoint in another form."""
+"""Make a checkpoint, the safetensors files of a Hugging Face model, or one file of torch.save.
+
+The target appears when it is whole. If the command is cut off, start it again.
+
+Examples:
+  robust-dcp convert checkpoints/step_1000 model --to safetensors --select 'model.*' --rename 'model.*=*'
+  robust-dcp convert checkpoints/step_1000 step_1000.pt --to torch
+  robust-dcp convert step_1000.pt checkpoints/step_1000 --to dcp --dtype bfloat16 --dtype 'lm_head.*=float32'
+"""
 
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from robust_dcp.cli.arguments import local_path, nbytes_in, number_in, pair
 from robust_dcp.cli.checkpoint import open_checkpoint, summary
 from robust_dcp.cli.output import CommandFailed, Output, number, size
-from robust_dcp.conversion.rules import Rules
 
-__all__ = ["run"]
+__all__ = ["declare", "run"]
 
 _MEMORY_NBYTES: Final = 64 << 20
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Add the options."""
+
+    def many(name: str, kind: Callable[[str], Any], help: str) -> None:
+        parser.add_argument(name, action="append", default=[], type=kind, help=help)
+
+    parser.add_argument("source", type=local_path, help="A checkpoint, or a file of torch.save.")
+    parser.add_argument("target", type=local_path, help="A directory; with --to torch a file.")
+    parser.add_argument("--to", choices=("dcp", "safetensors", "torch"), required=True, help="What to make.")
+    many("--select", str, "Only items with such names.")
+    many("--exclude", str, "No items with such names.")
+    many("--rename", pair, "New names: 'model.*=*'. What * stood for is put in. The first that fits counts.")
+    many("--dtype", _cast, "Cast floating tensors: bfloat16, or 'lm_head.*=float32'. The last that fits counts.")
+    most = "safetensors: the most bytes in a file."
+    parser.add_argument("--max-shard-size", type=nbytes_in, default="5GiB", help=most)
+    parser.add_argument("--config", type=local_path, help="safetensors: copy config.json and the tokenizer from here.")
+    parser.add_argument("--layout", default="torch", help="dcp: of the data files, torch (default) or safetensors.")
+    parser.add_argument("--files", type=number_in(int, 1), default=1, help="dcp: how many data files.")
+    parser.add_argument("--flat", action="store_true", help="torch: one dict by names instead of a nested one.")
+    parser.add_argument("--force", action="store_true", help="Replace a target that exists.")
+
+
+def _cast(text: str) -> tuple[str, str]:
+    """``"bfloat16"`` -> ``("*", "bfloat16")``."""
+    return pair(text) if "=" in text else ("*", text)
 
 
 def run(
@@ -33,15 +70,15 @@ def run(
 ) -> None:
     """Make a checkpoint in another form."""
     try:
-        rules = Rules(tuple(select), tuple(exclude), tuple(rename), tuple(dtype))
         if os.path.isfile(source):
             Output.say(f"{source}: a file of {size(os.path.getsize(source))}")
         else:
             Output.say(summary(open_checkpoint(source)))
 
-        from robust_dcp.conversion.convert import convert
+        from robust_dcp.conversion import Rules, convert
 
-        with Output.progress("convert", 0) as show:
+        rules = Rules(tuple(select), tuple(exclude), tuple(rename), tuple(dtype))
+        with Output.cleaning_up(), Output.progress("convert") as show:
             report = convert(
                 source,
                 target,

@@ -1,110 +1,110 @@
-"""``robust-dcp diff``: how two checkpoints differ."""
+"""Show how two checkpoints differ: in their structure, and with --values in what they hold.
+
+They may be of any kind and sharded in any way. The exit code is 0 if they are equal, and 1 if they differ.
+
+Examples:
+  robust-dcp diff checkpoints/step_1000 checkpoints/step_2000
+  robust-dcp diff ours stock --values
+  robust-dcp diff before after 'model.layers.0.*' --values --tolerance 1e-6
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import ArgumentParser
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
+from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number
-from robust_dcp.comparison.structures import StructureDifference, compare_structures
-from robust_dcp.contents.read import Contents, fits
 
-__all__ = ["run"]
+__all__ = ["declare", "run"]
 
-_MEMORY_NBYTES: Final = 32 << 20
+
+def declare(parser: ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("first", type=local_path, help="A checkpoint's directory.")
+    parser.add_argument("second", type=local_path, help="Another one's.")
+    parser.add_argument("pattern", nargs="*", help="Compare only items with such names, for example 'model.*'.")
+    parser.add_argument("--values", action="store_true", help="Compare the values, too.")
+    smaller = "Smaller differences count as equal."
+    parser.add_argument("--tolerance", type=number_in(float, 0), default=0.0, help=smaller)
+    parser.add_argument("--chunks", action="store_true", help="Compare also how tensors are cut into chunks.")
 
 
 def run(first: str, second: str, pattern: list[str], *, values: bool, tolerance: float, chunks: bool) -> int:
     """Print how two checkpoints differ."""
-    contents = open_checkpoint(first), open_checkpoint(second)
-    for each in contents:
+    both = open_checkpoint(first), open_checkpoint(second)
+    for each in both:
         Output.say(summary(each))
-
-    def is_wanted(name: str) -> bool:
-        return not pattern or fits(name, pattern)
-
-    if pattern and not any(is_wanted(item.name) for each in contents for item in each.items):
+    before, after = ({item.name: item for item in each.items if item.fits(pattern)} for each in both)
+    if pattern and not before and not after:
         raise CommandFailed(f"no item of either checkpoint has such a name: {' '.join(pattern)}")
-    structure = compare_structures(*contents, is_wanted=is_wanted, chunks=chunks)
-    _show_structure(structure)
-    found = _compare_values(contents, structure.common, tolerance) if values else _Values()
-    Output.put(
-        {
-            "first": summary_json(contents[0]),
-            "second": summary_json(contents[1]),
-            "are_equal": not (structure or found.tensors or found.objects),
-            **_structure_json(structure),
-            "compared": found.compared,
-            "tensors": found.tensors,
-            "objects": found.objects,
-        }
-    )
-    if structure or found.tensors or found.objects:
-        return FOUND
-    what = "structure and values" if values else "structure"
-    Output.say(f"No difference in the {what} of {number(len(structure.common), 'item')}.")
-    return 0
-
-
-def _show_structure(structure: StructureDifference) -> None:
+    removed = [{"name": name, "is": item.words} for name, item in before.items() if name not in after]
+    added = [{"name": name, "is": item.words} for name, item in after.items() if name not in before]
+    changed = []
+    common = [name for name in before if name in after and before[name].words == after[name].words]
+    for name in (name for name in before if name in after):
+        cuts = [frozenset((chunk.offsets, chunk.sizes) for chunk in each[name].chunks) for each in (before, after)]
+        was, now = before[name].words, after[name].words
+        if chunks and was == now and cuts[0] != cuts[1]:
+            was, now = f"{was} in {len(cuts[0])} chunks", f"{now} in {len(cuts[1])} chunks, cut otherwise"
+        if was != now:
+            changed.append({"name": name, "before": was, "after": now})
     rows = [
-        *(("only in the first", item.name, item.words, None) for item in structure.removed),
-        *(("only in the second", item.name, None, item.words) for item in structure.added),
-        *(("changed", each.name, each.before, each.after) for each in structure.changed),
+        *(("only in the first", each["name"], each["is"], None) for each in removed),
+        *(("only in the second", each["name"], None, each["is"]) for each in added),
+        *(("changed", *each.values()) for each in changed),
     ]
     if rows:
         Output.table(("difference", "name", "first", "second"), rows)
+    tensors: list[dict[str, Any]] = []
+    objects: list[dict[str, str]] = []
+    if values:
+        tensors, objects = _different_values(both[0].path, both[1].path, common, tolerance)
+    are_equal = not (rows or tensors or objects)
+    Output.put(
+        {
+            "first": summary_json(both[0]),
+            "second": summary_json(both[1]),
+            "are_equal": are_equal,
+            "added": added,
+            "removed": removed,
+            "changed": changed,
+            "compared": len(common) if values else 0,
+            "tensors": tensors,
+            "objects": objects,
+        }
+    )
+    if are_equal:
+        what = "structure and values" if values else "structure"
+        Output.say(f"No difference in the {what} of {number(len(common), 'item')}.")
+    return 0 if are_equal else FOUND
 
 
-class _Values:
-    """What differs in the values, as plain rows."""
+def _different_values(
+    first: str, second: str, names: list[str], tolerance: float
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    from robust_dcp.comparison import compare_objects, compare_tensors
 
-    def __init__(self) -> None:
-        self.compared = 0
-        self.tensors: list[dict[str, Any]] = []
-        self.objects: list[dict[str, str]] = []
-
-
-def _compare_values(contents: tuple[Contents, Contents], names: Sequence[str], tolerance: float) -> _Values:
-    from robust_dcp.comparison.values import compare_objects, compare_tensors
-
-    items = contents[0].by_name
-    tensors = [name for name in names if items[name].is_tensor]
-    first, second = (each.path for each in contents)
-    found = _Values()
-    with Output.progress("compare", sum(items[name].nbytes for name in tensors)) as progress:
-        for name, difference in compare_tensors(
-            first, second, tensors, buffer_nbytes=_MEMORY_NBYTES, progress=progress
-        ):
-            found.compared += 1
-            if difference.exceeds(tolerance):
-                found.tensors.append({"name": name, **asdict(difference)})
-    objects = [name for name in names if not items[name].is_tensor]
-    found.objects = [asdict(each) for each in compare_objects(first, second, objects)]
-    found.compared += len(objects)
-    if found.tensors:
-        Output.table(
-            ("name", "differing", "of", "max absolute", "max relative", "NaN", "infinite"),
-            [
-                (
-                    *(row["name"], row["differing"], row["numel"]),
-                    *("bytes" if row[key] is None else f"{row[key]:.6g}" for key in ("max_absolute", "max_relative")),
-                    *(f"{row[key][0]} / {row[key][1]}" for key in ("nan", "infinite")),
-                )
-                for row in found.tensors
-            ],
-            right=("differing", "of", "max absolute", "max relative", "NaN", "infinite"),
-        )
-    if found.objects:
-        Output.table(("name", "first", "second"), [tuple(row.values()) for row in found.objects])
-    return found
-
-
-def _structure_json(structure: StructureDifference) -> dict[str, Any]:
-    return {
-        "added": [{"name": item.name, "is": item.words} for item in structure.added],
-        "removed": [{"name": item.name, "is": item.words} for item in structure.removed],
-        "changed": [asdict(each) for each in structure.changed],
-    }
+    with Output.progress("compare") as progress:
+        tensors = [
+            {"name": name, **asdict(difference)}
+            for name, difference in compare_tensors(first, second, names, progress=progress)
+            if difference.exceeds(tolerance)
+        ]
+    objects = [asdict(each) for each in compare_objects(first, second, names)]
+    if tensors:
+        columns = ("name", "differing", "of", "max absolute", "max relative", "NaN", "infinite")
+        rows = [
+            (
+                *(each["name"], each["differing"], each["numel"]),
+                *("bytes" if each[key] is None else f"{each[key]:.6g}" for key in ("max_absolute", "max_relative")),
+                *(f"{each[key][0]} / {each[key][1]}" for key in ("nan", "infinite")),
+            )
+            for each in tensors
+        ]
+        Output.table(columns, rows, right=columns[1:])
+    if objects:
+        Output.table(("name", "first", "second"), [tuple(each.values()) for each in objects])
+    return tensors, objects

@@ -1,4 +1,11 @@
-"""``robust-dcp doctor``: what a job would trip over here, and what to do. It imports no torch."""
+"""Look at versions, network, limits and the file system, and say what to do about each finding.
+
+With PATH it makes a few small files there, and removes them. Exit code 1 means that there is a problem.
+
+Examples:
+  robust-dcp doctor /mnt/checkpoints
+  robust-dcp doctor /mnt/checkpoints --json | jq '.findings[] | select(.state == "problem")'
+"""
 
 from __future__ import annotations
 
@@ -12,11 +19,13 @@ import socket
 import tempfile
 import threading
 import time
+from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Final, NamedTuple
 
+from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import FOUND, Output, number, size
 from robust_dcp.environment import VARIABLES, value_of
@@ -25,7 +34,7 @@ from robust_dcp.storage.files.kernel import is_of_this_machine, mount_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.version import __version__
 
-__all__ = ["run"]
+__all__ = ["declare", "run"]
 
 _PACKAGES: Final = ("torch", "numpy", "msgspec", "isal")
 _LEAST_TORCH: Final = (2, 7)
@@ -53,6 +62,11 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
+def declare(parser: ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("path", nargs="?", type=local_path, help="The directory that checkpoints go to.")
+
+
 def run(path: str | None) -> int:
     """Print what may get in the way of checkpoints here."""
     if path is not None:
@@ -60,7 +74,8 @@ def run(path: str | None) -> int:
     Output.note(f"robust-dcp {__version__}: versions, network and limits" + (f", and {path}" if path else ""))
     findings = [*_versions(), *_variables(), _gloo(), _network(), _open_files()]
     if path is not None:
-        findings += _file_system(path)
+        with Output.cleaning_up():
+            findings += _file_system(path)
     counts = Counter(each.state for each in findings)
     Output.put({"path": path, "findings": [each._asdict() for each in findings], "problems": counts["problem"]})
     Output.table(("state", "what", "found", "what to do"), findings)
@@ -178,11 +193,9 @@ def _network() -> Finding:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
-    if soft != resource.RLIM_INFINITY and soft < _FEWEST_FILES:
-        advice = f"ulimit -n {_FEWEST_FILES} (the most that is allowed here: {hard})"
-        return Finding("warning", "open files", text, advice)
-    return Finding("ok", "open files", text)
+    if soft == resource.RLIM_INFINITY or soft >= _FEWEST_FILES:
+        return Finding("ok", "open files", "unlimited" if soft == resource.RLIM_INFINITY else str(soft))
+    return Finding("warning", "open files", str(soft), f"ulimit -n {_FEWEST_FILES} (the most here: {hard})")
 
 
 def _file_system(path: str) -> Iterator[Finding]:
@@ -202,18 +215,13 @@ def _file_system(path: str) -> Iterator[Finding]:
         yield Finding("problem", "writing", f"{error.strerror}", f"make {path} writable for the user of the job")
         return
     try:
-        yield _tried("direct I/O", _direct, directory)
-        yield _tried("locks", _locks, directory)
-        yield _tried("commit", _commit, directory)
+        for name, look in (("direct I/O", _direct), ("locks", _locks), ("commit", _commit)):
+            try:
+                yield look(PosixDisk(), name, directory)
+            except errors.StorageError as error:  # noqa: PERF203 three times
+                yield Finding("problem", name, error.message, "look at the kernel's log, and at quotas")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _tried(name: str, check: Callable[[str], Finding], directory: str) -> Finding:
-    try:
-        return check(directory)
-    except errors.StorageError as error:
-        return Finding("problem", name, error.message, "look at the kernel's log, and at quotas")
 
 
 def _mount(path: str) -> Finding:
@@ -228,43 +236,37 @@ def _mount(path: str) -> Finding:
     if is_of_this_machine(path):
         advice = "several nodes need a file system that they share"
         return Finding("warning", name, f"{found}, of this machine alone", advice)
-    options = dict(option.partition("=")[::2] for option in mount.options)
-    if "nolock" in options or options.get("local_lock", "none") in ("all", "flock"):
+    if {"nolock", "local_lock=all", "local_lock=flock"} & set(mount.options):
         advice = "mount without nolock and local_lock: two saves into one directory do not see each other's lock"
         return Finding("warning", name, f"{found}; locks are of this machine only", advice)
     return Finding("ok", name, found)
 
 
-def _direct(directory: str) -> Finding:
-    disk = PosixDisk()
+def _direct(disk: PosixDisk, name: str, directory: str) -> Finding:
     file = disk.open_new(os.path.join(directory, "direct"), direct=True)
-    try:
-        if file.alignment is None:
-            advice = "saves go through the page cache, which costs memory and processor time"
-            return Finding("warning", "direct I/O", file.why_buffered or "it is refused", advice)
-        return Finding("ok", "direct I/O", f"yes, aligned to {file.alignment.offset} bytes")
-    finally:
-        disk.close(file)
+    disk.close(file)
+    if file.alignment is None:
+        advice = "saves go through the page cache, which costs memory and processor time"
+        return Finding("warning", name, file.why_buffered or "it is refused", advice)
+    return Finding("ok", name, f"yes, aligned to {file.alignment.offset} bytes")
 
 
-def _locks(directory: str) -> Finding:
-    disk, path = PosixDisk(), os.path.join(directory, "lock")
+def _locks(disk: PosixDisk, name: str, directory: str) -> Finding:
+    path = os.path.join(directory, "lock")
     first, second = disk.open_new(path), disk.open_read(path)
     try:
         taken, again = disk.lock(first), disk.lock(second, shared=True)
-        if taken and again is False:
-            return Finding("ok", "locks", "yes")
-        advice = "mount with flock: otherwise two saves find each other only before the commit"
-        found = "no flock" if taken is None else "a lock does not keep others out"
-        return Finding("warning", "locks", found, advice)
     finally:
-        for file in (first, second):
-            disk.close(file)
+        disk.close(first)
+        disk.close(second)
+    if taken and again is False:
+        return Finding("ok", name, "yes")
+    advice = "mount with flock: otherwise two saves find each other only before the commit"
+    return Finding("warning", name, "no flock" if taken is None else "a lock does not keep others out", advice)
 
 
-def _commit(directory: str) -> Finding:
+def _commit(disk: PosixDisk, name: str, directory: str) -> Finding:
     """What the commit of a save needs: fsync of a file and of its directory, and a rename in between."""
-    disk = PosixDisk()
     source, target = os.path.join(directory, "new"), os.path.join(directory, "committed")
     started = time.perf_counter()
     disk.write_file(source, b"x" * 4096)
@@ -273,5 +275,5 @@ def _commit(directory: str) -> Finding:
     seconds = time.perf_counter() - started
     if disk.exists(source) or disk.read_file(target) != b"x" * 4096:
         advice = "do not keep checkpoints on this file system"
-        return Finding("problem", "commit", "a renamed file is not what it was", advice)
-    return Finding("ok", "commit", f"yes, fsync and rename took {seconds * 1000:.0f} ms")
+        return Finding("problem", name, "a renamed file is not what it was", advice)
+    return Finding("ok", name, f"yes, fsync and rename took {seconds * 1000:.0f} ms")

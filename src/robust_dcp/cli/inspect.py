@@ -1,34 +1,68 @@
-"""``robust-dcp inspect``: what a checkpoint holds."""
+"""Show what a checkpoint holds: names, dtypes, shapes, chunks, and where they lie.
+
+It reads .metadata only, and the sizes of the files.
+
+Examples:
+  robust-dcp inspect checkpoints/step_1000
+  robust-dcp inspect checkpoints/step_1000 'model.layers.0.*' --table
+  robust-dcp inspect checkpoints/step_1000 --files
+  robust-dcp inspect checkpoints/step_1000 --json | jq '.items[].name'
+"""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from robust_dcp.cli.arguments import number_in, place
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, Output, number, size
-from robust_dcp.contents.read import Contents, Item, fits
 from robust_dcp.storage.files.paths import writer_of
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from robust_dcp.contents.read import Contents, Item
+
+__all__ = ["declare", "run"]
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("path", type=place, help="The checkpoint's directory, or its URL.")
+    parser.add_argument("pattern", nargs="*", help="Show only items with such names, for example 'model.*.weight'.")
+    parser.add_argument("--table", action="store_true", help="One line for each item instead of a tree.")
+    parser.add_argument("--files", action="store_true", help="The data files instead of the items.")
+    parser.add_argument("--ranks", action="store_true", help="What each rank wrote.")
+    parser.add_argument("--dtype", action="store_true", help="How many bytes there are of each dtype.")
+    parser.add_argument("--depth", type=number_in(int, 1), default=3, help="How many levels of the tree are shown.")
 
 
 def run(path: str, pattern: list[str], *, table: bool, files: bool, ranks: bool, dtype: bool, depth: int) -> int:
     """Print what a checkpoint holds."""
     contents = open_checkpoint(path)
     Output.note(summary(contents))
-    items = [item for item in contents if not pattern or fits(item.name, pattern)]
+    items = [item for item in contents.items if item.fits(pattern)]
     if Output.as_json:
         Output.put(_as_json(contents, items))
     elif files:
-        _show_files(contents)
+        rows = [
+            (file.name, None if file.nbytes is None else size(file.nbytes), len(file.held), file.problem)
+            for file in contents.files
+        ]
+        Output.table(("file", "size", "chunks", "problem"), rows, right=("size", "chunks"))
     elif ranks:
         _show_ranks(contents)
     elif dtype:
-        _show_dtypes(items)
+        n_items = Counter(item.dtype or "object" for item in items)
+        nbytes: Counter[str] = Counter()
+        for item in items:
+            nbytes[item.dtype or "object"] += item.nbytes
+        of_dtypes = [(name, n_items[name], size(count)) for name, count in nbytes.most_common()]
+        Output.table(("dtype", "items", "size"), of_dtypes, right=("items", "size"))
     elif table:
-        _show_table(items)
+        columns = ("name", "dtype", "shape", "chunks", "size", "file")
+        Output.table(columns, map(_row, items), right=("chunks", "size"))
     else:
         _show_tree(items, depth)
     if pattern and not items:
@@ -37,58 +71,25 @@ def run(path: str, pattern: list[str], *, table: bool, files: bool, ranks: bool,
     return 0
 
 
-def _show_table(items: Sequence[Item]) -> None:
-    rows = (
-        (
-            item.name,
-            *(item.words.split(" ", 1) if item.is_tensor else ("object", "")),
-            len(item.chunks),
-            size(item.nbytes),
-            _first_file(item),
-        )
-        for item in items
-    )
-    Output.table(("name", "dtype", "shape", "chunks", "size", "file"), rows, right=("chunks", "size"))
-
-
-def _first_file(item: Item) -> str:
+def _row(item: Item) -> tuple[Any, ...]:
     names = sorted({chunk.file for chunk in item.chunks if chunk.file is not None})
-    return "" if not names else names[0] if len(names) == 1 else f"{names[0]} and {number(len(names) - 1, 'other')}"
-
-
-def _show_files(contents: Contents) -> None:
-    rows = (
-        (file.name, None if file.nbytes is None else size(file.nbytes), file.n_chunks, file.problem or "")
-        for file in contents.files
-    )
-    Output.table(("file", "size", "chunks", "problem"), rows, right=("size", "chunks"))
+    more = f" and {number(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    kind = (item.dtype, list(item.shape)) if item.is_tensor else ("object", None)
+    return (item.name, *kind, len(item.chunks), size(item.nbytes), f"{names[0]}{more}" if names else None)
 
 
 def _show_ranks(contents: Contents) -> None:
-    n_files: Counter[int | None] = Counter()
-    nbytes: Counter[int | None] = Counter()
-    chunks: Counter[int | None] = Counter()
+    totals: dict[int, list[int]] = {}
     for file in contents.files:
         writer = writer_of(file.name)
-        rank = None if writer is None else writer.rank
-        n_files[rank] += 1
-        nbytes[rank] += file.nbytes or 0
-        chunks[rank] += file.n_chunks
-    rows = (
-        ("unknown" if rank is None else rank, n_files[rank], size(nbytes[rank]), chunks[rank])
-        for rank in sorted(n_files, key=lambda rank: -1 if rank is None else rank)
-    )
+        total = totals.setdefault(-1 if writer is None else writer.rank, [0, 0, 0])
+        for which, count in enumerate((1, file.nbytes or 0, len(file.held))):
+            total[which] += count
+    rows = [
+        ("unknown" if rank < 0 else rank, n_files, size(nbytes), n_chunks)
+        for rank, (n_files, nbytes, n_chunks) in sorted(totals.items())
+    ]
     Output.table(("rank", "files", "size", "chunks"), rows, right=("rank", "files", "size", "chunks"))
-
-
-def _show_dtypes(items: Sequence[Item]) -> None:
-    n_items: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    for item in items:
-        n_items[item.dtype or "object"] += 1
-        nbytes[item.dtype or "object"] += item.nbytes
-    rows = ((dtype, n_items[dtype], size(count)) for dtype, count in nbytes.most_common())
-    Output.table(("dtype", "items", "size"), rows, right=("items", "size"))
 
 
 class _Branch:
@@ -104,15 +105,13 @@ class _Branch:
 def _show_tree(items: Sequence[Item], depth: int) -> None:
     root = _Branch()
     for item in items:
-        keys = [str(key) for key in item.path] if item.path else []
         # A key of the nested dict may be an FQN itself: {"model": {"layers.0.weight": …}}.
-        parts = [part for key in keys or [item.name] for part in key.split(".")]
+        parts = [part for key in item.path or (item.name,) for part in str(key).split(".")]
         branch = root
-        for part in [*parts[:-1], None]:
+        for part in parts[:-1]:
+            branch = branch.branches.setdefault(part, _Branch())
             branch.n_items += 1
             branch.nbytes += item.nbytes
-            if part is not None:
-                branch = branch.branches.setdefault(part, _Branch())
         branch.items.append((parts[-1], item))
     for line in _lines(root, depth, ""):
         Output.say(line)
@@ -150,7 +149,7 @@ def _as_json(contents: Contents, items: Sequence[Item]) -> dict[str, Any]:
                 "name": file.name,
                 "nbytes": file.nbytes,
                 "needed_nbytes": file.needed_nbytes,
-                "chunks": file.n_chunks,
+                "chunks": len(file.held),
                 "problem": file.problem,
             }
             for file in contents.files

@@ -1,14 +1,23 @@
-"""``robust-dcp ls``: the checkpoints below a directory."""
+"""List the checkpoints below a directory with step, size, state and age.
+
+It finds directories like step_1000, iter_0001000, global_step1000 and checkpoint-1000. Those whose
+names begin alike are a series. Series follow each other, and the newest line of each is its last.
+
+Examples:
+  robust-dcp ls checkpoints
+  robust-dcp ls checkpoints --json | jq '.checkpoints[].step'
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from typing import Any, Final
 
+from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.output import CommandFailed, Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, Series, parse_name, series_in
 from robust_dcp.on_demand import errors
@@ -18,10 +27,15 @@ from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metad
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
-__all__ = ["DirectoryState", "check_root", "run", "state_of_directory"]
+__all__ = ["check_root", "declare", "run", "state_of"]
 
 _THREADS: Final = 8  # a network file system answers several at once
 _RECENT_SECONDS: Final = 600.0
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("root", type=local_path, help="The directory that holds the checkpoints.")
 
 
 def run(root: str) -> None:
@@ -30,76 +44,66 @@ def run(root: str) -> None:
     check_root(root)
     now_seconds = time.time()
     removals = [name for name in disk.list_directory(root) if name.startswith(REMOVING_PREFIX)]
-    others = [
-        _other(os.path.join(root, name), name.removeprefix(REMOVING_PREFIX), DirectoryState.BEING_REMOVED)
-        for name in removals
-    ]
+    others = [_other(os.path.join(root, each), "being removed") for each in removals]
     checkpoints: list[Checkpoint] = []
     latest: list[Checkpoint | None] = []
     for series in series_in(disk, root):
-        committed, _ = series.look()
-        known = {each.path for each in committed}
-        committed = sorted([*committed, *_saved_by_each_rank(disk, series, known)])
+        committed = series.look()[0]
+        paths = {each.path for each in committed}
+        uncommitted = sorted(path for path in series.directories() if path not in paths)
+        by_ranks = [each for path in uncommitted if (each := _saved_by_each_rank(disk, series, path))]
+        paths |= {each.path for each in by_ranks}
+        committed = sorted([*committed, *by_ranks])
         checkpoints += committed
         latest.append(series.latest_of(committed))
-        uncommitted = sorted(set(series.directories()) - {each.path for each in committed})
-        others += [
-            _other(path, os.path.basename(path), state_of_directory(disk, path, now_seconds)) for path in uncommitted
-        ]
+        others += [_other(path, state_of(disk, path, now_seconds)) for path in uncommitted if path not in paths]
+
+    def row(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {
+            "step": checkpoint.step,
+            "name": checkpoint.name,
+            "path": checkpoint.path,
+            "nbytes": sum(_sizes_in(checkpoint.path)),
+            "saved_seconds": checkpoint.saved_seconds,
+            "state": state_of(disk, checkpoint.path, now_seconds),
+            "is_latest": checkpoint in latest,
+            "metrics": dict(checkpoint.metrics),
+            "provenance": dict(checkpoint.provenance),
+        }
+
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}")
-    metrics = sorted({name for each in checkpoints for name in each.metrics})
     with ThreadPoolExecutor(_THREADS) as pool:
-        rows = list(pool.map(lambda each: _row(disk, each, each in latest, now_seconds), checkpoints))
+        rows = list(pool.map(row, checkpoints))
     Output.put({"root": root, "checkpoints": rows, "uncommitted": others})
     if not rows and not others:
         if disk.exists(os.path.join(root, METADATA_NAME)):
-            Output.note(
-                "this is a checkpoint itself: give the directory that holds it, or see what it holds with inspect"
-            )
+            Output.note("this is a checkpoint itself: give the directory that holds it, or see inspect")
         return
-    Output.table(
-        ("step", "name", "size", "age", "state", *metrics),
-        [
-            *((row["step"], row["name"], size(row["nbytes"]), None, row["state"]) for row in others),
-            *(
-                (
-                    *(row["step"], row["name"], size(row["nbytes"]), age(row["saved_seconds"])),
-                    row["state"] + (", latest" if row["is_latest"] else ""),
-                    *(row["metrics"].get(name) for name in metrics),
-                )
-                for row in rows
-            ),
-        ],
-        right=("step", "size", *metrics),
-    )
+    metrics = sorted({name for each in checkpoints for name in each.metrics})
+    shown = [
+        (
+            *(each["step"], each["name"], size(each["nbytes"])),
+            age(each["saved_seconds"]) if "saved_seconds" in each else None,
+            each["state"] + (", latest" if each.get("is_latest") else ""),
+            *(each.get("metrics", {}).get(name) for name in metrics),
+        )
+        for each in (*others, *rows)
+    ]
+    Output.table(("step", "name", "size", "age", "state", *metrics), shown, right=("step", "size", *metrics))
 
 
-def _saved_by_each_rank(disk: Disk, series: Series, known: set[str]) -> Iterator[Checkpoint]:
-    """The checkpoints that DCP has saved with ``use_collectives=False``: each rank has left a file of its own."""
-    for path in series.directories():
-        metadata = os.path.join(path, metadata_name(0))
-        if path not in known and disk.exists(metadata):
-            step = series.step_of(os.path.basename(path)) or 0
-            yield Checkpoint(step, path, disk.modified_seconds(metadata))
+def _saved_by_each_rank(disk: Disk, series: Series, path: str) -> Checkpoint | None:
+    """A checkpoint that DCP has saved with ``use_collectives=False``: each rank has left a file of its own."""
+    metadata = os.path.join(path, metadata_name(0))
+    if not disk.exists(metadata):
+        return None
+    return Checkpoint(series.step_of(os.path.basename(path)) or 0, path, disk.modified_seconds(metadata))
 
 
-def _row(disk: Disk, checkpoint: Checkpoint, is_latest: bool, now_seconds: float) -> dict[str, Any]:
-    return {
-        "step": checkpoint.step,
-        "name": checkpoint.name,
-        "path": checkpoint.path,
-        "nbytes": _nbytes_in(checkpoint.path),
-        "saved_seconds": checkpoint.saved_seconds,
-        "state": state_of_directory(disk, checkpoint.path, now_seconds).value,
-        "is_latest": is_latest,
-        "metrics": dict(checkpoint.metrics),
-        "provenance": dict(checkpoint.provenance),
-    }
-
-
-def _other(path: str, name: str, state: DirectoryState) -> dict[str, Any]:
+def _other(path: str, state: str) -> dict[str, Any]:
+    name = os.path.basename(path).removeprefix(REMOVING_PREFIX)
     step = (parse_name(name) or ("", None))[1]
-    return {"step": step, "name": name, "path": path, "nbytes": _nbytes_in(path), "state": state.value}
+    return {"step": step, "name": name, "path": path, "nbytes": sum(_sizes_in(path)), "state": state}
 
 
 def check_root(root: str) -> None:
@@ -114,12 +118,8 @@ def check_root(root: str) -> None:
         raise CommandFailed(f"{root} cannot be read: check who owns the directory and with which mode")
 
 
-def _nbytes_in(path: str) -> int:
-    """Bytes of all files in a directory; those that vanish meanwhile count nothing."""
-    return sum(_sizes_in(path))
-
-
 def _sizes_in(path: str) -> Iterator[int]:
+    """The sizes of all files in a directory, without those that vanish meanwhile."""
     try:
         with os.scandir(path) as entries:
             for entry in entries:
@@ -131,30 +131,8 @@ def _sizes_in(path: str) -> Iterator[int]:
         return
 
 
-class DirectoryState(Enum):
-    """The value is what people read."""
-
-    COMMITTED = "committed"
-    SAVING_AGAIN = "committed, saving now"
-    SAVING = "saving now"
-    MAYBE_SAVING = "saving or crashed"
-    CRASHED = "crashed save"
-    COMMITTED_CRASHED = "committed, crashed save"
-    NOT_COMMITTED = "not committed"
-    EMPTY = "empty"
-    BEING_REMOVED = "being removed"
-    GONE = "gone"
-
-
-_BESIDE_A_CHECKPOINT: Final = {
-    DirectoryState.SAVING: DirectoryState.SAVING_AGAIN,
-    DirectoryState.MAYBE_SAVING: DirectoryState.SAVING_AGAIN,
-    DirectoryState.CRASHED: DirectoryState.COMMITTED_CRASHED,
-}
-
-
-def state_of_directory(disk: Disk, path: str, now_seconds: float) -> DirectoryState:
-    """What goes on in ``path``.
+def state_of(disk: Disk, path: str, now_seconds: float) -> str:
+    """What goes on in a directory, in words.
 
     Args:
         now_seconds: the time, in seconds since 1970.
@@ -162,35 +140,34 @@ def state_of_directory(disk: Disk, path: str, now_seconds: float) -> DirectorySt
     try:
         names = disk.list_directory(path)
     except errors.StorageError:
-        return DirectoryState.GONE
-    states = [_state_of_save(disk, path, name, now_seconds) for name in saving_files_in(names)]
-    saving = next((state for state in DirectoryState if state in states), None)
+        return "gone"
+    saves = [_save_in(disk, path, name, now_seconds) for name in saving_files_in(names)]
+    states = {save.state for save in saves if save is not None}
+
+    def is_recent() -> bool:
+        return (
+            now_seconds - max((_changed(disk, os.path.join(path, each)) for each in names), default=0) < _RECENT_SECONDS
+        )
+
+    is_running = SaveState.RUNNING in states
+    may_run = not is_running and SaveState.UNKNOWN in states and is_recent()
     if METADATA_NAME in names or metadata_name(0) in names:
-        return DirectoryState.COMMITTED if saving is None else _BESIDE_A_CHECKPOINT.get(saving, saving)
-    if saving is not None:
-        return saving
+        beside = ", saving now" if is_running or may_run else ", crashed save" if states else ""
+        return f"committed{beside}"
+    if is_running:
+        return "saving now"
+    if states and not may_run:
+        return "crashed save"
     if not names:
-        return DirectoryState.EMPTY
-    is_recent = now_seconds - _last_change(disk, path, names) < _RECENT_SECONDS  # stock keeps no journal
-    return DirectoryState.MAYBE_SAVING if is_recent else DirectoryState.NOT_COMMITTED
+        return "empty"
+    return "saving or crashed" if may_run or is_recent() else "not committed"  # stock leaves no file that tells
 
 
-def _state_of_save(disk: Disk, path: str, name: str, now_seconds: float) -> DirectoryState:
+def _save_in(disk: Disk, path: str, name: str, now_seconds: float) -> OtherSave | None:
     try:
-        save = OtherSave.read(disk, path, name, now_seconds=now_seconds)
-        if save is not None and save.state is SaveState.UNKNOWN:
-            changed = _last_change(disk, path, disk.list_directory(path))
-            return DirectoryState.MAYBE_SAVING if now_seconds - changed < _RECENT_SECONDS else DirectoryState.CRASHED
-    except errors.StorageError:
-        save = None
-    if save is None:  # it has ended meanwhile
-        return DirectoryState.COMMITTED
-    return DirectoryState.SAVING if save.state is SaveState.RUNNING else DirectoryState.CRASHED
-
-
-def _last_change(disk: Disk, path: str, names: list[str]) -> float:
-    """When a file of the directory was last written."""
-    return max((_changed(disk, os.path.join(path, name)) for name in names), default=0.0)
+        return OtherSave.read(disk, path, name, now_seconds=now_seconds)
+    except errors.StorageError:  # it has ended meanwhile
+        return None
 
 
 def _changed(disk: Disk, path: str) -> float:

@@ -12,9 +12,9 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -29,14 +29,13 @@ _JSON_VERSION: Final = 1
 _NARROWEST: Final = 12  # a column of a table in a terminal
 
 
-class ShowProgress(Protocol):
-    """Moves a progress bar."""
-
-    def __call__(self, done_nbytes: int, known_nbytes: int | None = None, /) -> None: ...
-
-
 class CommandFailed(Exception):
-    """A command cannot do its work. The message says why, and what to do. The process exits with 2."""
+    """A command cannot do its work, and the process exits with 2. The message says why, and what to do; ``usage`` how
+    the command is meant."""
+
+    def __init__(self, message: str, usage: str = "") -> None:
+        super().__init__(message)
+        self.usage = usage
 
 
 class Output:
@@ -44,16 +43,29 @@ class Output:
 
     Attributes:
         as_json: whether the user has asked for JSON. Then :meth:`say` and :meth:`table` print nothing.
+        cleans_up: whether Ctrl-C is to raise ``KeyboardInterrupt``, because something has to be cleaned up.
     """
 
     as_json: ClassVar[bool] = False
+    cleans_up: ClassVar[bool] = False
+
+    @classmethod
+    @contextmanager
+    def cleaning_up(cls) -> Iterator[None]:
+        """Let Ctrl-C raise ``KeyboardInterrupt`` in the block."""
+        cls.cleans_up = True
+        try:
+            yield
+        finally:
+            cls.cleans_up = False
 
     @classmethod
     def put(cls, value: dict[str, Any]) -> None:
         """Print one JSON object, if that was asked for. Its ``version`` changes when a field changes its meaning."""
         if cls.as_json:
-            sys.stdout.write(_as_json({"version": _JSON_VERSION, **msgspec.to_builtins(value, enc_hook=str)}) + "\n")
-            sys.stdout.flush()
+            # In names of files that are no UTF-8, bytes stand as "\udcff". msgspec would refuse them.
+            plain = _without_nan(msgspec.to_builtins(value, enc_hook=str))
+            print(json.dumps({"version": _JSON_VERSION, **plain}, indent=2), flush=True)
 
     @classmethod
     def say(cls, text: str = "") -> None:
@@ -69,20 +81,15 @@ class Output:
 
     @classmethod
     @contextmanager
-    def progress(cls, what: str, total_nbytes: int) -> Iterator[ShowProgress]:
+    def progress(cls, what: str) -> Iterator[Callable[[int, int], None]]:
         """A bar with the rate, on stderr, while the block runs. It is shown only in a terminal.
 
         Yields:
-            A function that is told how many bytes are done so far, and how many there are if that is known by then.
+            A function that is told how many bytes are done so far, and how many there are.
         """
         line = None if cls.as_json or not sys.stderr.isatty() else ProgressLine(safe_text(what))
-
-        def show(done_nbytes: int, known_nbytes: int | None = None) -> None:
-            if line is not None:
-                line.show(done_nbytes, total_nbytes if known_nbytes is None else known_nbytes)
-
         try:
-            yield show
+            yield (lambda done_nbytes, total_nbytes: None) if line is None else line.show
         finally:
             if line is not None:
                 line.clear()
@@ -98,38 +105,23 @@ class Output:
         """
         if cls.as_json:
             return
-        texts = ([safe_text("" if value is None else str(value)) for value in row] for row in rows)
+        lines = [[*columns], *([safe_text("" if value is None else str(value)) for value in row] for row in rows)]
         if not sys.stdout.isatty():
-            for row in ([*columns], *texts):
-                print("\t".join(row))
+            print("\n".join(map("\t".join, lines)))
             return
-        lines = [[*columns], *texts]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         room = shutil.get_terminal_size().columns - 2 * (len(columns) - 1)
         while sum(widths) > room and max(widths) > _NARROWEST:
-            widest = widths.index(max(widths))
-            others = max([width for place, width in enumerate(widths) if place != widest], default=0)
-            needed = max(widths[widest] - (sum(widths) - room), min(others, widths[widest] - 1), _NARROWEST)
-            widths[widest] = needed
+            widths[widths.index(max(widths))] -= 1
         for line in lines:
-            cells = [
-                [text] if len(text) <= width else textwrap.wrap(text, width)
-                for text, width in zip(line, widths, strict=True)
-            ]
-            for number in range(max(map(len, cells))):
-                parts = (cell[number] if number < len(cell) else "" for cell in cells)
+            cells = [textwrap.wrap(text, width) or [""] for text, width in zip(line, widths, strict=True)]
+            for place in range(max(map(len, cells))):
+                texts = [cell[place] if place < len(cell) else "" for cell in cells]
                 aligned = (
-                    part.rjust(width) if column in right else part.ljust(width)
-                    for part, width, column in zip(parts, widths, columns, strict=True)
+                    text.rjust(width) if column in right else text.ljust(width)
+                    for text, width, column in zip(texts, widths, columns, strict=True)
                 )
                 print("  ".join(aligned).rstrip())
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return msgspec.json.format(msgspec.json.encode(value)).decode()
-    except UnicodeEncodeError:  # a name of a file that is no UTF-8: its bytes stand as "\udcff"
-        return json.dumps(_without_nan(value), indent=2)
 
 
 def _without_nan(value: Any) -> Any:
@@ -142,8 +134,6 @@ def _without_nan(value: Any) -> Any:
 
 def safe_text(text: str) -> str:
     """``text`` with control characters spelled out: a line break as ``\\n``, an escape as ``\\x1b``."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -153,8 +143,7 @@ def size(nbytes: float) -> str:
     while abs(nbytes) >= 1024 and power < 4:
         nbytes /= 1024
         power += 1
-    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+    return f"{nbytes:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def number(value: int, what: str) -> str:

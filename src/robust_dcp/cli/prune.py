@@ -1,21 +1,48 @@
-"""``robust-dcp prune``: removes checkpoints that no policy keeps, as ``CheckpointManager`` does."""
+"""Remove the checkpoints that none of the given rules keeps.
+
+Checkpoints whose names begin alike are a series. If there are several, --name says which one. The latest
+checkpoint of the series and the one with the highest step always stay, and so does one that is being
+loaded or saved, that robust_dcp has not saved, or whose copy in durable storage has not arrived. In a
+terminal it asks first. Elsewhere it removes only with --yes, and otherwise shows what it would remove,
+with exit code 2. What crashed saves and cut off removals have left goes as well.
+
+Examples:
+  robust-dcp prune checkpoints --keep-last 3 --dry-run
+  robust-dcp prune checkpoints --keep-last 3 --keep-every 10000 --yes
+  robust-dcp prune checkpoints --keep-last 1 --keep-best accuracy --largest
+  robust-dcp prune checkpoints --keep-last 1 --name 'critic_{step}'
+"""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any, Final
 
+from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
-from robust_dcp.manager.series import Checkpoint, Series, is_marked, policies_of, series_in
-from robust_dcp.on_demand import errors
+from robust_dcp.manager.series import Checkpoint, Series, policies_of, series_in
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
-__all__ = ["run"]
+__all__ = ["declare", "run"]
 
 _NOT_REMOVED: Final = 2
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Add the options."""
+    whole = number_in(int, 1)
+    parser.add_argument("root", type=local_path, help="The directory that holds the checkpoints.")
+    parser.add_argument("--keep-last", type=whole, help="Keep the ones with the highest steps, so many.")
+    parser.add_argument("--keep-every", type=whole, help="Keep steps that are multiples of this.")
+    parser.add_argument("--keep-best", help="Keep the one with the smallest value of this metric.")
+    parser.add_argument("--largest", action="store_true", help="The largest value of the metric is best.")
+    parser.add_argument("--name", help="Which series, as CheckpointManager's name: critic_{step}.")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="Only show what would be removed.")
+    parser.add_argument("-y", "--yes", action="store_true", help="Do not ask.")
 
 
 def run(
@@ -36,40 +63,32 @@ def run(
     policies = policies_of(keep_last, keep_every, keep_best, best="largest" if largest else "smallest")
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
-    disk = PosixDisk()
-    series = _series(disk, root, name)
-    checkpoints, _ = series.look()
+    series = _series(PosixDisk(), root, name)
+    checkpoints = series.look()[0]
     _check_metric(checkpoints, keep_best)
     doomed = series.unkept(policies)
-    doomed_paths = {each.path for each in doomed}
+    what = {each.path: f"keep, {why}" if (why := series.why_it_stays(each)) else "keep" for each in checkpoints}
+    what.update((each.path, "remove") for each in doomed)
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}, of which {len(doomed)} would be removed")
-    Output.table(
-        ("step", "name", "age", "what"),
-        [(each.step, each.name, age(each.saved_seconds), _what(series, each, doomed_paths)) for each in checkpoints],
-        right=("step",),
-    )
+    rows = [(each.step, each.name, age(each.saved_seconds), what[each.path]) for each in checkpoints]
+    Output.table(("step", "name", "age", "what"), rows, right=("step",))
     report: dict[str, Any] = {
         "root": root,
-        "kept": [each.path for each in checkpoints if each.path not in doomed_paths],
+        "kept": [each.path for each in checkpoints if what[each.path] != "remove"],
         "unkept": [each.path for each in doomed],
-        "removed": [],
-        "in_use": [],
-        "swept": [],
-        "failed": [],
+        **{key: [] for key in ("removed", "in_use", "swept", "failed")},
     }
-    if dry_run:
+    if dry_run or not (yes or _is_agreed(doomed)):
         Output.put(report)
-        return 0
-    if not yes and not _is_agreed(doomed):
-        Output.put(report)
-        Output.note("nothing was removed: pass --yes")
-        return _NOT_REMOVED
+        if not dry_run:
+            Output.note("nothing was removed: pass --yes")
+        return 0 if dry_run else _NOT_REMOVED
     # Again by the rules, and only what was shown: a job may have saved while the user was thinking.
     from robust_dcp.manager.retention import prune  # imports torch
 
-    pruned = prune(series, policies, only=doomed_paths)
-    report.update(asdict(pruned))
-    Output.put(report)
+    with Output.cleaning_up():
+        pruned = prune(series, policies, only={each.path for each in doomed})
+    Output.put({**report, **asdict(pruned)})
     for path in pruned.in_use:
         Output.note(f"{path} stays: it is being loaded, or a save runs into it")
     for path in pruned.swept:
@@ -89,25 +108,11 @@ def _series(disk: PosixDisk, root: str, name: str | None) -> Series:
             raise CommandFailed(f"{root} holds nothing that is called as --name {name!r} says")
         return chosen
     there = series_in(disk, root)
-    ours = [series for series in there if any(not _is_of_others(disk, each.path) for each in series.look()[0])]
+    ours = [each for each in there if any(each.is_ours(checkpoint.path) for checkpoint in each.look()[0])]
     if len(ours) > 1:
         options = " or ".join(f"--name {shlex.quote(series.name)}" for series in ours)
         raise CommandFailed(f"{root} holds {len(ours)} series of checkpoints: say which one with {options}")
     return next(iter([*ours, *there]), Series(disk, root))
-
-
-def _is_of_others(disk: PosixDisk, path: str) -> bool:
-    try:
-        return not is_marked(disk, path)
-    except errors.StorageError:
-        return False
-
-
-def _what(series: Series, checkpoint: Checkpoint, doomed_paths: set[str]) -> str:
-    if checkpoint.path in doomed_paths:
-        return "remove"
-    why = series.why_it_stays(checkpoint)
-    return f"keep, {why}" if why else "keep"
 
 
 def _check_metric(checkpoints: list[Checkpoint], metric: str | None) -> None:
@@ -126,7 +131,6 @@ def _is_agreed(doomed: list[Checkpoint]) -> bool:
     names = ", ".join(safe_text(each.name) for each in doomed[:5])
     more = f" and {len(doomed) - 5} more" if len(doomed) > 5 else ""
     try:
-        answer = input(f"Remove {names}{more}? [y/N]: ")
+        return input(f"Remove {names}{more}? [y/N]: ").strip().lower() in ("y", "yes")
     except EOFError:
         raise KeyboardInterrupt from None
-    return answer.strip().lower() in ("y", "yes")

@@ -1,17 +1,32 @@
-"""``robust-dcp report``: the reports that saves have left, as one HTML page."""
+"""Write a page that shows how saves went: phases, ranks and nodes, history, changes, sizes.
+
+It reads .robust_dcp.report.json, which each save leaves. The page is one file and needs no network.
+
+Examples:
+  robust-dcp report checkpoints
+  robust-dcp report checkpoints/step_1000 --output step_1000.html
+  robust-dcp report checkpoints --json | jq '.reports[].seconds'
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
-from typing import Any
+from argparse import ArgumentParser
 
 import msgspec
 
+from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.output import CommandFailed, Output, age, size
-from robust_dcp.report_page import NoReports, Reports, read_reports, render_page
+from robust_dcp.report_page import NoReports, read_reports, render_page
 
-__all__ = ["run"]
+__all__ = ["declare", "run"]
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("path", type=local_path, help="A checkpoint, or a directory that holds those of a run.")
+    parser.add_argument("-o", "--output", default="robust_dcp_report.html", help="The page to write.")
 
 
 def run(path: str, *, output: str) -> None:
@@ -21,44 +36,30 @@ def run(path: str, *, output: str) -> None:
     except NoReports as error:
         raise CommandFailed(str(error)) from None
     if Output.as_json:
-        Output.put(_as_json(reports))
+        of_saves = [{"name": name, **msgspec.to_builtins(report)} for name, report in reports.found]
+        skipped = [{"name": name, "reason": reason} for name, reason in reports.skipped]
+        Output.put({"path": reports.path, "reports": of_saves, "skipped": skipped})
         return
-    _write(output, render_page(reports))
-    Output.table(
-        ("checkpoint", "saved", "seconds", "size", "rate", "plan", "ranks"),
-        [
-            (
-                *(each.name, age(each.report.saved_at_seconds), f"{each.report.seconds:.2f}"),
-                size(each.report.total_nbytes),
-                f"{size(each.report.total_nbytes / max(each.report.seconds, 1e-9))}/s",
-                *(each.report.plan.outcome, each.report.world_size),
-            )
-            for each in reports.found
-        ],
-        right=("seconds", "size", "rate", "ranks"),
-    )
-    for skipped in reports.skipped:
-        Output.say(f"Skipped {skipped.name}: {skipped.reason}")
-    Output.say(f"The page is {output}")
-
-
-def _write(path: str, page: str) -> None:
-    """Replace the page in one step."""
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    temporary = f"{output}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "x", encoding="utf-8") as file:
-            file.write(page)
-        os.replace(temporary, path)
+            file.write(render_page(reports))
+        os.replace(temporary, output)  # an old page is there until the new one is whole
     except OSError as error:
-        raise CommandFailed(f"the page cannot be written to {path}: {error.strerror}") from error
+        raise CommandFailed(f"the page cannot be written to {output}: {error.strerror}") from error
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
-
-
-def _as_json(reports: Reports) -> dict[str, Any]:
-    return {
-        "path": reports.path,
-        "reports": [{"name": each.name, **msgspec.to_builtins(each.report)} for each in reports.found],
-        "skipped": [{"name": each.name, "reason": each.reason} for each in reports.skipped],
-    }
+    rows = [
+        (
+            *(name, age(report.saved_at_seconds), f"{report.seconds:.2f}", size(report.total_nbytes)),
+            f"{size(report.total_nbytes / max(report.seconds, 1e-9))}/s",
+            *(report.plan.outcome, report.world_size),
+        )
+        for name, report in reports.found
+    ]
+    columns = ("checkpoint", "saved", "seconds", "size", "rate", "plan", "ranks")
+    Output.table(columns, rows, right=("seconds", "size", "rate", "ranks"))
+    for name, reason in reports.skipped:
+        Output.say(f"Skipped {name}: {reason}")
+    Output.say(f"The page is {output}")

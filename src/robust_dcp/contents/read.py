@@ -13,28 +13,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, metadata_name
+from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, mark_of, metadata_name
 from robust_dcp.storage.reading.metadata_source import MetadataSource
 
-__all__ = ["Chunk", "Contents", "Item", "StoredFile", "fits", "natural", "read_contents"]
+__all__ = ["Chunk", "Contents", "Item", "StoredFile", "read_contents"]
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})")
-
-
-def fits(name: str, globs: Iterable[str]) -> bool:
-    """Whether one of the patterns fits the name, with upper and lower case told apart."""
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """A key to sort names by, so that ``layers.2`` comes before ``layers.10``."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in _NUMBER.split(name)]
 
 
 class Chunk(NamedTuple):
@@ -63,7 +52,7 @@ class Item:
 
     Attributes:
         name: its FQN.
-        path: its keys in the nested state dict, where the checkpoint says them.
+        path: its keys in the nested state dict; empty where the checkpoint does not say them.
         dtype: for example ``"bfloat16"``; ``None`` for an object.
         itemsize: bytes of an element of the tensor.
         shape: of the whole tensor; empty for an object.
@@ -71,11 +60,16 @@ class Item:
     """
 
     name: str
-    path: tuple[str | int, ...] | None
+    path: tuple[str | int, ...]
     dtype: str | None
     itemsize: int
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+    def fits(self, globs: Iterable[str]) -> bool:
+        """Whether one of the patterns fits the name, or there are none."""
+        globs = list(globs)
+        return not globs or any(fnmatch.fnmatchcase(self.name, glob) for glob in globs)
 
     @property
     def is_tensor(self) -> bool:
@@ -96,28 +90,30 @@ class Item:
 
 
 class StoredFile(NamedTuple):
-    """A file of a checkpoint.
+    """A data file.
 
     Attributes:
         name: its path relative to the checkpoint.
         nbytes: its size; ``None`` if there is no such file.
-        needed_nbytes: how long it must be to hold what ``.metadata`` says it holds.
-        n_chunks: how many chunks and objects it holds.
+        held: what it holds, in the order of the file. What several ranks have saved for themselves is in several.
     """
 
     name: str
     nbytes: int | None
-    needed_nbytes: int
-    n_chunks: int
+    held: list[tuple[Item, Chunk]]
+
+    @property
+    def needed_nbytes(self) -> int:
+        """How long it must be to hold what ``.metadata`` says it holds."""
+        return max(chunk.start + chunk.stored_nbytes for _, chunk in self.held)
 
     @property
     def problem(self) -> str | None:
         """What is wrong with it, as far as its size says."""
         if self.nbytes is None:
             return "is missing"
-        if self.nbytes < self.needed_nbytes:
-            return f"has {self.nbytes} bytes and needs {self.needed_nbytes}"
-        return None
+        needed = self.needed_nbytes
+        return f"has {self.nbytes} bytes and needs {needed}" if self.nbytes < needed else None
 
 
 @dataclass(frozen=True)
@@ -125,30 +121,22 @@ class Contents:
     """What a checkpoint holds.
 
     Attributes:
-        path: the checkpoint's directory, or its URL.
+        disk: where it is.
+        path: its directory, or its URL.
         written_by: ``robust_dcp``, ``torch``, or ``safetensors`` where there is no ``.metadata``.
         saved_seconds: when it was committed, in seconds since 1970.
         save_id: the id of the save; ``None`` if it has none.
         items: sorted by name, with numbers in names by their value.
-        held: the items of each file with their chunks. What several ranks have written for themselves is in several.
-        files: the files of ``held``, sorted by name.
+        files: the data files that are named, sorted by name.
     """
 
+    disk: Disk
     path: str
     written_by: str
     saved_seconds: float
     save_id: str | None
     items: tuple[Item, ...]
-    held: dict[str, list[tuple[Item, Chunk]]]
     files: tuple[StoredFile, ...]
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self.items)
-
-    @cached_property
-    def by_name(self) -> dict[str, Item]:
-        """The items by their names."""
-        return {item.name: item for item in self.items}
 
     @property
     def layout(self) -> str:
@@ -156,14 +144,14 @@ class Contents:
         return "safetensors" if any(file.name.endswith(SAFETENSORS_SUFFIX) for file in self.files) else "torch"
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all items."""
-        return sum(item.nbytes for item in self.items)
-
-    @property
     def file_nbytes(self) -> int:
         """Bytes of all data files that are there."""
         return sum(file.nbytes or 0 for file in self.files)
+
+    @property
+    def mark(self) -> str | None:
+        """What our save has marked its files with; ``None`` if they have no marks."""
+        return mark_of(self.save_id) if self.written_by == "robust_dcp" and self.save_id is not None else None
 
 
 def read_contents(disk: Disk, path: str) -> Contents:
@@ -175,76 +163,65 @@ def read_contents(disk: Disk, path: str) -> Contents:
         UnsafeCheckpoint: it names files outside of the checkpoint, or classes that do not belong into it.
     """
     source = MetadataSource(disk, path, load_id="")
-    has_metadata = disk.exists(source.path_of_metadata())
-    names = [] if has_metadata or not disk.exists(path) else disk.list_directory(path)
-    numbers = [name.removeprefix("__").removesuffix(METADATA_NAME) for name in names]
-    ranks = sorted(int(each) for each in numbers if each.isdecimal() and metadata_name(int(each)) in names)
-    sources: list[int | None] = [*ranks] or [None]
-    whole = [source.decode_metadata(source.metadata_bytes(rank), rank) for rank in sources]
+    names = set(disk.list_directory(path)) if disk.exists(path) else set()
+    ranks: list[int | None] = [None]
+    if METADATA_NAME not in names:
+        numbers = (name.removeprefix("__").removesuffix(METADATA_NAME) for name in names)
+        found = sorted(int(each) for each in numbers if each.isdecimal() and metadata_name(int(each)) in names)
+        ranks = [*found] or [None]
+    of_ranks = [source.decode_metadata(source.metadata_bytes(rank), rank) for rank in ranks]
     items: dict[str, Item] = {}
     held: dict[str, list[tuple[Item, Chunk]]] = defaultdict(list)
-    for metadata in whole:
-        for item in _items(metadata):
-            known = items.setdefault(item.name, item)
-            if known is not item:
-                there = {chunk.offsets for chunk in known.chunks}
-                more = tuple(chunk for chunk in item.chunks if chunk.offsets not in there)
-                items[item.name] = replace(known, chunks=known.chunks + more)
-            for chunk in item.chunks:
-                if chunk.file is not None:
-                    held[chunk.file].append((item, chunk))
-    files = tuple(_stored_file(disk, path, name, held[name]) for name in sorted(held))
-    dated = [source.path_of_metadata(rank) for rank in sources]
-    if not has_metadata and not ranks:
-        dated = [os.path.join(path, file.name) for file in files]
-    save_id = getattr(whole[0].storage_meta, "save_id", None)
-    written_by = "robust_dcp" if has_metadata and source.files_are_marked() else "torch"
+    for item in (each for metadata in of_ranks for each in _items(metadata)):
+        known = items.get(item.name)
+        there = () if known is None else {chunk.offsets for chunk in known.chunks}
+        more = tuple(chunk for chunk in item.chunks if chunk.offsets not in there)
+        items[item.name] = item if known is None else replace(known, chunks=known.chunks + more)
+        for chunk in item.chunks:
+            if chunk.file is not None:
+                held[chunk.file].append((item, chunk))
+    files = []
+    for name in sorted(held):
+        file = os.path.join(path, name)
+        in_order = sorted(held[name], key=lambda each: (each[1].start, each[1].stored_nbytes))
+        files.append(StoredFile(name, disk.fingerprint(file)[1] if disk.exists(file) else None, in_order))
+    has_metadata = any(metadata_name(rank) in names for rank in ranks)
+    dated = [metadata_name(rank) for rank in ranks] if has_metadata else [file.name for file in files]
+    save_id = getattr(of_ranks[0].storage_meta, "save_id", None)
+    written_by = "robust_dcp" if METADATA_NAME in names and source.files_are_marked() else "torch"
     return Contents(
+        disk=disk,
         path=path,
-        written_by=written_by if has_metadata or ranks else "safetensors",
-        saved_seconds=max((disk.modified_seconds(each) for each in dated), default=0.0),
+        written_by=written_by if has_metadata else "safetensors",
+        saved_seconds=max((disk.modified_seconds(os.path.join(path, each)) for each in dated), default=0.0),
         save_id=save_id if isinstance(save_id, str) else None,
-        items=tuple(sorted(items.values(), key=lambda item: natural(item.name))),
-        held=dict(held),
-        files=files,
+        items=tuple(sorted(items.values(), key=_natural)),
+        files=tuple(files),
     )
+
+
+def _natural(item: Item) -> list[tuple[int, str]]:
+    """So that ``layers.2`` comes before ``layers.10``."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in _NUMBER.split(item.name)]
 
 
 def _items(metadata: Metadata) -> Iterator[Item]:
     places = {
         (index.fqn, None if index.offset is None else tuple(index.offset)): (
-            info.relative_path,
-            info.offset,
-            info.length,
+            *(info.relative_path, info.offset, info.length),
             tuple(each[:60] for each in getattr(info, "transform_descriptors", None) or ()),
         )
         for index, info in (metadata.storage_data or {}).items()
     }
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    nowhere: tuple[Any, ...] = ()
     for name, entry in metadata.state_dict_metadata.items():
         keys = paths.get(name)
-        is_path = isinstance(keys, tuple) and keys and all(isinstance(key, (str, int)) for key in keys)
-        path = keys if is_path else None
-        whole = places.get((name, None), nowhere)
+        path = keys if isinstance(keys, tuple) and all(isinstance(key, (str, int)) for key in keys) else ()
+        whole = places.get((name, None), ())
         if isinstance(entry, TensorStorageMetadata):
             dtype = entry.properties.dtype
-            chunks = tuple(
-                Chunk(tuple(c.offsets), tuple(c.sizes), *places.get((name, tuple(c.offsets)), whole))
-                for c in entry.chunks
-            )
-            text = str(dtype).removeprefix("torch.")
-            yield Item(name, path, text, dtype.itemsize, tuple(entry.size), chunks)
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            chunks = tuple(Chunk(*box, *places.get((name, box[0]), whole)) for box in boxes)
+            yield Item(name, path, str(dtype).removeprefix("torch."), dtype.itemsize, tuple(entry.size), chunks)
         else:
             yield Item(name, path, None, 1, (), (Chunk((), (), *whole),))
-
-
-def _stored_file(disk: Disk, path: str, name: str, held: list[tuple[Item, Chunk]]) -> StoredFile:
-    """A file with the size that it has.
-
-    Raises:
-        StorageError: it cannot be looked at.
-    """
-    file = os.path.join(path, name)
-    needed = max(chunk.start + chunk.stored_nbytes for _, chunk in held)
-    return StoredFile(name, disk.fingerprint(file)[1] if disk.exists(file) else None, needed, len(held))

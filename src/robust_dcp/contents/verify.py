@@ -1,10 +1,9 @@
 """Verifies a checkpoint: a load of all of it without a target.
 
-The parts of ``storage`` that a load uses find the records, footers, heads and checksums. What a load takes on trust is
-compared as well: the frames of records and the gaps between them, and ``.metadata`` with itself and with the sizes of
-files. So a flipped bit in a file of ours is found wherever it is, and in a file of stock where a checksum can show it.
-
-Threads take one run of neighbouring records after the other, and read it in windows of 4 MiB.
+The parts of ``storage`` that a load uses find the records, footers, heads and checksums. From these each file is cut
+into *spans* of bytes whose CRC-32 is known: blocks of data, but also the frames of records and the gaps between them,
+which a load takes on trust. So a flipped bit in a file of ours is found wherever it is, and in a file of stock where a
+checksum can show it. ``.metadata`` is compared with itself and with the sizes of files.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from robust_dcp.contents.read import Chunk, Contents, Item
+from robust_dcp.contents.read import Chunk, Contents, Item, StoredFile
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError
-from robust_dcp.staging import Block
-from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, holds_raw_bytes, is_data_file, locate, mark_of
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, holds_raw_bytes, is_data_file, locate
 from robust_dcp.storage.index import IndexFile, fit_of_file
 from robust_dcp.storage.layouts import PlacedTensor
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, item_id
-from robust_dcp.storage.layouts.read_head import FileHead
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, Tail, item_id
+from robust_dcp.storage.layouts.read_head import FileHead, read_head
 from robust_dcp.storage.layouts.safetensors import LENGTH_NBYTES, ShardHead
-from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, joined
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.parse_record import parse_record, zip_members_in
@@ -40,7 +37,6 @@ from robust_dcp.storage.records.torch_zip import record_template, template_of
 __all__ = ["Findings", "Problem", "verify"]
 
 _WINDOW_NBYTES: Final = 4 << 20
-_BLOCK_NBYTES: Final = _WINDOW_NBYTES + (1 << 20)  # direct I/O reads up to a few pages more
 _RUN_NBYTES: Final = 16 << 20
 _POLL_SECONDS: Final = 0.1
 _MOST_PROBLEMS: Final = 10_000
@@ -95,6 +91,19 @@ class Findings:
                     self._seen.add((file, item))
                     self.problems.append(Problem(file, item, expected, found))
 
+    def add(self, error: RobustCheckpointError, file: str, what: str) -> None:
+        """Note an error of a file that should be what ``what`` says."""
+        expected, found = getattr(error, "expected", None), getattr(error, "found", None)
+        self.broken(file, getattr(error, "item", None), expected or what, found or error.message)
+
+    @contextlib.contextmanager
+    def of_file(self, name: str) -> Iterator[None]:
+        """An error within the block is a problem of that file."""
+        try:
+            yield
+        except RobustCheckpointError as error:
+            self.add(error, name, "a file that can be read")
+
     def not_verified(self, why: str, nbytes: int) -> None:
         """Note an item whose data has no checksum."""
         with self._lock:
@@ -107,26 +116,9 @@ class Findings:
             self.checked_nbytes += read_nbytes
             self.verified_nbytes += verified_nbytes
 
-    @contextlib.contextmanager
-    def of_file(self, name: str) -> Iterator[None]:
-        """An error within the block is a problem of that file."""
-        try:
-            yield
-        except RobustCheckpointError as error:
-            expected, found = getattr(error, "expected", None), getattr(error, "found", None)
-            self.broken(
-                name, getattr(error, "item", None), expected or "a file that can be read", found or error.message
-            )
-
 
 def verify(
-    disk: Disk,
-    contents: Contents,
-    findings: Findings,
-    *,
-    jobs: int,
-    with_data: bool,
-    on_progress: Callable[[], None] = lambda: None,
+    contents: Contents, findings: Findings, *, jobs: int, with_data: bool, on_progress: Callable[[], None]
 ) -> None:
     """Add what is wrong with a checkpoint.
 
@@ -136,8 +128,9 @@ def verify(
         on_progress: is called several times a second.
     """
     _check_structure(contents, findings)
+    disk, names = contents.disk, {file.name for file in contents.files}
     for name in sorted(disk.list_directory(contents.path)):
-        if is_data_file(name) and name not in contents.held:
+        if is_data_file(name) and name not in names:
             findings.notes.append(f"{name} does not belong to this checkpoint: a crashed save may have left it")
     index = os.path.join(contents.path, INDEX_NAME)
     if contents.written_by == "robust_dcp" and disk.exists(index):
@@ -146,50 +139,50 @@ def verify(
             if file.fit == fit_of_file(disk, os.path.join(contents.path, METADATA_NAME)):
                 file.check_all()
             else:
-                findings.broken(
-                    INDEX_NAME, None, f"the index of this {METADATA_NAME}", f"one of another {METADATA_NAME}"
-                )
-    _run(_tasks(disk, contents, findings, with_data=with_data), jobs, on_progress)
-
-
-# --- .metadata with itself, and with the sizes of files
+                expected = f"the index of this {METADATA_NAME}"
+                findings.broken(INDEX_NAME, None, expected, f"one of another {METADATA_NAME}")
+    there = [stored for stored in contents.files if stored.nbytes is not None]  # others were noted with their size
+    with ThreadPoolExecutor(jobs, thread_name_prefix="robust_dcp-verify") as pool:
+        runs = [run for of_file in pool.map(partial(_runs_of, contents, findings), there) for run in of_file]
+        common = os.path.join(contents.path, _OF_MEGATRON)
+        if contents.written_by != "safetensors" and disk.exists(common):
+            runs.append(_Run(_OF_MEGATRON, common, lambda window: _spans_of_archive(window, None, 0, window.nbytes)))
+        running = {pool.submit(_check, disk, run, findings) for run in runs} if with_data else set()
+        while running:
+            done, running = wait(running, timeout=_POLL_SECONDS)
+            on_progress()
+            for each in done:
+                each.result()
 
 
 def _check_structure(contents: Contents, findings: Findings) -> None:
+    """``.metadata`` with itself, and with the sizes of files."""
     home = METADATA_NAME if contents.written_by != "safetensors" else ""
-    for item in contents:
+    for item in contents.items:
         for chunk in item.chunks:
-            _check_place(item, chunk, home, findings)
+            if chunk.file is None:
+                where = f"its chunk at {list(chunk.offsets)}" if item.is_tensor else "it"
+                findings.broken(home, item.name, f"a file for {where}", "none")
+            elif item.is_tensor and not chunk.transforms:
+                needed, is_exact = math.prod(chunk.sizes) * item.itemsize, holds_raw_bytes(chunk.file)
+                if chunk.stored_nbytes < needed or (is_exact and chunk.stored_nbytes != needed):
+                    expected = f"{'' if is_exact else 'at least '}{needed} bytes for {item.dtype} {list(chunk.sizes)}"
+                    findings.broken(home, item.name, expected, f"{chunk.stored_nbytes} bytes in {chunk.file}")
         if item.is_tensor:
             _check_cover(item, home, findings)
     for file in contents.files:
         if file.nbytes is None:
-            chunks = f"{file.n_chunks} chunk{'' if file.n_chunks == 1 else 's'}"
+            chunks = f"{len(file.held)} chunk{'' if len(file.held) == 1 else 's'}"
             findings.broken(file.name, None, f"a file with {chunks}", "no such file")
         elif file.nbytes < file.needed_nbytes:
             findings.broken(file.name, None, f"at least {file.needed_nbytes} bytes", f"{file.nbytes} bytes")
         end, last = 0, ""
-        for chunk, item in sorted(((chunk, item) for item, chunk in contents.held[file.name]), key=_by_place):
+        for item, chunk in file.held:
             if chunk.stored_nbytes and chunk.start < end:
                 expected = f"bytes of its own from {chunk.start} on"
                 findings.broken(file.name, item.name, expected, f"bytes up to {end} are of {last!r}")
             if chunk.start + chunk.stored_nbytes > end:
                 end, last = chunk.start + chunk.stored_nbytes, item.name
-
-
-def _by_place(held: tuple[Chunk, Item]) -> tuple[int, int]:
-    return held[0].start, held[0].stored_nbytes
-
-
-def _check_place(item: Item, chunk: Chunk, home: str, findings: Findings) -> None:
-    if chunk.file is None:
-        where = f"its chunk at {list(chunk.offsets)}" if item.is_tensor else "it"
-        findings.broken(home, item.name, f"a file for {where}", "none")
-    elif item.is_tensor and not chunk.transforms:
-        needed, is_exact = math.prod(chunk.sizes) * item.itemsize, holds_raw_bytes(chunk.file)
-        if chunk.stored_nbytes < needed or (is_exact and chunk.stored_nbytes != needed):
-            expected = f"{'' if is_exact else 'at least '}{needed} bytes for {item.dtype} {list(chunk.sizes)}"
-            findings.broken(home, item.name, expected, f"{chunk.stored_nbytes} bytes in {chunk.file}")
 
 
 def _check_cover(item: Item, home: str, findings: Findings) -> None:
@@ -203,20 +196,21 @@ def _check_cover(item: Item, home: str, findings: Findings) -> None:
             findings.broken(home, item.name, f"chunks within {list(item.shape)}", found)
             return
     twice = _overlapping([chunk for chunk in item.chunks if 0 not in chunk.sizes])
+    n_elements = sum(math.prod(chunk.sizes) for chunk in item.chunks)
     if twice is not None:
         first, second = (f"{list(chunk.sizes)} at {list(chunk.offsets)}" for chunk in twice)
         findings.broken(home, item.name, "chunks that do not overlap", f"{first} and {second}")
-        return
-    n_elements = sum(math.prod(chunk.sizes) for chunk in item.chunks)
-    if n_elements != math.prod(item.shape):
+    elif n_elements != math.prod(item.shape):
         expected = f"chunks with all {math.prod(item.shape)} elements of {list(item.shape)}"
         findings.broken(home, item.name, expected, f"chunks with {n_elements}")
 
 
 def _overlapping(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
     """Two chunks that share an element. It sweeps along the dimension in which the chunks begin at most places."""
-    if len(chunks) < 2 or not chunks[0].offsets:
-        return (chunks[0], chunks[1]) if len(chunks) > 1 else None
+    if len(chunks) < 2:
+        return None
+    if not chunks[0].offsets:
+        return chunks[0], chunks[1]
     along = max(range(len(chunks[0].offsets)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
     active: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda each: each.offsets[along]):
@@ -229,301 +223,256 @@ def _overlapping(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
     return None
 
 
-# --- files
+# --- spans
+
+
+class _Span(NamedTuple):
+    """Bytes ``begin`` to ``end`` of a file, and what they are.
+
+    Attributes:
+        crc: the CRC-32 that they have; ``None`` if it is not known, so ``is_right`` decides.
+        item: whose they are; ``None`` if nobody's.
+        is_right: asked where the CRC-32 is another one: whether the bytes are right all the same.
+    """
+
+    begin: int
+    end: int
+    crc: int | None
+    what: str = "data"
+    item: str | None = None
+    is_right: Callable[[_Window], bool] | None = None
+
+
+class _Run(NamedTuple):
+    """Spans of a file that lie close together, for one thread."""
+
+    name: str
+    path: str
+    spans: Callable[[_Window], Iterator[_Span]]
+
+
+class _Window:
+    """Reads a file. What lies close together is read at once.
+
+    Args:
+        name: of the file, relative to the checkpoint.
+    """
+
+    def __init__(self, disk: Disk, file: OpenFile, name: str, findings: Findings) -> None:
+        self.name, self.findings = name, findings
+        self.nbytes = disk.size(file)
+        self.limit = self.nbytes
+        """Nothing beyond is read ahead: another thread reads it."""
+        self._disk, self._file = disk, file
+        self._begin, self._data = 0, memoryview(b"")
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """Bytes ``begin`` to ``end``. Up to 4 MiB from ``begin`` on are read at once."""
+        if not self._begin <= begin <= end <= self._begin + len(self._data):
+            nbytes = max(end - begin, min(_WINDOW_NBYTES, self.limit - begin))
+            self._begin, self._data = begin, memoryview(self._disk.read(self._file, nbytes, begin))
+            self.findings.count(read_nbytes=len(self._data))
+            if len(self._data) < end - begin:
+                expected, ends = f"bytes {begin} to {end}", f"the file ends at {begin + len(self._data)}"
+                raise CorruptCheckpoint(ends, file=self.name, expected=expected, found=ends)
+        return self._data[begin - self._begin : end - self._begin]
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Some bytes; fewer where the file ends. Outside of the window it reads no more than these."""
+        if self._begin <= offset <= offset + nbytes <= self._begin + len(self._data):
+            return bytes(self.view(offset, offset + nbytes))
+        return self._disk.read(self._file, max(0, nbytes), offset)
+
+    def crc32(self, begin: int, end: int) -> int:
+        value = 0
+        for at in range(begin, end, _WINDOW_NBYTES):
+            value = crc32(self.view(at, min(at + _WINDOW_NBYTES, end)), value)
+        return value
+
+
+def _check(disk: Disk, run: _Run, findings: Findings) -> None:
+    with findings.of_file(run.name), disk.reading(run.path) as file:
+        window = _Window(disk, file, run.name, findings)
+        for span in run.spans(window):
+            value = window.crc32(span.begin, span.end)
+            if value == span.crc:
+                findings.count(verified_nbytes=span.end - span.begin if span.item else 0)
+            elif span.is_right is None or not span.is_right(window):
+                sum_text = "what torch.save writes" if span.crc is None else f"CRC-32 {span.crc:08x}"
+                expected = f"{sum_text} of {span.what}, bytes {span.begin} to {span.end}"
+                findings.broken(run.name, span.item, expected, f"{value:08x}")
+
+
+def _runs_of(contents: Contents, findings: Findings, stored: StoredFile) -> list[_Run]:
+    """What there is to read in a file. Its head or its footer is compared with ``.metadata`` now."""
+    disk, name = contents.disk, stored.name
+    with findings.of_file(name):
+        path = locate(disk, contents.path, name, file=contents.path)
+        if holds_raw_bytes(name):
+            head = read_head(disk, path)
+            is_of_save = _fits(disk, path, stored, contents.mark, head, findings)
+            return [_Run(name, path, partial(_spans_of_shard, head))] if is_of_save else []
+        with disk.reading(path) as file:
+            return _runs_of_records(disk, file, stored, contents.mark, findings)
+    return []
+
+
+# --- files of records
 
 
 class _Record(NamedTuple):
     """Bytes ``begin`` to ``end`` of a file hold a chunk of an item, or an object.
 
     Attributes:
-        sums: where the data lies in the file, its length and the CRC-32s of its blocks, if the footer has them.
+        gap_at: where the record before it ends.
+        data_at, data_nbytes, crcs, block_nbytes: where its data lies, and the CRC-32s of its blocks, if the footer has
+            them.
     """
 
     begin: int
     end: int
     item: Item
     chunk: Chunk
-    sums: tuple[int, int, Sequence[int]] | None = None
+    gap_at: int = 0
+    data_at: int = 0
+    data_nbytes: int = 0
+    crcs: Sequence[int] = ()
+    block_nbytes: int = SUM_NBYTES
 
 
-class _Window:
-    """Reads a file for one thread. What lies close together is read at once.
-
-    Args:
-        name: of the file, relative to the checkpoint.
-    """
-
-    def __init__(self, file: DataFile, name: str, block: Block, findings: Findings) -> None:
-        self.file, self.name, self.findings = file, name, findings
-        self.limit = file.nbytes  # nothing beyond is read ahead: another thread reads it
-        self._block = block
-        self._begin = self._end = self._at = 0
-
-    def view(self, begin: int, end: int) -> memoryview:
-        """Bytes ``begin`` to ``end`` of the file, at most 4 MiB, until the next call."""
-        if not self._begin <= begin <= end <= self._end:
-            nbytes = max(end - begin, min(_WINDOW_NBYTES, self.limit - begin))
-            self._at, found = self.file.read_block(self._block, begin, nbytes)
-            self._begin, self._end = begin, begin + found
-            self.findings.count(read_nbytes=found)
-            if self._end < end:
-                expected, ends = f"bytes {begin} to {end}", f"the file ends at {self._end}"
-                raise CorruptCheckpoint(ends, file=self.name, expected=expected, found=ends)
-        first = self._at + begin - self._begin
-        return self._block.view[first : first + end - begin]
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Some bytes; fewer where the file ends. Outside of the window it reads no more than these."""
-        if self._begin <= offset and offset + nbytes <= self._end:
-            return bytes(self.view(offset, offset + nbytes))
-        buffer = bytearray(max(0, nbytes))
-        return bytes(buffer[: self.file.read_into(memoryview(buffer), offset)]) if nbytes > 0 else b""
-
-    def compare(
-        self, item: str | None, what: str, begin: int, end: int, crcs: Sequence[int], block_nbytes: int
-    ) -> bool:
-        """Whether bytes ``begin`` to ``end`` have the CRC-32s ``crcs`` of their blocks. If not, that is noted."""
-        for number, expected in enumerate(crcs):
-            first = begin + number * block_nbytes
-            last = min(first + block_nbytes, end)
-            value = 0
-            for at in range(first, last, _WINDOW_NBYTES):
-                value = crc32(self.view(at, min(at + _WINDOW_NBYTES, last)), value)
-            if value != expected:
-                where = f"CRC-32 {expected:08x} of {what}, bytes {first} to {last}"
-                self.findings.broken(self.name, item, where, f"{value:08x}")
-                return False
-        self.findings.count(verified_nbytes=end - begin)
-        return True
-
-
-Task = Callable[[Block], None]
-
-
-def _tasks(disk: Disk, contents: Contents, findings: Findings, *, with_data: bool) -> Iterator[Task]:
-    for stored in contents.files:
-        if stored.nbytes is not None:  # a missing file was noted with its size
-            yield from _tasks_of_file(disk, contents, stored.name, findings, with_data=with_data)
-    path = os.path.join(contents.path, _OF_MEGATRON)
-    if with_data and contents.written_by != "safetensors" and disk.exists(path):
-        with findings.of_file(_OF_MEGATRON):
-            file = DataFile(disk, path, None)
-            yield _task(file, _OF_MEGATRON, findings, lambda w: _check_archive(w, None, 0, file.nbytes), _Count(1))
-
-
-def _tasks_of_file(disk: Disk, contents: Contents, name: str, findings: Findings, *, with_data: bool) -> Iterator[Task]:
-    mark = mark_of(contents.save_id) if contents.written_by == "robust_dcp" and contents.save_id is not None else None
-    with findings.of_file(name):
-        file = DataFile(disk, locate(disk, contents.path, name, file=contents.path), None)
-        checks: list[Callable[[_Window], None]] = []
-        try:
-            if holds_raw_bytes(name):
-                head = _checked_head(file, name, mark, contents.held[name], findings)
-                checks = [] if head is None else _checks_of_shard(head)
-            else:
-                checks = _checks_of_records(file, name, mark, contents.held[name], findings)
-        finally:
-            if not checks or not with_data:
-                file.close()
-                checks = []
-        left = _Count(len(checks))
-        yield from (_task(file, name, findings, check, left) for check in checks)
-
-
-class _Count:
-    """How many tasks still read a file."""
-
-    def __init__(self, left: int) -> None:
-        self._left = left
-        self._lock = threading.Lock()
-
-    def is_last(self) -> bool:
-        with self._lock:
-            self._left -= 1
-            return not self._left
-
-
-def _task(file: DataFile, name: str, findings: Findings, check: Callable[[_Window], None], left: _Count) -> Task:
-    def run(block: Block) -> None:
-        try:
-            with findings.of_file(name):
-                check(_Window(file, name, block, findings))
-        finally:
-            if left.is_last():
-                file.close()
-
-    return run
-
-
-def _run(tasks: Iterator[Task], jobs: int, on_progress: Callable[[], None]) -> None:
-    """Run tasks on ``jobs`` threads. The next one is made when a thread is free."""
-    lock = threading.Lock()
-    is_over = threading.Event()
-
-    def work() -> None:
-        block = Block(_BLOCK_NBYTES)
-        try:
-            while not is_over.is_set():
-                with lock:
-                    task = next(tasks, None)
-                if task is None:
-                    return
-                task(block)
-        finally:
-            is_over.set()
-
-    with ThreadPoolExecutor(jobs, thread_name_prefix="robust_dcp-verify") as pool:
-        running = {pool.submit(work) for _ in range(jobs)}
-        while running:
-            done, running = wait(running, timeout=_POLL_SECONDS)
-            on_progress()
-            for each in done:
-                each.result()
-
-
-# --- files of records
-
-
-def _checks_of_records(
-    file: DataFile, name: str, mark: str | None, held: Sequence[tuple[Item, Chunk]], findings: Findings
-) -> list[Callable[[_Window], None]]:
+def _runs_of_records(
+    disk: Disk, file: OpenFile, stored: StoredFile, mark: str | None, findings: Findings
+) -> list[_Run]:
     """Compare the footer with ``.metadata``, and cut the file into runs of records."""
-    places = ((chunk.start, chunk.start + chunk.stored_nbytes, item, chunk) for item, chunk in held)
-    records = [_Record(*each) for each in sorted(places, key=lambda each: each[:2]) if each[1] <= file.nbytes]
-    footer = file.footer
-    if mark is not None and footer is None:
-        found = f"{file.nbytes} bytes that do not end with a footer: it is cut short, damaged, or another file"
-        findings.broken(name, None, "a footer", found)
+    name, nbytes = stored.name, disk.size(file)
+    places = ((chunk.start, chunk.start + chunk.stored_nbytes, item, chunk) for item, chunk in stored.held)
+    records = [_Record(*each) for each in places if each[1] <= nbytes]
+    tail = Tail.decode(disk.read(file, TAIL_NBYTES, max(0, nbytes - TAIL_NBYTES)), nbytes)
+    if mark is not None and (tail is None or tail.mark != mark):
+        found = (
+            "no footer: it is cut short, damaged, or another file" if tail is None else f"a file of save {tail.mark}"
+        )
+        findings.broken(name, None, f"a file of save {mark}, with a footer", found)
         return []
-    if mark is not None and footer is not None and footer.tail.mark != mark:
-        findings.broken(name, None, f"a file of save {mark}", f"a file of save {footer.tail.mark}")
-        return []
-    if footer is not None and footer.tail.n_items:
-        with_sums = _with_sums(name, footer, records, findings)
+    if tail is not None and tail.n_items:
+        try:
+            footer = Footer(tail, lambda offset, length: disk.read(file, length, offset))
+            columns = footer.columns()
+        except ValueError as error:
+            findings.broken(name, None, "a footer with the checksums of its blocks", str(error))
+            return []
+        with_sums = _with_sums(name, footer, columns, records, findings)
         if with_sums is None:
             return []
-        if mark is not None:
-            end = file.nbytes - TAIL_NBYTES - footer.tail.columns_nbytes
-            return [partial(_check_run, run=run, is_ours=True) for run in _runs(with_sums, end)]
-    return [partial(_check_run, run=run, is_ours=False) for run in _runs(records, None)]
+        records = with_sums
+    end = None if mark is None or tail is None else nbytes - TAIL_NBYTES - tail.columns_nbytes
+    path, runs, first, at = file.path, [], 0, 0
+    for number, record in enumerate(records):
+        records[number] = record._replace(gap_at=at)
+        at = max(at, record.end)
+        is_last = number == len(records) - 1
+        if is_last or record.end - records[first].begin > _RUN_NBYTES:
+            run = records[first : number + 1]
+            runs.append(_Run(name, path, partial(_spans_of_ours if end is not None else _spans_of_stock, run)))
+            first = number + 1
+    if end is not None:
+        runs.append(_Run(name, path, lambda window: _gap(at, end, None)))
+    return runs
 
 
-def _with_sums(name: str, footer: Footer, records: list[_Record], findings: Findings) -> list[_Record] | None:
-    """The records with their checksums; ``None`` if the footer does not say what ``.metadata`` says."""
+def _with_sums(
+    name: str, footer: Footer, columns: SumColumns, records: list[_Record], findings: Findings
+) -> list[_Record] | None:
+    """The records with their checksums; ``None`` if the footer has checksums of other data."""
     begins, ends = (np.array([each[side] for each in records], dtype=np.int64) for side in (0, 1))
-    try:
-        columns: SumColumns = footer.columns()
-        item_ids = footer.items_at(begins, ends).tolist()
-    except ValueError as error:
-        findings.broken(name, None, "a footer with the checksums of its blocks", str(error))
-        return None
-    for each, there in zip(records, item_ids, strict=True):
+    for each, there in zip(records, footer.items_at(begins, ends).tolist(), strict=True):
         if there not in (-1, item_id(each.item.name, each.chunk.offsets)):
             expected = f"this item in bytes {each.begin} to {each.end}, where .metadata places it"
             findings.broken(name, each.item.name, expected, "another item")
-    offsets, lengths = columns.offset.tolist(), columns.nbytes.tolist()
-    first_sum = [0, *np.cumsum(block_counts(columns.nbytes, footer.tail.block_nbytes)).tolist()]
-    crcs = columns.crcs.tolist()
-    rows = np.searchsorted(columns.offset, begins).tolist()
-    is_there = [row < len(offsets) and offsets[row] < each.end for row, each in zip(rows, records, strict=True)]
-    of_no_item = set(range(len(offsets))) - {row for row, is_so in zip(rows, is_there, strict=True) if is_so}
-    if of_no_item:
-        found = f"checksums of {len(offsets)} items, one of them at {offsets[min(of_no_item)]}"
+    offsets, lengths, crcs = columns.offset.tolist(), columns.nbytes.tolist(), columns.crcs.tolist()
+    block_nbytes = footer.tail.block_nbytes
+    first_sum = [0, *np.cumsum(block_counts(columns.nbytes, block_nbytes)).tolist()]
+    found, rows = [], set()
+    for each, row in zip(records, np.searchsorted(columns.offset, begins).tolist(), strict=True):
+        has_sums = row < len(offsets) and offsets[row] < each.end
+        if has_sums:
+            rows.add(row)
+            sums = crcs[first_sum[row] : first_sum[row + 1]]
+            each = each._replace(data_at=offsets[row], data_nbytes=lengths[row], crcs=sums, block_nbytes=block_nbytes)
+        found.append(each if has_sums else each._replace(data_at=each.end))
+    if len(rows) < len(offsets):
         expected = f"checksums of the {len(records)} items that .metadata places there"
-        findings.broken(name, None, expected, found)
+        findings.broken(name, None, expected, f"checksums of {len(offsets)} items")
         return None
-    return [
-        each._replace(sums=(offsets[row], lengths[row], crcs[first_sum[row] : first_sum[row + 1]]) if is_so else None)
-        for row, is_so, each in zip(rows, is_there, records, strict=True)
-    ]
+    return found
 
 
-Run = list[tuple[_Record | None, int, int]]
-"""Neighbours in a file: a record with the gap before it, from ``begin`` to ``end``; the last gap has no record."""
+@lru_cache(maxsize=256)
+def _crc_of_zeros(nbytes: int) -> int:
+    return crc32(bytes(nbytes))
 
 
-def _runs(records: Sequence[_Record], end: int | None) -> Iterator[Run]:
-    """Cut a file where runs get long. ``end``: where the last gap ends; ``None`` if gaps may hold anything."""
-    run: Run = []
-    at = nbytes = 0
-    for record in records:
-        run.append((record, at, record.begin))
-        nbytes += record.end - record.begin
-        at = max(at, record.end)
-        if nbytes > _RUN_NBYTES:
-            yield run
-            run, nbytes = [], 0
-    if end is not None:
-        run.append((None, at, end))
-    if run:
-        yield run
-
-
-def _check_run(window: _Window, run: Run, is_ours: bool) -> None:
-    last, _, window.limit = run[-1]
-    if last is not None:
-        window.limit = last.end
-    for record, begin, end in run:
-        if is_ours:
-            _check_zeros(window, record, begin, end)
-        if record is None:
-            return
-        if record.end - record.begin <= _WINDOW_NBYTES:
-            window.view(record.begin, record.end)
-        if is_ours:
-            _check_ours(window, record)
-        elif record.chunk.transforms:
-            why = f"it was written with {', '.join(record.chunk.transforms)}, which has no checksum that we know"
-            window.findings.not_verified(why, record.end - record.begin)
-        else:
-            if record.item.is_tensor:
-                _check_identity(window, record)
-            _check_archive(window, record.item.name, record.begin, record.end)
-
-
-def _check_zeros(window: _Window, record: _Record | None, begin: int, end: int) -> None:
-    """The gap before a record is empty."""
+def _gap(begin: int, end: int, item: str | None) -> Iterator[_Span]:
     for at in range(begin, end, _WINDOW_NBYTES):
         last = min(at + _WINDOW_NBYTES, end)
-        if bytes(window.view(at, last)).count(0) != last - at:
-            item = None if record is None else record.item.name
-            window.findings.broken(window.name, item, f"zeros from {begin} to {end}", "other bytes")
+        yield _Span(at, last, _crc_of_zeros(last - at), "the zeros between two items", item)
 
 
-def _check_ours(window: _Window, record: _Record) -> None:
-    """Compare the data of a record with its checksums, and the bytes around it with those that belong there."""
-    name, sizes = record.item.name, record.chunk.sizes
-    begin, nbytes, crcs = record.sums or (record.end, 0, ())
-    if begin + nbytes > record.end:
-        found = f"checksums up to {begin + nbytes}"
-        window.findings.broken(window.name, name, f"data up to {record.end}", found)
-        return
-    if not window.compare(name, "data", begin, begin + nbytes, crcs, SUM_NBYTES):
-        return
-    if (begin, begin + nbytes) == (record.begin, record.end):
-        return
+def _spans_of_ours(records: Sequence[_Record], window: _Window) -> Iterator[_Span]:
+    """The data of records by its checksums, and the bytes around it by those that belong there."""
+    window.limit = records[-1].end
+    for record in records:
+        name, begin, end = record.item.name, record.data_at, record.data_at + record.data_nbytes
+        yield from _gap(record.gap_at, record.begin, name)
+        if end > record.end or begin < record.begin:
+            expected, found = f"data within bytes {record.begin} to {record.end}", f"checksums of {begin} to {end}"
+            window.findings.broken(window.name, name, expected, found)
+            continue
+        dtype, frame = getattr(torch, record.item.dtype or "", None), None
+        if isinstance(dtype, torch.dtype):
+            frame = record_template(dtype, record.chunk.sizes)
+        if not record.data_nbytes and frame is not None:
+            begin = end = min(record.begin + frame.header_nbytes, record.end)
+        crc = joined(record.crcs, record.data_nbytes, record.block_nbytes)
+        if (begin, end) != (record.begin, record.end):
+            header, trailer = (None, None) if frame is None else (frame.header(crc), frame.trailer(crc))
+            other = partial(_is_of_another_torch, record, begin, end, crc)
+            for first, last, around in ((record.begin, begin, header), (end, record.end, trailer)):
+                is_like = around is not None and len(around) == last - first
+                known = crc32(around) if around is not None and is_like else None
+                yield _Span(first, last, known, "the frame of a record", name, other)
+        for at, value in zip(range(begin, end, record.block_nbytes), record.crcs, strict=True):
+            yield _Span(at, min(at + record.block_nbytes, end), value, "data", name)
+
+
+def _is_of_another_torch(record: _Record, begin: int, end: int, crc: int, window: _Window) -> bool:
+    """Whether the bytes around the data are what another version of torch writes, which pickles in another way."""
+    header = window.read(record.begin, begin - record.begin)
     dtype = getattr(torch, record.item.dtype or "", None)
-    crc = joined(crcs, nbytes)
-    is_right = False
-    if isinstance(dtype, torch.dtype):
-        template = record_template(dtype, sizes)
-        header_nbytes = template.header_nbytes if template is not None and not nbytes else begin - record.begin
-        header = window.read(record.begin, header_nbytes)
-        at = record.begin + header_nbytes + nbytes
-        around = header, window.read(at, record.end - at)
-        is_right = template is not None and around == (template.header(crc), template.trailer(crc))
-        if not is_right:  # another version of torch pickles in another way
-            template = template_of(header, dtype, sizes)
-            is_right = template is not None and around == (template.header(crc), template.trailer(crc))
-            if is_right:
-                _check_identity(window, record)
-    if not is_right:
-        what = record.item.dtype if record.item.is_tensor else "object"
-        expected = f"the frame of a record with {what} {list(sizes)} at bytes {record.begin} to {record.end}"
-        window.findings.broken(window.name, name, expected, "other bytes around the data")
+    if not isinstance(dtype, torch.dtype):
+        return False
+    frame = template_of(header, dtype, record.chunk.sizes)
+    if frame is None or (header, window.read(end, record.end - end)) != (frame.header(crc), frame.trailer(crc)):
+        return False
+    _check_identity(record, window)
+    return True
 
 
-def _check_identity(window: _Window, record: _Record) -> None:
+def _spans_of_stock(records: Sequence[_Record], window: _Window) -> Iterator[_Span]:
+    window.limit = records[-1].end
+    for record in records:
+        if record.end - record.begin <= _WINDOW_NBYTES:
+            window.view(record.begin, record.end)
+        if record.chunk.transforms:
+            why = f"it was written with {', '.join(record.chunk.transforms)}, which has no checksum that we know"
+            window.findings.not_verified(why, record.end - record.begin)
+            continue
+        if record.item.is_tensor:
+            _check_identity(record, window)
+        yield from _spans_of_archive(window, record.item.name, record.begin, record.end)
+
+
+def _check_identity(record: _Record, window: _Window) -> None:
     """Compare what a record says about its tensor with ``.metadata``, if it is that of a plain tensor."""
     parsed = parse_record(lambda offset, nbytes: window.read(record.begin + offset, nbytes), record.end - record.begin)
     if parsed is None:
@@ -535,39 +484,46 @@ def _check_identity(window: _Window, record: _Record) -> None:
         window.findings.broken(window.name, record.item.name, expected, found)
 
 
-def _check_archive(window: _Window, item: str | None, begin: int, end: int) -> None:
-    """Compare the members of an archive of ``torch.save`` with the checksums in it."""
-    findings = window.findings
+def _spans_of_archive(window: _Window, item: str | None, begin: int, end: int) -> Iterator[_Span]:
+    """The members of an archive of ``torch.save`` with the checksums in it."""
     try:
         members = zip_members_in(lambda offset, nbytes: window.read(begin + offset, nbytes), end - begin)
     except ValueError as error:
-        findings.broken(window.name, item, f"a record of torch.save at bytes {begin} to {end}", str(error))
+        expected = f"a record of torch.save at bytes {begin} to {end}"
+        window.findings.broken(window.name, item, expected, str(error))
         return
     for name, member in sorted(members.items(), key=lambda entry: entry[1].offset):
         first = begin + member.offset
         if member.nbytes and not member.crc32:
-            findings.not_verified("torch.save wrote no CRC-32 with it", member.nbytes)
+            window.findings.not_verified("torch.save wrote no CRC-32 with it", member.nbytes)
         elif member.nbytes:
-            window.compare(item, name, first, first + member.nbytes, [member.crc32], member.nbytes)
+            yield _Span(first, first + member.nbytes, member.crc32, name, item)
 
 
 # --- safetensors files
 
 
-def _checked_head(
-    file: DataFile, name: str, mark: str | None, held: Sequence[tuple[Item, Chunk]], findings: Findings
-) -> FileHead | None:
-    """The head, after a comparison with what ``.metadata`` says; ``None`` if it is of another save."""
-    head = file.head.get()
-    if head is None:
-        return None
+def _spans_of_shard(head: FileHead, window: _Window) -> Iterator[_Span]:
+    for name, stored in sorted(head.tensors.items(), key=lambda entry: entry[1].offset):
+        end = stored.offset + stored.nbytes
+        if stored.crc32 is None:
+            window.findings.not_verified("its safetensors file has no checksums", stored.nbytes)
+            continue
+        block_nbytes = SUM_NBYTES if stored.block_crc32s else max(stored.nbytes, 1)
+        crcs = stored.block_crc32s or (stored.crc32,)
+        for at, value in zip(range(stored.offset, end, block_nbytes), crcs, strict=False):
+            yield _Span(at, min(at + block_nbytes, end), value, "data", name)
+
+
+def _fits(disk: Disk, path: str, file: StoredFile, mark: str | None, head: FileHead, findings: Findings) -> bool:
+    """Compare a head with what ``.metadata`` says. Returns whether it is of this save."""
     if mark is not None and head.mark != mark:
-        findings.broken(name, None, f"a file of save {mark}", f"a file of save {head.mark}")
-        return None
-    for item, chunk in held:
+        findings.broken(file.name, None, f"a file of save {mark}", f"a file of save {head.mark}")
+        return False
+    for item, chunk in file.held:
         stored = head.tensors.get(item.name)
         if stored is None:
-            findings.broken(name, item.name, "the tensor in the head of the file", "no such tensor")
+            findings.broken(file.name, item.name, "the tensor in the head of the file", "no such tensor")
             continue
         dtype = str(stored.dtype).removeprefix("torch.")
         offsets = stored.chunk_offset if mark is not None else chunk.offsets
@@ -575,19 +531,18 @@ def _checked_head(
         if there != (chunk.start, chunk.stored_nbytes, item.dtype, chunk.sizes, chunk.offsets):
             expected = f"{item.dtype} {list(chunk.sizes)} of {list(chunk.offsets)}, at byte {chunk.start}"
             found = f"{dtype} {list(stored.shape)} of {list(stored.chunk_offset)}, at byte {stored.offset}"
-            findings.broken(name, item.name, expected, found)
-    if mark is not None and not _is_as_written(file, head):
-        findings.broken(name, None, "the head of a safetensors file as robust_dcp writes it", "other bytes")
-    return head
+            findings.broken(file.name, item.name, expected, found)
+    if mark is not None and not _is_as_written(disk, path, head):
+        findings.broken(file.name, None, "the head of a safetensors file as robust_dcp writes it", "other bytes")
+    return True
 
 
-def _is_as_written(file: DataFile, head: FileHead) -> bool:
+def _is_as_written(disk: Disk, path: str, head: FileHead) -> bool:
     """Whether the head is, byte for byte, what our writer makes of what the head says."""
-    length = bytearray(LENGTH_NBYTES)
-    file.read_into(memoryview(length), 0)
-    data = bytearray(LENGTH_NBYTES + int.from_bytes(length, "little"))
-    file.read_into(memoryview(data), 0)
-    placed = [
+    with disk.reading(path) as file:
+        length = int.from_bytes(disk.read(file, LENGTH_NBYTES, 0), "little")
+        data = disk.read(file, LENGTH_NBYTES + length, 0)
+    tensors = [
         PlacedTensor(number, name, each.dtype, each.shape, each.chunk_offset, each.offset)
         for number, (name, each) in enumerate(head.tensors.items())
     ]
@@ -596,29 +551,11 @@ def _is_as_written(file: DataFile, head: FileHead) -> bool:
     try:
         if all(each.crc32 is not None for each in stored):
             blocks = [each.block_crc32s or ((each.crc32 or 0,) if each.nbytes else ()) for each in stored]
-            if any(each.nbytes > SUM_NBYTES and not each.block_crc32s for each in stored):
-                return True  # such a head has too few checksums to make it once more; its parts were compared
-            whole = [joined(crcs, each.nbytes) for crcs, each in zip(blocks, stored, strict=True)]
-            if any(crc != each.crc32 for crc, each in zip(whole, stored, strict=True) if each.nbytes):
+            if any(joined(crcs, each.nbytes) != (each.crc32 or 0) for crcs, each in zip(blocks, stored, strict=True)):
                 return False
-            offset, nbytes = (
-                np.array(c, dtype=np.int64) for c in ([s.offset for s in stored], [s.nbytes for s in stored])
-            )
+            offset = np.array([each.offset for each in stored], dtype=np.int64)
+            nbytes = np.array([each.nbytes for each in stored], dtype=np.int64)
             sums = SumColumns(offset, nbytes, np.array([crc for crcs in blocks for crc in crcs], dtype=np.uint32))
-        return ShardHead(placed, len(data)).encode(head.mark or "", sums) == data
+        return ShardHead(tensors, len(data)).encode(head.mark or "", sums) == data
     except (ValueError, KeyError):
         return False
-
-
-def _checks_of_shard(head: FileHead) -> list[Callable[[_Window], None]]:
-    def check(window: _Window) -> None:
-        for name, stored in sorted(head.tensors.items(), key=lambda entry: entry[1].offset):
-            end = stored.offset + stored.nbytes
-            if stored.crc32 is None:
-                window.findings.not_verified("its safetensors file has no checksums", stored.nbytes)
-            elif stored.block_crc32s:
-                window.compare(name, "data", stored.offset, end, stored.block_crc32s, SUM_NBYTES)
-            elif stored.nbytes:
-                window.compare(name, "data", stored.offset, end, [stored.crc32], stored.nbytes)
-
-    return [check]

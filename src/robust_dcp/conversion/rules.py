@@ -7,12 +7,11 @@ gives ``{"w": "model.w"}``.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-
-from robust_dcp.contents.read import fits
 
 __all__ = ["Rules"]
 
@@ -67,7 +66,7 @@ class Rules:
 
     def dtype(self, name: str) -> str | None:
         """The name of the dtype that a floating tensor with this new name is cast to; ``None`` for its own."""
-        return next((dtype for glob, dtype in reversed(self.dtypes) if fits(name, (glob,))), None)
+        return next((dtype for glob, dtype in reversed(self.dtypes) if fnmatch.fnmatchcase(name, glob)), None)
 
     def unused(self, names: Mapping[str, str]) -> list[str]:
         """The patterns of renames and dtypes that no item has fitted, which may be mistyped.
@@ -76,10 +75,13 @@ class Rules:
             names: the old names by the new ones, as :meth:`names` gives them.
         """
         renames = [left for left, _ in self.rename if not any(map(_pattern(left).fullmatch, names.values()))]
-        return renames + [glob for glob, _ in self.dtypes if not any(fits(name, (glob,)) for name in names)]
+        return renames + [glob for glob, _ in self.dtypes if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
 
     def _is_wanted(self, name: str) -> bool:
-        return (not self.select or fits(name, self.select)) and not fits(name, self.exclude)
+        def fits(globs: tuple[str, ...]) -> bool:
+            return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+        return (not self.select or fits(self.select)) and not fits(self.exclude)
 
 
 @cache

@@ -328,6 +328,13 @@ class Series:
             if each.path not in kept and each != latest and not self.why_it_stays(each)
         ]
 
+    def is_ours(self, path: str) -> bool:
+        """Whether a checkpoint carries our mark, as far as can be found out."""
+        try:
+            return is_marked(self.disk, path)
+        except errors.StorageError:
+            return True
+
     def why_it_stays(self, checkpoint: Checkpoint) -> str:
         """Why a checkpoint may not be removed although no policy keeps it; empty if it may be."""
         path = checkpoint.path

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from robust_dcp.report_file import MAX_NBYTES, REPORT_NAME, SavedReport, decode_report
 
@@ -27,16 +27,14 @@ class NoReports(ValueError):
     """There is nothing to show. The message says what was looked for, where, and what to do."""
 
 
-@dataclass(frozen=True)
-class FoundReport:
+class FoundReport(NamedTuple):
     """A report that is believed, and the name of its checkpoint: a path relative to what was asked for."""
 
     name: str
     report: SavedReport
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A checkpoint without a report that could be shown, and why."""
 
     name: str

@@ -1,0 +1,195 @@
+"""Compares the values of two checkpoints, a few pieces of tensors at a time, so that memory stays bounded.
+
+Both may be cut into chunks in any way. Integers are subtracted as integers, so that 2**53 and 2**53 + 1 differ.
+Floating point values are compared as float64, which holds every value of the smaller dtypes. Two NaN at the same place
+are equal, and so are 0.0 and -0.0. Values of dtypes that torch cannot compute with, such as those of packed bits, are
+compared byte by byte, and so are objects that would need a class of the user: nothing is executed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from robust_dcp.errors import UnsafeCheckpoint
+from robust_dcp.storage.pieces import PieceReader, batches_of
+from robust_dcp.storage.records.objects import load_object
+
+__all__ = ["DifferingObject", "TensorDifference", "compare_objects", "compare_tensors"]
+
+_MEMORY_NBYTES: Final = 32 << 20
+_UNSIGNED: Final = {torch.uint16: np.uint16, torch.uint32: np.uint32, torch.uint64: np.uint64}
+_CACHED_NUMEL: Final = 1 << 15
+"""So many elements stay in the cache, and torch does not divide them among threads, which would wait for each other."""
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """The difference of two tensors, or of pieces of them.
+
+    Attributes:
+        numel: number of elements.
+        differing: how many of them differ; bytes for dtypes that torch cannot compute with.
+        max_absolute: the largest difference; ``None`` for such dtypes. Infinity where one of two values is infinite or
+            NaN and the other is not.
+        max_relative: the largest difference divided by the larger of the two absolute values.
+        nan, infinite: how many elements of the first and of the second tensor are NaN, or infinite.
+    """
+
+    numel: int = 0
+    differing: int = 0
+    max_absolute: float | None = 0.0
+    max_relative: float | None = 0.0
+    nan: tuple[int, int] = (0, 0)
+    infinite: tuple[int, int] = (0, 0)
+
+    def __add__(self, other: TensorDifference) -> TensorDifference:
+        def larger(one: float | None, two: float | None) -> float | None:
+            return None if one is None or two is None else max(one, two)
+
+        return TensorDifference(
+            self.numel + other.numel,
+            self.differing + other.differing,
+            larger(self.max_absolute, other.max_absolute),
+            larger(self.max_relative, other.max_relative),
+            (self.nan[0] + other.nan[0], self.nan[1] + other.nan[1]),
+            (self.infinite[0] + other.infinite[0], self.infinite[1] + other.infinite[1]),
+        )
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether some values differ by more than ``tolerance``."""
+        return self.differing > 0 and (self.max_absolute is None or self.max_absolute > tolerance)
+
+
+@dataclass(frozen=True)
+class DifferingObject:
+    """An object that is not the same in both checkpoints. ``first`` and ``second`` describe it in a few words."""
+
+    name: str
+    first: str
+    second: str
+
+
+def compare_tensors(
+    first: str, second: str, names: Sequence[str], *, progress: Callable[[int, int], object]
+) -> Iterator[tuple[str, TensorDifference]]:
+    """Compare the tensors among the items ``names``, which have one dtype and shape in both checkpoints.
+
+    Args:
+        first, second: the checkpoints' directories.
+        progress: called with the bytes of the first checkpoint that were compared so far, and those of all.
+
+    Yields:
+        The name and the difference of each tensor.
+
+    Raises:
+        CorruptCheckpoint, StorageError: something cannot be read.
+    """
+    sides = [PieceReader(path, buffer_nbytes=_MEMORY_NBYTES // 4) for path in (first, second)]
+    wanted = set(names)
+    tensors = [tensor for name, tensor in sides[0].tensors.items() if name in wanted]
+    total_nbytes = sum(tensor.nbytes for tensor in tensors)
+    done_nbytes = 0
+    totals = {tensor.name: TensorDifference() for tensor in tensors}
+    for batch in batches_of(tensors, _MEMORY_NBYTES // 8):
+        for piece, one, other in zip(batch, *(side.read(batch) for side in sides), strict=True):
+            totals[piece.tensor.name] += _difference(one, other)
+        done_nbytes += sum(piece.nbytes for piece in batch)
+        progress(done_nbytes, total_nbytes)
+        for piece in batch:
+            if piece.is_last:
+                yield piece.tensor.name, totals.pop(piece.tensor.name)
+
+
+def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[DifferingObject]:
+    """The objects among the items ``names`` that differ: as bytes, and then as data.
+
+    Raises:
+        CorruptCheckpoint, StorageError: something cannot be read.
+    """
+    sides = [PieceReader(path, buffer_nbytes=_MEMORY_NBYTES) for path in (first, second)]
+    for name in (name for name in names if name not in sides[0].tensors):
+        one, other = (side.object_bytes(name) for side in sides)
+        if one == other:
+            continue
+        try:
+            values = [load_object(data, file=path, item=name) for data, path in ((one, first), (other, second))]
+        except UnsafeCheckpoint:
+            yield DifferingObject(name, f"{len(one)} bytes", f"{len(other)} other bytes")
+            continue
+        if not _are_equal(*values):
+            texts = (text if len(text) <= 100 else f"{text[:99]}…" for text in map(repr, values))
+            yield DifferingObject(name, *texts)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two values that consist of data are the same. NaN is equal to NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and not _difference(one, other).differing
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return repr(one) == repr(other) or bool(isinstance(one, float) and one == other)
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
+    """The difference of two tensors of one dtype and shape, on the CPU."""
+    first, second = first.detach().contiguous().reshape(-1), second.detach().contiguous().reshape(-1)
+    if not first.numel():
+        return TensorDifference()
+    total = TensorDifference()
+    try:
+        for one, other in zip(first.split(_CACHED_NUMEL), second.split(_CACHED_NUMEL), strict=True):
+            total += _of_floats(one, other) if one.is_floating_point() or one.is_complex() else _of_integers(one, other)
+    except (RuntimeError, NotImplementedError):  # float4_e2m1fn_x2 holds two values in one element
+        differing = int((first.view(torch.uint8) != second.view(torch.uint8)).sum())
+        return TensorDifference(first.numel(), differing, None, None) if differing else TensorDifference(first.numel())
+    return total
+
+
+def _of_integers(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
+    kind = _UNSIGNED.get(first.dtype)
+    one, other = (
+        each.to(torch.int64).numpy() if kind is None else np.frombuffer(each.view(torch.uint8).numpy(), dtype=kind)
+        for each in (first, second)
+    )
+    differs = one != other
+    if not differs.any():
+        return TensorDifference(one.size)
+    low, high = np.minimum(one, other)[differs], np.maximum(one, other)[differs]
+    apart = high.astype(np.uint64) - low.astype(np.uint64)  # right modulo 2**64, even if it does not fit into an int64
+    scale = np.maximum(np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64))), 1)
+    return TensorDifference(one.size, int(differs.sum()), float(apart.max()), float((apart / scale).max()))
+
+
+def _of_floats(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
+    # float64, complex numbers as real and imaginary parts
+    sides = [
+        torch.view_as_real(each.to(torch.complex128)) if each.is_complex() else each.to(torch.float64)[:, None]
+        for each in (first, second)
+    ]
+    one, other = sides
+    nan = [int(each.isnan().any(dim=1).sum()) for each in sides]
+    infinite = [int(each.isinf().any(dim=1).sum()) for each in sides]
+    apart = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)  # two infinities, for example
+    apart = torch.hypot(apart[:, 0], apart[:, 1]) if first.is_complex() else apart[:, 0].abs()
+    apart.nan_to_num_(nan=math.inf, posinf=math.inf)  # a NaN or an infinity on one side only: as far as can be
+    scale = reduce(torch.maximum, (each.abs().amax(dim=1) for each in sides))
+    relative = torch.where((scale == 0) | ~scale.isfinite(), apart, apart / scale)
+    return TensorDifference(
+        first.numel(),
+        int(apart.count_nonzero()),
+        float(apart.max()),
+        float(relative.max()),
+        (nan[0], nan[1]),
+        (infinite[0], infinite[1]),
+    )
