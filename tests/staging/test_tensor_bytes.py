@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.staging import Block, TensorBytes, memory_at
-from robust_dcp.storage.records.torch_zip import payload_view
+from robust_dcp.storage.records.record import bytes_of
 from tests.storage.test_engine import tensors
 
 
 @given(tensors(), st.data())
 def test_any_range_is_copied_to_anywhere(tensor: torch.Tensor, data: st.DataObject) -> None:
-    expected = bytes(payload_view(tensor.detach().resolve_conj().resolve_neg().contiguous()))
+    expected = bytes(bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous()))
     found = TensorBytes(tensor)
     assert found.nbytes == len(expected)
     begin = data.draw(st.integers(0, found.nbytes))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
-from tests.storage.test_torch_zip import record_of
+from tests.storage.test_record import record_of
 from tests.support.simulated_disk import WatchedDisk
 
 

@@ -14,11 +14,11 @@ import torch
 
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Tail
 from robust_dcp.storage.layouts.places import Placements, place_records
-from robust_dcp.storage.records.torch_zip import record_template
+from robust_dcp.storage.records.record import framed_record
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
-from tests.storage.test_torch_zip import record_of
+from tests.storage.test_record import record_of
 from tests.support.simulated_disk import SimulatedDisk
 
 DIRECTORY = "/checkpoint"
@@ -64,8 +64,8 @@ def placed(values: Sequence[Any], *, files: int) -> Placements:
 
 
 def _lengths(value: Any) -> tuple[int, int, int]:
-    template = record_template(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
-    return (-1, 0, 0) if template is None else (template.nbytes, template.header_nbytes, template.payload_nbytes)
+    template = framed_record(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+    return (-1, 0, 0) if template is None else (template.nbytes, template.data_offset, template.data_nbytes)
 
 
 def placed_at(values: Sequence[torch.Tensor], gaps: Sequence[int]) -> Placements:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts, joined, merged, sums_of
+from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, block_counts, joined, merged, sums_of
 
 lengths = st.one_of(st.integers(0, 3 * SUM_NBYTES + 7), st.sampled_from([0, 1, SUM_NBYTES, 2 * SUM_NBYTES]))
 

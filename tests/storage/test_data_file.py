@@ -19,7 +19,7 @@ from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.data_file import DataFile
-from robust_dcp.storage.records.torch_zip import payload_view
+from robust_dcp.storage.records.record import bytes_of
 from tests.support.simulated_disk import WatchedDisk
 
 FILE_NBYTES = 3 * (1 << 20) + 1234
@@ -77,7 +77,7 @@ def test_a_piece_holds_the_bytes_of_the_file(
     if not cached:
         forget(file)
     opened = DataFile(PosixDisk(), str(file), None)
-    found, checksum = opened.read_piece(payload_view(target), target.data_ptr(), offset, blocks(), checksum=True)
+    found, checksum = opened.read_piece(bytes_of(target), target.data_ptr(), offset, blocks(), checksum=True)
     opened.close()
     expected = file.read_bytes()[offset : offset + nbytes]
     assert target.numpy().tobytes()[:found] == expected
@@ -120,7 +120,7 @@ def test_where_direct_reads_are_refused_the_page_cache_is_used(file: Path, at_op
         assert block.memory[start : start + found] == file.read_bytes()[offset : offset + (1 << 20)]
         forget(file)
     target = torch.zeros(1 << 20, dtype=torch.uint8)
-    assert opened.read_piece(payload_view(target), target.data_ptr(), 77, lease) == (1 << 20, 0)
+    assert opened.read_piece(bytes_of(target), target.data_ptr(), 77, lease) == (1 << 20, 0)
     assert target.numpy().tobytes() == file.read_bytes()[77 : 77 + (1 << 20)]
     opened.close()
     assert disk.operations.count("open_read") <= 2  # it is not asked for again

@@ -19,7 +19,7 @@ from robust_dcp.storage.files.kernel import Alignment
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
 from robust_dcp.storage.writing.item_source import WriteItemSource
 from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, placed_at, write
-from tests.storage.test_torch_zip import DTYPES, shapes, tensor_of
+from tests.storage.test_record import DTYPES, shapes, tensor_of
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk
 
 

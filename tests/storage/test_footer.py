@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, FileSums, Footer, SumColumns, Tail, footer_of, item_id
-from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts
+from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, block_counts
 
 MARK = "0123456789abcdef"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copyreg
 import dataclasses
 import enum
 import operator
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from tests.storage.test_forged_objects import Call
+from tests.storage.test_forged_objects import Call, made
 from tests.storage.test_objects import check, load, saved
 
 
@@ -127,17 +126,6 @@ def some_function() -> None:
 some_value = 3
 
 
-class new(Call):  # noqa: N801
-    """An object as pickle makes it: by ``__new__``, and then with a state."""
-
-    def __init__(self, kind: Any, *arguments: Any, state: Any = None) -> None:
-        super().__init__(copyreg.__newobj__, kind, *arguments, state=state)  # type: ignore[attr-defined]
-
-    @property
-    def __class__(self) -> Any:  # pickle refuses to make an object of a class that it has not
-        return self.call[1][0]
-
-
 VALUES = [
     Schedule.COSINE,
     Schedule.STEP,
@@ -172,13 +160,13 @@ MALFORMED = {
     "flags that there are not": (Call(Kept, 8), "no such combination"),
     "negative flags": (Call(Kept, -1), "no such combination"),
     "flags of a text": (Call(Kept, "1"), "no such combination"),
-    "a named tuple with fewer fields": (new(Point, 1), "made from 1 fields"),
-    "a dataclass whose state is a number": (new(Config, state=7), "is not a dict of fields"),
-    "a dataclass with a field that is no name": (new(Config, state={1: 2}), "is not a dict of fields"),
-    "slots that get attributes": (new(Slotted, state={"lr": 1.0}), "has slots and gets attributes|gets"),
-    "a slot that there is not": (new(Config, state=(None, {"nothing": 1})), "has no slot 'nothing'"),
-    "a slot that is a method": (new(Config, state=(None, {"__init__": 1})), "has no slot '__init__'"),
-    "too many fields": (new(Frozen, state=[1.0, 2, 3]), "gets 3 fields"),
+    "a named tuple with fewer fields": (made(Point, 1), "made from 1 fields"),
+    "a dataclass whose state is a number": (made(Config, state=7), "is not a dict of attributes"),
+    "a dataclass with a field that is no name": (made(Config, state={1: 2}), "is not a dict of attributes"),
+    "slots that get attributes": (made(Slotted, state={"lr": 1.0}), "has slots and gets attributes|gets"),
+    "a slot that there is not": (made(Config, state=(None, {"nothing": 1})), "has no slot 'nothing'"),
+    "a slot that is a method": (made(Config, state=(None, {"__init__": 1})), "has no slot '__init__'"),
+    "too many fields": (made(Frozen, state=[1.0, 2, 3]), "gets 3 fields"),
 }
 
 
@@ -196,13 +184,13 @@ NO_DATA = {
     "a member of a class that is no enum": (Call(getattr, Config, "lr"), "of something else than an enum"),
     "a member whose name is a number": (Call(getattr, Schedule, 1), "of something else than an enum"),
     "flags of two enums": (Call(operator.or_, Kept.RNG, Precision.BF16), "something else than two flags"),
-    "a named tuple with a __new__": (new(Doubled, 1, 2), "a tuple with code of its own"),
+    "a named tuple with a __new__": (made(Doubled, 1, 2), "a tuple with code of its own"),
     "a tuple of another class": (PlainTuple([1]), "a tuple with code of its own"),
-    "a dataclass with a __getstate__": (new(WithGetstate, state={"lr": 1.0}), "it has a __getstate__"),
-    "a dataclass with a __setattr__": (new(WithSetattr, state={"lr": 1.0}), "it has a __setattr__"),
-    "a dataclass with a base of its own": (new(Derived, state={"lr": 1.0}), "it has the base class WithCode"),
-    "a dataclass with a metaclass": (new(WithMetaOfData, state={"lr": 1.0}), "it has a metaclass"),
-    "a dataclass made with arguments": (new(Config, 1.0), "made by code of its own"),
+    "a dataclass with a __getstate__": (made(WithGetstate, state={"lr": 1.0}), "it has a __getstate__"),
+    "a dataclass with a __setattr__": (made(WithSetattr, state={"lr": 1.0}), "it has a __setattr__"),
+    "a dataclass with a base of its own": (made(Derived, state={"lr": 1.0}), "it has the base class WithCode"),
+    "a dataclass with a metaclass": (made(WithMetaOfData, state={"lr": 1.0}), "it has a metaclass"),
+    "a dataclass made with arguments": (made(Config, 1.0), "made by code of its own"),
     "a function": (some_function, "it is a function"),
     "a state for a class itself": (Call(collections.OrderedDict, state={"a": 1}), None),
 }

@@ -46,8 +46,15 @@ def array(shape: Any, data: Any, dtype: Any = FLOATS, version: int = 1) -> Call:
     return Call(RECONSTRUCT, np.ndarray, (0,), b"b", state=(version, shape, dtype, False, data))
 
 
-def made(kind: type, state: Any) -> Call:
-    return Call(copyreg._reconstructor, kind, object, None, state=state)  # type: ignore[attr-defined]
+class made(Call):  # noqa: N801
+    """An object as pickle makes it: by ``__new__``, and then with a state."""
+
+    def __init__(self, kind: Any, *arguments: Any, state: Any = None) -> None:
+        super().__init__(copyreg.__newobj__, kind, *arguments, state=state)  # type: ignore[attr-defined]
+
+    @property
+    def __class__(self) -> Any:  # pickle refuses to make an object of a class that it has not
+        return self.call[1][0]
 
 
 MALFORMED = {
@@ -71,10 +78,10 @@ MALFORMED = {
     "a timezone of a number": Call(datetime.timezone, 1),
     "a Fraction of a float": Call(fractions.Fraction, 1.5),
     "a path of numbers": Call(pathlib.PurePosixPath, 1),
-    "a UUID of a negative number": made(uuid.UUID, {"int": -1}),
-    "a UUID with a state that is a list": made(uuid.UUID, [1]),
-    "a stream beyond its end": made(io.BytesIO, (b"12", 3, None)),
-    "an object of another base": Call(copyreg._reconstructor, uuid.UUID, int, 0),  # type: ignore[attr-defined]
+    "a UUID of a negative number": made(uuid.UUID, state={"int": -1}),
+    "a UUID with a state that is a list": made(uuid.UUID, state=[1]),
+    "a stream beyond its end": made(io.BytesIO, state=(b"12", 3, None)),
+    "a deque that comes with its items": Call(collections.deque, [1, 2]),
     "a dtype of a number": Call(np.dtype, 4, False, True, state=FLOAT_STATE),
     "a dtype of another version": dtype(state=(9, *FLOAT_STATE[1:])),
     "a dtype of numbers with the flags of objects": dtype(state=(*FLOAT_STATE[:-1], 63)),
@@ -102,7 +109,8 @@ NO_DATA = {
     "a Decimal with a large exponent": Call(decimal.Decimal, "1e999999"),
     "a Decimal of words": Call(decimal.Decimal, "many"),
     "a Fraction of long numbers": Call(fractions.Fraction, 1 << 20_000, 1),
-    "an object of a class that is not known": Call(copyreg._reconstructor, io.StringIO, object, None),  # type: ignore[attr-defined]
+    "an object of a class that is not known": made(io.StringIO),
+    "an object as protocol 1 makes it": Call(copyreg._reconstructor, uuid.UUID, object, None),  # type: ignore[attr-defined]
     "a dtype with fields": Call(np.dtype, "V8", False, True, state=FLOAT_STATE),
     "a dtype with names": dtype(state=(3, "<", None, ("a",), {}, -1, -1, 0)),
     "a time with metadata": dtype("M8", (*FLOAT_STATE, ({"a": 1}, (b"s", 1, 1, 1)))),

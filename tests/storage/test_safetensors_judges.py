@@ -20,7 +20,7 @@ from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustPlanner, 
 from robust_dcp.storage.layouts.safetensors import DTYPES
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
-from tests.storage.test_torch_zip import tensor_of
+from tests.storage.test_record import tensor_of
 from tests.support.torch_versions import HAS_SAFETENSORS, needs_safetensors
 
 StateDict = dict[str, Any]

@@ -29,7 +29,7 @@ from robust_dcp.storage.layouts.safetensors import (
     ShardHead,
     _spread,
 )
-from robust_dcp.storage.records.block_sums import block_counts, joined
+from robust_dcp.storage.records.checksum import block_counts, joined
 from tests.plan.structures import Item, chunk, chunk_of, obj, table, tensor
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.complex128, torch.int64, torch.bool]

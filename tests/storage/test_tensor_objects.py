@@ -25,9 +25,9 @@ pytestmark = [
 NO_HOOKS: collections.OrderedDict[str, Any] = collections.OrderedDict()
 
 
-def saved(value: Any, *, legacy: bool = False) -> bytes:
+def saved(value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer, _use_new_zipfile_serialization=not legacy)
+    torch.save(value, buffer)
     return buffer.getvalue()
 
 
@@ -91,11 +91,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
-def test_a_tensor_is_loaded_as_it_was_saved(make: Callable[[], torch.Tensor], legacy: bool) -> None:
+def test_a_tensor_is_loaded_as_it_was_saved(make: Callable[[], torch.Tensor]) -> None:
     value = make()
-    loaded = load_bytes(saved(value, legacy=legacy))
+    loaded = load_bytes(saved(value))
     assert type(loaded) is type(value)
     assert (loaded.dtype, loaded.shape, loaded.layout, loaded.requires_grad, loaded.__dict__) == (
         value.dtype,
@@ -161,8 +160,6 @@ FORGED: dict[str, tuple[Call, str]] = {
     "no storage": (tensor_v2("text", 0, (1,), (1,)), "no storage"),
     "with hooks": (tensor_v2(storage(), 0, (1,), (1,), hooks={"hook": 1}), "other arguments"),
     "other flags": (tensor_v2(storage(), 0, (1,), (1,), flags=({"zero": True},)), "flags"),
-    "old form, too few": (Call(torch_utils._rebuild_tensor, storage(), 0), "other arguments"),
-    "old form, too large": (Call(torch_utils._rebuild_tensor, storage(), 0, (5,), (1,)), "needs 20 bytes"),
     "third form, no dtype": (
         Call(torch_utils._rebuild_tensor_v3, storage(), 0, (1,), (1,), False, NO_HOOKS, "float"),
         "other arguments",
@@ -213,7 +210,6 @@ def test_a_forged_tensor_is_refused(call: Call, why: str) -> None:
         load({"deep": [call]})
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize(
     "forged",
     [
@@ -223,9 +219,9 @@ def test_a_forged_tensor_is_refused(call: Call, why: str) -> None:
     ],
     ids=["coordinates", "columns", "rows"],
 )
-def test_indices_of_a_sparse_tensor_must_lie_in_it(forged: Call, legacy: bool) -> None:
+def test_indices_of_a_sparse_tensor_must_lie_in_it(forged: Call) -> None:
     with pytest.raises(CorruptCheckpoint):
-        load_bytes(saved(forged, legacy=legacy))
+        load_bytes(saved(forged))
 
 
 def test_a_tensor_of_another_device_comes_to_the_cpu() -> None:
@@ -233,10 +229,9 @@ def test_a_tensor_of_another_device_comes_to_the_cpu() -> None:
     assert loaded.requires_grad and torch.equal(loaded.detach(), torch.ones(3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_tensors_that_share_memory_share_it_again(legacy: bool) -> None:
+def test_tensors_that_share_memory_share_it_again() -> None:
     base = torch.zeros(4)
-    loaded = load_bytes(saved([base, base[1:3]], legacy=legacy))
+    loaded = load_bytes(saved([base, base[1:3]]))
     loaded[0][2] = 5.0
     assert loaded[1].tolist() == [0.0, 5.0]
 
@@ -280,10 +275,3 @@ def test_a_flipped_byte_of_a_storage_is_found() -> None:
     data[data.index(torch.full((100,), 3.0).numpy().tobytes()) + 7] ^= 1
     with pytest.raises(CorruptCheckpoint, match="CRC-32"):
         load_bytes(bytes(data))
-
-
-def test_a_legacy_file_whose_storages_end_early_or_have_another_length_is_corrupt() -> None:
-    data = saved(torch.ones(4), legacy=True)
-    for damaged in (data[:-4], data[:-24] + (5).to_bytes(8, "little") + data[-16:]):
-        with pytest.raises(CorruptCheckpoint):
-            load_bytes(damaged)

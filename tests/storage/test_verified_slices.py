@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
-from robust_dcp.storage.records.block_sums import SUM_NBYTES
+from robust_dcp.storage.records.checksum import SUM_NBYTES
 from tests.storage.checkpoints import read_box, save_stock
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -14,7 +14,7 @@ from robust_dcp.staging import POOL
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.torch_zip import record_template
+from robust_dcp.storage.records.record import framed_record
 from robust_dcp.storage.writing.write_options import WriteOptions, default_buffer_bytes, default_threads
 from tests.storage.sources import DIRECTORY, ListSource, content_of, framed_one_by_one, placed, write
 from tests.support.simulated_disk import SimulatedDisk
@@ -98,19 +98,19 @@ def test_a_tensor_of_more_than_4_gib_is_written_bit_for_bit() -> None:
     row = torch.arange(MIB, dtype=torch.int64).to(torch.uint8)
     row[::1001] = 7
     tensor = row.expand(4097, MIB)  # takes no more memory than its row
-    template = record_template(tensor.dtype, tuple(tensor.shape))
+    template = framed_record(tensor.dtype, tuple(tensor.shape))
     assert template is not None
     placements = placed([tensor], files=1)
-    begin = int(placements.offset[0]) + template.header_nbytes
+    begin = int(placements.offset[0]) + template.data_offset
     disk = ComparesPayload(bytes(row.numpy().data), begin, begin + tensor.numel())
     written = write(ListSource([tensor]), placements, disk, threads=2, buffer_bytes=32 * MIB)
     assert written.nbytes == placements.file_nbytes[0] > 4 << 30
     assert disk.n_compared >= tensor.numel() - 2 * 8 * MIB  # the first block and the last hold other bytes, too
     assert written.peak_buffer_nbytes <= 32 * MIB
     kept = bytes(disk._directory(DIRECTORY).names[written.names[0]].cached)
-    checksum = template.crc32_of_header(kept[begin - template.header_nbytes : begin])
+    checksum = template.crc32_in_header(kept[begin - template.data_offset : begin])
     assert checksum is not None
-    trailer = template.trailer(checksum)
+    _, trailer = template.around(checksum)
     assert trailer in kept
     assert checksum == _crc32_of_rows(bytes(row.numpy().data), 4097)
 

@@ -27,7 +27,7 @@ from robust_dcp.staging import (
     host_address,
     wait_for_copies,
 )
-from robust_dcp.storage.records.torch_zip import is_fixed_size
+from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.storage.writing.emit import saved_by_torch
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 

@@ -29,10 +29,8 @@ from robust_dcp.storage.layouts import PlacedTensor
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, Tail, item_id
 from robust_dcp.storage.layouts.read_head import FileHead, read_head
 from robust_dcp.storage.layouts.safetensors import LENGTH_NBYTES, ShardHead
-from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, joined
-from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.parse_record import parse_record, zip_members_in
-from robust_dcp.storage.records.torch_zip import record_template, template_of
+from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, joined
+from robust_dcp.storage.records.record import framed_record, parsed_record, record_with_pickle_of, zip_members
 
 __all__ = ["Findings", "Problem", "verify"]
 
@@ -430,12 +428,12 @@ def _spans_of_ours(records: Sequence[_Record], window: _Window) -> Iterator[_Spa
             continue
         dtype, frame = getattr(torch, record.item.dtype or "", None), None
         if isinstance(dtype, torch.dtype):
-            frame = record_template(dtype, record.chunk.sizes)
+            frame = framed_record(dtype, record.chunk.sizes)
         if not record.data_nbytes and frame is not None:
-            begin = end = min(record.begin + frame.header_nbytes, record.end)
+            begin = end = min(record.begin + frame.data_offset, record.end)
         crc = joined(record.crcs, record.data_nbytes, record.block_nbytes)
         if (begin, end) != (record.begin, record.end):
-            header, trailer = (None, None) if frame is None else (frame.header(crc), frame.trailer(crc))
+            header, trailer = (None, None) if frame is None else frame.around(crc)
             other = partial(_is_of_another_torch, record, begin, end, crc)
             for first, last, around in ((record.begin, begin, header), (end, record.end, trailer)):
                 is_like = around is not None and len(around) == last - first
@@ -451,8 +449,8 @@ def _is_of_another_torch(record: _Record, begin: int, end: int, crc: int, window
     dtype = getattr(torch, record.item.dtype or "", None)
     if not isinstance(dtype, torch.dtype):
         return False
-    frame = template_of(header, dtype, record.chunk.sizes)
-    if frame is None or (header, window.read(end, record.end - end)) != (frame.header(crc), frame.trailer(crc)):
+    frame = record_with_pickle_of(header, dtype, record.chunk.sizes)
+    if frame is None or (header, window.read(end, record.end - end)) != frame.around(crc):
         return False
     _check_identity(record, window)
     return True
@@ -474,7 +472,7 @@ def _spans_of_stock(records: Sequence[_Record], window: _Window) -> Iterator[_Sp
 
 def _check_identity(record: _Record, window: _Window) -> None:
     """Compare what a record says about its tensor with ``.metadata``, if it is that of a plain tensor."""
-    parsed = parse_record(lambda offset, nbytes: window.read(record.begin + offset, nbytes), record.end - record.begin)
+    parsed = parsed_record(lambda offset, nbytes: window.read(record.begin + offset, nbytes), record.end - record.begin)
     if parsed is None:
         return
     dtype = str(parsed.dtype).removeprefix("torch.")
@@ -487,7 +485,7 @@ def _check_identity(record: _Record, window: _Window) -> None:
 def _spans_of_archive(window: _Window, item: str | None, begin: int, end: int) -> Iterator[_Span]:
     """The members of an archive of ``torch.save`` with the checksums in it."""
     try:
-        members = zip_members_in(lambda offset, nbytes: window.read(begin + offset, nbytes), end - begin)
+        members = zip_members(lambda offset, nbytes: window.read(begin + offset, nbytes), end - begin)
     except ValueError as error:
         expected = f"a record of torch.save at bytes {begin} to {end}"
         window.findings.broken(window.name, item, expected, str(error))

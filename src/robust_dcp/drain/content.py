@@ -12,8 +12,7 @@ from robust_dcp.drain.places import PlaceFile
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
-from robust_dcp.storage.records.block_sums import block_counts
-from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.checksum import block_counts, crc32
 
 __all__ = ["Content"]
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.plan.items import Form, ItemKind, ItemStructure
-from robust_dcp.storage.records.torch_zip import is_fixed_size, record_template
+from robust_dcp.storage.records.record import framed_record, is_fixed_size
 from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = [
@@ -259,7 +259,7 @@ class _Description:
         is_fixed = (
             isinstance(data, torch.Tensor)
             and is_fixed_size(data)
-            and record_template(tensor_data.properties.dtype, tuple(tensor_data.chunk.sizes)) is not None
+            and framed_record(tensor_data.properties.dtype, tuple(tensor_data.chunk.sizes)) is not None
         )
         structure = _structure_of(item, Form.FIXED if is_fixed else Form.VARIABLE)
         if isinstance(value, DTensor):

@@ -18,8 +18,8 @@ from robust_dcp.storage.layouts import ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.footer import FileSums, SumColumns
 from robust_dcp.storage.layouts.safetensors import DTYPES, METADATA_KEY, ShardHead, entry_nbytes, head_nbytes_for
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
-from robust_dcp.storage.records.block_sums import merged, sums_of
-from robust_dcp.storage.records.torch_zip import payload_view
+from robust_dcp.storage.records.checksum import merged, sums_of
+from robust_dcp.storage.records.record import bytes_of
 
 __all__ = ["INDEX_NAME", "check_dtypes", "in_shards", "index_of", "write_model_file"]
 
@@ -86,7 +86,7 @@ def write_model_file(
     sums: list[list[tuple[int, int, list[int]]]] = [[] for _ in tensors]
     end = head_nbytes
     for batch, values in read_ahead(batches_of(tensors, buffer_nbytes), read):
-        views = [payload_view(value) for value in values]
+        views = [bytes_of(value) for value in values]
         for piece, view in zip(batch, views, strict=True):
             before = sums[piece.number]
             begin = before[-1][1] if before else 0

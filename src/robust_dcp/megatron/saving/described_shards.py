@@ -23,7 +23,7 @@ from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from robust_dcp.plan.describe import DescribedItems, ItemData, describe_items
 from robust_dcp.plan.items import Form, ItemKind, ItemStructure, Replica
-from robust_dcp.storage.records.torch_zip import is_fixed_size
+from robust_dcp.storage.records.record import is_fixed_size
 
 __all__ = ["SavedShards", "TranslatedStateDict", "saved_shards"]
 

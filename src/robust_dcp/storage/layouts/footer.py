@@ -16,8 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts, joined
-from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, block_counts, crc32, joined
 
 __all__ = ["TAIL_NBYTES", "FileSums", "Footer", "SumColumns", "Tail", "footer_of", "item_id", "seed_of"]
 

@@ -17,7 +17,7 @@ import torch
 
 from robust_dcp.storage.files.paths import data_file_name
 from robust_dcp.storage.layouts.places import Placements, place_records
-from robust_dcp.storage.records.torch_zip import record_template
+from robust_dcp.storage.records.record import framed_record
 
 __all__ = ["TORCH", "FileName", "ItemColumns", "Layout", "TorchRecords", "record_measures"]
 
@@ -137,8 +137,8 @@ def record_measures(items: ItemColumns) -> Int64:
     """
     rows = []
     for dtype, shape in items.kinds:
-        template = record_template(getattr(torch, dtype), shape)
+        template = framed_record(getattr(torch, dtype), shape)
         if template is None:
             raise TypeError(f"items of {dtype} are not of fixed size")
-        rows.append((template.nbytes, template.header_nbytes, template.payload_nbytes))
+        rows.append((template.nbytes, template.data_offset, template.data_nbytes))
     return np.array([*rows, (-1, 0, 0)], dtype=np.int64)[items.kind_ids]  # the last row for -1

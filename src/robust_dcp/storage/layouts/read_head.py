@@ -32,7 +32,7 @@ from robust_dcp.storage.layouts.safetensors import (
     SAVE_KEY,
     SHARDING_KEY,
 )
-from robust_dcp.storage.records.block_sums import SUM_NBYTES
+from robust_dcp.storage.records.checksum import SUM_NBYTES
 
 __all__ = ["FileHead", "LazyHead", "StoredTensor", "parse_head", "read_head", "unusable_file"]
 
@@ -57,7 +57,7 @@ class StoredTensor:
         offset, nbytes: where its data lies in the file.
         chunk_offset: the offset of the chunk in its tensor; zeros for a whole tensor.
         crc32: the CRC-32 of its data, if the head has it.
-        block_crc32s: the CRC-32s of the blocks of its data (``records.block_sums``), if there are several and the head
+        block_crc32s: the CRC-32s of the blocks of its data (``records.checksum``), if there are several and the head
             has them.
     """
 

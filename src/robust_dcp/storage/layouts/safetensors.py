@@ -25,7 +25,7 @@ from robust_dcp.storage.files.paths import data_file_name, shard_file_name, temp
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.layout import FileName, ItemColumns, record_measures
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements, deal, place_records
-from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, joined
+from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, joined
 
 __all__ = [
     "CRC32_KEY",
@@ -84,7 +84,7 @@ METADATA_KEY: Final = "__metadata__"
 SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 OFFSETS_KEY: Final = "saved_offsets"
 CRC32_KEY: Final = "robust_dcp.crc32"
-"""For each tensor 8 hexadecimal digits; if it has several blocks, 8 more for each block (``records.block_sums``)."""
+"""For each tensor 8 hexadecimal digits; if it has several blocks, 8 more for each block (``records.checksum``)."""
 
 SAVE_KEY: Final = "robust_dcp.save"
 MARK_KEY: Final = "robust_dcp.shard"

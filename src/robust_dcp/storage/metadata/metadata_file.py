@@ -36,11 +36,11 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
 from robust_dcp.storage.layouts.read_head import StoredTensor, read_head, unusable_file
-from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, unpickled, without_garbage_collection
+from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, without_garbage_collection
+from robust_dcp.storage.metadata.unpickling import all_of, unpickled
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.data.limits import text_of
-from robust_dcp.storage.records.data.names import registered_by_user
-from robust_dcp.storage.records.unpickling import all_of
+from robust_dcp.storage.records.names import registered_by_user
+from robust_dcp.storage.records.torch_kinds import constant, layout_named
 
 __all__ = [
     "FORMAT_VERSION",
@@ -59,9 +59,6 @@ FORMAT_VERSION: Final = "1.0.0"
 _PROTOCOL: Final = 4  # pickle.dump's default on Python 3.8 to 3.13; all of them can read it
 
 _MAX_DIMENSIONS: Final = 64  # the most that torch allows
-
-# A pickle names values of these types as it names classes, but they can neither be called nor changed.
-_CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 # The classes in a .metadata.
 
@@ -108,16 +105,6 @@ def _memory_format(encoding: int) -> torch.memory_format:
     return _MEMORY_FORMATS[encoding]
 
 
-def _layout(name: str) -> torch.layout:
-    """The result of ``torch.serialization._get_layout(name)``: the layout of that name, for example
-    ``torch.strided``.
-    """
-    layout = vars(torch).get(name.removeprefix("torch."))
-    if not isinstance(layout, torch.layout):
-        raise ValueError(f"{name[:60]!r} is not a layout")
-    return layout
-
-
 class _MCoreMetadata(Metadata):
     """Stands in for Megatron-Core's class in its older checkpoints: becomes a ``Metadata`` with more attributes."""
 
@@ -145,7 +132,7 @@ def _stand_ins() -> Mapping[tuple[str, str], Any]:
     return {
         **{(home, "TensorProperties"): _PortableTensorProperties for home in homes},
         **{(home, name): _memory_format for home in homes for name in ("MEM_FORMAT_ENCODING", "_MEM_FORMAT_ENCODING")},
-        ("torch.serialization", "_get_layout"): _layout,
+        ("torch.serialization", "_get_layout"): layout_named,
         **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in paths.items()},
         (megatron, "MCoreMetadata"): _MCoreMetadata,
         (megatron, "MCoreSavePlan"): _MCoreSavePlan,
@@ -194,7 +181,7 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
         allowed=_CLASSES,
         stand_ins=_STAND_INS,
         registered=registered_by_user(),
-        other=_constant,
+        other=constant,
     )
     try:
         with without_garbage_collection():
@@ -204,12 +191,6 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     except Exception as error:  # objects may lack attributes, or fail even when they are printed
         raise corrupt(file, "complete objects", f"{type(error).__name__}: {error!s:.300}") from error
     return metadata  # type: ignore[no-any-return]
-
-
-def _constant(module: str, name: str) -> Any:
-    """A dtype of torch, or the like; ``None`` for any other name."""
-    found = getattr(torch, name, None) if module == "torch" else None
-    return found if isinstance(found, _CONSTANT_TYPES) else None
 
 
 def referenced_files(metadata: Metadata) -> set[str]:
@@ -282,7 +263,12 @@ def _expect(valid: bool, file: str, expected: str, found: Any) -> None:
 
 
 def _unexpected(file: str, expected: str, found: Any) -> CorruptCheckpoint:
-    return corrupt(file, expected, f"{type(found).__name__} {text_of(found)}")
+    kind, text = type(found), ""
+    if kind in (bool, float, type(None)) or (kind is int and abs(found) < 1 << 64):
+        text = f" {found}"
+    elif kind in (str, bytes):
+        text = f" {found[:60]!r}"
+    return corrupt(file, expected, f"{kind.__name__}{text}")  # other values may be nested without end
 
 
 # Directories of safetensors files without .metadata.

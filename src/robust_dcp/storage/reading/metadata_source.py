@@ -29,7 +29,8 @@ from robust_dcp.storage.index import (
     opened_index,
 )
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
-from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, check_metadata, files_are_marked
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
+from robust_dcp.storage.metadata.unpickling import check_metadata
 
 __all__ = ["MetadataSource", "overwritten"]
 
@@ -85,7 +86,7 @@ class MetadataSource:
 
         Raises:
             StorageError: there is no such file, so nothing was committed here; or it cannot be read.
-            CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.stored_pickle.check_metadata`.
+            CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.unpickling.check_metadata`.
         """
         path = self.path_of_metadata(rank)
         try:

@@ -36,7 +36,7 @@ from robust_dcp.storage.reading.stored_tensor import (
 )
 from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 from robust_dcp.storage.records.objects import check_object
-from robust_dcp.storage.records.torch_zip import payload_view
+from robust_dcp.storage.records.record import bytes_of
 
 __all__ = [
     "PiecewiseRead",
@@ -114,7 +114,7 @@ class PiecewiseRead:
         if copies is not None and self._buffer is into:
             self._on_device = into.as_strided((into.numel(),), (1,)).view(torch.uint8), copies
         else:
-            self._view = payload_view(self._buffer)
+            self._view = bytes_of(self._buffer)
         self._verified = verified
         self._done = done
         begin, end = box.offset, box.offset + box.nbytes

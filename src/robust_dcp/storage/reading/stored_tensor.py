@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -18,12 +19,17 @@ from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.layouts.footer import Footer
 from robust_dcp.storage.layouts.read_head import StoredTensor
 from robust_dcp.storage.reading.data_file import DataFile
-from robust_dcp.storage.records.archives import ZIP_MAGIC, is_program
-from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums
-from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.objects import load_object
-from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record, zip_members
-from robust_dcp.storage.records.torch_zip import contiguous_strides, payload_view, record_template
+from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32
+from robust_dcp.storage.records.objects import is_program, load_object
+from robust_dcp.storage.records.record import (
+    ZIP_MAGIC,
+    Record,
+    bytes_of,
+    framed_record,
+    parsed_record,
+    raw_record,
+    zip_members,
+)
 
 __all__ = [
     "ItemBytes",
@@ -305,7 +311,7 @@ class StoredBox(NamedTuple):
         is_one_piece: whether the range holds nothing but the box, in order.
     """
 
-    record: ParsedRecord
+    record: Record
     lengths: tuple[int, ...]
     offset: int
     numel: int
@@ -354,7 +360,9 @@ def find_box(
         StorageError: a read failed.
     """
     record = (
-        _from_head(stored, expected) or _from_known_header(stored, expected) or parse_record(stored.read, stored.nbytes)
+        _from_head(stored, expected)
+        or _from_known_header(stored, expected)
+        or parsed_record(stored.read, stored.nbytes)
     )
     if record is None:
         return None
@@ -420,7 +428,7 @@ def read_box(
 ) -> torch.Tensor | None:
     """Read the box that :func:`find_box` has found; ``into`` and the result are those of :func:`read_tensor`."""
     buffer = box.buffer_for(into)
-    view = payload_view(buffer)
+    view = bytes_of(buffer)
     begin, end = box.offset, box.offset + box.nbytes
     verified = verification.range_for(stored, box.sums, begin, end)
     if verified is not None and box.sums is not None:
@@ -448,7 +456,7 @@ def _read_verified(stored: ItemBytes, view: memoryview, offset: int, sums: Block
         raise damaged(stored, sums, begin, end)
 
 
-def _sums(stored: ItemBytes, record: ParsedRecord, begin: int, end: int) -> BlockSums | None:
+def _sums(stored: ItemBytes, record: Record, begin: int, end: int) -> BlockSums | None:
     """The checksums of the blocks that bytes ``begin`` to ``end`` of the item lie in.
 
     Those of the footer come first: they tell what lies at this place of the file. A record's own checksum is right in a
@@ -465,7 +473,7 @@ def _sums(stored: ItemBytes, record: ParsedRecord, begin: int, end: int) -> Bloc
     return BlockSums(record.data_offset, record.data_nbytes, max(record.data_nbytes, 1), (record.crc32,))
 
 
-def _check_frame(stored: ItemBytes, record: ParsedRecord, sums: BlockSums) -> None:
+def _check_frame(stored: ItemBytes, record: Record, sums: BlockSums) -> None:
     """Make sure that the frame of a record says rightly where its data lies.
 
     The checksums of blocks prove that a slice has the right bytes of the file. They do not prove that these bytes are
@@ -480,49 +488,30 @@ def _check_frame(stored: ItemBytes, record: ParsedRecord, sums: BlockSums) -> No
         expected = f"{sums.nbytes} bytes of data at {sums.offset}, as the footer of the file has it"
         raise corrupt_item(stored, expected, f"{record.data_nbytes} bytes at {record.data_offset}")
     # The checksums of blocks cover the frame as well.
-    for low, high in ((0, record.data_offset), (record.directory_at, stored.nbytes)):
+    around = (0, record.data_offset), (stored.nbytes - len(record.trailer), stored.nbytes)
+    for low, high in around if record.trailer else ((0, stored.nbytes),):
         first, last = sums.around(low, high)
         if crc32(stored.read(first, last - first)) != sums.expected(first, last):
             raise damaged(stored, sums, first, last)
 
 
-def _from_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+def _from_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> Record | None:
     """The tensor that the head of the file describes, in the terms of a record; ``None`` if the item is a record."""
     raw = stored.raw
     if raw is None:
         return None
     if expected is not None and (raw.dtype, raw.shape) != (expected[0], tuple(expected[1])):
         raise corrupt_item(stored, f"{expected[0]} {list(expected[1])}", f"{raw.dtype} {list(raw.shape)} in its head")
-    return ParsedRecord(
-        dtype=raw.dtype,
-        shape=raw.shape,
-        stride=contiguous_strides(raw.shape),
-        storage_offset=0,
-        requires_grad=False,
-        data_offset=0,
-        data_nbytes=raw.nbytes,
-        crc32=raw.crc32,
-    )
+    return replace(raw_record(raw.dtype, raw.shape), crc32=raw.crc32)
 
 
-def _from_known_header(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+def _from_known_header(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> Record | None:
     """The record, if its header is exactly the one that we write for a tensor of the expected dtype and shape."""
-    template = None if expected is None else record_template(*expected)
+    template = None if expected is None else framed_record(*expected)
     if template is None or template.nbytes != stored.nbytes:
         return None
-    crc = template.crc32_of_header(stored.read(0, template.header_nbytes))
-    if crc is None:
-        return None
-    return ParsedRecord(
-        dtype=template.dtype,
-        shape=template.shape,
-        stride=contiguous_strides(template.shape),
-        storage_offset=0,
-        requires_grad=False,
-        data_offset=template.header_nbytes,
-        data_nbytes=template.payload_nbytes,
-        crc32=crc or None,  # 0 means that none was computed
-    )
+    crc = template.crc32_in_header(stored.read(0, template.data_offset))
+    return None if crc is None else replace(template, crc32=crc or None)  # 0 means that none was computed
 
 
 def _by_torch_load(stored: ItemBytes, verification: Verification, trusted: bool) -> torch.Tensor:
@@ -550,7 +539,7 @@ def check_members(stored: ItemBytes, data: bytes, verification: Verification) ->
         verification.skip(len(data), stored.item, stored.file)
         return
     try:
-        members = zip_members(data)
+        members = zip_members(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
     except ValueError as error:
         if is_program(data):
             return  # ``load_object`` refuses it

@@ -1,1 +1,17 @@
-"""One stored item as bytes: the record of a tensor or an object, its checksum, and what may be unpickled."""
+"""Tensors and objects as bytes. Each question about a pickle or an archive has one function that answers it.
+
+| question | answer |
+| --- | --- |
+| Which bytes stand around the data of a tensor that we write? | ``record.framed_record``, ``record.raw_record`` |
+| Which, if another version of torch has pickled it? | ``record.record_with_pickle_of`` |
+| Which tensor does a record of any writer hold, and where is its data? | ``record.parsed_record`` |
+| Is this record like one that is known, and what is its checksum? | ``Record.crc32_in_header``, ``Record.crc32s_in`` |
+| Where are the members of an archive? | ``record.zip_members`` |
+| Which value does a pickle hold, if it is data? | ``unpickler.Unpickler`` |
+| What does a name in it stand for, and what may be done with that? | ``names.Names``, by the tables of the four ``…_kinds`` |
+| Which object do the bytes of an item hold? | ``objects.load_object`` |
+| May ``torch.load`` have them? | ``objects.check_object`` |
+| Would a load refuse what was just pickled? | ``objects.refusal_of`` |
+
+``.metadata`` has its own unpickler, ``metadata.unpickling``, because it is long.
+"""

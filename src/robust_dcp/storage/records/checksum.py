@@ -1,12 +1,30 @@
-"""CRC-32 (the polynomial of zip and zlib), as fast as this machine can compute it."""
+"""CRC-32 (the polynomial of zip and zlib), of data and of its blocks, so that a slice can be verified without the rest.
+
+This module knows where blocks end, and computes the checksums of larger ranges from those of blocks. It never reads or
+writes a file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from isal import isal_zlib
 
-__all__ = ["crc32", "crc32_of_both", "crc32_of_each"]
+__all__ = [
+    "SUM_NBYTES",
+    "BlockSums",
+    "block_counts",
+    "crc32",
+    "crc32_of_both",
+    "crc32_of_each",
+    "cuts",
+    "joined",
+    "merged",
+    "sums_of",
+]
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
@@ -22,3 +40,85 @@ def crc32_of_both(first: int, second: int, second_nbytes: int) -> int:
 def crc32_of_each(view: memoryview, starts: Iterable[int], nbytes: int) -> list[int]:
     """The CRC-32s of pieces of ``view``. Each piece has ``nbytes`` bytes."""
     return list(map(isal_zlib.crc32, [view[start : start + nbytes] for start in starts]))
+
+
+SUM_NBYTES: Final = 256 << 10
+"""Bytes of one block, counted from the first byte of the data.
+
+To verify a slice, all blocks that it touches are read. Larger blocks would not be faster, because the processor's
+checksum runs at the same speed, and more bytes that nobody wants would be read.
+"""
+
+
+def block_counts(nbytes: npt.NDArray[np.int64], block_nbytes: int = SUM_NBYTES) -> npt.NDArray[np.int64]:
+    """How many blocks data of each length has: int64, with as many entries as ``nbytes``."""
+    return -(-nbytes // block_nbytes)
+
+
+def cuts(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes ``begin`` to ``end`` of an item's data where blocks end."""
+    while begin < end:
+        stop = min(end, begin - begin % SUM_NBYTES + SUM_NBYTES)
+        yield begin, stop
+        begin = stop
+
+
+def sums_of(data: memoryview, begin: int = 0) -> list[int]:
+    """The CRC-32 of each piece of ``data``, cut as :func:`cuts` does. ``data`` begins at byte ``begin`` of an item's
+    data.
+    """
+    return [crc32(data[first - begin : stop - begin]) for first, stop in cuts(begin, begin + len(data))]
+
+
+def merged(pieces: Iterable[tuple[int, int, Sequence[int]]]) -> list[int]:
+    """The CRC-32 of each block, computed from those of pieces.
+
+    Args:
+        pieces: (begin, end, the result of :func:`sums_of` for these bytes), one after the other from byte 0 on.
+    """
+    found: list[int] = []
+    for begin, end, sums in pieces:
+        for (first, stop), value in zip(cuts(begin, end), sums, strict=True):
+            if first % SUM_NBYTES:
+                found[-1] = crc32_of_both(found[-1], value, stop - first)
+            else:
+                found.append(value)
+    return found
+
+
+def joined(sums: Sequence[int], nbytes: int, block_nbytes: int = SUM_NBYTES) -> int:
+    """The CRC-32 of ``nbytes`` bytes, computed from those of their blocks."""
+    if not sums:
+        return 0
+    value = sums[0]
+    for number in range(1, len(sums)):
+        value = crc32_of_both(value, sums[number], min(block_nbytes, nbytes - number * block_nbytes))
+    return value
+
+
+class BlockSums(NamedTuple):
+    """The blocks of one item's data, as a reader knows them.
+
+    Attributes:
+        offset: where the first block begins, in bytes from the start of the item.
+        nbytes: length of all blocks together.
+        block_nbytes: length of each block but the last. An item with one checksum is one block.
+        crcs: the CRC-32 of each block.
+    """
+
+    offset: int
+    nbytes: int
+    block_nbytes: int
+    crcs: Sequence[int]
+
+    def around(self, begin: int, end: int) -> tuple[int, int]:
+        """The range of the item that consists of all blocks that bytes ``begin`` to ``end`` touch."""
+        first = (begin - self.offset) // self.block_nbytes * self.block_nbytes
+        last = -(-(end - self.offset) // self.block_nbytes) * self.block_nbytes
+        return self.offset + first, self.offset + min(last, self.nbytes)
+
+    def expected(self, begin: int, end: int) -> int:
+        """The CRC-32 of bytes ``begin`` to ``end`` of the item. Both must be ends of blocks."""
+        first = (begin - self.offset) // self.block_nbytes
+        last = -(-(end - self.offset) // self.block_nbytes)
+        return joined(self.crcs[first:last], end - begin, self.block_nbytes)

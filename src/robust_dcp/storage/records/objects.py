@@ -2,28 +2,35 @@
 
 This module decides which objects are refused, by one rule for saving, checking and loading. It makes the errors that
 name file and item. A planner that gets the bytes calls ``torch.load`` with ``weights_only=False``, as DCP's planner
-does. So bytes that would run code, or ask for memory that they do not fill, must be found here. The reader calls it,
-and the planner calls it when it saves.
+does. So bytes that would run code, or ask for memory that they do not fill, must be found here.
+
+An object is an archive of ``torch.save``: members ``data.pkl``, ``byteorder``, ``data/0``, ``data/1``, …; stored, not
+compressed. ``torch.load`` would also read what torch wrote before 1.6, tar archives, and programs. DCP has never
+written those, so they are refused, and so is any other pickle that could do harm.
 """
 
 from __future__ import annotations
 
 import io
+import sys
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.storage import TypedStorage, UntypedStorage
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.records.archives import ZIP_MAGIC, OtherFormat, load_data
-from robust_dcp.storage.records.data.limits import NotData
-from robust_dcp.storage.records.data.names import registered_by_user
-from robust_dcp.storage.records.parse_record import zip_members
-from robust_dcp.storage.records.pickle_scan import is_inert
+from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.limits import Malformed, NotAPickle, NotData, check_depth, expect
+from robust_dcp.storage.records.names import registered_by_user
+from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, zip_members
+from robust_dcp.storage.records.torch_kinds import storage_of
+from robust_dcp.storage.records.unpickler import Unpickler
 
 __all__ = [
     "ObjectBytes",
     "Refusal",
     "check_object",
+    "is_program",
     "load_object",
     "not_an_object",
     "pickle_of",
@@ -39,7 +46,8 @@ _LARGE_NBYTES: Final = 64 << 10
 _ZIP_END_MAGIC: Final = b"PK\x05\x06"
 _ZIP_END_NBYTES: Final = 22
 _TAR_MAGIC_AT: Final = 257
-_TAR: Final = "a tar archive, PyTorch's format before 0.1.10, which cannot be read safely"
+_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_TORCHSCRIPT_MEMBER: Final = b"/constants.pkl"  # torch.load recognises a program by it, and would start to load it
 
 
 class ObjectBytes(io.BytesIO):
@@ -72,20 +80,21 @@ def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool
         The object, with its tensors on the CPU.
 
     Raises:
-        UnsafeCheckpoint: it needs a class that is neither known to be data nor registered by the user.
+        UnsafeCheckpoint: it needs a class that is neither known to be data nor registered by the user, or it is of a
+            format of torch that is not read.
         CorruptCheckpoint: these are not the bytes of a ``torch.save``, or they ask for more memory than they fill.
     """
     view = _bytes_of(data)
     try:
         if trusted:
             return torch.load(io.BytesIO(view), map_location="cpu", weights_only=False)
-        if _is_tar(view):
-            raise UnsafeCheckpoint(f"item {item!r} in {file} is {_TAR}", file=file, what="a tar archive")
-        return load_data(view)
-    except UnsafeCheckpoint:
-        raise
+        value = _load_archive(view) if view[:4] == ZIP_MAGIC else _refuse_other(view)
+        check_depth(value)
+        return value
     except NotData as error:
-        raise _unsafe(file, item, Refusal(error.what, error.why)) from error
+        raise UnsafeCheckpoint(
+            f"item {item!r} in {file} asks for {error}, and is refused; {_HOW_TO_ALLOW}", file=file, what=error.what
+        ) from error
     except Exception as error:  # broken bytes raise all kinds of errors
         raise not_an_object(error, file=file, item=item) from error
 
@@ -105,18 +114,13 @@ def check_object(data: bytes | io.BytesIO, *, file: str, item: str) -> None:
     try:
         load_object(view, file=file, item=item)
     except CorruptCheckpoint as error:
-        # In these cases torch.load's unpickler does not read further, or it stops before it could import, call or
-        # allocate anything.
-        if is_torchs or is_lost or not (isinstance(error.__cause__, OtherFormat) or is_inert(view)):
+        # torch.load's unpickler stops where ours did, or right after it.
+        if is_torchs or is_lost or not isinstance(error.__cause__, NotAPickle):
             raise
 
 
 def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
     """Why :func:`check_object` would refuse bytes that a pickler has just made; ``None`` if it would not."""
-    view = _bytes_of(data)
-    pickled = pickle_of(view)
-    if len(pickled) < len(view) and is_inert(pickled):
-        return None  # it names no classes or functions, and holds only numbers, text, lists and dicts
     try:
         check_object(data, file="", item="")
     except UnsafeCheckpoint as error:
@@ -134,29 +138,20 @@ def pickle_of(data: bytes) -> bytes:
     if len(data) <= _LARGE_NBYTES:
         return data
     try:
-        pickled = zip_members(data)["data.pkl"]
+        pickled = _members(data)["data.pkl"]
     except (ValueError, KeyError):
         return data
     return data[pickled.offset : pickled.offset + pickled.nbytes]
 
 
+def is_program(data: bytes) -> bool:
+    """Whether a zip archive is a TorchScript program. Its members may be compressed."""
+    return _TORCHSCRIPT_MEMBER in data
+
+
 def registered_names() -> frozenset[str]:
     """Full names of everything that the user has registered with ``torch.serialization.add_safe_globals``."""
     return frozenset(registered_by_user())
-
-
-def _bytes_of(data: bytes | io.BytesIO) -> bytes:
-    return data.getvalue() if isinstance(data, io.BytesIO) else data
-
-
-def _is_tar(data: bytes) -> bool:
-    return data[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar" and data[:4] != ZIP_MAGIC
-
-
-def _unsafe(file: str, item: str, refusal: Refusal) -> UnsafeCheckpoint:
-    return UnsafeCheckpoint(
-        f"item {item!r} in {file} asks for {refusal}, and is refused; {_HOW_TO_ALLOW}", file=file, what=refusal.what
-    )
 
 
 def not_an_object(error: Exception, *, file: str, item: str) -> CorruptCheckpoint:
@@ -169,3 +164,60 @@ def not_an_object(error: Exception, *, file: str, item: str) -> CorruptCheckpoin
         expected="the bytes of a torch.save",
         found=found,
     )
+
+
+def _bytes_of(data: bytes | io.BytesIO) -> bytes:
+    return data.getvalue() if isinstance(data, io.BytesIO) else data
+
+
+def _refuse_other(data: bytes) -> Any:
+    """Raise what is wrong with bytes that are no archive of ``torch.save``."""
+    if data[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
+        raise NotData("PyTorch's format of tar archives", "which DCP has never written")
+    value = Unpickler(data).load()
+    if type(value) is int and value == _LEGACY_MAGIC:
+        raise NotData("PyTorch's format before 1.6", "which DCP has never written")
+    raise NotAPickle("it does not begin as an archive of torch.save")
+
+
+def _members(data: bytes) -> dict[str, ZipMember]:
+    return zip_members(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
+
+
+def _load_archive(data: bytes) -> Any:
+    try:
+        members = _members(data)
+    except ValueError:
+        if is_program(data):
+            raise NotData("a TorchScript archive", "a program") from None
+        raise
+    if "constants.pkl" in members:
+        raise NotData("a TorchScript archive", "a program")
+    expect("data.pkl" in members, "the archive has no data.pkl")
+    is_swapped = "byteorder" in members and _contents(data, members["byteorder"]) != sys.byteorder.encode()
+    storages: dict[str, TypedStorage] = {}
+
+    def load_storage(persistent_id: Any) -> TypedStorage:
+        key, nbytes, dtype = storage_of(persistent_id)
+        if key not in storages:
+            member = members.get(f"data/{key}")
+            if member is None or member.nbytes != nbytes:
+                found = "no such storage" if member is None else f"one of {member.nbytes} bytes"
+                raise Malformed(f"the pickle names storage {key[:40]!r} of {nbytes} bytes, the archive has {found}")
+            # A copy, so that changes of a tensor do not change the bytes that were read.
+            copy = bytearray(_contents(data, member))
+            untyped = torch.frombuffer(copy, dtype=torch.uint8).untyped_storage() if copy else UntypedStorage(0)
+            if is_swapped:
+                untyped.byteswap(dtype)
+            storages[key] = TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+        return storages[key]
+
+    return Unpickler(bytes(_contents(data, members["data.pkl"])), load_storage).load()
+
+
+def _contents(data: bytes, member: ZipMember) -> memoryview:
+    """The bytes of a member. They are compared with their checksum if there is one."""
+    found = memoryview(data)[member.offset : member.offset + member.nbytes]
+    is_right = member.crc32 in (0, crc32(found))
+    expect(is_right, "a member of the archive does not have the CRC-32 that was written with it")
+    return found

@@ -24,7 +24,7 @@ from robust_dcp.storage.layouts import PlacedTensor
 from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, Placements
 from robust_dcp.storage.layouts.safetensors import ShardHead
-from robust_dcp.storage.records.torch_zip import RecordTemplate, raw_frame, record_template
+from robust_dcp.storage.records.record import Record, framed_record, raw_record
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.structure_cache import CACHE, Table
 
@@ -48,7 +48,7 @@ class Cut(NamedTuple):
     """
 
     place: int
-    frame: RecordTemplate
+    frame: Record
     start: int
     begin: int
     end: int
@@ -80,7 +80,7 @@ class Block:
     cuts: tuple[Cut, ...]
     zeros: tuple[tuple[int, int], ...]
     places: Int64
-    frames: tuple[RecordTemplate, ...]
+    frames: tuple[Record, ...]
     tails: tuple[bytes, ...]
     payload: Int64
     payload_nbytes: Int64
@@ -93,7 +93,7 @@ class Block:
 def cut_into_blocks(
     places: Int64,
     starts: Int64,
-    frames: Sequence[RecordTemplate],
+    frames: Sequence[Record],
     *,
     begin: int,
     end: int,
@@ -128,7 +128,7 @@ def _block(
     places: Int64,
     starts: Int64,
     ends: Int64,
-    frames: Sequence[RecordTemplate],
+    frames: Sequence[Record],
     first: int,
     last: int,
     low: int,
@@ -148,11 +148,11 @@ def _block(
     whole = np.flatnonzero(is_whole)
     numbers = (first + whole).tolist()
     of_block = tuple(frames[n] for n in numbers)
-    header = np.array([frame.header_nbytes for frame in of_block], dtype=np.int64)
-    payload_nbytes = np.array([frame.payload_nbytes for frame in of_block], dtype=np.int64)
+    header = np.array([frame.data_offset for frame in of_block], dtype=np.int64)
+    payload_nbytes = np.array([frame.data_nbytes for frame in of_block], dtype=np.int64)
     start = starts[numbers] - low
-    checked = np.array([n for n, frame in enumerate(of_block) if frame.crc_at], dtype=np.int64)
-    crc = np.array([of_block[n].crc_at for n in checked.tolist()], dtype=np.int64).reshape(-1, 2)
+    checked = np.array([n for n, frame in enumerate(of_block) if frame.crc32_at], dtype=np.int64)
+    crc = np.array([of_block[n].crc32_at for n in checked.tolist()], dtype=np.int64).reshape(-1, 2)
     gap_of = np.where(in_tail, gaps, 0)[whole].tolist()
     return Block(
         offset=low,
@@ -161,7 +161,7 @@ def _block(
         zeros=tuple(zeros),
         places=places[numbers],
         frames=of_block,
-        tails=tuple(_tail(frame.blank_trailer, gap) for frame, gap in zip(of_block, gap_of, strict=True)),
+        tails=tuple(_tail(frame.trailer, gap) for frame, gap in zip(of_block, gap_of, strict=True)),
         payload=start + header,
         payload_nbytes=payload_nbytes,
         checked=checked,
@@ -194,7 +194,7 @@ class FileOrder:
     blocks: tuple[Block, ...]
     places: Int64
     starts: Int64
-    frames: tuple[RecordTemplate, ...]
+    frames: tuple[Record, ...]
     variable: tuple[int, ...]
     items: tuple[int, ...]
     variable_items: tuple[int, ...]
@@ -271,11 +271,11 @@ def _orders(placements: Placements, source: ItemSource, block_nbytes: int, page_
     return orders
 
 
-def _frames(placements: Placements, source: ItemSource) -> dict[int, RecordTemplate]:
+def _frames(placements: Placements, source: ItemSource) -> dict[int, Record]:
     """The frame of each item of fixed size, by its place. Items of one dtype and size share one frame."""
     # The layouts have caches of frames, too, but these keep only a limited number.
-    made: dict[tuple[torch.dtype, torch.Size, int], RecordTemplate] = {}
-    frames: dict[int, RecordTemplate] = {}
+    made: dict[tuple[torch.dtype, torch.Size, int], Record] = {}
+    frames: dict[int, Record] = {}
     heads = placements.head_nbytes
     with NamedErrors(source, 0) as current:
         for place, (nbytes, file) in enumerate(zip(placements.nbytes.tolist(), placements.file.tolist(), strict=True)):
@@ -286,7 +286,7 @@ def _frames(placements: Placements, source: ItemSource) -> dict[int, RecordTempl
             key = None if expected is None else (*expected, heads[file])
             frame = None if key is None else made.get(key)
             if frame is None and key is not None:
-                frame = (raw_frame if key[2] else record_template)(key[0], tuple(key[1]))
+                frame = (raw_record if key[2] else framed_record)(key[0], tuple(key[1]))
             if frame is None or key is None or frame.nbytes != nbytes:
                 name = source.name(place)
                 raise PlanConflict(f"the record of {name!r} is not the one that was planned", key=name)
@@ -297,7 +297,7 @@ def _frames(placements: Placements, source: ItemSource) -> dict[int, RecordTempl
 def _head(
     placements: Placements,
     places: npt.NDArray[np.intp],
-    frames: dict[int, RecordTemplate],
+    frames: dict[int, Record],
     source: ItemSource,
     nbytes: int,
 ) -> ShardHead:

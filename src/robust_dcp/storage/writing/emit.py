@@ -41,9 +41,8 @@ from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED
 from robust_dcp.storage.layouts.footer import FileSums, footer_of
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
-from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, cuts, joined, merged, sums_of
-from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, raw_frame, record_template
+from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, cuts, joined, merged, sums_of
+from robust_dcp.storage.records.record import Record, bytes_of, framed_record, is_fixed_size, raw_record
 from robust_dcp.storage.writing.blocks import Block, Cut, FileOrder, cut_into_blocks
 from robust_dcp.storage.writing.item_source import Changes, ItemSource, NamedErrors, changed, planned_tensor
 
@@ -207,20 +206,20 @@ class FileEmitter:
     # Items of variable size: objects, and tensors of a planner that is not ours.
 
     @property
-    def resolve(self) -> Callable[[int, RecordTemplate], torch.Tensor]:
+    def resolve(self) -> Callable[[int, Record], torch.Tensor]:
         """Gives the data of an item. It is no attribute: in a cycle of references all tensors of the save would stay in
         memory until the garbage collector runs.
         """
         return self._resolve_held if self._order.variable else partial(planned_tensor, self.context.source)
 
-    def _resolve_held(self, place: int, frame: RecordTemplate) -> torch.Tensor:
+    def _resolve_held(self, place: int, frame: Record) -> torch.Tensor:
         held = self._held.pop(place, None)
         return planned_tensor(self.context.source, place, frame) if held is None else held
 
     def _blocks_of_variable(self) -> Iterator[Block]:
         """Ask for the items one after the other, and cut the file as far as its records are known."""
         order, context = self._order, self.context
-        known: list[tuple[int, int, RecordTemplate]] = []  # place, start, frame
+        known: list[tuple[int, int, Record]] = []  # place, start, frame
         block_nbytes = context.lease.block_nbytes
         done, end = 0, 0
 
@@ -248,12 +247,12 @@ class FileEmitter:
         if known:
             yield from blocks(self._file.nbytes + 1)
 
-    def _variable_records(self) -> Iterator[tuple[int, int, RecordTemplate]]:
+    def _variable_records(self) -> Iterator[tuple[int, int, Record]]:
         """The place, start and frame of each item, by ascending start. An item that fits into its slot goes there; the
         others go to the end of the file.
         """
         slots, end = self.context.slots, self._file.nbytes
-        too_large: list[tuple[int, RecordTemplate, torch.Tensor]] = []
+        too_large: list[tuple[int, Record, torch.Tensor]] = []
         places = self._order.variable
         for place in sorted(places, key=lambda place: slots[place].offset) if slots else places:
             self.context.check_stop()
@@ -272,7 +271,7 @@ class FileEmitter:
             self._held[place] = tensor
             yield place, start, frame
 
-    def _resolved(self, place: int) -> tuple[RecordTemplate, torch.Tensor]:
+    def _resolved(self, place: int) -> tuple[Record, torch.Tensor]:
         """An item as a frame and the tensor of its data. We do not look into what torch or pickle wrote: that has no
         frame, and its checksums cover all of it.
         """
@@ -280,12 +279,12 @@ class FileEmitter:
             data = self.context.source.resolve(place)
             self.context.changes.take([place])
             if isinstance(data, torch.Tensor):
-                frame = record_template(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
+                frame = framed_record(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
                 if frame is not None:
                     return frame, data
                 data = saved_by_torch(data)
             tensor = _tensor_of(data.getvalue())
-            return raw_frame(torch.uint8, (len(tensor),)), tensor
+            return raw_record(torch.uint8, (len(tensor),)), tensor
 
     # Records that are cut.
 
@@ -345,11 +344,9 @@ class FileEmitter:
         for record in self._cut_records.values():
             start, frame = record.cut.start, record.cut.frame
             blocks = merged(sorted(record.pieces, key=lambda piece: piece[0]))
-            crc = joined(blocks, frame.payload_nbytes).to_bytes(4, "little")
-            late += [(start + at, crc) for at in frame.crc_at]
-            offset, nbytes = (
-                np.array([n], dtype=np.int64) for n in (start + frame.header_nbytes, frame.payload_nbytes)
-            )
+            crc = joined(blocks, frame.data_nbytes).to_bytes(4, "little")
+            late += [(start + at, crc) for at in frame.crc32_at]
+            offset, nbytes = (np.array([n], dtype=np.int64) for n in (start + frame.data_offset, frame.data_nbytes))
             self.sums.add(offset, nbytes, np.array(blocks, dtype=np.uint32))
         sums = self.sums.columns()
         if self._order.head is None:
@@ -457,13 +454,13 @@ class Emission:
                 current.place = cut.place
                 data = self._of.data_of(cut)
                 begin, end = _data_range(cut)
-                at = cut.start + cut.frame.header_nbytes + begin - block.offset
+                at = cut.start + cut.frame.data_offset + begin - block.offset
                 self._begin(cut.place, data, begin, end, memory, at)
             for number in block.large:
                 current.place = place = int(block.places[number])
                 frame = block.frames[number]
                 data = TensorBytes(self._of.resolve(place, frame))
-                self._begin(place, data, 0, frame.payload_nbytes, memory, int(block.payload[number]))
+                self._begin(place, data, 0, frame.data_nbytes, memory, int(block.payload[number]))
         context.changes.take(block.places[list(block.large)].tolist())
         return any(begun.wait is not None for begun in self._begun.values())
 
@@ -554,8 +551,8 @@ class Emission:
     def _put_cut(self, cut: Cut, memory: Memory) -> None:
         offset, frame = self._block.offset, cut.frame
         begin, end = _data_range(cut)
-        data_at = cut.start + frame.header_nbytes
-        for at, content in ((cut.start, frame.blank_header), (data_at + frame.payload_nbytes, frame.blank_trailer)):
+        data_at = cut.start + frame.data_offset
+        for at, content in ((cut.start, frame.header), (data_at + frame.data_nbytes, frame.trailer)):
             low, high = max(at, cut.begin), min(at + len(content), cut.end)
             if low < high:
                 memory.view[low - offset : high - offset] = content[low - at : high - at]
@@ -602,14 +599,14 @@ class Emission:
         return [part for part in (*parts, view[done : self._block.nbytes]) if len(part)]
 
     def _copy_run(
-        self, first: int, items: Iterable[tuple[int, int, RecordTemplate, bytes]], current: NamedErrors, memory: Memory
+        self, first: int, items: Iterable[tuple[int, int, Record, bytes]], current: NamedErrors, memory: Memory
     ) -> set[int]:
         """Copy some records. Returns the numbers of those that were checksummed during the copy."""
         target, address, resolve = memory.view, memory.address, self._of.resolve
         known = set()
         for number, (place, begin, frame, tail) in enumerate(items, first):
             current.place = place
-            nbytes, header = frame.payload_nbytes, frame.blank_header
+            nbytes, header = frame.data_nbytes, frame.header
             end = begin + nbytes
             target[begin - len(header) : begin] = header
             target[end : end + len(tail)] = tail
@@ -643,15 +640,15 @@ class Emission:
             current.place = int(self._block.places[self._elsewhere[0].number])
             copies = to_host_together([item.data for item in self._elsewhere])
             for item, copy in zip(self._elsewhere, copies, strict=True):
-                memory.view[item.begin : item.begin + copy.numel()] = payload_view(copy)
+                memory.view[item.begin : item.begin + copy.numel()] = bytes_of(copy)
 
     def _checksum(self, numbers: Sequence[int], payload: list[int], memory: Memory) -> None:
         target, frames = memory.view, self._block.frames
-        small = [n for n in numbers if frames[n].payload_nbytes <= SUM_NBYTES]
-        self._values[small] = [crc32(target[payload[n] : payload[n] + frames[n].payload_nbytes]) for n in small]
+        small = [n for n in numbers if frames[n].data_nbytes <= SUM_NBYTES]
+        self._values[small] = [crc32(target[payload[n] : payload[n] + frames[n].data_nbytes]) for n in small]
         if len(small) < len(numbers):
             for n in set(numbers).difference(small):
-                self._note(n, sums_of(target[payload[n] : payload[n] + frames[n].payload_nbytes]))
+                self._note(n, sums_of(target[payload[n] : payload[n] + frames[n].data_nbytes]))
 
     def _note(self, number: int, sums: list[int]) -> None:
         """Keep the CRC-32s of the blocks of a record's data, and the CRC-32 of all its data that follows from them."""
@@ -661,6 +658,6 @@ class Emission:
 
 def _data_range(cut: Cut) -> tuple[int, int]:
     """The range of a record's data that lies in a piece of it; an empty one if there is none."""
-    data_at = cut.start + cut.frame.header_nbytes
-    begin = min(max(cut.begin - data_at, 0), cut.frame.payload_nbytes)
-    return begin, max(min(cut.end - data_at, cut.frame.payload_nbytes), begin)
+    data_at = cut.start + cut.frame.data_offset
+    begin = min(max(cut.begin - data_at, 0), cut.frame.data_nbytes)
+    return begin, max(min(cut.end - data_at, cut.frame.data_nbytes), begin)

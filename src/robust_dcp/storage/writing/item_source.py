@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
-from robust_dcp.storage.records.torch_zip import RecordTemplate
+from robust_dcp.storage.records.record import Record
 
 __all__ = [
     "BorrowingSource",
@@ -193,7 +193,7 @@ def version_of(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def planned_tensor(source: ItemSource, place: int, planned: RecordTemplate) -> torch.Tensor:
+def planned_tensor(source: ItemSource, place: int, planned: Record) -> torch.Tensor:
     """The data of a tensor item, on whatever device it is.
 
     Raises:

@@ -9,23 +9,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import operator
 import sys
 import types
 import typing
 from typing import Any, Final
 
-from robust_dcp.storage.records.data.limits import Malformed, NotData
+from robust_dcp.storage.records.limits import Budget, Builder, Malformed, NotData, expect, name_of
 
-__all__ = [
-    "combined_flags",
-    "filled",
-    "imported_class",
-    "member_named",
-    "member_of",
-    "new_object",
-    "set_slot",
-    "why_not",
-]
+__all__ = ["BUILT_BY_CALL", "fill", "imported_class", "member_of", "new_object", "set_attributes", "why_not"]
 
 _NOT_DATA: Final = "which is not known to be plain data"
 _VALUE_TYPES: Final = frozenset({bool, bytes, float, int, str, type(None), tuple})
@@ -113,14 +105,14 @@ def _is_generated(function: Any) -> bool:
 def member_of(kind: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
     """The member that ``kind(value)`` returns. It is found by comparing values, and nothing of the enum is called."""
     if len(arguments) != 1 or type(arguments[0]) not in _VALUE_TYPES:
-        raise NotData(_name(kind), "an enum whose value is not a plain one")
+        raise NotData(name_of(kind), "an enum whose value is not a plain one")
     value = arguments[0]
     for member in kind.__members__.values():
         if _is_same(vars(member).get("_value_"), value):
             return member
     if issubclass(kind, enum.Flag):
         return _combined(kind, value)
-    raise Malformed(f"{_name(kind)} has no member of the value that is asked for")
+    raise Malformed(f"{name_of(kind)} has no member of the value that is asked for")
 
 
 def _is_same(held: Any, value: Any) -> bool:
@@ -139,7 +131,7 @@ def _combined(kind: type[enum.Flag], value: Any) -> enum.Enum:
         bits = vars(member).get("_value_")
         known |= bits if type(bits) is int else 0
     if type(value) is not int or value < 0 or value & ~known:
-        raise Malformed(f"{_name(kind)} has no such combination of flags")
+        raise Malformed(f"{name_of(kind)} has no such combination of flags")
     owned = ("_missing_", "__new__", "__setattr__", "__init__", "_create_pseudo_member_", "__init_subclass__")
     for each in kind.__mro__:
         if each.__module__ == "enum" or each in (object, int):
@@ -148,81 +140,75 @@ def _combined(kind: type[enum.Flag], value: Any) -> enum.Enum:
         found = [name for name in owned if name in vars(each) and name != "__new__"]
         made = vars(each).get("__new_member__")
         if found or made not in (None, int.__new__, object.__new__):
-            raise NotData(_name(kind), "whose combinations are made by code of its own")
+            raise NotData(name_of(kind), "whose combinations are made by code of its own")
     return kind(value)
 
 
-def member_named(kind: Any, name: Any) -> enum.Enum:
-    """``getattr(kind, name)``, for an enum and the name of a member."""
+def _member_named(arguments: tuple[Any, ...], budget: Budget) -> enum.Enum:
+    """``getattr(kind, name)``, for an enum and the name of a member: some enums are pickled with it."""
+    kind, name = arguments
     if not isinstance(kind, enum.EnumMeta) or type(name) is not str:
         raise NotData("builtins.getattr", "of something else than an enum")
-    if name not in kind.__members__:
-        raise Malformed(f"{_name(kind)} has no member {name[:60]!r}")
+    expect(name in kind.__members__, f"{name_of(kind)} has no member {name[:60]!r}")
     member: enum.Enum = kind.__members__[name]
     return member
 
 
-def combined_flags(one: Any, other: Any) -> enum.Enum:
-    """``one | other``, for two flags of one enum."""
+def _combined_flags(arguments: tuple[Any, ...], budget: Budget) -> enum.Enum:
+    """``one | other``, for two flags of one enum: Python 3.11 and older pickle combined flags with it."""
+    one, other = arguments
     if not isinstance(one, enum.Flag) or type(one) is not type(other):
         raise NotData("operator.or_", "of something else than two flags of one enum")
     return member_of(type(one), (vars(one)["_value_"] | vars(other)["_value_"],))
 
 
+BUILT_BY_CALL: Final[dict[Any, Builder]] = {getattr: _member_named, operator.or_: _combined_flags}
+
+
 def new_object(kind: type, arguments: tuple[Any, ...]) -> Any:
     """A named tuple with its fields, or a dataclass that has no fields yet."""
     if issubclass(kind, tuple):
-        if len(arguments) != len(kind._fields):  # type: ignore[attr-defined]
-            raise Malformed(f"{_name(kind)} is made from {len(arguments)} fields, which is not the number that it has")
+        n_fields = len(kind._fields)  # type: ignore[attr-defined]
+        expect(len(arguments) == n_fields, f"{name_of(kind)} is made from {len(arguments)} fields, not {n_fields}")
         return tuple.__new__(kind, arguments)
     if arguments or not dataclasses.is_dataclass(kind):
-        raise NotData(_name(kind), "made by code of its own")
+        raise NotData(name_of(kind), "made by code of its own")
     return object.__new__(kind)
 
 
-def filled(target: Any, state: Any) -> Any:
-    """A dataclass with its fields. A pickle holds them as a dict, as a dict with the slots beside it, or as a list of
-    all fields.
-    """
+def fill(target: Any, state: Any) -> None:
+    """Give a dataclass its fields. A pickle holds them as :func:`set_attributes` takes them, or as a list of all."""
     kind = type(target)
-    if not dataclasses.is_dataclass(kind) or why_not(kind) is not None:
-        raise NotData(_name(kind), "whose state is set by code of its own")
-    names = tuple(field.name for field in dataclasses.fields(kind))
-    attributes, slots = state, None
+    if why_not(kind) is not None:
+        raise NotData(name_of(kind), "whose state is set by code of its own")
     if type(state) is list and _has_generated_state(kind):  # a frozen dataclass with slots
-        if len(state) != len(names):
-            raise Malformed(f"{_name(kind)} gets {len(state)} fields")
-        attributes, slots = None, dict(zip(names, state, strict=True))
-    elif type(state) is tuple and len(state) == 2:
-        attributes, slots = state
-    for found in (attributes, slots):
-        if found is not None and not (type(found) is dict and all(type(key) is str for key in found)):
-            raise Malformed(f"the state of {_name(kind)} is not a dict of fields")
-    if attributes:
-        if not isinstance(getattr(target, "__dict__", None), dict):
-            raise Malformed(f"{_name(kind)} has slots and gets attributes")
-        target.__dict__.update(attributes)
-    for name, value in (slots or {}).items():
-        set_slot(target, name, value)
-    return target
+        names = [field.name for field in dataclasses.fields(kind)]
+        expect(len(state) == len(names), f"{name_of(kind)} gets {len(state)} fields")
+        state = None, dict(zip(names, state, strict=True))
+    set_attributes(target, state)
 
 
 def _has_generated_state(kind: type) -> bool:
     return any(getattr(vars(each).get("__setstate__"), "__name__", "") in _GENERATED for each in kind.__mro__)
 
 
-def set_slot(target: Any, name: str, value: Any) -> None:
-    """Set an attribute that lies in a slot, without the class's ``__setattr__``."""
-    kind = type(target)
-    for each in kind.__mro__:
-        slot = vars(each).get(name)
-        if isinstance(slot, types.MemberDescriptorType):
-            slot.__set__(target, value)
-            return
-        if slot is not None:
-            break
-    raise Malformed(f"{_name(kind)} has no slot {name[:60]!r}")
+def set_attributes(target: Any, state: Any) -> None:
+    """Set attributes without any code of the class.
 
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    Args:
+        state: a dict of attributes, or a pair of one and a dict of what lies in slots.
+    """
+    name = name_of(type(target))
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    for values in (attributes, slots):
+        is_dict = type(values) is dict and all(type(key) is str for key in values)
+        expect(values is None or is_dict, f"the state of {name} is not a dict of attributes")
+    if attributes:
+        expect(isinstance(getattr(target, "__dict__", None), dict), f"{name} has slots and gets attributes")
+        target.__dict__.update(attributes)
+    for key, value in (slots or {}).items():
+        homes = (each for each in type(target).__mro__ if key in vars(each))
+        slot = next((vars(each)[key] for each in homes), None)
+        if not isinstance(slot, types.MemberDescriptorType):
+            raise Malformed(f"{name} has no slot {key[:60]!r}")
+        slot.__set__(target, value)
