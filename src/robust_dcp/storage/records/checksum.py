@@ -7,11 +7,13 @@ writes a file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from isal import isal_zlib
+
+if TYPE_CHECKING:  # `robust-dcp ls` does without NumPy
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = [
     "SUM_NBYTES",
