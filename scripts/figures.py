@@ -1,6 +1,6 @@
 """Measures the figures of the documents, and writes them: docs/figures.json, the tables of pages, two pictures.
 
-``make figures`` runs it: about ten minutes on two quiet cores. ``--quick`` takes tiny sizes, to see that it all works.
+``make figures`` runs it: about 25 minutes on two quiet cores. ``--quick`` takes tiny sizes, to see that it all works.
 ``--only storage`` measures one benchmark anew and keeps the others. ``--write`` measures nothing, and writes tables and
 pictures from docs/figures.json. A table stands in a page between two comments that name it, so nobody copies figures by
 hand; a test holds pages and pictures to docs/figures.json.
@@ -29,7 +29,7 @@ FIGURES = ROOT / "docs" / "figures.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 Row = dict[str, Any]
 
-# Of each benchmark: its options, and those of --quick. Together the former take ten minutes on two quiet cores.
+# Of each benchmark: its options, and those of --quick. Together the former take about 25 minutes on two quiet cores.
 RUNS: dict[str, tuple[str, str]] = {
     "planning": (
         "--kinds fsdp2 --ranks 32 128 --items 5000 --stock-up-to 160000",
