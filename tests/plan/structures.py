@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.items import (
-    Attributes,
     Form,
     ItemKind,
     Items,
     ItemStructure,
     Path,
-    encode_attributes,
     items_of,
     sorted_places,
 )
@@ -101,7 +99,7 @@ def obj(name: str) -> Item:
     return Item(name, form=Form.VARIABLE)
 
 
-def table(*items: Item, paths: Mapping[str, Path] | None = None, attributes: Attributes | None = None) -> Items:
+def table(*items: Item, paths: Mapping[str, Path] | None = None) -> Items:
     """The columns of one rank that holds ``items``."""
     names, structures = [item.name for item in items], [item.structure for item in items]
     order = sorted_places(names, structures)
@@ -109,7 +107,6 @@ def table(*items: Item, paths: Mapping[str, Path] | None = None, attributes: Att
         [names[place] for place in order],
         [structures[place] for place in order],
         paths,
-        encode_attributes(attributes or {}),
     )
 
 

@@ -147,7 +147,7 @@ def test_a_name_that_is_new_gone_or_another_changes_the_signature(
 
 def _full_table(items: list[Item], paths: dict[str, Path]) -> Items:
     """No field of it that is the same for all items is empty."""
-    return replace(table(*items, paths=paths, attributes={"mcore_data": {"w": 1}}), peers=(0, 1))
+    return replace(table(*items, paths=paths), peers=(0, 1))
 
 
 def _draw_other(value: Any, data: st.DataObject) -> Any:

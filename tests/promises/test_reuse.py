@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 import robust_dcp
-from robust_dcp import PlanConflict, RobustCheckpointError, RobustPlanner, RobustWriter
+from robust_dcp import RobustPlanner, RobustWriter
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import in_ranks, values
 from tests.harness.verdicts import verdict_of
@@ -331,41 +331,3 @@ def test_a_job_that_loads_a_checkpoint_saves_by_the_plan_that_lies_in_it(
     for plan, reason in values(in_ranks(2, resume, str(tmp_path), how)):
         assert plan == outcome
         assert plan != "reused" or f"since {tmp_path}/1" in reason or "loaded nothing" in how
-
-
-# --- facts that a planner adds to the metadata ------------------------------------------------------------------------
-
-
-class TellingPlanner(RobustPlanner):
-    """Tells one fact of each of its rank's names."""
-
-    def __init__(self, fact: Any = (4, 2)) -> None:
-        super().__init__()
-        self.fact = fact
-
-    def metadata_attributes(self) -> dict[str, dict[str, Any]]:
-        return {"facts": {name: {"of": self.fact} for name in self.state_dict}}
-
-
-def save_with_facts(directory: str) -> list[Any]:
-    state, told = model(1), []
-    facts: list[Any] = [(4, 2), (4, 2), "other", True, 1]
-    for number, fact in enumerate(facts):
-        report = robust_dcp.save(state, checkpoint_id=f"{directory}/{number}", planner=TellingPlanner(fact))
-        dist.barrier()
-        metadata: Any = dcp.FileSystemReader(f"{directory}/{number}").read_metadata()
-        assert {repr(each) for each in metadata.facts.values()} == {repr({"of": fact})}
-        assert {"own 0", "own 1"} <= set(metadata.facts)
-        told.append(report.plan)
-    for fact, kind in (((dist.get_rank(), 2), PlanConflict), (object(), RobustCheckpointError)):
-        with pytest.raises(kind) as caught:
-            robust_dcp.save(state, checkpoint_id=f"{directory}/x", planner=TellingPlanner(fact))
-        told.append(str(caught.value))
-    return told
-
-
-def test_facts_of_all_ranks_are_in_the_metadata_and_a_contradiction_is_one_error(tmp_path: Path) -> None:
-    for *plans, conflict, no_fact in values(in_ranks(2, save_with_facts, str(tmp_path))):
-        assert plans == ["built", "reused", "rebuilt", "rebuilt", "rebuilt"]
-        assert "{'of': (0, 2)} on rank 0 and {'of': (1, 2)} on rank 1" in conflict
-        assert "TypeError: " in no_fact

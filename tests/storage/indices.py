@@ -7,7 +7,6 @@ import struct
 import uuid
 from pathlib import Path
 
-import msgspec
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -25,10 +24,6 @@ META = StorageMeta("/a/checkpoint", str(uuid.UUID(int=7)))
 
 
 def _indexed(content: Content) -> Content:
-    try:
-        msgspec.msgpack.encode(dict(content.attributes))
-    except UnicodeEncodeError:  # lone surrogates, which plans refuse
-        content = dataclasses.replace(content, attributes=())
     entries = sorted(content.entries, key=lambda entry: entry.name)
     return dataclasses.replace(
         content, entries=tuple(dataclasses.replace(entry, path=tuple(entry.name.split("."))) for entry in entries)

@@ -65,7 +65,6 @@ class Content:
     entries: tuple[Entry, ...]
     n_files: int
     has_paths: bool = True
-    attributes: tuple[tuple[str, Any], ...] = ()
 
     def columns(self) -> MetadataColumns:
         tensors = [entry for entry in self.entries if entry.properties is not None]
@@ -99,7 +98,6 @@ class Content:
             start=np.array([-1 if c.is_variable else c.place[0] for _, _, c in rows], dtype=np.int64),
             nbytes=np.array([-1 if c.is_variable else c.place[1] for _, _, c in rows], dtype=np.int64),
             n_files=self.n_files,
-            attributes=dict(self.attributes),
         )
 
     def variable_places(self, shift: int = 0) -> np.ndarray:
@@ -112,7 +110,6 @@ class Content:
         metadata.version = "1.0.0"
         if self.has_paths:
             metadata.planner_data = {entry.name: entry.path for entry in self.entries}
-        vars(metadata).update(self.attributes)
         for entry in self.entries:
             if entry.properties is None:
                 metadata.state_dict_metadata[entry.name] = BytesStorageMetadata()
@@ -174,11 +171,6 @@ properties_of_tensors = st.tuples(
 )
 
 
-facts = st.dictionaries(
-    texts, st.one_of(numbers, texts, st.dictionaries(texts, st.tuples(numbers, numbers))), max_size=3
-)
-
-
 @st.composite
 def contents(draw: st.DrawFn) -> Content:
     n_files = draw(st.integers(1, 5))
@@ -196,8 +188,7 @@ def contents(draw: st.DrawFn) -> Content:
         offsets = draw(st.lists(dims, unique=True, min_size=1, max_size=4))
         chunks = [Chunk(o, draw(dims), draw(files), draw(places), draw(st.booleans())) for o in sorted(offsets)]
         entries.append(Entry(name, draw(properties_of_tensors), draw(dims), tuple(chunks), path))
-    attributes = draw(st.dictionaries(st.sampled_from(["mcore_data", "of_a_planner"]), facts, max_size=2))
-    return Content(tuple(entries), n_files, draw(st.booleans()), tuple(attributes.items()))
+    return Content(tuple(entries), n_files, draw(st.booleans()))
 
 
 metas = st.builds(StorageMeta, checkpoint_id=st.one_of(texts, st.just(PurePosixPath("/a/b"))), modules=st.lists(texts))

@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "body_of", "decode", "decode_body", "encode", "with_tuples"]
+__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "body_of", "decode", "decode_body", "encode"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -135,12 +135,3 @@ def _inflate(view: memoryview, max_nbytes: int) -> bytes:
     if len(body) != nbytes or not inflating.eof or inflating.unused_data:
         raise ValueError(f"deflate: the prefix announces {nbytes} bytes, and that is not what there is")
     return body
-
-
-def with_tuples(value: Any) -> Any:
-    """Replace lists in a decoded value by tuples. msgpack has one kind of array, and msgspec decodes it as a list."""
-    if isinstance(value, list):
-        return tuple(map(with_tuples, value))
-    if isinstance(value, dict):
-        return {key: with_tuples(each) for key, each in value.items()}
-    return value

@@ -9,7 +9,6 @@ safetensors, and makes other forms anew.
 from __future__ import annotations
 
 import fnmatch
-import io
 import json
 import os
 import secrets
@@ -25,7 +24,7 @@ import torch
 from robust_dcp.api import save
 from robust_dcp.conversion.outline import Outline, Path, filled, outline_of_paths, with_items
 from robust_dcp.conversion.rules import Rules
-from robust_dcp.conversion.sources import OUTLINE_ATTRIBUTE, Source, open_source
+from robust_dcp.conversion.sources import OUTLINE_NAME, Source, open_source
 from robust_dcp.conversion.workplace import workplace_of
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
@@ -302,20 +301,6 @@ class _Values:
         return torch.empty(0, dtype=tensor.dtype).set_(memory).view(tensor.shape)
 
 
-class _Planner(RobustPlanner):
-    """Leaves the outline of the source in the ``Metadata``."""
-
-    def __init__(self, outline: Outline | None) -> None:
-        super().__init__(on_structure_change="quiet")
-        self._outline = io.BytesIO()
-        if outline is not None:
-            torch.save(outline, self._outline)
-
-    def metadata_attributes(self) -> dict[str, dict[str, Any]]:
-        outline = self._outline.getvalue()
-        return {OUTLINE_ATTRIBUTE: {"": outline}} if outline else {}
-
-
 def _write_checkpoint(
     plan: _Plan, values: _Values, made: str, disk: Disk, target: str, layout: str, files: int, buffer_nbytes: int
 ) -> None:
@@ -329,8 +314,10 @@ def _write_checkpoint(
         disk=disk,
     )
     writer.known_as = target
-    planner = _Planner(None if plan.source.outline is None else outline)
+    planner = RobustPlanner(on_structure_change="quiet")
     save(filled(outline, values.of), storage_writer=writer, planner=planner)
+    if plan.source.outline is not None:
+        _write_file(outline, os.path.join(made, OUTLINE_NAME))
 
 
 def _write_file(state_dict: Any, path: str) -> None:

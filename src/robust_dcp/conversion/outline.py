@@ -4,8 +4,8 @@
 
 DCP knows an item by its path, which is made of strings for the keys of dicts and of integers for the places of lists
 (``torch/distributed/checkpoint/_nested_dict.py``). So it forgets keys that are no strings, empty dicts, the class and
-the order of dicts. An outline keeps them. A conversion leaves the outline of a file of ``torch.save`` in the
-checkpoint, and makes such a file of it again.
+the order of dicts. An outline keeps them. A conversion leaves the outline of a file of ``torch.save`` beside
+the checkpoint's ``.metadata``, and makes such a file of it again.
 """
 
 from __future__ import annotations

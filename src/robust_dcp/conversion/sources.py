@@ -18,10 +18,10 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader
 from robust_dcp.storage.records.objects import load_object
 
-__all__ = ["OUTLINE_ATTRIBUTE", "Source", "open_source"]
+__all__ = ["OUTLINE_NAME", "Source", "open_source"]
 
-OUTLINE_ATTRIBUTE: Final = "robust_dcp_outline"
-"""The attribute of a checkpoint's ``Metadata`` that holds an outline, as the bytes of ``torch.save``."""
+OUTLINE_NAME: Final = ".robust_dcp.outline"
+"""The file beside ``.metadata`` in which a conversion leaves the outline of its source, by ``torch.save``."""
 
 _BLOCK_NBYTES: Final = 8 << 20
 
@@ -63,18 +63,23 @@ def _checkpoint(path: str, buffer_nbytes: int) -> Source:
     entries: dict[str, Any] = reader.metadata.state_dict_metadata
     tensors = {name: tensor for name, tensor in reader.tensors.items() if _is_plain(entries[name].properties)}
     paths = reader.metadata.planner_data or {}  # a dict, or an index, which looks paths up one by one
-    outline = getattr(reader.metadata, OUTLINE_ATTRIBUTE, None)
-    if isinstance(outline, dict):
-        outline = outline.get("")
     return Source(
         tensors=tensors,
         objects=tuple(name for name in entries if name not in tensors),
         paths={name: paths[name] for name in entries if name in paths},
-        outline=load_object(outline, file=path, item=OUTLINE_ATTRIBUTE) if outline else None,
+        outline=_outline_beside(path),
         read=reader.read,
         load=lambda name: load_object(reader.object_bytes(name), file=path, item=name),
         mapped={},
     )
+
+
+def _outline_beside(path: str) -> Outline | None:
+    file = os.path.join(path, OUTLINE_NAME)
+    if not os.path.isfile(file):
+        return None
+    with open(file, "rb") as stream:
+        return load_object(stream.read(), file=file, item=OUTLINE_NAME)
 
 
 def _is_plain(tensor: torch.Tensor | TensorProperties) -> bool:

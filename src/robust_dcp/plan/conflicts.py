@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
-from robust_dcp.plan.items import ItemKind, Items, Path, Paths, attributes_of, padded
+from robust_dcp.plan.items import ItemKind, Items, Path, Paths, padded
 
-__all__ = ["Differing", "find_differing", "merged_attributes", "merged_paths", "refuse_contradictions"]
+__all__ = ["Differing", "find_differing", "merged_paths", "refuse_contradictions"]
 
 Rows = npt.NDArray[np.intp]
 UInt64 = npt.NDArray[np.uint64]
@@ -118,32 +118,6 @@ def _other_paths(ranks: Sequence[Items], key: str, rank: int, other: int) -> Pla
         key=key,
         ranks=[rank, other],
     )
-
-
-def merged_attributes(ranks: Sequence[Items]) -> dict[str, dict[str, Any]]:
-    """What the planners of all ranks add to DCP's ``Metadata``: attribute -> name -> fact.
-
-    Raises:
-        PlanConflict: two ranks have different facts for one name.
-    """
-    first_rank: dict[bytes, int] = {}  # replicas have the same attributes
-    for rank, items in enumerate(ranks):
-        first_rank.setdefault(items.attributes, rank)
-    together: dict[str, dict[str, Any]] = {}
-    told_by: dict[tuple[str, str], int] = {}
-    for data, rank in first_rank.items():
-        for attribute, facts in attributes_of(data).items():
-            known = together.setdefault(attribute, {})
-            for name, fact in facts.items():
-                first = told_by.setdefault((attribute, name), rank)
-                if known.setdefault(name, fact) != fact:
-                    raise PlanConflict(
-                        f"{attribute}[{name!r}] of the metadata is {known[name]!r} on rank {first} and {fact!r} on "
-                        f"rank {rank}; a name must mean the same tensor on every rank of the group",
-                        key=name,
-                        ranks=[first, rank],
-                    )
-    return together
 
 
 @dataclass(frozen=True)

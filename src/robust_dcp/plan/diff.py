@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.plan.items import Form, Items, attributes_of, padded
+from robust_dcp.plan.items import Form, Items, padded
 
 __all__ = ["StructureDiff", "diff_items", "merge_diffs"]
 
@@ -67,7 +66,7 @@ def diff_items(old: Items, new: Items) -> StructureDiff:
 
 
 def _names_that_differ(old: Items, new: Items, common_old: Rows, common_new: Rows) -> Mask:
-    """For each name that both have: whether its items, its path or its facts differ."""
+    """For each name that both have: whether its items or its path differ."""
     counts_old = np.bincount(old.name, minlength=len(old.names))
     counts_new = np.bincount(new.name, minlength=len(new.names))
     differs: Mask = counts_old[common_old] != counts_new[common_new]
@@ -77,19 +76,7 @@ def _names_that_differ(old: Items, new: Items, common_old: Rows, common_new: Row
     rows_old = _rows_of(common_old[comparable], counts_old, counts)
     rows_new = _rows_of(common_new[comparable], counts_new, counts)
     differs[np.repeat(comparable, counts)[_rows_differ(old, new, rows_old, rows_new)]] = True
-    if old.attributes != new.attributes:
-        before, after = _facts_by_name(old), _facts_by_name(new)
-        names = [new.names[name] for name in common_new.tolist()]
-        differs |= np.array([before.get(name) != after.get(name) for name in names], dtype=np.bool_)
     return differs
-
-
-def _facts_by_name(items: Items) -> dict[str, dict[str, Any]]:
-    facts: dict[str, dict[str, Any]] = {}
-    for attribute, by_name in attributes_of(items.attributes).items():
-        for name, fact in by_name.items():
-            facts.setdefault(name, {})[attribute] = fact
-    return facts
 
 
 def _rows_of(names: Rows, all_counts: Rows, counts: Rows) -> Rows:
@@ -138,15 +125,13 @@ def _words_by_name(items: Items, names: Rows) -> dict[str, str]:
     """Describe the items of each name in words, by the first item of the name."""
     counts = np.bincount(items.name, minlength=len(items.names))
     first = np.cumsum(counts) - counts
-    facts = _facts_by_name(items) if len(names) else {}
     words: dict[str, str] = {}
     for place in names.tolist():
         name, row = items.names[place], int(first[place])
         form = "" if items.form[row] == Form.FIXED else " (variable size)"
         path = "" if items.paths is None else " at " + "/".join(map(repr, items.paths[place]))
-        told = "".join(f" with {what} {fact!r}" for what, fact in facts.get(name, {}).items())
         more = "" if counts[place] == 1 else f" and {counts[place] - 1} more"
-        words[name] = items.describe(row) + form + path + told + more
+        words[name] = items.describe(row) + form + path + more
     return words
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.conflicts import merged_attributes, merged_paths, refuse_contradictions
+from robust_dcp.plan.conflicts import merged_paths, refuse_contradictions
 from robust_dcp.plan.coverage import check_bounds, check_coverage
 from robust_dcp.plan.items import ItemKind, Items, Paths, Replica, merged, unique_rows
 from robust_dcp.storage.layouts.places import deal
@@ -48,7 +48,6 @@ class GlobalPlan:
         written: the rows that are written, sorted by (name, offsets).
         kept: for each rank the places of the items that it writes among its own, ascending.
         paths: for each name its path in the nested state dict (DCP's ``planner_data``); ``None`` if not flattened.
-        attributes: what the planners add to ``Metadata``: attribute -> name -> fact.
         compared: the rows whose contents are compared with those of other ranks when the plan is made, ascending.
         contested: those of them that several ranks claim as their main replica.
         unclaimed: names with a chunk that has copies but no main replica.
@@ -60,7 +59,6 @@ class GlobalPlan:
     written: Rows
     kept: tuple[Rows, ...]
     paths: Paths | None
-    attributes: dict[str, dict[str, Any]]
     compared: Rows
     contested: Rows
     unclaimed: tuple[str, ...] = ()
@@ -98,7 +96,6 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
         written=written,
         kept=by_rank(items, written, len(ranks)),
         paths=paths,
-        attributes=merged_attributes(ranks),
         compared=_compared_rows(items, replicas, contested),
         contested=contested,
         unclaimed=tuple(items.names[name] for name in np.unique(unclaimed).tolist()),

@@ -7,7 +7,7 @@ looks at tensor data, other ranks or files. ``signature`` hashes it, ``diff`` co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -18,13 +18,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.comm.wire import with_tuples
 from robust_dcp.errors import ExchangeError, PlanConflict
 
 __all__ = [
-    "Attributes",
     "Form",
     "ItemKind",
     "ItemStructure",
@@ -34,8 +31,6 @@ __all__ = [
     "Path",
     "Paths",
     "Replica",
-    "attributes_of",
-    "encode_attributes",
     "items_of",
     "merged",
     "padded",
@@ -105,47 +100,6 @@ class ItemStructure(NamedTuple):
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     replica: Replica = Replica.ANY
-
-
-Attributes = Mapping[str, Mapping[str, Any]]
-"""What a planner adds to DCP's ``Metadata`` itself: attribute -> name -> fact.
-
-Example: Megatron-Core 0.14 looks for ``mcore_data``, the shapes that tensors had before they were saved in pieces. A
-fact is made of 64-bit numbers, strings, ``None``, tuples and dicts. Each rank knows the facts about its own names.
-"""
-
-_DCP_ATTRIBUTES: Final = {*(field.name for field in fields(Metadata)), "version"}
-
-
-def encode_attributes(attributes: Attributes) -> bytes:
-    """Encode attributes. The order in which names were given does not change the bytes.
-
-    Raises:
-        TypeError, OverflowError: a fact is not what :data:`Attributes` allows.
-        ValueError: an attribute has the name of one of DCP's own.
-    """
-    reserved = _DCP_ATTRIBUTES & attributes.keys()
-    if reserved:
-        raise ValueError(f"a planner cannot add {sorted(reserved)} to Metadata: DCP has attributes of that name")
-    with_facts = {attribute: facts for attribute, facts in attributes.items() if facts}
-    return msgspec.msgpack.encode(with_facts, order="deterministic") if with_facts else b""
-
-
-def attributes_of(data: bytes) -> dict[str, dict[str, Any]]:
-    """Decode what :func:`encode_attributes` encoded.
-
-    Raises:
-        ValueError: ``data`` is not such an encoding.
-    """
-    if not data:
-        return {}
-    try:
-        decoded = msgspec.msgpack.decode(data, type=dict[str, dict[str, Any]])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ValueError(f"attributes of the metadata cannot be decoded: {error}") from None
-    return {
-        attribute: {name: with_tuples(fact) for name, fact in facts.items()} for attribute, facts in decoded.items()
-    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +237,6 @@ class Items:
         replica: uint8 ``[N]``, :class:`Replica`.
         shape, offset, size: int64 ``[N, D]``, the global size, and the offsets and sizes of the chunk, filled up with
             1, 0 and 1. D is the largest number of dimensions.
-        attributes: what the planner adds to ``Metadata``, encoded by :func:`encode_attributes`. Empty for all ranks.
         peers: the global ranks that may write copies of each other's main replicas. ``()`` means only this rank.
     """
 
@@ -303,7 +256,6 @@ class Items:
     shape: Int64
     offset: Int64
     size: Int64
-    attributes: bytes = b""
     peers: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -356,7 +308,6 @@ def items_of(
     names: Sequence[str],
     structures: Sequence[ItemStructure],
     paths: Mapping[str, Path] | None = None,
-    attributes: bytes = b"",
     peers: tuple[int, ...] = (),
 ) -> Items:
     """The columns of one rank's items.
@@ -365,7 +316,7 @@ def items_of(
         names: the FQN of each item, in the order of :func:`sorted_places`.
         structures: the structure of each item.
         paths: for each FQN its path in the nested state dict; ``None`` if the planner does not flatten.
-        attributes, peers: as in :class:`Items`.
+        peers: as in :class:`Items`.
 
     Raises:
         PlanConflict: two items have the same name and offsets, or a name belongs to a tensor and to an object.
@@ -404,7 +355,6 @@ def items_of(
         shape=column("shape", (each.shape for each in distinct)),
         offset=column("offset", (each.offsets for each in distinct)),
         size=column("size", (each.sizes for each in distinct)),
-        attributes=attributes,
         peers=peers,
     )
 
@@ -429,7 +379,7 @@ def _refuse_duplicates(names: Sequence[str], structures: Sequence[ItemStructure]
 
 
 def merged(ranks: Sequence[Items]) -> Items:
-    """The items of all ranks, in rank order, without paths and attributes. Only the coordinator calls this."""
+    """The items of all ranks, in rank order, without paths. Only the coordinator calls this."""
     names, name = _merged_strings([each.names for each in ranks], [each.name for each in ranks])
     dtypes, dtype = _merged_strings([each.dtypes for each in ranks], [each.dtype for each in ranks])
     layouts, layout = _merged_strings([each.layouts for each in ranks], [each.layout for each in ranks])
@@ -504,7 +454,6 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     offset: bytes
     size: bytes
     context: bytes
-    attributes: bytes = b""
     signature: bytes = b""
     peers: tuple[int, ...] = ()
 
@@ -519,7 +468,6 @@ class ItemsMessage(msgspec.Struct, frozen=True):
             dtypes=items.dtypes,
             layouts=items.layouts,
             context=context,
-            attributes=items.attributes,
             signature=signature,
             peers=items.peers,
             **{
@@ -550,7 +498,6 @@ class ItemsDecoder:
             dtypes=message.dtypes,
             layouts=message.layouts,
             rank=_of_one_rank(len(ndim)),
-            attributes=self._once(("attributes", message.attributes), lambda: _checked_attributes(message.attributes)),
             peers=self._once(("peers", message.peers), lambda: message.peers),
             **{
                 column: self._column(getattr(message, column), dtype, None if fill is None else (len(ndim), width))
@@ -595,14 +542,6 @@ def _checked_paths(names: tuple[str, ...], counts: bytes, lengths: bytes) -> Pat
     except ValueError as error:
         raise _malformed(str(error)) from None
     return paths
-
-
-def _checked_attributes(data: bytes) -> bytes:
-    try:
-        attributes_of(data)
-    except ValueError as error:
-        raise _malformed(str(error)) from None
-    return data
 
 
 def _from_bytes(data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:

@@ -226,7 +226,6 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
     return MetadataColumns(
         names=items.names,
         paths=plan.paths,
-        attributes=plan.attributes,
         properties=properties,
         name_properties=np.where(is_object[first_of_name], -1, which_properties).astype(np.int32),
         name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
@@ -317,6 +316,4 @@ def stock_metadata(plan: GlobalPlan) -> Metadata:
             )
         tensor.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offset[:ndim]), sizes=torch.Size(size[:ndim])))
     paths = None if plan.paths is None else dict(zip(plan.paths.names, plan.paths, strict=True))
-    metadata = Metadata(state_dict_metadata=found, planner_data=paths)
-    vars(metadata).update(plan.attributes)
-    return metadata
+    return Metadata(state_dict_metadata=found, planner_data=paths)

@@ -25,7 +25,6 @@ from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.describe import DescribedItems, describe_items, holds_shards
 from robust_dcp.plan.flatten import flatten
-from robust_dcp.plan.items import Attributes
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.session import OnReplicaMismatch, OnStructureChange, SaveSession
 from robust_dcp.plan.signature import PlanContext
@@ -163,7 +162,7 @@ class RobustPlanner(DefaultSavePlanner):
         items = self.items_of_state_dict(is_coordinator=channel.is_coordinator)
         layout = TORCH if writer is None else writer.layout
         mappings = self.mappings if self.flatten_state_dict else None
-        structure = structure_of(items, mappings, self.metadata_attributes(), self.writing_peers())
+        structure = structure_of(items, mappings, self.writing_peers())
         self._items, self._structure = items, structure
         context = PlanContext(
             ranks=channel.ranks,
@@ -250,16 +249,6 @@ class RobustPlanner(DefaultSavePlanner):
         Do not override ``transform_object`` for that: then the writer would have to ask for each tensor too."""
         data: io.BytesIO = super().transform_object(write_item, value)
         return data
-
-    def metadata_attributes(self) -> Attributes:
-        """What this rank adds to attributes of ``Metadata`` that DCP does not have, for readers that look for them.
-
-        Returns:
-            Attribute -> name -> fact. ``.metadata`` holds the facts of all ranks. If two ranks have different facts for
-            one name, that is a ``PlanConflict``. The facts are part of the structure, so a changed fact needs a new
-            plan. Facts are plain values: numbers, strings, ``None``, tuples and dicts of these.
-        """
-        return {}
 
     # The hooks of stock `torch.distributed.checkpoint.save`, in the order in which it calls them.
 

@@ -102,7 +102,7 @@ class StructureSignature:
         _feed(digest, [b"flat" if items.paths is None else b"nested", *paths])
         for column in items.columns:
             _feed(digest, [column.tobytes()])
-        _feed(digest, [items.attributes, msgspec.msgpack.encode(items.peers)])
+        _feed(digest, [msgspec.msgpack.encode(items.peers)])
         return cls(digest.digest())
 
 

@@ -22,12 +22,10 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.plan.describe import DescribedItems, ItemData
 from robust_dcp.plan.items import (
-    Attributes,
     ItemKind,
     Items,
     ItemStructure,
     Path,
-    encode_attributes,
     items_of,
     sorted_places,
 )
@@ -41,7 +39,7 @@ __all__ = ["KnownStructure", "StateDictSource", "digest_of", "structure_of"]
 
 Expected = tuple[torch.dtype, torch.Size]
 Resolved = torch.Tensor | io.BytesIO
-_Parts = tuple[list[str], list[ItemStructure], list[Path] | None, bytes, tuple[int, ...]]
+_Parts = tuple[list[str], list[ItemStructure], list[Path] | None, tuple[int, ...]]
 
 _CONTEXTS: Final = 8
 """How many signatures one structure keeps. Several groups may save it, or it may be saved with other options."""
@@ -57,7 +55,7 @@ class KnownStructure:
     """The structure of a state dict, and what every save of these items needs.
 
     Args:
-        parts: names, structures and paths of the items in the order of the state dict, encoded attributes, and peers.
+        parts: names, structures and paths of the items in the order of the state dict, and peers.
 
     Attributes:
         items: the items, sorted.
@@ -70,13 +68,12 @@ class KnownStructure:
 
     def __init__(self, parts: _Parts) -> None:
         self.parts = parts
-        names, structures, paths, attributes, peers = parts
+        names, structures, paths, peers = parts
         order = sorted_places(names, structures)
         self.items: Items = items_of(
             [names[place] for place in order],
             [structures[place] for place in order],
             None if paths is None else dict(zip(names, paths, strict=True)),
-            attributes,
             peers,
         )
         self.order: npt.NDArray[np.intp] = np.array(order, dtype=np.intp)
@@ -110,20 +107,17 @@ _STRUCTURES: Final[Table[KnownStructure, None]] = CACHE.table(
 def structure_of(
     described: DescribedItems,
     mappings: Mapping[str, Path] | None,
-    attributes: Attributes | None = None,
     peers: tuple[int, ...] = (),
 ) -> KnownStructure:
     """The structure of these items. It is made if it is not known.
 
     Args:
         mappings: for each FQN its path in the nested state dict; ``None`` if the planner does not flatten.
-        attributes: what the planner adds to ``Metadata``.
         peers: as in :class:`~robust_dcp.plan.items.Items`.
 
     Raises:
         PlanConflict: a name belongs to two items.
         RobustCheckpointError: a name has no path.
-        TypeError, OverflowError, ValueError: ``attributes`` cannot be added to ``Metadata``.
     """
     try:
         paths = None if mappings is None else [mappings[name] for name in described.names]
@@ -132,8 +126,7 @@ def structure_of(
             f"the planner's mappings have no path for {missing.args[0]!r}; a planner that adds items to the flattened "
             "state dict must add their paths too, or be made with flatten_state_dict=False"
         ) from None
-    # Attributes are compared encoded, because a planner may modify its dict later, and because 1 == True in Python.
-    parts = (described.names, described.structures, paths, encode_attributes(attributes or {}), peers)
+    parts = (described.names, described.structures, paths, peers)
     found = next((known for known, _ in _STRUCTURES.latest_first() if known.parts == parts), None)
     if found is None:
         found = KnownStructure(parts)

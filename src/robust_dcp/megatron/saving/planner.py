@@ -16,10 +16,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.saving.described_shards import SavedShards, saved_shards
-from robust_dcp.megatron.translation import metadata_attributes_of
 from robust_dcp.megatron.versions import nested_values
 from robust_dcp.plan.describe import DescribedItems
-from robust_dcp.plan.items import Attributes
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.records.objects import Refusal
 
@@ -85,10 +83,6 @@ class MegatronPlanner(RobustPlanner):
 
     def writing_peers(self) -> tuple[int, ...]:
         return self._peers
-
-    def metadata_attributes(self) -> Attributes:
-        """The attributes that stock Megatron-Core (0.14) needs to load flattened ranges."""
-        return metadata_attributes_of({} if self._shards is None else self._shards.translated)
 
     def refused_before(self) -> Mapping[str, Refusal]:
         return self._refused

@@ -63,7 +63,6 @@ class IndexTemplate:
             **_chunks(columns),
             "variable_rows": np.flatnonzero(columns.start < 0),
             "properties": msgspec.json.encode([_in_words(*each) for each in columns.properties]),
-            "attributes": msgspec.msgpack.encode(dict(columns.attributes)) if columns.attributes else b"",
         }
         self._constant = {name: Section.of(name, each) for name, each in values.items()}
 

@@ -85,7 +85,6 @@ SECTIONS: Final[Mapping[str, str]] = {
     "file_ids": "|u1",
     "properties": "|u1",
     "meta": "|u1",
-    "attributes": "|u1",
     "ranks": "<i8",
     "signatures": "|u1",
     "shares": "|u1",

@@ -43,7 +43,6 @@ def lazy_metadata(index: StoredIndex) -> Metadata:
         storage_meta=meta and StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules)),
     )
     metadata.version = index.meta.version  # torch 2.7 has no such argument
-    vars(metadata).update(index.attributes())
     return metadata
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.comm.wire import with_tuples
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
@@ -200,13 +199,6 @@ class StoredIndex:
             return decode(data)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise self.file.damaged(f"its section {section} cannot be decoded: {error}") from None
-
-    def attributes(self) -> dict[str, dict[str, Any]]:
-        """The attributes that a planner has added to ``Metadata``."""
-        found: dict[str, dict[str, Any]] = self._decoded("attributes", _decoded_attributes)
-        return found
-
-    # --- names: sorted, one after the other in UTF-8
 
     def number(self, name: Any) -> int | None:
         """The number of a stored name. Answers are remembered."""
@@ -504,8 +496,3 @@ def _decoded_properties(data: bytes) -> list[tuple[torch.dtype, torch.layout, bo
             raise ValueError(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
         found.append((dtype, layout, requires_grad))
     return found
-
-
-def _decoded_attributes(data: bytes) -> dict[str, dict[str, Any]]:
-    decoded = msgspec.msgpack.decode(data, type=dict[str, dict[str, Any]]) if data else {}
-    return {name: {key: with_tuples(fact) for key, fact in facts.items()} for name, facts in decoded.items()}

@@ -16,7 +16,7 @@ import io
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -84,7 +84,6 @@ class MetadataColumns:
         start: int64 ``[K]``, where in its file the item begins, in bytes; -1 if this is given for each checkpoint.
         nbytes: int64 ``[K]``, its length there in bytes; -1 where ``start`` is -1.
         n_files: how many file names there will be.
-        attributes: attributes of ``Metadata`` that DCP does not know, with plain values.
     """
 
     names: Sequence[str]
@@ -101,7 +100,6 @@ class MetadataColumns:
     start: Int64
     nbytes: Int64
     n_files: int
-    attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Make sure that the columns fit together: a wrong place would silently give a tensor another tensor's size.
@@ -154,12 +152,9 @@ class MetadataPickle:
     def __init__(self, columns: MetadataColumns) -> None:
         columns.check()
         memo = _Memo(columns)
-        metadata, marks = _metadata_example(columns.attributes)
+        metadata, marks = _metadata_example()
         pieces = [part for part in _cut(metadata, marks, memo) if isinstance(part, bytes)]
-        state, planner, storage, *rest = pieces
-        values = (_opcodes(value, memo.all) for value in columns.attributes.values())
-        attributes = b"".join(before + value for before, value in zip(rest, values, strict=False))
-        self._rest = attributes, *rest[len(columns.attributes) :]
+        state, planner, storage, *self._rest = pieces
         self._item = [_cut(*example, memo) for example in _examples()[2:]]
         self._n_files = columns.n_files
         rows = np.flatnonzero(columns.start < 0)
@@ -219,13 +214,13 @@ class MetadataPickle:
             )
         if places.size and int(places.min()) < 0:
             raise ValueError(f"places in a .metadata: expected starts and lengths in bytes, found {int(places.min())}")
-        attributes, before_meta, before_version, end = self._rest
+        before_meta, before_version, end = self._rest
         variable = {**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}
         names = _without_ends(pickle.dumps(list(file_names), _PROTOCOL)) + pickle.POP
         before: Fragments = (pickle.PROTO + b"\x04", _framed(names))
         behind: Fragments = (
             _records(self._item, variable["is_object"], variable),
-            attributes + before_meta + _opcodes(storage_meta) + before_version + _opcodes(version) + end + pickle.STOP,
+            before_meta + _opcodes(storage_meta) + before_version + _opcodes(version) + end + pickle.STOP,
         )
         # The checksum of the large constant part is kept, not computed anew. So if a bit flips in memory between two
         # saves, readers of the file notice it.
@@ -336,10 +331,10 @@ def _examples() -> tuple[tuple[Any, str], ...]:
     )
 
 
-def _metadata_example(attributes: Iterable[str]) -> tuple[Metadata, str]:
+def _metadata_example() -> tuple[Metadata, str]:
     metadata = Metadata({})
     # A torch that does not know `version` accepts it: DCP's writers set it on the object.
-    names = ("state_dict_metadata", "planner_data", "storage_data", *attributes, "storage_meta", "version")
+    names = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
     for name in names:
         vars(metadata).pop(name, None)
         vars(metadata)[name] = _Mark("value")
@@ -348,7 +343,7 @@ def _metadata_example(attributes: Iterable[str]) -> tuple[Metadata, str]:
 
 def _shared_by_examples() -> list[Any]:
     pickler = _ExamplePickler(io.BytesIO(), {})
-    for example, _ in (*_examples(), _metadata_example(())):
+    for example, _ in (*_examples(), _metadata_example()):
         pickler.dump(example)
     return list(pickler.shared)
 
