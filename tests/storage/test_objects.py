@@ -162,8 +162,18 @@ def tar() -> bytes:
     return buffer.getvalue()
 
 
+def tar_without_magic() -> bytes:
+    """As the first versions of tar wrote it. ``torch.load`` of such a file unpickles its members."""
+    data = bytearray(tar())
+    data[257:512] = bytes(255)
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    return bytes(data)
+
+
 OLD = {
     "tar": tar(),
+    "tar without magic": tar_without_magic(),
     "before torch 1.6": saved(
         {"w": torch.ones(2)}, lambda v, b: torch.save(v, b, _use_new_zipfile_serialization=False)
     ),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import sys
+import tarfile
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -45,7 +46,6 @@ _HOW_TO_ALLOW: Final = (
 _LARGE_NBYTES: Final = 64 << 10
 _ZIP_END_MAGIC: Final = b"PK\x05\x06"
 _ZIP_END_NBYTES: Final = 22
-_TAR_MAGIC_AT: Final = 257
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _TORCHSCRIPT_MEMBER: Final = b"/constants.pkl"  # torch.load recognises a program by it, and would start to load it
 
@@ -172,12 +172,21 @@ def _bytes_of(data: bytes | io.BytesIO) -> bytes:
 
 def _refuse_other(data: bytes) -> Any:
     """Raise what is wrong with bytes that are no archive of ``torch.save``."""
-    if data[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
+    if _begins_with_tar_header(data):
         raise NotData("PyTorch's format of tar archives", "which DCP has never written")
     value = Unpickler(data).load()
     if type(value) is int and value == _LEGACY_MAGIC:
         raise NotData("PyTorch's format before 1.6", "which DCP has never written")
     raise NotAPickle("it does not begin as an archive of torch.save")
+
+
+def _begins_with_tar_header(data: bytes) -> bool:
+    """Whether ``torch.load`` would open it as a tar archive. The oldest have no magic, only a checksum."""
+    try:
+        tarfile.TarInfo.frombuf(data[: tarfile.BLOCKSIZE], tarfile.ENCODING, "surrogateescape")
+    except tarfile.TarError:
+        return False
+    return True
 
 
 def _members(data: bytes) -> dict[str, ZipMember]:
