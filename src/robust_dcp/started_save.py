@@ -176,11 +176,14 @@ class StartedSave:
             if target is not None:
                 drain = self._drain_to(target)
                 drain.announce()
-                # Before on_commit: if that raises, the checkpoint is committed all the same.
-                if self.staged_for is None:
+            try:
+                if self.on_commit is not None and self.staged_for is None:
+                    self._tell_of_commit(self.on_commit)
+            finally:
+                # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note
+                # of an earlier save. If it raises, the checkpoint is committed all the same.
+                if drain is not None and self.staged_for is None:
                     self.drain_queue.submit(drain.run)
-            if self.on_commit is not None and self.staged_for is None:
-                self._tell_of_commit(self.on_commit)
         if drain is None or self.staged_for is None:
             return
         with self.clock.phase("drain"):

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -430,3 +431,31 @@ def test_a_package_that_one_node_lacks_is_told_on_all_ranks() -> None:
     for error in found:
         assert [failure.rank for failure in error.rank_failures] == [1]
         assert "pip install 'robust_dcp[remote]'" in error.message
+
+
+def test_a_copy_has_the_metrics_of_its_own_save(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", drain_to=tmp_path / "durable")
+    for loss in (0.5, 0.25):
+        manager.save(1, state_dict(loss), metrics={"loss": loss})
+        robust_dcp.finish_async_saves()
+        (copied,) = CheckpointManager(tmp_path / "durable").checkpoints()
+        assert (copied.metrics, loaded(copied.path)) == ({"loss": loss}, loss)
+
+
+def test_no_copy_begins_before_the_note_of_its_step_is_there(tmp_path: Path) -> None:
+    began_at: list[bool] = []
+
+    class Slow(PosixDisk):
+        """Writes the note of a step when a copy could have begun long ago."""
+
+        def rename(self, source: str, target: str) -> None:
+            if target.endswith("run/step_1/.robust_dcp.step.json"):
+                time.sleep(0.3)
+                began_at.append((tmp_path / "durable").exists())
+            super().rename(source, target)
+
+    manager = CheckpointManager(tmp_path / "run", drain_to=tmp_path / "durable", disk=Slow())
+    manager.save(1, state_dict(1.0), metrics={"loss": 1.0})
+    robust_dcp.finish_async_saves()
+    assert began_at == [False]
+    assert CheckpointManager(tmp_path / "durable").checkpoints()[0].metrics == {"loss": 1.0}

@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,31 @@ def test_outside_of_git_a_checkpoint_says_nothing_of_a_commit(tmp_path: Path, mo
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
     save_steps(CheckpointManager(tmp_path / "run"), 1)
     assert CheckpointManager(tmp_path / "run").checkpoints()[0].provenance.get("git") is None
+
+
+@pytest.mark.parametrize("number", range(4))  # who gave way was a matter of chance
+def test_a_manager_that_sweeps_gives_way_to_a_save_that_begins(number: int, tmp_path: Path) -> None:
+    """It looks into the directory of the step because of what a crashed save has left there."""
+    step = tmp_path / "step_1"
+    step.mkdir()
+    (step / f"{SAVING_PREFIX}{'0' * 16}").touch()
+    has_claimed, has_begun = threading.Event(), threading.Event()
+
+    def sweep(path: str) -> None:
+        if len(list(step.glob(f"{SAVING_PREFIX}*"))) > 1:
+            has_claimed.set()
+            has_begun.wait(20)
+
+    def begin(path: str) -> None:
+        if len(list(step.glob(f"{SAVING_PREFIX}*"))) > 2:
+            threading.Timer(0.05, has_begun.set).start()
+
+    with ThreadPoolExecutor(1) as thread:
+        sweeping = thread.submit(CheckpointManager(tmp_path, disk=_Acts("list", "step_1", sweep)).prune)
+        assert has_claimed.wait(20)
+        writer = RobustWriter(step, disk=_Acts("list", "step_1", begin))
+        CheckpointManager(tmp_path).save(1, state(1), storage_writer=writer)
+        assert sweeping.result() == []
 
 
 class TestWhatLsSees:

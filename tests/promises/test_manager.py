@@ -294,6 +294,10 @@ class Expected:
         return [latest, *rest]
 
 
+MOST_KILLS = 3
+"""In one history: each takes a process, as long as ten other steps."""
+
+
 class Roots(RuleBasedStateMachine):
     """Several series in one root beside what others have put there: saves, kills, damage, loads and removals."""
 
@@ -304,6 +308,7 @@ class Roots(RuleBasedStateMachine):
         self.series: list[Expected] = []
         self.foreign: dict[Path, dict[str, bytes]] = {}
         self.n_values = 0
+        self.n_kills = 0
 
     def teardown(self) -> None:
         self.stack.close()
@@ -340,10 +345,12 @@ class Roots(RuleBasedStateMachine):
         series.pruned_to(series.kept(step))
         assert [each.step for each in self.manager(series).checkpoints()] == sorted(series.values)
 
+    @precondition(lambda self: self.n_kills < MOST_KILLS)
     @rule(which=st.integers(0, 2), step=st.integers(1, 9), number=st.integers(0, 60))
     def save_and_be_killed(self, which: int, step: int, number: int) -> None:
         series, value = self.series[which], self.value()
         arguments = (str(self.root), series.name, series.keep_last, step, value, number)
+        self.n_kills += 1
         (outcome,) = run_ranks(1, save_and_be_killed, *arguments, init=False)
         assert outcome.error is None, str(outcome)
         steps = {each.step for each in self.manager(series).checkpoints()}

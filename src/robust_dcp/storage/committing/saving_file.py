@@ -298,13 +298,13 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
 
 @contextlib.contextmanager
 def claimed(disk: Disk, directory: str) -> Iterator[tuple[OtherSave, ...]]:
-    """Claim a directory for something else than a save: none begins there meanwhile. Yields the other saves, of which
-    none is running.
+    """Claim a directory for something else than a save: one that begins there meanwhile waits. Yields the other saves,
+    of which none is running.
 
     Raises:
         StorageError: a save is running there (the operation is ``begin``), or a call failed.
     """
-    mark = secrets.token_hex(8)
+    mark = "ffffffff" + secrets.token_hex(4)  # the larger one gives way, and a save is never the one that does
     saving = SavingFile.create(disk, directory, save_id=mark)
     try:
         yield others_in(disk, directory, mark=mark)
