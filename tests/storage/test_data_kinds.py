@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
 import io
+import pathlib
 import pickle
 import random
 import sys
@@ -177,6 +180,45 @@ DATA: list[Any] = [
     2**200,
     int,
     np.float32,
+    None,
+    1.5,
+    2**80,
+    1 + 2j,
+    "text",
+    b"bytes",
+    bytearray(b"x"),
+    range(4),
+    slice(1, 2),
+    frozenset([1]),
+    {"list": [1, (2, {3})]},
+    collections.OrderedDict(a=1),
+    collections.defaultdict(list, {1: [2]}),
+    collections.deque([1, 2], maxlen=3),
+    collections.Counter("aab"),
+    torch.Size([1]),
+    torch.float32,
+    np.float32(3),
+    np.dtype("f4"),
+    datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
+    datetime.timedelta(1),
+    decimal.Decimal("1.5"),
+    uuid.UUID(int=7),
+    pathlib.Path("/x/y"),
+    argparse.Namespace(lr=0.1),
+    types.SimpleNamespace(step=3),
+    datetime.date(2024, 2, 29),
+    datetime.time(1, 2, 3, 4, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "CEST"), fold=1),
+    datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
+    Fraction(1, 3),
+    decimal.Decimal("-1.5e-7"),
+    pathlib.PureWindowsPath("c:/x"),
+    np.datetime64("2024-01-02T03", "h"),
+    np.timedelta64(25, "s"),
+    np.float16(1.5),
+    np.dtype(">i8"),
+    np.dtype("M8[25s]"),
+    np.dtype("U7"),
+    slice(None, 3, -1),
 ]
 
 NOT_DATA: list[tuple[Any, str]] = [
@@ -308,6 +350,7 @@ def test_nor_if_numpy_itself_is_registered_as_megatron_does(dtype: str, flags: i
         np.array([1, None, "x"], dtype=object),
         np.empty((0, 3), dtype=np.float16),
         np.array(True),
+        np.array([1 + 2j], dtype=">c16"),
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )

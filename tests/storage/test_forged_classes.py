@@ -126,27 +126,6 @@ def some_function() -> None:
 some_value = 3
 
 
-VALUES = [
-    Schedule.COSINE,
-    Schedule.STEP,
-    Precision.BF16,
-    Kept.WEIGHTS | Kept.RNG,
-    Kept(0),
-    Point(1, 2),
-    Config(0.1, ["a"]),
-    Slotted(0.1, 3),
-    Frozen(0.1, 3),
-]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_classes_of_the_program_come_back_as_they_were(value: Any) -> None:
-    data = saved({"deep": [value]})
-    check(data)
-    (loaded,) = load(data)["deep"]
-    assert type(loaded) is type(value) and loaded == value
-
-
 def test_a_member_is_found_by_its_name_as_newer_pythons_pickle_it() -> None:
     assert load(saved(Call(getattr, Schedule, "STEP"))) is Schedule.STEP
     assert load(saved(Call(operator.or_, Kept.WEIGHTS, Kept.RNG))) == Kept.WEIGHTS | Kept.RNG

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from tests.storage.test_objects import check, load, saved
+from tests.storage.test_objects import load, saved
 
 SOME_CODE = re.compile  # a function, which is no data
 RECONSTRUCT: Any = np.empty(0).__reduce__()[0]  # type: ignore[index]
@@ -130,65 +130,6 @@ def test_a_call_with_arguments_that_no_writer_gives_is_corrupt(forged: Call) -> 
 def test_what_may_take_long_or_run_code_is_refused_as_no_data(forged: Call) -> None:
     with pytest.raises(UnsafeCheckpoint, match="extra"):
         load(saved({"deep": [forged]}))
-
-
-def with_attributes() -> Any:
-    value = collections.OrderedDict(a=1)
-    value.version = 3  # type: ignore[attr-defined]
-    return value
-
-
-VALUES = [
-    datetime.date(2024, 2, 29),
-    datetime.time(1, 2, 3, 4, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "CEST"), fold=1),
-    datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
-    fractions.Fraction(1, 3),
-    decimal.Decimal("-1.5e-7"),
-    pathlib.PureWindowsPath("c:/x"),
-    np.datetime64("2024-01-02T03", "h"),
-    np.timedelta64(25, "s"),
-    np.float16(1.5),
-    np.dtype(">i8"),
-    np.dtype("M8[25s]"),
-    np.dtype("U7"),
-    slice(None, 3, -1),
-]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_more_kinds_of_data_are_loaded_as_they_were_saved(value: Any) -> None:
-    check(saved(value))
-    loaded = load(saved(value))
-    assert type(loaded) is type(value)
-    assert loaded == value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.zeros((0, 3)),
-        np.asfortranarray(np.arange(6).reshape(2, 3)),
-        np.array(["a", "long text"]),
-        np.array([b"x", b"yz"]),
-        np.array(["2024-01-02"], dtype="M8[D]"),
-        np.array([1 + 2j], dtype=">c16"),
-        np.array([{"a": 1}, None, np.arange(2)], dtype=object),
-    ],
-    ids=["empty", "fortran", "text", "bytes", "times", "swapped", "objects"],
-)
-def test_arrays_are_loaded_as_they_were_saved(value: Any) -> None:
-    loaded = load(saved(value))
-    assert (loaded.dtype, loaded.shape, loaded.flags.f_contiguous) == (
-        value.dtype,
-        value.shape,
-        value.flags.f_contiguous,
-    )
-    assert repr(loaded) == repr(value)
-
-
-def test_attributes_of_an_ordered_dict_come_back() -> None:
-    loaded = load(saved(with_attributes()))
-    assert loaded == {"a": 1} and loaded.version == 3
 
 
 def test_a_stream_comes_back_with_its_position() -> None:

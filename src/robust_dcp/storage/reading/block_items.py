@@ -64,7 +64,7 @@ class RecordForms:
             form = self._forms[key] = _form_of(memory, at, nbytes, dtype, shape)
         if form is None:
             return None
-        (crc32,) = form.crc32s_in(memory, (at,))
+        crc32 = form.crc32_in(memory, at)
         return None if crc32 is None else (form, crc32)
 
 

@@ -114,15 +114,22 @@ class Record:
                 at = high
         return tuple(part for part in parts if part[2])
 
-    def crc32s_in(self, memory: Any, starts: Sequence[int]) -> list[int | None]:
-        """The CRC-32 in each of the records that begin at ``starts``, 0 if it has none; ``None`` if a record differs
-        from this one in other bytes than checksums and data.
+    def crc32_in(self, memory: Any, at: int) -> int | None:
+        """The CRC-32 in the record that begins at ``at``, 0 if it has none; ``None`` if that record differs from this
+        one in other bytes than checksums and data.
         """
+        for begin, end, part in self.frame:
+            if memory[at + begin : at + end] != part:
+                return None
+        crc32_at = at + self.crc32_at[-1]
+        return int.from_bytes(memory[crc32_at : crc32_at + 4], "little")
+
+    def crc32s_in(self, memory: Any, starts: Sequence[int]) -> list[int | None]:
+        """:meth:`crc32_in` for many records, in a third of the time for each."""
         alike = [True] * len(starts)
         for begin, end, part in self.frame:
             alike = [same and memory[at + begin : at + end] == part for same, at in zip(alike, starts, strict=True)]
-        at_end = self.crc32_at[-1] if self.crc32_at else 0
-        crc32s = [_UINT32.unpack_from(memory, at + at_end)[0] for at in starts]
+        crc32s = [_UINT32.unpack_from(memory, at + self.crc32_at[-1])[0] for at in starts]
         return [crc32 if same else None for same, crc32 in zip(alike, crc32s, strict=True)]
 
     def crc32_in_header(self, header: bytes) -> int | None:
