@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -141,33 +141,62 @@ def _crc32_of(stored: ItemBytes, begin: int, end: int) -> int:
     return value
 
 
-class ItemBytes(Protocol):
+class ItemBytes:
     """The ``nbytes`` bytes of an item as they are stored. ``file`` and ``item`` name them in errors.
 
     ``raw`` is the item's entry in the head of its file, if the item holds only the bytes of a tensor. It is ``None``
-    for a record.
+    for a record. ``offset`` is where the item begins in the file; it is used in errors.
 
-    ``offset`` is where the item begins in the file; it is used in errors. ``find_sums`` gives the checksums of the
-    blocks that hold bytes ``begin`` to ``end`` of the item, if the footer of the file has them.
-
-    ``read`` and ``read_into`` take offsets from the start of the item. They raise :class:`CorruptCheckpoint` if the
-    item or the file ends too early.
+    Offsets in calls count from the start of the item. Calls raise :class:`CorruptCheckpoint` if the item or the file
+    ends too early.
     """
 
-    file: str
-    item: str
-    nbytes: int
-    offset: int
-    raw: StoredTensor | None
+    def __init__(self, file: str, item: str, nbytes: int, offset: int, raw: StoredTensor | None) -> None:
+        self.file = file
+        self.item = item
+        self.nbytes = nbytes
+        self.offset = offset
+        self.raw = raw
 
-    def find_sums(self, begin: int, end: int) -> BlockSums | None: ...
+    @property
+    def footer(self) -> Footer | None:
+        """That of the file, if there is one."""
+        raise NotImplementedError
 
-    def read(self, offset: int, nbytes: int) -> bytes: ...
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill ``view``."""
+        raise NotImplementedError
 
-    def read_into(self, view: memoryview, offset: int) -> None: ...
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """These bytes."""
+        self.check_bounds(offset, nbytes)  # before memory is taken
+        buffer = bytearray(nbytes)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def find_sums(self, begin: int, end: int) -> BlockSums | None:
+        """The checksums of the blocks that hold bytes ``begin`` to ``end`` of the item, if the footer has them."""
+        footer = self.footer
+        if footer is None:
+            return None
+        try:
+            return footer.find(self.offset + begin, self.offset + end, self.offset)
+        except ValueError as error:
+            raise damaged_footer(self.file, self.item, error) from error
+
+    def check_bounds(self, offset: int, nbytes: int) -> None:
+        """Raise unless these bytes lie in the item."""
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise corrupt_item(self, f"{nbytes} bytes at {offset}", f"an item of {self.nbytes} bytes")
+
+    def check_found(self, offset: int, nbytes: int, found: int) -> None:
+        """Raise unless a read of ``nbytes`` bytes ``found`` all of them."""
+        if found != nbytes:
+            expected = f"{nbytes} bytes at offset {self.offset + offset}"
+            raise corrupt_item(self, expected, f"a file that ends after {found} of them")
 
 
-class ItemInFile:
+class ItemInFile(ItemBytes):
     """An item at ``offset`` of an open file. ``check_stop`` is called before each read; it raises to end the load."""
 
     def __init__(
@@ -179,38 +208,21 @@ class ItemInFile:
         check_stop: Callable[[], None],
         raw: StoredTensor | None = None,
     ) -> None:
-        self.file = opened.path
-        self.item = item
-        self.nbytes = nbytes
+        super().__init__(opened.path, item, nbytes, offset, raw)
         self.opened = opened
-        self.offset = offset
         self.check_stop = check_stop
-        self.raw = raw
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        self.read_into(memoryview(buffer), offset)
-        return bytes(buffer)
+    @property
+    def footer(self) -> Footer | None:
+        return self.opened.footer
 
     def read_into(self, view: memoryview, offset: int) -> None:
         self.check_stop()
         self.check_bounds(offset, view.nbytes)
         self.check_found(offset, view.nbytes, self.opened.read_into(view, self.offset + offset))
 
-    def find_sums(self, begin: int, end: int) -> BlockSums | None:
-        return _find_sums(self, self.opened.footer, begin, end)
 
-    def check_bounds(self, offset: int, nbytes: int) -> None:
-        """Raise unless these bytes lie in the item."""
-        _check_bounds(self, offset, nbytes)
-
-    def check_found(self, offset: int, nbytes: int, found: int) -> None:
-        """Raise unless a read of ``nbytes`` bytes ``found`` all of them."""
-        if found != nbytes:
-            raise _file_ends(self, self.offset + offset, nbytes, found)
-
-
-class ItemInMemory:
+class ItemInMemory(ItemBytes):
     """An item that has been read as a whole.
 
     Args:
@@ -229,47 +241,18 @@ class ItemInMemory:
         raw: StoredTensor | None = None,
         footer: Footer | None = None,
     ) -> None:
-        self.file = file
-        self.item = item
-        self.nbytes = len(data) if nbytes is None else nbytes
+        super().__init__(file, item, len(data) if nbytes is None else nbytes, offset or 0, raw)
         self._data = memoryview(data)
-        self.offset = offset or 0
-        self.raw = raw
         self._footer = footer
 
-    def find_sums(self, begin: int, end: int) -> BlockSums | None:
-        return _find_sums(self, self._footer, begin, end)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        self._check(offset, nbytes)
-        return bytes(self._data[offset : offset + nbytes])
+    @property
+    def footer(self) -> Footer | None:
+        return self._footer
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        self._check(offset, view.nbytes)
+        self.check_bounds(offset, view.nbytes)
+        self.check_found(offset, view.nbytes, max(0, min(len(self._data) - offset, view.nbytes)))
         view[:] = self._data[offset : offset + view.nbytes]
-
-    def _check(self, offset: int, nbytes: int) -> None:
-        _check_bounds(self, offset, nbytes)
-        if offset + nbytes > len(self._data):
-            raise _file_ends(self, self.offset + offset, nbytes, max(0, len(self._data) - offset))
-
-
-def _find_sums(stored: ItemBytes, footer: Footer | None, begin: int, end: int) -> BlockSums | None:
-    if footer is None:
-        return None
-    try:
-        return footer.find(stored.offset + begin, stored.offset + end, stored.offset)
-    except ValueError as error:
-        raise damaged_footer(stored.file, stored.item, error) from error
-
-
-def _check_bounds(stored: ItemBytes, offset: int, nbytes: int) -> None:
-    if offset < 0 or offset + nbytes > stored.nbytes:
-        raise corrupt_item(stored, f"{nbytes} bytes at {offset}", f"an item of {stored.nbytes} bytes")
-
-
-def _file_ends(stored: ItemBytes, offset: int, nbytes: int, found: int) -> CorruptCheckpoint:
-    return corrupt_item(stored, f"{nbytes} bytes at offset {offset}", f"a file that ends after {found} of them")
 
 
 def damaged_footer(file: str, item: str, error: ValueError) -> CorruptCheckpoint:
