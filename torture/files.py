@@ -17,7 +17,7 @@ from isal import isal_zlib
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.form import Head, Section, encode_sections, head_nbytes
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
-from robust_dcp.storage.metadata.stored_pickle import trailer_of
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, trailer_of
 
 __all__ = [
     "archive",
@@ -51,7 +51,7 @@ def archive(pickled: bytes, *, compressed: bool = False) -> bytes:
 
 
 def put_object(directory: str, data: bytes) -> str:
-    """Make ``data`` the item of the sample, in its own file."""
+    """Make ``data`` the item of the sample, in its own file, as a stock writer does: without marks of a save."""
     path = os.path.join(directory, ".metadata")
     with open(path, "rb") as file:
         metadata = decode_metadata(file.read(), path)
@@ -60,10 +60,8 @@ def put_object(directory: str, data: bytes) -> str:
             place = copy.copy(info)
             place.relative_path, place.offset, place.length = "__0_9.distcp", 0, len(data)
             metadata.storage_data[index] = place
-    with open(path, "wb") as file:
-        file.write(encode_metadata(metadata))
-    with open(os.path.join(directory, "__0_9.distcp"), "wb") as file:
-        file.write(data)
+    put_file(directory, ".metadata", encode_metadata(metadata)[:-TRAILER_NBYTES])
+    put_file(directory, "__0_9.distcp", data)
     return directory
 
 

@@ -6,7 +6,6 @@ without its checksum, and Megatron's ``common.pt``.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -16,7 +15,6 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import robust_dcp
@@ -88,13 +86,6 @@ def _forged(name: str, opcodes: Callable[[str], bytes]) -> Iterator[Input]:
     def put_bare(directory: str, canary: str) -> str:
         return put_object(directory, framed(opcodes(canary)))
 
-    def put_legacy(directory: str, canary: str) -> str:
-        buffer = io.BytesIO()
-        torch.save([1], buffer, _use_new_zipfile_serialization=False)
-        head = buffer.getvalue()[: buffer.getvalue().index(b"little_endian")]
-        head = head[: head.rindex(b"\x80\x02")] + b"\x80\x02}."
-        return put_object(directory, head + framed(opcodes(canary)) + b"\x80\x02].")
-
     def into_metadata(directory: str, canary: str) -> str:
         return put_metadata(directory, metadata_with(opcodes(canary)), checksum=True)
 
@@ -108,7 +99,6 @@ def _forged(name: str, opcodes: Callable[[str], bytes]) -> Iterator[Input]:
     yield Input("forged pickle: object, stock planner", name, torchs, into_object, _load_by_stock_planner)
     yield Input("forged pickle: bare object", name, torchs, put_bare, _load_object)
     yield Input("forged pickle: bare object, stock planner", name, torchs, put_bare, _load_bare_by_stock_planner)
-    yield Input("forged pickle: legacy object", name, torchs, put_legacy, _load_object)
     yield Input("forged pickle: .metadata, right CRC", name, torchs, into_metadata, _load_metadata)
     yield Input("forged pickle: .metadata, no CRC", name, torchs, put_unsigned, _load_metadata)
     yield Input("forged pickle: common.pt", name, megatron, put_common, _load_common)
