@@ -38,7 +38,7 @@ from robust_dcp.plan.shared_reads import (
     share_reads,
     sharing_offer,
 )
-from robust_dcp.report import LoadReport, SaveReport, phase_reports
+from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.started_save import CheckpointId, StartedSave
 from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
 from robust_dcp.storage.files.paths import is_url
@@ -117,9 +117,9 @@ def save(
     )
     with started.in_turn():
         started.agree(state_dict)
-        started.write(started.source)
+        started.session.write(started.source)
         started.commit()
-    return started.report(blocked_seconds=started.seconds)
+    return started.report(blocked_seconds=started.clock.seconds)
 
 
 class _StoredMetadata(msgspec.Struct, frozen=True):
@@ -339,7 +339,7 @@ class _Load:
             world_size=channel.size,
             items=len(items),
             nbytes=_planned_nbytes(items, metadata),
-            phases=phase_reports(self.clock.records),
+            phases=tuple(self.clock.records),
             missing_keys=getattr(planner, "missing_keys", ()),
             _find_unread_keys=planner.unread_keys_later() if isinstance(planner, RobustLoadPlanner) else tuple,
             shared_nbytes=0 if self.shared is None else _planned_nbytes(self.shared.received, metadata),

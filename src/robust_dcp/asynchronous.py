@@ -263,7 +263,7 @@ def async_save(
             try:
                 if staging == "full":
                     staged.copy()
-                staged.waited_seconds.append(started.seconds)
+                staged.waited_seconds.append(started.clock.seconds)
                 future = queue.submit(staged.finish)  # if this fails, all ranks hear of it
             except BaseException:  # Ctrl-C
                 staged.release()
@@ -356,10 +356,9 @@ class _Staged:
         """Write the data, and let all ranks say whether they have written. Tensors without a copy are written first."""
         if self._executor == "process":
             self._started.writer.write_files = WriteInProcess(self._started.session.channel.stop_if_announced)
-        times = self._started.session.times
-        times.is_async, times.remarks = True, self.how
+        self._started.session.remarks = self.how
         with nullcontext() if self._source is None else self._source.stream():
-            self._started.write(self.source)
+            self._started.session.write(self.source)
 
     def source(self) -> StagedSource:
         """The copies, for the writer.
@@ -379,7 +378,7 @@ class _Staged:
 
     def _free(self) -> None:
         if not self.are_free.done():
-            self.freed_seconds = self._started.seconds
+            self.freed_seconds = self._started.clock.seconds
             self.are_free.set_result(None)
 
 

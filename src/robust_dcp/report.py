@@ -15,35 +15,13 @@ import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.plan.diff import StructureDiff
-from robust_dcp.plan.phases import PhaseRecord
+from robust_dcp.plan.phases import PhaseReport
 from robust_dcp.plan.plan import PlanOutcome
 from robust_dcp.report_file import Changes
 
-__all__ = ["LoadReport", "PhaseReport", "SaveReport", "phase_reports", "sizes_in_words"]
+__all__ = ["LoadReport", "PhaseReport", "SaveReport", "sizes_in_words"]
 
 _JSON_VERSION: Final = 1
-
-
-@dataclass(frozen=True)
-class PhaseReport:
-    """One phase of a save or load, as this rank saw it.
-
-    Attributes:
-        name: in a save ``plan``, ``stage`` (async saves only), ``write`` or ``commit``; in a load ``plan``, ``read``,
-            ``share`` or ``apply``.
-        seconds: wall time, including the wait for other ranks.
-        exchanges: how many exchanges between ranks took place.
-        messages: how many messages this rank sent to its neighbours in the tree of ranks. A frame counts as one
-            message, and so does a payload.
-        header_nbytes, payload_nbytes: bytes that this rank sent, in frames and in payloads.
-    """
-
-    name: str
-    seconds: float
-    exchanges: int = 0
-    messages: int = 0
-    header_nbytes: int = 0
-    payload_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,18 +220,3 @@ def sizes_in_words(nbytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def phase_reports(records: Sequence[PhaseRecord]) -> tuple[PhaseReport, ...]:
-    """The phases of a call, in the form that its report shows."""
-    return tuple(
-        PhaseReport(
-            name=record.name,
-            seconds=record.seconds,
-            exchanges=record.stats.exchanges,
-            messages=record.stats.messages_sent,
-            header_nbytes=record.stats.header_nbytes_sent,
-            payload_nbytes=record.stats.payload_nbytes_sent,
-        )
-        for record in records
-    )

@@ -6,7 +6,6 @@ Owns the order of the phases of a save, and its report. Called by ``api`` and ``
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from robust_dcp.plan.phases import PhaseClock
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.session import SaveSession
-from robust_dcp.report import SaveReport, phase_reports
+from robust_dcp.report import SaveReport
 from robust_dcp.stateful import refuse_other_than_dict, state_dicts_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.remote.store import filesystem_of, local_path_of, place_of
@@ -44,16 +43,20 @@ _SAME_VERDICT_SECONDS: Final = 5.0
 
 @dataclass(eq=False)
 class StartedSave:
-    """One save on one rank. ``save`` runs its phases at once, and ``async_save`` in two parts."""
+    """One save on one rank. ``save`` runs its phases at once, and ``async_save`` in two parts.
+
+    Attributes:
+        staged_for: the URL that the checkpoint is copied to before this save ends.
+        drain_remarks: for the report.
+    """
 
     session: SaveSession
     writer: RobustWriter
     planner: RobustPlanner
     queue: SaveQueue
-    clock: PhaseClock
-    started_seconds: float
+    process_group: dist.ProcessGroup | None
+    no_dist: bool
     on_commit: Callable[[], object] | None
-    open_channel: Callable[[str, float], Channel]
     staged_for: str | None = None
     drain_remarks: tuple[str, ...] = ()
 
@@ -73,7 +76,6 @@ class StartedSave:
     ) -> StartedSave:
         """A save that has not exchanged anything yet. The arguments are those of ``save``."""
         watch_in_terminal()
-        started_seconds = time.perf_counter()
         staged_for = _url_of(checkpoint_id)
         writer = _robust_writer(storage_writer, staging_directory(staged_for) if staged_for else checkpoint_id)
         own_planner = _robust_planner(planner)
@@ -87,34 +89,14 @@ class StartedSave:
             no_dist=no_dist,
             kind=kind,
         )
-        session.commits_together = True
-        channel = session.channel
+        session.commits_together = session.clock.tells = True
         group = own_planner.process_group if process_group is None else process_group
-
-        def open_channel(operation: str, least_timeout_seconds: float) -> Channel:
-            return Channel.for_group(
-                group,
-                operation=operation,
-                timeout_seconds=max(channel.timeout_seconds, least_timeout_seconds),
-                no_dist=own_planner.no_dist or no_dist,
-            )
-
-        return cls(
-            session,
-            writer,
-            own_planner,
-            queue_of(channel.ranks),
-            PhaseClock(channel),
-            started_seconds,
-            on_commit,
-            open_channel,
-            staged_for,
-        )
+        queue = queue_of(session.channel.ranks)
+        return cls(session, writer, own_planner, queue, group, own_planner.no_dist or no_dist, on_commit, staged_for)
 
     @property
-    def seconds(self) -> float:
-        """The seconds since the call."""
-        return time.perf_counter() - self.started_seconds
+    def clock(self) -> PhaseClock:
+        return self.session.clock
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -142,9 +124,8 @@ class StartedSave:
             return self.planner.describe(self.session.channel)
 
         try:
-            with self.clock.phase("plan"):
-                is_coordinator = self.session.channel.is_coordinator
-                self.session.agree(describe, leads=is_coordinator, tells_of_commit=self.on_commit is not None)
+            is_coordinator = self.session.channel.is_coordinator
+            self.session.agree(describe, leads=is_coordinator, tells_of_commit=self.on_commit is not None)
         except BaseException:
             # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
             self.drain_queue.wait(timeout_seconds=_SAME_VERDICT_SECONDS)
@@ -162,28 +143,22 @@ class StartedSave:
         """The queue of the copies to durable storage."""
         return queue_of(self.session.channel.ranks, "drain")
 
-    def write(self, source: Callable[[], ItemSource]) -> None:
-        # The rows of the report travel with the exchange of this phase.
-        self.session.times.stage_seconds = sum(each.seconds for each in self.clock.records if each.name == "stage")
-        with self.clock.phase("write"):
-            self.session.write(source)
-
     def commit(self) -> None:
+        """Commit, tell of the commit, and copy the checkpoint to where it is to be."""
+        self.session.commit()
         drain = None
-        with self.clock.phase("commit"):
-            self.session.commit()
-            target = self.staged_for or self.writer.drain_to
-            if target is not None:
-                drain = self._drain_to(target)
-                drain.announce()
-            try:
-                if self.on_commit is not None and self.staged_for is None:
-                    self._tell_of_commit(self.on_commit)
-            finally:
-                # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note
-                # of an earlier save. If it raises, the checkpoint is committed all the same.
-                if drain is not None and self.staged_for is None:
-                    self.drain_queue.submit(drain.run)
+        target = self.staged_for or self.writer.drain_to
+        if target is not None:
+            drain = self._drain_to(target)
+            drain.announce()
+        try:
+            if self.on_commit is not None and self.staged_for is None:
+                self._tell_of_commit(self.on_commit)
+        finally:
+            # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note of an
+            # earlier save. If it raises, the checkpoint is committed all the same.
+            if drain is not None and self.staged_for is None:
+                self.drain_queue.submit(drain.run)
         if drain is None or self.staged_for is None:
             return
         with self.clock.phase("drain"):
@@ -196,7 +171,7 @@ class StartedSave:
                 self._tell_of_commit(self.on_commit)
 
     def _drain_to(self, target: str) -> Drain:
-        writer, written = self.writer, self.session.written
+        writer, written, session = self.writer, self.session.written, self.session
         # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
         least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
         return Drain(
@@ -204,8 +179,13 @@ class StartedSave:
             target,
             names=() if written is None else written.names,
             options=writer.drain_options,
-            open_channel=lambda: self.open_channel(f"drain {checkpoint_name(writer.path)}", least_timeout_seconds),
-            is_coordinator=self.session.channel.is_coordinator,
+            open_channel=lambda: Channel.for_group(
+                self.process_group,
+                operation=f"drain {checkpoint_name(writer.path)}",
+                timeout_seconds=max(session.channel.timeout_seconds, least_timeout_seconds),
+                no_dist=self.no_dist,
+            ),
+            is_coordinator=session.channel.is_coordinator,
             disk=writer.disk,
         )
 
@@ -236,7 +216,7 @@ class StartedSave:
             world_size=session.channel.size,
             items=len(session.share.kept),
             nbytes=0 if written is None else written.nbytes,
-            phases=phase_reports(self.clock.records),
+            phases=tuple(self.clock.records),
             blocked_seconds=blocked_seconds,
             plan=session.outcome,
             reason=session.reason,

@@ -8,22 +8,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from robust_dcp.comm import Channel, ExchangeStats
+from robust_dcp.comm import Channel
 from robust_dcp.events import Event, EventName, is_heard, tell
 
-__all__ = ["AT_PHASE", "PhaseClock", "PhaseRecord"]
+__all__ = ["AT_PHASE", "PhaseClock", "PhaseReport"]
 
 AT_PHASE: list[Callable[[Channel, str], None]] = []
 """Functions to call when a rank begins a phase, with its name. Tests inject faults here."""
 
 
 @dataclass(frozen=True)
-class PhaseRecord:
-    """How long one phase took, including the wait for other ranks, and what this rank exchanged in it."""
+class PhaseReport:
+    """One phase of a save or load, as this rank saw it.
+
+    Attributes:
+        name: in a save ``plan``, ``stage`` (async saves only), ``write`` or ``commit``; in a load ``plan``, ``read``,
+            ``share`` or ``apply``.
+        seconds: wall time, including the wait for other ranks.
+        exchanges: how many exchanges between ranks took place.
+        messages: how many messages this rank sent to its neighbours in the tree of ranks. A frame counts as one
+            message, and so does a payload.
+        header_nbytes, payload_nbytes: bytes that this rank sent, in frames and in payloads.
+    """
 
     name: str
     seconds: float
-    stats: ExchangeStats
+    exchanges: int = 0
+    messages: int = 0
+    header_nbytes: int = 0
+    payload_nbytes: int = 0
 
 
 @dataclass(eq=False)
@@ -32,14 +45,17 @@ class PhaseClock:
 
     Attributes:
         channel: the ranks and the operation.
+        tells: whether listeners hear of this call. They do not of the saves of stock, which calls our hooks only.
         is_async: whether training goes on meanwhile.
         records: the phases that are over.
+        started_seconds: when the call began (``time.perf_counter()``).
     """
 
     channel: Channel
+    tells: bool = True
     is_async: bool = False
-    records: list[PhaseRecord] = field(default_factory=list)
-    _started_seconds: float = field(default_factory=time.perf_counter)
+    records: list[PhaseReport] = field(default_factory=list)
+    started_seconds: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -50,8 +66,16 @@ class PhaseClock:
             for each in AT_PHASE:
                 each(self.channel, name)
             yield
-        self.records.append(PhaseRecord(name, time.perf_counter() - started, stats))
-        self.tell("phase_ended", phase=name, seconds=self.records[-1].seconds)
+        report = PhaseReport(
+            name,
+            time.perf_counter() - started,
+            stats.exchanges,
+            stats.messages_sent,
+            stats.header_nbytes_sent,
+            stats.payload_nbytes_sent,
+        )
+        self.records.append(report)
+        self.tell("phase_ended", phase=name, seconds=report.seconds)
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
@@ -65,10 +89,14 @@ class PhaseClock:
     @property
     def seconds(self) -> float:
         """Wall time since the call, in seconds."""
-        return time.perf_counter() - self._started_seconds
+        return time.perf_counter() - self.started_seconds
+
+    def seconds_of(self, name: str) -> float:
+        """How long the phases of this name have taken together."""
+        return sum(record.seconds for record in self.records if record.name == name)
 
     def tell(self, name: EventName, **more: Any) -> None:
         """Tell listeners what happened in this call."""
-        if is_heard():
+        if self.tells and is_heard():
             channel = self.channel
             tell(Event(name, channel.operation, channel.rank, channel.size, is_async=self.is_async, **more))

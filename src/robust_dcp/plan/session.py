@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from robust_dcp.plan.diff import StructureDiff
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.items import ItemsMessage
 from robust_dcp.plan.node_commit import commit_on_nodes
+from robust_dcp.plan.phases import PhaseClock
 from robust_dcp.plan.plan import (
     Gathered,
     LocalStructure,
@@ -121,7 +123,9 @@ class SaveSession:
         outcome, reason, changes: how the plan was made.
         differing_replicas: values with contents that differ between ranks, and the ranks that hold them. They are
             compared only when a plan is made.
-        times: how long the parts of this save took on this rank.
+        clock: how long the phases of this save took on this rank, with the wait for other ranks.
+        own_write_seconds: how long this rank wrote, without the wait for others.
+        remarks: how the data got to the writer, if there is something to say of that.
         messages: on the coordinator, what each rank has said of what it has written.
     """
 
@@ -148,7 +152,9 @@ class SaveSession:
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     leads_directory: bool = field(default=False, init=False)
-    times: SaveTimes = field(default_factory=SaveTimes, init=False)
+    clock: PhaseClock = field(init=False)
+    own_write_seconds: float = field(default=0.0, init=False)
+    remarks: tuple[str, ...] = field(default=(), init=False)
     messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _known: KnownPlan | None = field(default=None, init=False)
     _kind: str = field(default="", init=False)
@@ -157,6 +163,9 @@ class SaveSession:
     _written_agreement: Agreement | None = field(default=None, init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
     _are_on_nodes: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = PhaseClock(self.channel, tells=False)
 
     @property
     def rank(self) -> int:
@@ -195,7 +204,7 @@ class SaveSession:
             offers.append(self._offer(tells_of_commit))
             return offers[0]
 
-        with self._cleaned_up_after_failure(), self.times.phase("plan"):
+        with self._cleaned_up_after_failure(), self.clock.phase("plan"):
             # Under rank 0, because which rank leads is not known yet.
             agreement = self.channel.led_by(0).agree(self.phase("agree"), offer)
             if not agreement.same_value:  # some ranks would come to one exchange more than others
@@ -358,17 +367,18 @@ class SaveSession:
 
         def write_own() -> WrittenMessage | None:
             writer, placements = begun[0] if begun else begin_own()
-            with self.times.own_write():
-                self.written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
+            started_seconds = time.perf_counter()
+            self.written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
+            self.own_write_seconds = time.perf_counter() - started_seconds
             self.unloadable.raise_if_forbidden(self.checkpoint)
             return written_message(
                 self.written.variable_places,
                 known_places,
                 self.unloadable.found,
-                said_of_rank(self.rank, self.written, self.times) if writer.leaves_report else None,
+                said_of_rank(self.rank, self.written, self._times()) if writer.leaves_report else None,
             )
 
-        with self._cleaned_up_after_failure(), self.times.phase("write"):
+        with self._cleaned_up_after_failure(), self.clock.phase("write"):
             if self._checks_room:
                 self.channel.gather(
                     self.phase("room"), own_room, RoomOfRank, then=partial(refuse_without_room, self.checkpoint)
@@ -500,7 +510,7 @@ class SaveSession:
         if writer is None:
             raise ValueError("this save was planned for another storage writer")
         try:
-            with self.times.phase("commit"):
+            with self.clock.phase("commit"):
                 self._commit(writer)
         except BaseException as error:
             # Only some ranks may know how the commit ended.
@@ -541,6 +551,17 @@ class SaveSession:
         else:
             directory.release()
 
+    def _times(self) -> SaveTimes:
+        """What the report of this save says of this rank's times."""
+        return SaveTimes(
+            self.clock.started_seconds,
+            {record.name: record.seconds for record in self.clock.records},
+            self.clock.seconds_of("stage"),
+            self.own_write_seconds,
+            self.remarks,
+            self.clock.is_async,
+        )
+
     def _report(self, save_id: str, fallbacks: tuple[str, ...]) -> SavedReport:
         """The report of this save, which is committed, on the coordinator.
 
@@ -557,7 +578,7 @@ class SaveSession:
                 for rank, message in enumerate(self.messages)
                 if message is not None and message.row
             ],
-            self.times,
+            self._times(),
             checkpoint=self.checkpoint,
             save_id=save_id,
             world_size=self.channel.size,

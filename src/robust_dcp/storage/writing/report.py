@@ -88,13 +88,6 @@ class SaveTimes:
     remarks: tuple[str, ...] = ()
     is_async: bool = False
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the phase that runs in the block."""
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - started
-
     def ends(self, name: str) -> None:
         """A phase ends now. It began when the one before ended."""
         self.seconds[name] = time.perf_counter() - self.began_seconds - sum(self.seconds.values())
