@@ -2,8 +2,8 @@
 #
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
 #   make test    all tests; use PYTEST_ARGS="tests/comm -k timeout" to run some
-#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, the saves and loads of ms-swift, the
-#                           queue of nvidia-resiliency-ext, and all of test-frameworks and test-browser
+#   make test-compat        the Megatron tests with Megatron-Core 0.19.2, the saves and loads of ms-swift, the queue of
+#                           nvidia-resiliency-ext, and all of test-frameworks and test-browser
 #   make test-compat-smoke  the part of test-compat that CI runs, about three minutes
 #   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT, torchtune, torchao,
 #                           verl and Megatron-Bridge; FRAMEWORKS=lightning for one of them. On disk torchtitan takes
@@ -65,18 +65,12 @@ coverage: $(INSTALLED)
 # Other versions of Megatron. Each is in its own folder, which comes before .venv's packages on the path. The sources of
 # 0.19.2 have megatron.training too. They require Python 3.12, but run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
-FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
-# Each test of whole models runs with one version only. Flattened ranges exist only in 0.14.0. That version cannot build
-# the models of test_models on a CPU, and cannot run Megatron-FSDP with this torch. Its package has no megatron.training.
-MODELS_OF_0_14 := tests/megatron/test_compat_flattened.py
-MODELS_OF_0_19 := $(addprefix tests/megatron/,test_models.py test_fsdp_dtensor.py)
+FROM_WHEELS := ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
 COMPAT_TESTS := tests/megatron/seeds \
-  $(filter-out $(MODELS_OF_0_19) tests/megatron/test_compat_%,$(sort $(wildcard tests/megatron/test_*.py)))
+  $(filter-out tests/megatron/test_compat_%,$(sort $(wildcard tests/megatron/test_*.py)))
 TRAINING_TESTS := $(addprefix tests/megatron/,test_compat_checkpointing.py test_compat_async_training.py)
-SMOKE_TESTS := tests/megatron/test_install.py tests/megatron/test_compat_flattened.py -k "install or moe"
+SMOKE_TESTS := $(addprefix tests/megatron/,test_install.py test_compat_training.py)
 RUN_COMPAT = PYTHONPATH=$(subst $(eval) ,:,$(abspath $(1))) $(BIN)/python -m pytest -m "compat or not compat" $(2)
-# Stock 0.14 reads its own common.pt with torch.load. Since 2.6 PyTorch refuses that unless it is told to trust files.
-TRUST_FILES := TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1
 
 # Frameworks that call torch.distributed.checkpoint: one requirements file and one test module each. They lie before
 # .venv's packages on the path and are installed without their dependencies, so that torch stays the one of .venv.
@@ -89,17 +83,13 @@ BEFORE_verl := .
 BEFORE_megatron_bridge := . tests/megatron/standins $(COMPAT)/megatron-core-0.19.2
 
 test-compat: test-compat-smoke test-frameworks test-hooks test-browser
-	@echo "== megatron-core 0.14.0"
-	$(TRUST_FILES) $(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(COMPAT_TESTS) $(MODELS_OF_0_14))
 	@echo "== megatron-core 0.19.2"
-	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(COMPAT_TESTS) $(MODELS_OF_0_19) $(TRAINING_TESTS))
+	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(COMPAT_TESTS) $(TRAINING_TESTS))
 
 test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installed) megatron-core-0.19.2/.installed) \
   $(COMPAT)/frameworks/lightning/.installed
-	@echo "== megatron-core 0.19.2: the arguments of megatron.training"
-	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,tests/megatron/test_compat_training.py)
-	@echo "== megatron-core 0.14.0"
-	$(TRUST_FILES) $(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(SMOKE_TESTS))
+	@echo "== megatron-core 0.19.2: what is replaced, and the arguments of megatron.training"
+	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(SMOKE_TESTS))
 	@echo "== nvidia-resiliency-ext 0.4.1, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/nvidia-resiliency-ext-0.4.1,tests/megatron/test_compat_nvrx.py)
 	@echo "== ms-swift 4.6.0, megatron-core as installed"

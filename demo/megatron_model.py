@@ -63,7 +63,6 @@ class Trainer:
         layout: the sizes of the parallel groups. Megatron's groups are made anew for it.
         seed: the seed of the initial weights. Ranks that hold the same shard get the same bits.
         experts: the number of experts in each MoE layer; 0 for a dense model.
-        optimizer_format: Megatron's ``distrib_optim_sharding_type``. ``fully_reshardable`` loads into any layout.
         device: where the model is and trains. On a CPU call ``megatron_cpu.install`` first.
     """
 
@@ -75,13 +74,11 @@ class Trainer:
         n_layers: int = 4,
         hidden_size: int = 64,
         experts: int = 4,
-        optimizer_format: str = "fully_reshardable",
         device: str | torch.device = "cpu",
     ) -> None:
         self.layout = layout
         self._device = torch.device(device)
         self.iteration = 0
-        self._optimizer_format = optimizer_format
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -148,7 +145,7 @@ class Trainer:
         It refers to the tensors of the model. Megatron changes it, so each save or load needs a new one.
         """
         metadata = {
-            "distrib_optim_sharding_type": self._optimizer_format,
+            "distrib_optim_sharding_type": "fully_reshardable",
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

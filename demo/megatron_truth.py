@@ -33,35 +33,18 @@ class _Part:
     Attributes:
         shape: the shape of the whole tensor.
         offsets, sizes: the offsets and sizes of the chunk in the whole.
-        span: the begin and end of the shard in the flattened chunk, if Megatron has cut the chunk again (0.14).
     """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    span: tuple[int, int] | None
 
     @classmethod
     def of(cls, shard: ShardedTensor) -> _Part:
-        flat = getattr(shard, "flattened_range", None)
         sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-        span = None if flat is None else (flat.start, flat.stop)
-        return cls(tuple(shard.global_shape), tuple(shard.global_offset), sizes, span)
+        return cls(tuple(shard.global_shape), tuple(shard.global_offset), sizes)
 
-    def read(self, whole: torch.Tensor) -> torch.Tensor:
-        chunk = self._chunk(whole)
-        return chunk if self.span is None else chunk.flatten()[slice(*self.span)]
-
-    def write(self, whole: torch.Tensor, data: torch.Tensor) -> None:
-        chunk = self._chunk(whole)
-        if self.span is None:
-            chunk[...] = data
-        else:
-            flat = chunk.flatten().clone()
-            flat[slice(*self.span)] = data
-            chunk[...] = flat.view(self.sizes)
-
-    def _chunk(self, whole: torch.Tensor) -> torch.Tensor:
+    def chunk(self, whole: torch.Tensor) -> torch.Tensor:
         """The chunk, as a view of the whole."""
         return whole[tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))]
 
@@ -112,7 +95,7 @@ def compare(template: dict[str, Any], loaded: dict[str, Any], truth: Truth) -> C
             if leaf.key not in truth:
                 comparison.missing(leaf.key)
                 continue
-            expected = _Part.of(leaf).read(truth[leaf.key])
+            expected = _Part.of(leaf).chunk(truth[leaf.key])
             comparison.tensor(leaf.key, _with_prepended_axes(leaf), expected)
         elif isinstance(leaf, ShardedObject):
             if leaf.unique_key not in truth:
@@ -145,8 +128,6 @@ def _fill(template: Any, loaded: Any) -> None:
 
 def _with_prepended_axes(shard: ShardedTensor) -> torch.Tensor:
     data: torch.Tensor = shard.data.detach()
-    if getattr(shard, "flattened_range", None) is not None:
-        return data
     return data.reshape((1,) * shard.prepend_axis_num + tuple(data.shape))
 
 
@@ -156,5 +137,5 @@ def _assemble(key: str, parts: Parts) -> torch.Tensor:
     if sum(data.numel() for _, data in parts) != whole.numel():
         raise ValueError(f"the shards of {key!r} do not add up to a tensor of shape {list(part.shape)}")
     for part, data in parts:
-        part.write(whole, data)
+        part.chunk(whole)[...] = data
     return whole

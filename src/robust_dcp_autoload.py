@@ -12,8 +12,6 @@ __all__ = ["activate", "planner_asked_for"]
 
 _FLAG = "--ckpt-planner"
 _VARIABLE = "ROBUST_DCP"
-_DCP = "torch.distributed.checkpoint"
-_MEGATRON = ("megatron", "megatron_fsdp")
 
 
 def planner_asked_for(
@@ -42,44 +40,32 @@ def planner_asked_for(
 
 
 def activate() -> None:
-    """Watch for the modules that robust_dcp takes over, if the user asked for it. ``import torch`` calls this.
+    """Install what the user asked for. ``import torch`` calls this.
 
     ``ROBUST_DCP=1`` is for ``torch.distributed.checkpoint`` and Megatron. ``--ckpt-planner`` is for Megatron only.
 
     Raises:
-        SystemExit: a variable of robust_dcp has a value that makes no sense.
+        SystemExit: a variable of robust_dcp has a value that makes no sense, or robust_dcp cannot be installed.
     """
     try:
         arguments = getattr(sys, "argv", None)  # an embedded interpreter may have none
         planner = planner_asked_for([] if arguments is None else arguments, os.environ)
-        is_for_all = planner == "robust_dcp" and bool(_switch(os.environ))
     except ValueError as error:
         sys.exit(f"robust_dcp: {error}")
     if planner is None:
         return
-    from robust_dcp.switch.import_hook import ImportHook
+    try:
+        from robust_dcp.installation import install, install_for_megatron
 
-    def install() -> None:
-        """Nothing else of robust_dcp is imported before: it needs torch, and torch is not complete yet."""
-        hook.stop()
-        from importlib import import_module
-
-        try:
-            if is_for_all:
-                import_module("robust_dcp.installation").install()
-            else:
-                import_module("robust_dcp.megatron.installation").install(planner)
-        except Exception as error:
-            sys.exit(
-                f"robust_dcp was asked for ({_FLAG} or {_VARIABLE}) and cannot be switched on: "
-                f"{type(error).__name__}: {error}. Mend that, or set {_VARIABLE}=0 to save by stock code"
-            )
-
-    # robust_dcp imports torch.distributed.checkpoint itself, so that has to be complete first. Megatron's modules have
-    # to be watched from the first on.
-    names = [_DCP] if is_for_all else []
-    hook = ImportHook(names, lambda module: install(), packages=_MEGATRON, on_coming=install)
-    hook.start()
+        if planner == "robust_dcp" and _switch(os.environ):
+            install()
+        else:
+            install_for_megatron("robust_dcp" if planner == "robust_dcp" else "default")
+    except Exception as error:
+        sys.exit(
+            f"robust_dcp was asked for ({_FLAG} or {_VARIABLE}) and cannot be switched on: "
+            f"{type(error).__name__}: {error}. Mend that, or set {_VARIABLE}=0 to save by stock code"
+        )
 
 
 def _switch(environment: "os._Environ[str] | dict[str, str]") -> "bool | None":

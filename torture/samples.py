@@ -170,9 +170,9 @@ def _save_megatron(path: str) -> None:
 
 def load_megatron(path: str) -> Any:
     """The common state of Megatron's checkpoints, as robust_dcp reads it."""
-    from robust_dcp.megatron.loading.loading import load_common_state
+    from robust_dcp.megatron.load import load_common_state_dict
 
-    return load_common_state(path)
+    return load_common_state_dict(None, path)
 
 
 def _load_megatron(path: str) -> None:

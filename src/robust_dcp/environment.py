@@ -17,20 +17,20 @@ _ON: Final = ("1", "true", "yes", "on")
 _OFF: Final = ("0", "false", "no", "off")
 
 
-def _switch(text: str) -> bool:
+def switch(text: str) -> bool:
     if text.lower() not in _ON + _OFF:
         raise ValueError("one of 1, true, yes, on, 0, false, no, off")
     return text.lower() in _ON
 
 
-def _count(text: str) -> int:
+def whole_number(text: str) -> int:
     # int() would also accept " +1_0 " and digits of other scripts.
     if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text) > 0):
         raise ValueError("a whole number from 1 on")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -50,19 +50,15 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 VARIABLES: Final[Mapping[str, Callable[[str], Any]]] = {
-    "ROBUST_DCP": _switch,
-    "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": _seconds,
-    "ROBUST_DCP_KEEP_STAGING": _switch,
-    "ROBUST_DCP_LAYOUT": _one_of("torch", "safetensors"),
-    "ROBUST_DCP_ON_STRUCTURE_CHANGE": _one_of("rebuild", "error", "quiet"),
-    "ROBUST_DCP_ON_UNLOADABLE_OBJECT": _one_of("warn", "error", "ignore"),
-    "ROBUST_DCP_PROGRESS": _switch,
-    "ROBUST_DCP_RANKS_PER_NODE": _count,
+    "ROBUST_DCP": switch,
+    "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": positive_seconds,
+    "ROBUST_DCP_KEEP_STAGING": switch,
+    "ROBUST_DCP_PROGRESS": switch,
+    "ROBUST_DCP_RANKS_PER_NODE": whole_number,
     "ROBUST_DCP_SAVE_FAILURE": _one_of("raise", "warn"),
     "ROBUST_DCP_STAGING": str,
-    "ROBUST_DCP_TRUSTED": _switch,
-    "ROBUST_DCP_WRITER_BUFFER_BYTES": _count,
-    "ROBUST_DCP_WRITER_THREADS": _count,
+    "ROBUST_DCP_TRUSTED": switch,
+    "ROBUST_DCP_WRITER_THREADS": whole_number,
 }
 """By name: what makes a value of the text. Its ``ValueError`` says what the text may be."""
 

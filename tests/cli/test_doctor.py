@@ -69,7 +69,7 @@ def test_packages_that_are_missing_or_too_old_are_problems(
         ({"ROBUST_DCP": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "taken over", "problem", "AUTOLOAD is off"),
         ({"ROBUST_DCP": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}, "taken over", "ok", "because ROBUST_DCP is set"),
         ({"ROBUST_DCP_LAYOT": "torch"}, "ROBUST_DCP_LAYOT", "warning", "no such option"),
-        ({"ROBUST_DCP_LAYOUT": "zip"}, "ROBUST_DCP_LAYOUT", "problem", "one of torch, safetensors"),
+        ({"ROBUST_DCP_SAVE_FAILURE": "log"}, "ROBUST_DCP_SAVE_FAILURE", "problem", "one of raise, warn"),
         ({"ROBUST_DCP_TRUSTED": "1"}, "ROBUST_DCP_TRUSTED", "warning", "whatever code"),
         ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "gloo", "problem", "there is no nosuch0"),
         ({"GLOO_SOCKET_IFNAME": "lo"}, "gloo", "ok", "lo"),

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from robust_dcp.cli.app import parse
 from robust_dcp.comm.nodes import RANKS_PER_NODE
-from robust_dcp.megatron.hooks.options import OPTIONS
+from robust_dcp.megatron.options import OPTIONS
 from tests.docs.pages import PAGES, ROOT, blocks_of
 from tests.docs.test_python_blocks import is_program
 

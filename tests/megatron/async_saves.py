@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from robust_dcp.megatron import writing
+from robust_dcp.megatron import dcp_formats
+from robust_dcp.megatron import save as torch_dist_save
+from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.harness.disks import GatedDisk
 from tests.megatron.torch_dist import chosen, cut, queue_option, replicated_object, save
@@ -28,7 +30,8 @@ _ROWS = 1000
 def written_on(disk: PosixDisk) -> Iterator[None]:
     """Saves that this rank asks for within the block are written on ``disk``, also when it is over."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "RobustWriter", functools.partial(writing.RobustWriter, disk=disk))
+        for module in (torch_dist_save, dcp_formats):
+            patch.setattr(module, "RobustWriter", functools.partial(RobustWriter, disk=disk))
         yield
 
 

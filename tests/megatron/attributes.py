@@ -2,7 +2,7 @@
 
 Run by ``test_install`` in a process of its own, since Megatron must be imported before or after.
 
-    python -m tests.megatron.attributes megatron_first | install_first
+    python -m tests.megatron.attributes megatron_first | install_first | default
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ def _import_megatron() -> None:
 
 
 def all_attributes() -> dict[Any, Any]:
-    """Each patch of all tables, and what its module or class holds under that name; ``None`` if nothing."""
-    from robust_dcp.megatron import installation
+    """Each patch, and what its module or class holds under that name; ``None`` if nothing."""
+    from robust_dcp.installation import PATCHES
 
-    patches = [patch for table in installation.TABLES for patch in installation.patches_of(table)]
-    return {patch: _attribute(patch) for patch in patches}
+    return {patch: _attribute(patch) for patch in PATCHES}
 
 
 def _attribute(patch: Any) -> Any:
@@ -68,7 +67,12 @@ def _megatron_first() -> None:
     robust_dcp.megatron.install()
     unchanged = [patch for patch, value in all_attributes().items() if value is before[patch] is not None]
     assert unchanged == [], unchanged
-    assert len(names_with_our_code()) > 10
+    ours = names_with_our_code()
+    # Each name that Megatron has imported early is ours too.
+    for module in ("", ".serialization", ".state_dict_utils", ".validation"):
+        names = {"": "save", ".serialization": "load"}.get(module, "determine_global_metadata")
+        assert (f"megatron.core.dist_checkpointing{module}", names) in ours
+    assert len(ours) > 10
     robust_dcp.megatron.uninstall()
     assert all(value is before[patch] for patch, value in all_attributes().items())
     assert names_with_our_code() == set()
@@ -86,6 +90,15 @@ def _install_first() -> None:
     assert names_with_our_code() == set(), names_with_our_code()
 
 
+def _default() -> None:
+    import robust_dcp.megatron
+
+    robust_dcp.megatron.install("default")
+    _import_megatron()
+    assert names_with_our_code() == set()
+    robust_dcp.megatron.uninstall()
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    {"megatron_first": _megatron_first, "install_first": _install_first}[sys.argv[1]]()
+    {"megatron_first": _megatron_first, "install_first": _install_first, "default": _default}[sys.argv[1]]()

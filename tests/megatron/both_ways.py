@@ -37,7 +37,6 @@ class Case:
         n_ranks: of all layouts.
         experts: of each MoE layer; 0 for a dense model.
         is_parallel: whether ours saves and loads in Megatron's fully parallel wrappers.
-        optimizer_format: Megatron's ``distrib_optim_sharding_type``.
     """
 
     n_ranks: int
@@ -45,7 +44,6 @@ class Case:
     loaded: tuple[Layout, ...]
     experts: int = 0
     is_parallel: bool = False
-    optimizer_format: str = "fully_reshardable"
 
     def trainer(self, layout: Layout, *, seed: int) -> Trainer:
         return Trainer(
@@ -54,7 +52,6 @@ class Case:
             experts=self.experts,
             n_layers=2,
             hidden_size=32,
-            optimizer_format=self.optimizer_format,
         )
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from robust_dcp.megatron import installation
-from robust_dcp.megatron.hooks import arguments
+from robust_dcp.installation import PATCHES
 
 __all__ = ["DOCUMENT", "table", "table_in_document"]
 
@@ -19,12 +18,9 @@ _END = "<!-- end of patches -->\n"
 
 
 def table() -> str:
-    """Each module and its attributes, in the order of the tables; optional ones in parentheses."""
-    patches = [*arguments.PATCHES]
-    for name in installation.TABLES:
-        patches += installation.patches_of(name)
+    """Each module and its attributes, in the order of the table; optional ones in parentheses."""
     rows: dict[str, list[str]] = {}
-    for patch in patches:
+    for patch in PATCHES:
         shown = f"(`{patch.name}`)" if patch.optional else f"`{patch.name}`"
         if shown not in rows.setdefault(patch.module, []):
             rows[patch.module].append(shown)

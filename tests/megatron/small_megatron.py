@@ -60,7 +60,7 @@ if __name__ == "__main__":
     args = parse_args()
     print_args(args)
     if "robust_dcp" in sys.modules:
-        from robust_dcp.megatron.hooks.options import current_options
+        from robust_dcp.megatron.options import current_options
         print("planner", current_options().planner)
     else:
         print("without robust_dcp")

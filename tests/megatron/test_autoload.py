@@ -61,10 +61,8 @@ def test_with_the_flag_importing_torch_only_waits_for_megatron() -> None:
     done = run_python("-c", _WHAT_IS_THERE, "--ckpt-planner", "robust_dcp")
     finders, modules = done.stdout.splitlines()
     assert finders == "['ImportHook']"
-    assert set(ast.literal_eval(modules)) <= {
-        *("robust_dcp", "robust_dcp.on_demand", "robust_dcp.version"),
-        *("robust_dcp.switch", "robust_dcp.switch.import_hook"),
-    }
+    found = ast.literal_eval(modules)
+    assert "robust_dcp.api" not in found and not any(name.startswith("megatron") for name in found)
 
 
 def test_unmodified_megatron_takes_the_flag_and_prints_it(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 pytest.importorskip("megatron.core")
 
 from demo import megatron_cpu
-from robust_dcp.megatron.formats import dcp_patches
 from tests.harness.disks import GatedDisk
 from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import expected, save_beside_training, written_on
@@ -53,7 +52,7 @@ def _save_as_bridge_does(directory: Path) -> tuple[bool, bool, list[float]]:
     sys.modules[name] = bridge
     weight = torch.ones(3)
     try:
-        with chosen(patches=dcp_patches.PATCHES), written_on(disk):
+        with chosen(), written_on(disk):
             request = bridge.save_async({"weight": weight}, str(path))
     finally:
         del sys.modules[name]

@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
 from demo import megatron_cpu
-from robust_dcp.megatron.saving import async_patches
 from robust_dcp.storage.files.paths import INDEX_NAME
 from tests.harness.disks import FullDisk
 from tests.harness.ranks import run_ranks, values
@@ -131,18 +130,12 @@ class _FrameworkQueue:
 
     def __init__(self) -> None:
         self.queue = AsyncCallsQueue()
-        self.workers = 0
         self.module = types.ModuleType("megatron.training.async_utils")
 
         def maybe_finalize_async_save(blocking: bool = False) -> list[int]:
             return list(self.queue.maybe_finalize_async_calls(blocking))
 
-        def init_persistent_async_worker() -> str:
-            self.workers += 1
-            return "started"
-
         self.module.maybe_finalize_async_save = maybe_finalize_async_save  # type: ignore[attr-defined]
-        self.module.init_persistent_async_worker = init_persistent_async_worker  # type: ignore[attr-defined]
 
     def ask_for(self, directory: Path, value: float) -> None:
         self.queue.schedule_async_request(save(state(value), directory, async_sharded_save=True, **queue_option()))
@@ -192,28 +185,3 @@ def test_with_warn_a_failed_async_save_is_logged_and_the_saves_after_it_are_fina
         assert "No space left on device" in messages[0]
         assert (failed, error) == ([1], "StorageError"), "without the option it is raised"
         assert results[-1] == [] and saved == _as_saved(rank, 3.0)
-
-
-@SCENARIOS.add
-def _worker(directory: Path) -> Any:
-    framework = _FrameworkQueue()
-    module = framework.module
-    sys.modules[module.__name__] = module
-    try:
-        with chosen(patches=async_patches.PATCHES):
-            found = [module.init_persistent_async_worker(), framework.workers]
-            with pytest.MonkeyPatch.context() as patch:
-                arguments = types.SimpleNamespace(ckpt_format="torch_dist")
-                patch.setattr("robust_dcp.megatron.hooks.options.megatron_arguments", lambda: arguments)
-                found += [module.init_persistent_async_worker(), framework.workers]
-        with chosen(patches=async_patches.PATCHES, switch="0"):
-            found += [module.init_persistent_async_worker(), framework.workers]
-    finally:
-        del sys.modules[module.__name__]
-    return found
-
-
-def test_the_persistent_worker_starts_only_where_stock_has_something_to_do_for_it(
-    found: dict[str, list[Any]],
-) -> None:
-    assert found["_worker"] == [["started", 1, None, 1, "started", 2]] * 2

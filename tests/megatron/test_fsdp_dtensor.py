@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,10 @@ pytest.importorskip("megatron.core")
 
 from benchmarks.collectives import counted_collectives
 from robust_dcp import RobustCheckpointError
-from robust_dcp.megatron.formats import dcp_patches
-from robust_dcp.megatron.hooks.options import choose_planner
-from robust_dcp.megatron.uneven import uneven_dtensor_patches
-from robust_dcp.switch.patching import Patches
 from tests.harness.ranks import run_ranks, values
 from tests.megatron import fsdp_model
+from tests.megatron.torch_dist import chosen
 from tests.megatron.training_checkpointing import megatron_lm
-
-
-@contextmanager
-def _taken_over() -> Iterator[None]:
-    patches = Patches((*uneven_dtensor_patches.PATCHES, *dcp_patches.PATCHES))
-    patches.apply()
-    choose_planner("robust_dcp")
-    try:
-        yield
-    finally:
-        choose_planner("default")
-        patches.remove()
 
 
 def _preprocessed(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +76,7 @@ def _both_ways(directory: Path) -> dict[str, Any]:
     expected = _locals(state)
     checkpointing.save_checkpoint(state, by_stock)
 
-    with _taken_over():
+    with chosen():
         model, optimizer = fsdp_model.build(mesh, seed=1)
         fsdp_model.step(optimizer, of_empty_parts=False)
         state, found["our collectives"] = _counted(

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.checks.integrity import MANIFEST_FILE, hashes_of, save_manifest, verify_files
+from robust_dcp.megatron.integrity import MANIFEST_FILE, hashes_of, save_manifest, verify_files
 from tests.harness.names import data_file
 from tests.harness.ranks import Outcome, errors, run_ranks, values
 

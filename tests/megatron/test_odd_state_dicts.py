@@ -21,8 +21,8 @@ import robust_dcp
 from demo import megatron_cpu
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import ExchangeError, RankFailure, RobustCheckpointError
+from robust_dcp.megatron import RobustLoadStrategy
 from robust_dcp.megatron.failures import failure_sent_to_all
-from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
 from robust_dcp.storage import RobustReader
 from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
@@ -152,7 +152,7 @@ def _another_format(directory: Path) -> Any:
         path.write_text(path.read_text().replace('"torch_dist"', '"of_tomorrow"'))
     dist.barrier()
     by_stock = _error_of_load(directory / "1")
-    with chosen(), warnings_of("robust_dcp.switch.stock_paths") as messages:
+    with chosen(), warnings_of("robust_dcp.switch.patching") as messages:
         by_ours = _error_of_load(directory / "1")
     return by_stock == by_ours, by_ours, messages
 
@@ -187,7 +187,7 @@ def test_a_strategy_that_loads_in_its_own_way_is_asked_and_the_common_state_is_t
 @SCENARIOS.add
 def _removal(directory: Path) -> Any:
     robust_dcp.save({"model": {"a": torch.ones(2)}, "optimizer": {"b": torch.ones(3)}}, checkpoint_id=directory / "1")
-    with warnings_of("robust_dcp.megatron.loading.removal") as messages:
+    with warnings_of("robust_dcp.megatron.load") as messages:
         if dist.get_rank() == 0:
             before = (directory / "1" / ".metadata").read_bytes()
             RobustLoadStrategy().remove_sharded_tensors(str(directory / "1"), "nothing.")

@@ -8,12 +8,11 @@ import types
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from robust_dcp.megatron.hooks.options import (
+from robust_dcp.megatron.options import (
     OPTIONS,
     MegatronOptions,
+    add_arguments,
     choose_planner,
     current_options,
     default_planner,
@@ -37,36 +36,27 @@ def _megatron_has_parsed(monkeypatch: pytest.MonkeyPatch, **arguments: object) -
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", global_vars)
 
 
+def _parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(allow_abbrev=False)
+
+
 def test_defaults_leave_megatron_to_itself() -> None:
-    assert current_options() == MegatronOptions("default", None, None, "torch", 300.0, "rebuild", "raise")
+    assert current_options() == MegatronOptions("default", None, 300.0, False, "raise")
+    args = add_arguments(_parser()).parse_args([])
+    assert {option.field: getattr(args, option.dest) for option in OPTIONS} == vars(MegatronOptions())
 
 
 def test_every_option_has_a_variable() -> None:
     environment = {
         "ROBUST_DCP": "1",
         "ROBUST_DCP_WRITER_THREADS": "4",
-        "ROBUST_DCP_WRITER_BUFFER_BYTES": "1048576",
-        "ROBUST_DCP_LAYOUT": "safetensors",
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": "2.5",
-        "ROBUST_DCP_ON_STRUCTURE_CHANGE": "error",
-        "ROBUST_DCP_SAVE_FAILURE": "warn",
-        "ROBUST_DCP_ON_UNLOADABLE_OBJECT": "error",
         "ROBUST_DCP_TRUSTED": "1",
+        "ROBUST_DCP_SAVE_FAILURE": "warn",
     }
     assert {option.variable for option in OPTIONS} == set(environment)
-    expected = MegatronOptions("robust_dcp", 4, 1048576, "safetensors", 2.5, "error", "warn", "error", True)
-    assert options_from_environment(environment) == expected
-
-
-def test_an_empty_variable_is_one_that_is_not_set() -> None:
-    assert options_from_environment({option.variable: "" for option in OPTIONS}) == MegatronOptions()
-
-
-@given(threads=st.integers(1, 10**6), seconds=st.floats(1e-3, 1e9))
-def test_numbers_come_back_as_they_were_written(threads: int, seconds: float) -> None:
-    written = {"ROBUST_DCP_WRITER_THREADS": str(threads), "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": repr(seconds)}
-    options = options_from_environment(written)
-    assert (options.writer_threads, options.exchange_timeout_seconds) == (threads, seconds)
+    assert options_from_environment(environment) == MegatronOptions("robust_dcp", 4, 2.5, True, "warn")
+    assert options_from_environment(dict.fromkeys(environment, "")) == MegatronOptions(), "empty is not set"
 
 
 @pytest.mark.parametrize(
@@ -75,10 +65,7 @@ def test_numbers_come_back_as_they_were_written(threads: int, seconds: float) ->
         ("ROBUST_DCP", "ja"),
         ("ROBUST_DCP_WRITER_THREADS", "0"),
         ("ROBUST_DCP_WRITER_THREADS", "many"),
-        ("ROBUST_DCP_WRITER_BUFFER_BYTES", "-1"),
-        ("ROBUST_DCP_LAYOUT", "zip"),
         ("ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS", "inf"),
-        ("ROBUST_DCP_ON_STRUCTURE_CHANGE", "ignore"),
         ("ROBUST_DCP_SAVE_FAILURE", "log"),
     ],
 )
@@ -90,17 +77,10 @@ def test_a_variable_without_meaning_is_named(variable: str, value: str) -> None:
 def test_arguments_are_stronger_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROBUST_DCP", "1")
     monkeypatch.setenv("ROBUST_DCP_WRITER_THREADS", "8")
-    _megatron_has_parsed(monkeypatch, ckpt_planner="default", ckpt_writer_threads=2)
+    monkeypatch.setenv("ROBUST_DCP_SAVE_FAILURE", "warn")
+    _megatron_has_parsed(monkeypatch, ckpt_planner="default", ckpt_writer_threads=2, ckpt_save_failure=None)
     options = current_options()
-    assert (options.planner, options.writer_threads) == ("default", 2)
-
-
-def test_the_environment_counts_for_arguments_that_a_caller_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROBUST_DCP", "1")
-    monkeypatch.setenv("ROBUST_DCP_LAYOUT", "safetensors")
-    _megatron_has_parsed(monkeypatch, ckpt_layout=None, save="/checkpoints")
-    options = current_options()
-    assert (options.planner, options.layout) == ("robust_dcp", "safetensors")
+    assert (options.planner, options.writer_threads, options.save_failure) == ("default", 2, "warn")
 
 
 def test_a_planner_of_megatron_s_own_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,3 +113,50 @@ def test_the_document_lists_every_option() -> None:
     for option, row in zip(OPTIONS, rows, strict=True):
         expected = (option.argument, option.variable, *option.choices)
         assert all(f"`{word}`" in row for word in expected), row
+
+
+def test_all_arguments_are_accepted_once() -> None:
+    command_line = (
+        "--ckpt-planner robust_dcp --ckpt-writer-threads 4 --ckpt-exchange-timeout-seconds 60 --ckpt-trusted 1 "
+        "--ckpt-save-failure warn"
+    )
+    parser = add_arguments(add_arguments(_parser()))
+    assert vars(parser.parse_args(command_line.split())) == {
+        "ckpt_planner": "robust_dcp",
+        "ckpt_writer_threads": 4,
+        "ckpt_exchange_timeout_seconds": 60.0,
+        "ckpt_trusted": True,
+        "ckpt_save_failure": "warn",
+    }
+    text = parser.format_help().replace("\n", " ")
+    assert all(option.variable in text for option in OPTIONS)
+
+
+def test_the_table_of_arguments_shows_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROBUST_DCP", "1")
+    monkeypatch.setenv("ROBUST_DCP_WRITER_THREADS", "3")
+    parser = add_arguments(_parser())
+    assert vars(parser.parse_args([]))["ckpt_planner"] == "robust_dcp"
+    assert vars(parser.parse_args([]))["ckpt_writer_threads"] == 3
+    assert vars(parser.parse_args(["--ckpt-planner", "default"]))["ckpt_planner"] == "default"
+
+
+@pytest.mark.parametrize(
+    "command_line",
+    ["--ckpt-planner other", "--ckpt-writer-threads 0", "--ckpt-trusted 2", "--ckpt-exchange-timeout-seconds never"],
+)
+def test_a_wrong_value_ends_the_run_at_its_start(command_line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        add_arguments(_parser()).parse_args(command_line.split())
+    assert command_line.split()[0] in capsys.readouterr().err
+
+
+def test_an_argument_that_megatron_has_is_used_and_learns_our_choices() -> None:
+    parser = _parser()
+    parser.add_argument("--ckpt-planner", choices=["default", "nvidia"], default="nvidia")
+    parser.add_argument("--ckpt-writer-threads", type=str, default="auto")
+    add_arguments(parser)
+    assert parser.parse_args([]).ckpt_planner == "nvidia"
+    assert parser.parse_args(["--ckpt-planner", "robust_dcp"]).ckpt_planner == "robust_dcp"
+    assert parser.parse_args(["--ckpt-writer-threads", "many"]).ckpt_writer_threads == "many"
+    assert parser.parse_args([]).ckpt_save_failure == "raise"

@@ -1,4 +1,4 @@
-"""RobustSaveStrategy on small sharded state dicts: what Megatron's contract asks for, and where stock falls short."""
+"""RobustSaveStrategy on small sharded state dicts: what Megatron's contract asks for."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
 from robust_dcp.megatron import RobustSaveStrategy
-from robust_dcp.megatron.translation import translates_flattened_ranges
 from tests.harness.ranks import run_ranks, values
-from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import queue_option
 
 _SCENARIOS: list[Callable[[Path], Any]] = []
@@ -59,10 +57,6 @@ def _replicated(key: str, data: torch.Tensor | None, replica_id: int | None = No
     return tensor
 
 
-def _per_rank_object(key: str, value: Any) -> ShardedObject:
-    return ShardedObject(key, value, (dist.get_world_size(),), (dist.get_rank(),))
-
-
 def _replicated_object(key: str, value: Any) -> ShardedObject:
     return ShardedObject(key, value, (1,), (0,), replica_id=dist.get_rank())
 
@@ -72,78 +66,6 @@ def _save(state_dict: dict[str, Any], directory: Path, strategy: Any, **options:
         directory.mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(state_dict, str(directory), strategy, **options)
-
-
-def _keys(directory: Path) -> set[str]:
-    keys = set(FileSystemReader(directory).read_metadata().state_dict_metadata)
-    return {key for key in keys if not key.startswith("common_state")}  # an item like others from 0.19 on
-
-
-@_scenario
-def _appearing(directory: Path) -> dict[str, Any]:
-    robust, stock = RobustSaveStrategy(), stock_strategy(cached_metadata=True)
-    plans, added = [], []
-    for number in (1, 2, 3):
-
-        def state_dict(number: int = number) -> dict[str, Any]:
-            state: dict[str, Any] = {"weight": _cut("weight", torch.full((2, 3), float(number)))}
-            if number >= 2:
-                state["rerun"] = _per_rank_object("rerun", {"step": number, "rank": dist.get_rank()})
-            if number >= 3:
-                state["bias"] = _cut("bias", torch.full((2,), float(number)))
-            return state
-
-        _save(state_dict(), directory / f"robust{number}", robust)
-        _save(state_dict(), directory / f"stock{number}", stock)
-        report = robust.last_report
-        plans.append(report and report.plan)
-        added.append(list(report.changes.added) if report and report.changes else [])
-    template = {
-        "weight": _cut("weight", torch.zeros(2, 3)),
-        "rerun": _per_rank_object("rerun", None),
-        "bias": _cut("bias", torch.zeros(2)),
-    }
-    loaded = dist_checkpointing.load(template, str(directory / "robust3"))
-    return {
-        "plans": plans,
-        "added": added,
-        "stock_keys": _keys(directory / "stock3"),
-        "bias": loaded["bias"].tolist(),
-        "rerun": loaded["rerun"],
-    }
-
-
-def test_an_object_and_a_tensor_that_appear_are_saved_where_stock_with_cached_metadata_loses_them(
-    found: dict[str, list[Any]],
-) -> None:
-    for rank, saved in enumerate(found["_appearing"]):
-        assert saved["plans"] == ["built", "rebuilt", "rebuilt"]
-        assert saved["added"] == [[], ["rerun/shard_0_2", "rerun/shard_1_2"], ["bias"]]
-        assert saved["stock_keys"] == {"weight"}
-        assert saved["bias"] == [3.0, 3.0]
-        assert saved["rerun"] == {"step": 3, "rank": rank}
-
-
-@_scenario
-def _appearing_under_a_cached_distribution(directory: Path) -> list[set[str]]:
-    keys = []
-    for name, inner in (("robust", RobustSaveStrategy()), ("stock", stock_strategy())):
-        wrapped = FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD, do_cache_distribution=True)
-        for number in (1, 2):
-            state: dict[str, Any] = {"old": _replicated("old", torch.ones(4))}
-            if number == 2:
-                state["new"] = _replicated("new", torch.ones(4))
-            _save(state, directory / f"{name}{number}", wrapped)
-        keys.append(_keys(directory / f"{name}2"))
-    return keys
-
-
-def test_a_tensor_that_appears_is_saved_though_the_wrapper_has_cached_its_distribution(
-    found: dict[str, list[Any]],
-) -> None:
-    for robust, stock in found["_appearing_under_a_cached_distribution"]:
-        assert robust == {"old", "new"}
-        assert stock == {"old"}
 
 
 @_scenario
@@ -216,24 +138,6 @@ def test_a_shard_without_data_on_one_rank_is_one_error_on_all(found: dict[str, l
     for failures in found["_without_data"]:
         assert [rank for rank, _ in failures] == [1]
         assert "`data` attr is None" in failures[0][1]
-
-
-@_scenario
-def _flattened(directory: Path) -> list[tuple[int, str]]:
-    if translates_flattened_ranges():
-        return []
-    shard = _cut("weight", torch.ones(2))
-    shard.flattened_range = slice(0, 1)
-    strategy = RobustSaveStrategy(timeout_seconds=30)
-    return _failures(lambda: strategy.save({"weight": shard}, directory))
-
-
-@pytest.mark.skipif(translates_flattened_ranges(), reason="saved by this Megatron: test_compat_flattened")
-def test_a_flattened_range_is_refused_with_the_option_to_set_instead(found: dict[str, list[Any]]) -> None:
-    for failures in found["_flattened"]:
-        assert [rank for rank, _ in failures] == [0, 1]
-        assert "'weight' is a flattened range" in failures[0][1]
-        assert "fully_reshardable" in failures[0][1]
 
 
 @_scenario

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +16,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 pytest.importorskip("megatron.core")
 
 from robust_dcp import RobustCheckpointError
-from robust_dcp.megatron.formats import dcp_patches
-from robust_dcp.megatron.hooks.options import choose_planner
-from robust_dcp.switch.patching import Patches
 from tests.harness.disks import GatedDisk
 from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import written_on
+from tests.megatron.torch_dist import chosen
 from tests.megatron.training_checkpointing import megatron_lm
 
 _ROWS = 7
-
-
-@contextmanager
-def _taken_over(*, chosen: bool = True) -> Iterator[None]:
-    patches = Patches(dcp_patches.PATCHES)
-    patches.apply()
-    choose_planner("robust_dcp" if chosen else "default")
-    try:
-        yield
-    finally:
-        choose_planner("default")
-        patches.remove()
 
 
 def _state_dict(scale: float) -> dict[str, Any]:
@@ -77,7 +61,7 @@ def _round_trips(directory: Path) -> dict[str, Any]:
     ours, stock = directory / "ours", directory / "stock"
     expected = _held(_state_dict(3))
     checkpointing.save_checkpoint(_state_dict(3), str(stock))
-    with _taken_over():
+    with chosen():
         checkpointing.save_checkpoint(_state_dict(3), str(ours))
         found["saved by robust_dcp"] = (_is_by_robust_dcp(ours), _is_by_robust_dcp(stock))
         for name, path in (("ours", ours), ("stock", stock)):
@@ -107,10 +91,10 @@ def _others(directory: Path) -> dict[str, bool]:
     """Which saves robust_dcp makes: of others, of Megatron's with another planner, and of none without the flag."""
     checkpointing, state_dict = megatron_lm(), {"weight": torch.ones(3)}
     before = (dcp.save, dcp.load, dcp.load_state_dict)
-    with _taken_over():
+    with chosen():
         dcp.save(state_dict, storage_writer=dcp.FileSystemWriter(directory / "others"))
         checkpointing.torch.distributed.checkpoint.load(state_dict, checkpoint_id=directory / "others")
-    with _taken_over(chosen=False):
+    with chosen(switch="0"):
         checkpointing.save_checkpoint(state_dict, str(directory / "default"))
     found = {name: _is_by_robust_dcp(directory / name) for name in ("others", "default")}
     found["restored"] = before == (dcp.save, dcp.load, dcp.load_state_dict)
@@ -123,7 +107,7 @@ def _asynchronous(directory: Path) -> dict[str, Any]:
     checkpointing = megatron_lm()
     sys.modules["megatron.training.checkpointing"] = checkpointing
     try:
-        with _taken_over():
+        with chosen():
             saved, disk = _state_dict(3), GatedDisk()
             with written_on(disk):
                 request = checkpointing.save_async(saved, str(directory / "async"), "mcore")

@@ -28,9 +28,7 @@ from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.megatron import versions
-from robust_dcp.megatron.checks import common_state
-from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
+from robust_dcp.megatron import RobustLoadStrategy, common_state, versions
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy

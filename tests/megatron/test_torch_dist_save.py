@@ -215,7 +215,7 @@ def test_a_structure_that_is_claimed_to_be_constant_is_validated_once_it_is_not(
 @SCENARIOS.add
 def _differing_common_state(directory: Path) -> list[str]:
     state = {"weight": cut("weight", torch.ones(2)), "lr": {"now": 0.1 * dist.get_rank()}, "same": [1, 2]}
-    with chosen(), warnings_of("robust_dcp.megatron.checks.common_state") as messages:
+    with chosen(), warnings_of("robust_dcp.megatron.common_state") as messages:
         save(state, directory / "1")
     return messages
 
@@ -230,34 +230,13 @@ def test_a_common_state_that_differs_is_logged_by_the_rank_that_differs(found: d
 @SCENARIOS.add
 def _ignored_common_state(directory: Path) -> list[str]:
     state = {"weight": cut("weight", torch.ones(2)), "rank": dist.get_rank()}
-    with chosen(), warnings_of("robust_dcp.megatron.checks.common_state") as messages:
+    with chosen(), warnings_of("robust_dcp.megatron.common_state") as messages:
         save(state, directory / "1", preprocess_common_before_consistancy_check=lambda common: {})
     return messages
 
 
 def test_what_the_caller_takes_out_of_the_common_state_is_not_compared(found: dict[str, list[Any]]) -> None:
     assert found["_ignored_common_state"] == [[], []]
-
-
-@SCENARIOS.add
-def _by_the_strategy_alone(directory: Path) -> Any:
-    """Callers that have bound Megatron's functions before robust_dcp was there end in its strategy all the same."""
-    bound = dist_checkpointing.save
-    with chosen(), counted_collectives() as calls:
-        if dist.get_rank() == 0:
-            (directory / "1").mkdir()
-        dist.barrier()
-        bound(_state(2), str(directory / "1"), validate_access_integrity=True)
-    loaded = dist_checkpointing.load(_state(2, is_template=True), str(directory / "1"))
-    return loaded["shared"], calls["all_gather_object"] + calls["gather_object"], _is_ours(directory / "1")
-
-
-def _is_ours(directory: Path) -> bool:
-    return all((directory / name).exists() for name in (".robust_dcp.index", ".robust_dcp.report.json"))
-
-
-def test_megatrons_own_save_bound_earlier_still_writes_through_robust_dcp(found: dict[str, list[Any]]) -> None:
-    assert found["_by_the_strategy_alone"] == [([2], 0, True)] * 2
 
 
 @SCENARIOS.add
@@ -276,17 +255,6 @@ def _a_strategy_of_ones_own(directory: Path) -> list[bool]:
 
 def test_a_strategy_that_saves_in_its_own_way_is_left_to_do_so(found: dict[str, list[Any]]) -> None:
     assert found["_a_strategy_of_ones_own"] == [[True], [True]]
-
-
-@SCENARIOS.add
-def _not_chosen(directory: Path) -> Any:
-    with chosen():
-        ours = dist_checkpointing.save
-    return dist_checkpointing.save is not ours, dist_checkpointing.save.__module__
-
-
-def test_megatron_has_its_own_functions_back_afterwards(found: dict[str, list[Any]]) -> None:
-    assert found["_not_chosen"] == [(True, "megatron.core.dist_checkpointing.serialization")] * 2
 
 
 def _megatron_training(tracker: Path) -> types.ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,15 @@ pytest.importorskip("megatron.core")
 
 from robust_dcp import RobustCheckpointError
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.hooks.options import choose_planner
-from robust_dcp.megatron.uneven.uneven_chunk import chunk_of
-from robust_dcp.megatron.uneven.uneven_dtensor_patches import PATCHES
-from robust_dcp.megatron.uneven.uneven_dtensors import (
-    check_part,
-    defer_chunk,
-    dtensors_of,
-    fail_exchange,
-    place_chunks,
-    spans_the_world,
-)
-from robust_dcp.switch.patching import Patches
+from robust_dcp.megatron import uneven as ours
+from robust_dcp.megatron.uneven import place_chunks
 from tests.harness.ranks import run_ranks, values
+from tests.megatron.torch_dist import chosen
 from tests.megatron.uneven_cases import Meshes, cut, held_by_rank_0, state_dicts, uneven
 
 
 def _channel() -> Channel:
-    return Channel.for_group(timeout_seconds=20)
+    return Channel.for_group(operation="uneven DTensors", timeout_seconds=20)
 
 
 def _chunk(value: DTensor) -> ChunkStorageMetadata:
@@ -79,9 +71,9 @@ def _finds_what_stock_finds() -> int:
         for key, value in state_dict.items():
             assert (_chunk(value), _items(value)) == expected[key]
             assert type(_chunk(value).offsets) is tuple
-            defer_chunk(value, 20)
+            ours.update_uneven_dtensor_chunk_metadata(stock, value)
             assert (_chunk(value), _items(value)) == expected[key]
-            assert chunk_of(value, 20) == expected[key][0]
+            assert ours.gather_and_compute_chunk_metadata(stock, value) == expected[key][0]
             compared += 1
 
     compare()
@@ -154,7 +146,7 @@ def _tells_the_others() -> str:
     if dist.get_rank() != 2:
         return _told(state_dict)
     with pytest.raises(RobustCheckpointError) as caught:
-        fail_exchange(KeyError("exp_avg"), _channel())
+        ours.handle_in_state_dict(lambda state: state["exp_avg"], {})
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -180,43 +172,38 @@ def _alone() -> dict[str, str]:
         "cut": uneven(row, [Shard(0 if rank else 1)], (8, 8), (2, 8) if rank else (8, 2)),
     }
     for name, value in cases.items():
-        defer_chunk(value, 20)
+        ours.update_uneven_dtensor_chunk_metadata(None, value)
         with pytest.raises(RobustCheckpointError) as caught:
             _chunk(value)
         found[name] = str(caught.value)
     copied = copy.deepcopy(cases["sum"]._local_tensor)
     assert copied.__create_chunk_list__ == cases["sum"]._local_tensor.__create_chunk_list__
-    assert spans_the_world({"a": cases["sum"]})
-    assert spans_the_world({})
-    grid = Meshes().grid
-    assert not spans_the_world({"a": {"b": uneven(grid["tp"], [Shard(0)], (4,), (2,))}, "c": 1})
-    assert dtensors_of({"list": [cases["sum"]], "none": None}) == {}
     return found
 
 
 def _in_hooks() -> dict[str, Any]:
     """``state_dict()`` of a model on some of the ranks, of one on all; and what is seen without asking anybody."""
-    (make,) = {patch.make for patch in PATCHES if patch.module.endswith("megatron_fsdp.fully_shard")}
-    preprocess = make(lambda state_dict: pytest.fail("stock was called"))
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
+
+    hook: dict[str, Any] = {"__name__": "megatron_fsdp.fully_shard", "uneven_dtensor": stock}
+    exec("def preprocess(state): return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)", hook)
+    preprocess = hook["preprocess"]
     grid, row, rank, found = Meshes().grid, Meshes().by_name["row"], dist.get_rank(), {}
     own = {
         "b": uneven(grid["tp"], [Shard(0)], (5, 2), (2 + rank % 2, 2)),
         "a": uneven(grid["tp"], [Shard(0)], (2,), (1,)),
     }
-    choose_planner("robust_dcp")
-    try:
+    with chosen():
         if rank < 2:
             preprocess(own)
             found["some"] = [tuple(_chunk(own[key]).offsets) for key in "ab"]
         everybodys = {"c": uneven(row, [Shard(0)], (4,), (1,))}
         preprocess(everybodys)
         found["all"] = tuple(_chunk(everybodys["c"]).offsets)
-    finally:
-        choose_planner("default")
     for local in ((9, 3), (2, 2)):
         with pytest.raises(ValueError, match="is no part of a DTensor"):
-            check_part(uneven(row, [Shard(0)], (8, 3), local))
-    check_part(uneven(row, [Shard(0)], (8, 3), (0, 3)))
+            ours.validate_uneven_dtensor(None, uneven(row, [Shard(0)], (8, 3), local))
+    ours.validate_uneven_dtensor(None, uneven(row, [Shard(0)], (8, 3), (0, 3)))
     return found
 
 
@@ -247,19 +234,12 @@ def _splits_fused() -> dict[str, Any]:
         return {key: (_chunk(value), tuple(value.shape)) for key, value in pieces.items()}
 
     by_stock = split()
-    patches = Patches(PATCHES)
-    patches.apply()
-    choose_planner("robust_dcp")
-    (make,) = {patch.make for patch in PATCHES if patch.name == "handle_gdn_in_state_dict"}
-    handle_gdn_in_state_dict = make(handle_gdn_in_state_dict)
-    try:
+    handle_gdn_in_state_dict = partial(ours.handle_gdn_in_state_dict, handle_gdn_in_state_dict)
+    with chosen():
         stats = Channel.for_group().stats
         before = stats.exchanges
         by_ours = split()
         exchanges = stats.exchanges - before
-    finally:
-        choose_planner("default")
-        patches.remove()
     return {"same": by_ours == by_stock, "exchanges": exchanges}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from robust_dcp import RobustCheckpointError
-from robust_dcp.megatron.loading import load_patches
-from robust_dcp.megatron.saving import save_patches
-from robust_dcp.switch.patching import Patch, Patches
+from robust_dcp.megatron import install, uninstall
 
 __all__ = [
     "Scenarios",
@@ -34,9 +32,6 @@ __all__ = [
     "save",
     "warnings_of",
 ]
-
-
-_TORCH_DIST = (*save_patches.PATCHES, *load_patches.PATCHES)
 
 
 class Scenarios:
@@ -59,25 +54,20 @@ class Scenarios:
 
 
 @contextmanager
-def chosen(
-    *, timeout_seconds: float = 30, patches: Sequence[Patch] = _TORCH_DIST, switch: str = "1", **environment: str
-) -> Iterator[None]:
-    """robust_dcp is the planner of Megatron within this block, and ``patches`` are applied.
-
-    With ``switch="0"`` they are applied, and Megatron plans itself."""
+def chosen(*, timeout_seconds: float = 30, switch: str = "1", **environment: str) -> Iterator[None]:
+    """robust_dcp is installed within this block, and is the planner of Megatron; with ``switch="0"`` Megatron is."""
     more = {
         "ROBUST_DCP": switch,
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": str(timeout_seconds),
         **{f"ROBUST_DCP_{name.upper()}": value for name, value in environment.items()},
     }
     before = dict(os.environ)
-    applied = Patches(patches)
+    install()
     os.environ.update(more)
-    applied.apply()
     try:
         yield
     finally:
-        applied.remove()
+        uninstall()
         os.environ.clear()
         os.environ.update(before)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from robust_dcp.megatron import writing
+from robust_dcp.megatron import save as torch_dist_save
+from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.harness.disks import FullDisk, GatedDisk
 
@@ -119,6 +120,5 @@ class TrainingLoop:
 
     def _save_on(self, disk: PosixDisk) -> None:
         """Until the next iteration; what is asked for before then is written there, also later."""
-        stock = writing.RobustWriter
-        self._disk.callback(setattr, writing, "RobustWriter", stock)
-        writing.RobustWriter = partial(stock, disk=disk)  # type: ignore[assignment, misc]
+        self._disk.callback(setattr, torch_dist_save, "RobustWriter", RobustWriter)
+        torch_dist_save.RobustWriter = partial(RobustWriter, disk=disk)  # type: ignore[assignment, misc]

@@ -206,12 +206,12 @@ def test_an_async_save_that_failed_is_told_by_the_next_save_unless_somebody_aske
 def test_a_variable_without_meaning_leaves_everything_stock(tmp_path: Path) -> None:
     script = """
         before = dcp.save
-        os.environ["ROBUST_DCP_LAYOUT"] = "nonsense"
+        os.environ["ROBUST_DCP_SAVE_FAILURE"] = "nonsense"
         import robust_dcp
         try:
             robust_dcp.install()
         except ValueError as error:
-            assert "ROBUST_DCP_LAYOUT" in str(error)
+            assert "ROBUST_DCP_SAVE_FAILURE" in str(error)
         else:
             raise SystemExit("it was installed")
         assert dcp.save is before and save is before

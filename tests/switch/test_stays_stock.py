@@ -13,8 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.switch import dcp_calls
-from robust_dcp.switch.stock_paths import forget_said
+from robust_dcp.switch import dcp_calls, patching
 from tests.harness.ranks import errors, run_ranks, values
 from tests.support.torch_versions import needs_background_stager, needs_use_collectives
 from tests.switch.programs import is_ours, run
@@ -178,7 +177,7 @@ def test_an_argument_that_a_later_torch_adds_is_left_to_it_and_named(
         calls.append((state_dict, checkpoint_id, compression))
         return "saved by stock"
 
-    forget_said()
+    patching._said.clear()
     state = {"w": torch.ones(2)}
     arguments = {"checkpoint_id": tmp_path / "1", "compression": "zstd"}
     assert dcp_calls.save(save, (state,), arguments) == "saved by stock"

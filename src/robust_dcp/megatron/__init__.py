@@ -10,26 +10,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from robust_dcp.megatron.installation import install, uninstall
-    from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
-    from robust_dcp.megatron.saving.planner import MegatronPlanner
-    from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy
+    from robust_dcp.installation import install_for_megatron as install
+    from robust_dcp.installation import uninstall
+    from robust_dcp.megatron.load import RobustLoadStrategy
+    from robust_dcp.megatron.save import RobustSaveStrategy
+    from robust_dcp.megatron.shards import MegatronPlanner
 
 __all__ = ["MegatronPlanner", "RobustLoadStrategy", "RobustSaveStrategy", "install", "uninstall"]
 
 _HOMES = {
-    "MegatronPlanner": "saving.planner",
-    "RobustLoadStrategy": "loading.load_strategy",
-    "RobustSaveStrategy": "saving.save_strategy",
-    "install": "installation",
-    "uninstall": "installation",
+    "MegatronPlanner": ("robust_dcp.megatron.shards", "MegatronPlanner"),
+    "RobustLoadStrategy": ("robust_dcp.megatron.load", "RobustLoadStrategy"),
+    "RobustSaveStrategy": ("robust_dcp.megatron.save", "RobustSaveStrategy"),
+    "install": ("robust_dcp.installation", "install_for_megatron"),
+    "uninstall": ("robust_dcp.installation", "uninstall"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

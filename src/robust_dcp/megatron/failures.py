@@ -1,32 +1,42 @@
-"""Errors in the form that Megatron's callers expect, and saves that are allowed to fail.
+"""How a failure reaches all ranks and Megatron: ``save_checkpoint``, and errors in the form that Megatron expects.
 
-Code that catches ``megatron.core``'s ``CheckpointingException`` also catches our errors where stock would raise that
-class. This module also owns what ``--ckpt-save-failure warn`` does. Called by ``saving`` and its patches, and by
-``loading``. It exchanges nothing.
+Megatron-LM's ``save_checkpoint`` first makes the state dict (model, optimizer, RNG and rerun states). Each rank does
+that by itself. A rank that raises there never reaches the first exchange of the save, and the others would wait for it.
+So all ranks meet in one more exchange right before that. A rank that has failed joins it too, and brings its error.
+
+This module also owns what ``--ckpt-save-failure warn`` does. Code that catches ``megatron.core``'s
+``CheckpointingException`` also catches our errors where stock would raise that class.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from robust_dcp.comm import Stopped
+from robust_dcp.comm import Channel, Stopped
 from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError
-from robust_dcp.megatron.hooks.options import current_options
+from robust_dcp.megatron.options import FORMATS, current_options, megatron_arguments
 from robust_dcp.megatron.versions import CheckpointingException
+from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.switch.patching import log_left_to_stock
 
 __all__ = [
     "InvalidAccess",
-    "RefusedByMegatron",
     "as_megatron_raises",
     "failure_sent_to_all",
-    "finalize_with_policy",
-    "save_with_policy",
+    "is_shared",
+    "maybe_finalize_async_save",
+    "meet_before_saving",
+    "save_checkpoint",
 ]
 
 logger = logging.getLogger(__name__)
@@ -78,58 +88,142 @@ def failure_sent_to_all(rank: int) -> Iterator[None]:
             raise
         if rank not in {failure.rank for failure in error.rank_failures}:
             raise Stopped(error.message) from error
-        first = _first_cause(error)
+        first: BaseException = error
+        while isinstance(first, RobustCheckpointError) and first.rank_failures:
+            cause = first.__cause__ or first.__context__  # an entry point moves it to __context__
+            if cause is None:
+                break
+            first = cause
         if first is error:
             raise
         raise first from None
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    while isinstance(error, RobustCheckpointError) and error.rank_failures:
-        cause = error.__cause__ or error.__context__  # an entry point moves it to __context__
-        if cause is None:
-            break
-        error = cause
-    return error
+class _Current(threading.local):
+    """Whether this thread is in ``save_checkpoint``, and may still fail there without the other ranks hearing of it.
+
+    The calls of :func:`meet_before_saving` end that: from the last one on, the save itself tells the others what fails.
+    """
+
+    is_unheard = False
 
 
-def save_with_policy(save_checkpoint: Callable[[], Any], module: str) -> Any:
-    """Call Megatron-LM's ``save_checkpoint``; with ``--ckpt-save-failure warn`` log a failed save and return ``None``.
+_current = _Current()
 
-    Only errors of exchanges are logged in this way: all ranks raise them at the same point, so all can go on with
-    training. What follows a successful save (the tracker file ``latest_checkpointed_iteration.txt``, the callbacks)
-    does not happen. The next load takes the previous checkpoint.
+
+def is_shared() -> bool:
+    """Whether :func:`save_checkpoint` will tell the other ranks what this rank raises now."""
+    return _current.is_unheard
+
+
+def meet_before_saving(*, is_last: bool = True) -> None:
+    """Within ``save_checkpoint``, wait until all ranks have made their state dicts or one of them has failed.
+
+    This does nothing outside of ``save_checkpoint``, or after the save itself has begun.
 
     Args:
-        save_checkpoint: makes the call.
-        module: the name of the module that defines ``save_checkpoint``.
+        is_last: whether the save begins now. If not, the ranks will meet once more before it.
+
+    Raises:
+        RobustCheckpointError: a rank has failed or does not come. All ranks raise the same error.
     """
+    if _current.is_unheard:
+        _meet(None)
+        _current.is_unheard = not is_last
+
+
+def _meet(error: BaseException | None) -> None:
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    timeout_seconds = current_options().exchange_timeout_seconds
+    channel = Channel.for_group(None, operation="save_checkpoint", timeout_seconds=timeout_seconds)
+    channel.barrier("save_checkpoint: state dicts are made", tell)
+
+
+def save_checkpoint(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron-LM's ``save_checkpoint``. If a rank fails before the save, all ranks hear of it.
+
+    With ``--ckpt-save-failure warn`` a failed save is logged, and this returns ``None``. Only errors of exchanges are
+    logged in this way: all ranks raise them at the same point, so all can go on with training. What follows a
+    successful save (the tracker file ``latest_checkpointed_iteration.txt``, the callbacks) does not happen. The next
+    load takes the previous checkpoint. Megatron makes directories before it saves, so a ``--save`` that cannot be a
+    directory is refused here.
+
+    Raises:
+        RobustCheckpointError: a rank raised before its save began. All ranks raise it.
+    """
+    if not _is_ours(stock, args, kwargs):
+        return stock(*args, **kwargs)
+    directory = getattr(megatron_arguments(), "save", None)
+    if isinstance(directory, (str, os.PathLike)):
+        directory_path(directory)
+    _current.is_unheard = True
     try:
-        return save_checkpoint()
+        return _told_if_it_fails(lambda: stock(*args, **kwargs))
     except RobustCheckpointError as error:
         if current_options().save_failure != "warn":
             raise
         _report(error)
-        _end_checkpointing_section(sys.modules.get(module))
+        # Megatron's fault tolerance expects to hear that the save is over, as at the end of `save_checkpoint`.
+        integration = getattr(sys.modules.get(stock.__module__), "ft_integration", None)
+        ended = getattr(integration, "on_checkpointing_end", None)
+        if callable(ended):
+            ended(is_async_finalization=False)
         return None
+    finally:
+        _current.is_unheard = False
 
 
-def finalize_with_policy(finalize: Callable[[], Any]) -> Any:
-    """Call Megatron-LM's ``maybe_finalize_async_save``; with ``--ckpt-save-failure warn`` log saves that have failed.
+def _told_if_it_fails(save: Callable[[], Any]) -> Any:
+    try:
+        return save()
+    except RobustCheckpointError:
+        raise  # an exchange raised it, so all ranks have it already
+    except (Exception, CheckpointException) as error:
+        if _current.is_unheard:
+            logger.error(
+                "save_checkpoint fails on this rank before it saves, and the other ranks are told: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            _meet(error)
+        raise
+
+
+def _is_ours(save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of ``save_checkpoint`` ends in a save of ours, by Megatron's arguments. If not, log why."""
+    arguments = megatron_arguments()
+    if arguments is None:
+        return True
+    given = inspect.signature(save).bind(*args, **kwargs).arguments
+    if given.get("non_persistent_ckpt") and getattr(arguments, "non_persistent_ckpt_type", None) == "local":
+        log_left_to_stock(
+            "local non-persistent checkpoints (--non-persistent-ckpt-type local)",
+            "nvidia_resiliency_ext keeps them on each node, in a format of its own",
+        )
+        return False
+    ckpt_format = getattr(arguments, "ckpt_format", "torch_dist")
+    if not getattr(arguments, "use_dist_ckpt", True) or ckpt_format not in FORMATS:
+        log_left_to_stock(f"saves with --ckpt-format {ckpt_format}", f"ours are {', '.join(FORMATS)}")
+        return False
+    return True
+
+
+def maybe_finalize_async_save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron-LM's ``maybe_finalize_async_save``; with ``--ckpt-save-failure warn`` log saves that have failed.
 
     The queue drops a save before it finalizes it. So after a failed save the steps for a success (the tracker file, the
     callbacks) never happen, and the queue goes on with the next save. All ranks do the same, as all raise the same.
-
-    Args:
-        finalize: makes the call. It is called again after each failed save.
     """
-    try:
-        return finalize()
-    except RobustCheckpointError as error:
-        if current_options().save_failure != "warn":
-            raise
-        _report(error)
-    return finalize_with_policy(finalize)
+    while True:
+        try:
+            return stock(*args, **kwargs)
+        except RobustCheckpointError as error:  # noqa: PERF203
+            if current_options().save_failure != "warn":
+                raise
+            _report(error)
 
 
 def _report(error: RobustCheckpointError) -> None:
@@ -142,11 +236,3 @@ def _report(error: RobustCheckpointError) -> None:
             type(error).__name__,
             error,
         )
-
-
-def _end_checkpointing_section(module: Any) -> None:
-    """Tell Megatron's fault tolerance that the save is over, as ``save_checkpoint`` does at its end."""
-    integration = getattr(module, "ft_integration", None)
-    ended = getattr(integration, "on_checkpointing_end", None)
-    if callable(ended):
-        ended(is_async_finalization=False)

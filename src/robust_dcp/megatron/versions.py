@@ -1,7 +1,7 @@
 """The parts of Megatron-Core that differ between its versions or are private, as far as robust_dcp uses them.
 
-Only this module and :mod:`~robust_dcp.megatron.translation` import such names. They check which names exist and never
-look at a version number. They support 0.14 to 0.19.
+Only this module imports such names. It checks which names exist and never looks at a version number. It supports 0.16
+and newer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import core, mapping, serialization, state_dict_utils, validation
+from megatron.core.dist_checkpointing import core, serialization, state_dict_utils, validation
 from megatron.core.dist_checkpointing import utils as dist_checkpointing_utils
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
     ShardedTensor,
+    apply_factory_merges,
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
@@ -39,36 +40,20 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = [
     "COMMON_STATE_KEY",
+    "AsyncRequest",
     "CheckpointingException",
-    "KeyOnly",
     "MCoreLoadPlanner",
     "ShardedBase",
     "ShardedObject",
     "ShardedTensor",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
-    "async_request_class",
-    "backend_of",
-    "check_keys",
-    "checkpoint_config",
-    "common_state_is_a_sharded_object",
-    "dequantized",
-    "has_quantized_data",
+    "apply_factory_merges",
     "is_main_replica",
-    "is_parallel_load_wrapper",
-    "load_is_collective",
     "merge",
-    "merge_factories",
     "nested_values",
-    "no_rank_is_alive",
-    "prepare_to_load",
-    "prepare_to_save",
-    "reads_torch_dist",
-    "saved_shapes",
-    "strictness",
-    "uses_multi_storage_client",
-    "writes_torch_dist",
 ]
+"""What other modules import from here though it is Megatron's. All other names of this module are its own."""
 
 _MAX_CONFIG_NBYTES = 1 << 20
 
@@ -101,6 +86,35 @@ def no_rank_is_alive(schedule: Callable[..., Any], is_alive: bool) -> bool:
     return bool(caller.sync_all_async_calls(None, int(is_alive)))
 
 
+def to_dcp_values(grouped: dict[str, list[ShardedBase]]) -> dict[str, Any]:
+    """Megatron's own translation: it turns the shards of a key into one tensor for DCP, and objects into bytes.
+
+    Raises:
+        CheckpointingException: a shard has no data.
+    """
+    values: dict[str, Any] = megatron_torch.mcore_to_pyt_state_dict(grouped, is_loading=False)
+    return values
+
+
+def to_dcp_targets(
+    sharded_state_dict: dict[str, Any],
+) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Make the state dict that DCP loads into.
+
+    Returns:
+        That state dict, and a function that converts it, once loaded, to the state dict that Megatron expects.
+    """
+    grouped, flat_mapping, renamed = megatron_torch._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+
+    def restore(loaded: dict[str, Any]) -> dict[str, Any]:
+        lists = {key: megatron_torch._unwrap_pyt_sharded_tensor(value) for key, value in loaded.items()}
+        nested: dict[str, Any] = megatron_torch._replace_sharded_keys_with_state_dict_keys(lists, flat_mapping, renamed)
+        megatron_torch._restore_dict_types(nested, sharded_state_dict)
+        return nested
+
+    return megatron_torch.mcore_to_pyt_state_dict(grouped, True), restore
+
+
 def prepare_to_save(
     sharded_state_dict: dict[str, Any], content_metadata: dict[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,12 +144,6 @@ def prepare_to_load(
     sharded, not_persistent, factories = state_dict_utils.load_preprocess(sharded_state_dict)
     sharded, _ = dist_checkpointing_utils.extract_sharded_base(sharded)
     return sharded, not_persistent, factories
-
-
-def merge_factories(loaded: dict[str, Any], factories: dict[str, Any]) -> dict[str, Any]:
-    """Let every factory make its tensor from the loaded values."""
-    merged: dict[str, Any] = mapping.apply_factory_merges(loaded, factories)
-    return merged
 
 
 def strictness(strict: Any) -> tuple[Any, bool, bool, bool]:
@@ -202,13 +210,6 @@ def load_is_collective() -> bool:
         return not common_state_is_a_sharded_object()
 
 
-def uses_multi_storage_client() -> bool:
-    """Whether Megatron reads and writes through NVIDIA's Multi-Storage Client (``--enable-msc``)."""
-    from megatron.core.msc_utils import MultiStorageClientFeature
-
-    return bool(MultiStorageClientFeature.is_enabled())
-
-
 class KeyOnly:
     """Stands for a ShardedTensor or ShardedObject when only its key is known."""
 
@@ -269,11 +270,6 @@ def writes_torch_dist(strategy: Any) -> bool:
     """Whether this strategy writes ``torch_dist`` as Megatron's own does. A derived class may write otherwise."""
     kind, stock = type(strategy), TorchDistSaveShardedStrategy
     return issubclass(kind, stock) and kind.async_save is stock.async_save and kind.save is stock.save
-
-
-def saved_shapes(metadata: Any) -> dict[str, ShardedTensor]:
-    """``TorchDistLoadShardedStrategy.load_tensors_metadata`` on metadata that was read already."""
-    return dict(TorchDistLoadShardedStrategy.load_tensors_metadata(None, None, metadata))
 
 
 def has_quantized_data(shard: ShardedTensor) -> bool:

@@ -2,7 +2,7 @@
 
 Owns which arguments of stock robust_dcp supports, and how they become its own. If it does not support a call, stock's
 function runs, and each reason is logged once as a warning. A call returns what stock would return: ``Metadata``,
-``None``, a ``Future`` or an ``AsyncSaveResponse``. Called by ``dcp_patches``.
+``None``, a ``Future`` or an ``AsyncSaveResponse``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from robust_dcp.report import SaveReport
 from robust_dcp.stateful import KeepsItsNames, with_names_of_stock
 from robust_dcp.storage import RobustReader, RobustWriter
 from robust_dcp.storage.files.paths import is_url
-from robust_dcp.switch.stock_paths import log_left_to_stock
+from robust_dcp.switch.patching import log_left_to_stock
 
 __all__ = ["async_save", "given_arguments", "load", "robust_load_planner", "save"]
 

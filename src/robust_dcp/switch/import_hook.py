@@ -1,7 +1,7 @@
 """Calls back when a module has been imported, so that a patch can wait for its module.
 
 Owns one finder in ``sys.meta_path``. The finder looks modules up through the other finders, and calls back after the
-module's code has run. It imports nothing itself and knows nothing of Megatron. Called by ``patching``.
+module's code has run. It imports nothing itself and knows nothing of Megatron.
 """
 
 from __future__ import annotations
@@ -14,68 +14,50 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ImportHook", "is_initialising"]
+__all__ = ["ImportHook"]
 
 OnImport = Callable[[ModuleType], object]
 
 
-def is_initialising(module: ModuleType) -> bool:
-    """Whether the module's code is still running, because this or another thread is importing it."""
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-
 class ImportHook(MetaPathFinder):
-    """Calls ``on_import(module)`` each time one of the named modules has been imported or reloaded.
+    """Calls ``on_import(module)`` each time one of the watched modules has been imported or reloaded.
 
-    A named module may be importing when the hook starts. For example, Megatron imports torch, and torch loads us. Such
-    a module is reported too, when it is complete.
+    A watched module may be importing when the hook starts. For example, Megatron imports torch, and torch loads us.
+    Such a module is reported too, when it is complete.
 
     Args:
-        names: the full names of the modules.
-        on_import: called while Python holds the module's import lock. It must not raise, unless the process is to end.
-        packages: where the first module is about to be imported from one of these, ``on_coming`` is called.
-        on_coming: called once, before the module is looked up.
+        on_import: called while Python holds the module's import lock. It must not raise.
     """
 
-    def __init__(
-        self,
-        names: Collection[str],
-        on_import: OnImport,
-        *,
-        packages: Collection[str] = (),
-        on_coming: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._names = frozenset(names)
+    def __init__(self, on_import: OnImport) -> None:
+        self._names: frozenset[str] = frozenset()
         self._on_import = on_import
-        self._packages = frozenset(packages)
-        self._on_coming = on_coming
         self._looking_up = threading.local()
 
-    def start(self) -> None:
-        """Put the finder in front of the others. Modules that are complete already are reported now."""
+    def watch(self, names: Collection[str]) -> None:
+        """Watch these modules too, by their full names. Modules that are complete already are reported now."""
+        self._names |= frozenset(names)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-        for name in sorted(self._names):
+        for name in sorted(names):
             module = sys.modules.get(name)
             if module is None:
                 continue
-            if is_initialising(module):
-                self._wait_for(module)
+            if getattr(getattr(module, "__spec__", None), "_initializing", False):
+                self._wait_for(module)  # this or another thread is importing it
             else:
                 self._on_import(module)
 
     def stop(self) -> None:
         """Take the finder out. Modules that are imported later are not reported."""
+        self._names = frozenset()
         while self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """For a named module, the spec of the other finders with a loader that calls back. ``None`` for all others."""
-        if fullname.partition(".")[0] in self._packages:
-            self._packages = frozenset()
-            self._on_coming()
+        """For a watched module the spec of the other finders, with a loader that calls back. Else ``None``."""
         if fullname not in self._names or fullname in self._under_way():
             return None
         self._under_way().add(fullname)  # finders that ask importlib.util.find_spec come back to this one

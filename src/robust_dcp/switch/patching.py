@@ -1,27 +1,66 @@
 """Replaces attributes of modules as soon as the modules are imported, and puts the original objects back.
 
-Owns :class:`Patch`, one entry in the tables of other modules, and :class:`Patches`, which applies and removes them. It
-imports neither Megatron nor torch. Called by ``install``.
+Owns :class:`Patch`, one entry in the table of ``robust_dcp.installation``, and :class:`Patches`, which applies and
+removes them, and what the log says of both: who saves, and what stays with stock code. It imports neither Megatron nor
+torch.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from robust_dcp.switch.import_hook import ImportHook
-from robust_dcp.switch.stock_paths import log_left_to_stock
 
-__all__ = ["Patch", "Patches"]
+__all__ = ["Patch", "Patches", "announce", "log_left_to_stock"]
 
 logger = logging.getLogger(__name__)
 
 _ABSENT = object()
+
+_said: set[tuple[str, str]] = set()
+_lock = threading.Lock()
+
+
+def log_left_to_stock(what: str, why: str) -> None:
+    """Warn that stock code does something although the job has asked for robust_dcp, once a process for each reason.
+
+    Without the warning a user would think that robust_dcp wrote the checkpoint.
+
+    Args:
+        what: what stock code does, such as ``"saves by zarr"``.
+        why: the reason, and what to do about it if anything can be done. It must not name what differs from call to
+            call, such as the path of a checkpoint: then every call would be logged.
+    """
+    with _lock:
+        if (what, why) in _said:
+            return
+        _said.add((what, why))
+    logger.warning("robust_dcp was asked for, but stock code does this: %s (%s)", what, why)
+
+
+def announce(line: str) -> None:
+    """Write the line on rank 0: to the log, or to standard error if the program has not set up its log yet.
+
+    The user of a job should not have to guess what code wrote its checkpoints.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if multiprocessing.parent_process() is not None:
+        return  # a worker process of a rank
+    is_connected = dist is not None and dist.is_available() and dist.is_initialized()
+    if (dist.get_rank() if is_connected else int(os.environ.get("RANK") or 0)) != 0:
+        return
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info("%s", line)
+    else:
+        sys.stderr.write(f"{line}\n")
 
 
 @dataclass(frozen=True)
@@ -29,7 +68,8 @@ class Patch:
     """One attribute to replace.
 
     Attributes:
-        module: the full name of its module, such as ``"megatron.core.dist_checkpointing.validation"``.
+        module: the full name of its module, such as ``"megatron.core.dist_checkpointing.validation"``. If the module
+            defines the attribute, it is also replaced where other modules have imported it by ``from … import …``.
         name: its name, such as ``"determine_global_metadata"``. For an attribute of a class it has a dot:
             ``"TorchDistSaveShardedStrategy.async_save"``.
         make: takes the original and returns the replacement. It is called right after the module was imported, while
@@ -58,72 +98,70 @@ class _Applied:
 
 
 class Patches:
-    """Patches that are applied and removed together. Each is applied when its module is imported.
+    """Patches that are removed together. Each is applied when its module is imported.
 
-    :meth:`apply` and :meth:`remove` may be called twice, and from any thread. Another module may have imported a
-    replacement by ``from … import …``. It is recognised there: it is not replaced again, and it is put back too.
+    :meth:`apply` and :meth:`remove` may be called twice, and from any thread.
 
     Args:
-        patches: in the order in which to apply them. Several patches of one attribute wrap each other.
         on_applied: called with each patch after it was applied.
     """
 
-    def __init__(self, patches: Iterable[Patch], on_applied: Callable[[Patch], None] | None = None) -> None:
+    def __init__(self, on_applied: Callable[[Patch], None] = lambda patch: None) -> None:
         self._patches: dict[str, list[Patch]] = {}
-        for patch in patches:
-            self._patches.setdefault(patch.module, []).append(patch)
         self._on_applied = on_applied
         self._applied: list[_Applied] = []
         self._lock = threading.RLock()
-        self._hook = ImportHook(self._patches, self._apply_to)
-        self._active = False
+        self._hook = ImportHook(self._apply_to)
+        self._is_applying = False
 
-    @property
-    def applied(self) -> tuple[Patch, ...]:
-        """The patches that are applied so far."""
-        return tuple(each.patch for each in self._applied)
-
-    def replace_bound_names(self, *, besides: Collection[str]) -> None:
-        """Also replace names that other modules have imported by ``from … import …``. :meth:`remove` puts them back.
-
-        Args:
-            besides: packages with modules that stay as they are.
-        """
-        _rebind({id(each.before): each.replacement for each in self._of_modules()}, besides)
-
-    def _of_modules(self) -> list[_Applied]:
-        return [each for each in self._applied if isinstance(each.owner, ModuleType)]
-
-    def apply(self) -> None:
+    def apply(self, patches: Iterable[Patch]) -> None:
         """Patch the modules that are imported already now, and the others when they are imported."""
         with self._lock:
-            if self._active:
-                return
-            self._active = True
+            new = [patch for patch in patches if patch not in self._patches.get(patch.module, ())]
+            for patch in new:
+                self._patches.setdefault(patch.module, []).append(patch)
         # This must not hold our lock: any thread may report a module, and it holds the module's import lock then.
-        self._hook.start()
+        self._is_applying = True
+        self._hook.watch({patch.module for patch in new})
+        self._is_applying = False
+        self._rebind_imported()
 
     def remove(self) -> None:
         """Put back every attribute. If somebody else has replaced one since, it stays, and a warning names it."""
         self._hook.stop()
         with self._lock:
-            self._active = False
+            self._patches = {}
             applied, self._applied = self._applied, []
-            for each in reversed(applied):
-                _restore(each)
-            _restore_bound_copies(applied)
+        with _lock:
+            _said.clear()  # `install` may follow
+        for each in reversed(applied):
+            now = vars(each.owner).get(each.name, _ABSENT)
+            if now is not each.replacement:
+                why = "has been replaced by others after robust_dcp did; it is left as it is"
+                logger.warning("%s.%s %s", each.patch.module, each.patch.name, why)
+            elif each.before is _ABSENT:
+                delattr(each.owner, each.name)
+            else:
+                setattr(each.owner, each.name, each.before)
+        _rebind({id(each.replacement): each.before for each in applied if isinstance(each.owner, ModuleType)})
 
     def _apply_to(self, module: ModuleType) -> None:
         """Apply a module's patches. Never raises: stock checkpoints are better than a failed import of Megatron."""
         for patch in self._patches.get(module.__name__, ()):
-            self._apply_or_warn(patch, module)
+            try:
+                self._apply_one(patch, module)
+            except Exception as error:  # noqa: PERF203
+                why = f"it could not be replaced{_of_version()}: {type(error).__name__}: {error}"
+                log_left_to_stock(f"{patch.module}.{patch.name}", why)
+        if not self._is_applying:  # `apply` does this once for all modules that were complete before
+            # Only modules that import each other in a circle can have imported its names already.
+            self._rebind_imported(module.__name__.partition(".")[0])
 
-    def _apply_or_warn(self, patch: Patch, module: ModuleType) -> None:
-        try:
-            self._apply_one(patch, module)
-        except Exception as error:
-            why = f"it could not be replaced{_of_version()}: {type(error).__name__}: {error}"
-            log_left_to_stock(f"{patch.module}.{patch.name}", why)
+    def _rebind_imported(self, package: str = "") -> None:
+        """Replace names where modules of ``package``, or all modules, have imported them by ``from … import …``."""
+        defined = [each for each in self._applied if getattr(each.before, "__module__", None) == each.patch.module]
+        in_modules = [each for each in defined if isinstance(each.owner, ModuleType)]
+        _rebind({id(each.before): each.replacement for each in in_modules}, package)
 
     def _apply_one(self, patch: Patch, module: ModuleType) -> None:
         *path, name = patch.name.split(".")
@@ -137,65 +175,29 @@ class Patches:
             return
         before = vars(owner).get(name, _ABSENT)
         wrapper = type(before) if isinstance(before, (staticmethod, classmethod)) else None
+        made = patch.make(before.__func__ if wrapper is not None else current)
+        replacement = wrapper(made) if wrapper is not None else made
         with self._lock:
-            known = self._replacement_in(owner, name, before, patch)
-        if known is not None:
-            # This name was imported from a patched module, so the original is what that module had before.
-            before = known.before
-            replacement = known.replacement if known.patch.make is patch.make else patch.make(before)
-        else:
-            original = before.__func__ if wrapper is not None else current
-            made = patch.make(original)
-            replacement = wrapper(made) if wrapper is not None else made
-        with self._lock:
-            taken = any(each.patch is patch and vars(owner).get(name) is each.replacement for each in self._applied)
-            if taken or not self._active:
-                return
+            if any(vars(owner).get(name) is each.replacement for each in self._applied):
+                return  # the module was reported twice
+            if patch not in self._patches.get(patch.module, ()):
+                return  # `remove` came first
             setattr(owner, name, replacement)
             # After a reload the module has new originals, so the record of the old ones must go.
             self._applied = [each for each in self._applied if each.patch is not patch]
             self._applied.append(_Applied(patch, owner, name, before, replacement))
-        if self._on_applied is not None:
-            self._on_applied(patch)
-
-    def _replacement_in(self, owner: Any, name: str, value: Any, patch: Patch) -> _Applied | None:
-        """The record of the replacement in this attribute, if the attribute was imported from another module."""
-        for each in self._applied:
-            elsewhere = each.owner is not owner or each.name != name
-            if elsewhere and each.patch is not patch and each.replacement is value:
-                return each
-        return None
+        self._on_applied(patch)
 
 
-def _restore(applied: _Applied) -> None:
-    now = vars(applied.owner).get(applied.name, _ABSENT)
-    if now is not applied.replacement:
-        logger.warning(
-            "%s.%s has been replaced by others after robust_dcp did; it is left as it is",
-            applied.patch.module,
-            applied.patch.name,
-        )
-    elif applied.before is _ABSENT:
-        delattr(applied.owner, applied.name)
-    else:
-        setattr(applied.owner, applied.name, applied.before)
-
-
-def _restore_bound_copies(applied: list[_Applied]) -> None:
-    """Put back the names that modules have imported by ``from … import …`` while a replacement was in place."""
-    _rebind({id(each.replacement): each.before for each in applied if isinstance(each.owner, ModuleType)})
-
-
-def _rebind(others: Mapping[int, Any], besides: Collection[str] = ()) -> None:
-    """In all modules, rebind each name of an object with one of these ids to the object given for that id."""
+def _rebind(others: Mapping[int, Any], package: str = "") -> None:
+    """In all modules of ``package``, or in all but our own, rebind each name of an object with one of these ids to the
+    object for that id."""
     for module in list(sys.modules.values()) if others else ():
-        if not isinstance(module, ModuleType):
-            continue
-        if str(getattr(module, "__name__", "")).partition(".")[0] in besides:
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in others:
-                setattr(module, name, others[id(value)])
+        found = str(getattr(module, "__name__", "robust_dcp")).partition(".")[0]
+        if found == package or (not package and found != "robust_dcp"):
+            for name, value in list(vars(module).items()):
+                if id(value) in others:
+                    setattr(module, name, others[id(value)])
 
 
 def _of_version() -> str:

@@ -21,9 +21,8 @@ pytest.importorskip("megatron.core")
 
 from robust_dcp import PlanConflict
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.uneven.uneven_dtensor_patches import PATCHES
-from robust_dcp.switch.patching import Patches
 from tests.harness.ranks import run_ranks, values
+from tests.megatron.torch_dist import chosen
 from tests.megatron.uneven_cases import uneven
 
 _STOCK_WAITS_SECONDS = 3.0
@@ -149,9 +148,7 @@ def _stock_and_ours() -> dict[str, Any]:
     found["stock, one by one"] = _outcome(lambda state: _one_by_one(uneven_dtensor, state), _other_order(meshes.pop()))
     for case in _CASES[1:]:
         found[f"stock{case.__name__}"] = _outcome(preprocess, case(meshes.pop()))
-    patches = Patches(PATCHES)
-    patches.apply()
-    try:
+    with chosen(timeout_seconds=60):
         preprocess = uneven_dtensor.preprocess_state_dict_for_uneven_dtensor
         found["ours, one by one"] = _outcome(
             lambda state: _one_by_one(uneven_dtensor, state), _other_order(meshes.pop())
@@ -163,15 +160,12 @@ def _stock_and_ours() -> dict[str, Any]:
         with _counting() as called:
             _as_the_splits_do(uneven_dtensor, meshes.pop())
         found["our collectives"] = (called, stats.exchanges - before)
-    finally:
-        patches.remove()
     return found
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    environment = {"ROBUST_DCP": "1", "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": "60"}
-    return values(run_ranks(2, _stock_and_ours, timeout_seconds=150, env=environment))
+    return values(run_ranks(2, _stock_and_ours, timeout_seconds=150))
 
 
 def test_stock_gives_silently_wrong_offsets_where_ranks_differ_in_order(found: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """Saves and loads of Megatron's formats ``torch_dcp`` and ``fsdp_dtensor``, which are plain DCP checkpoints.
 
 Owns how Megatron's calls of ``torch.distributed.checkpoint`` for these formats become calls of ours, with the options
-of Megatron's command line. The files are those that stock writes and reads. Called by ``dcp_patches``.
+of Megatron's command line. The files are those that stock writes and reads.
 """
 
 from __future__ import annotations
@@ -15,64 +15,23 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, F
 from robust_dcp import api
 from robust_dcp.asynchronous import async_save
 from robust_dcp.megatron import versions
-from robust_dcp.megatron.async_requests import BackgroundSave, request_for
-from robust_dcp.megatron.checkpoint_call import meet_before_saving
-from robust_dcp.megatron.hooks.options import MegatronOptions
-from robust_dcp.megatron.writing import log_report, writer_for
+from robust_dcp.megatron.async_requests import BackgroundSave, log_report, request_for
+from robust_dcp.megatron.failures import meet_before_saving
+from robust_dcp.megatron.options import current_options
 from robust_dcp.plan.save_planner import RobustPlanner
-from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage import RobustReader, RobustWriter
 from robust_dcp.switch.dcp_calls import given_arguments, robust_load_planner
-from robust_dcp.switch.stock_paths import log_left_to_stock
+from robust_dcp.switch.patching import log_left_to_stock
 
-__all__ = ["load_call", "request_for_dcp", "save_call", "save_dcp", "start_dcp"]
+__all__ = ["get_async_strategy", "get_save_and_finalize_callbacks", "load", "save", "start_save"]
 
+Function = Callable[..., Any]
 Path = str | os.PathLike[str]
 
 _WHY = "only calls with DCP's own planner, and a directory or DCP's own reader or writer of one, are taken over"
 
 
-def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -> None:
-    """Save a state dict of tensors, DTensors and objects from all ranks.
-
-    Raises:
-        ValueError: ``path`` is a URL.
-        RobustCheckpointError: something failed on any rank. All ranks raise the same error.
-    """
-    log_report(_call(api.save, state_dict, path, options))
-
-
-def start_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -> BackgroundSave:
-    """As :func:`save_dcp`, but write and commit while training goes on. Raises what :func:`save_dcp` raises."""
-    return BackgroundSave(_call(async_save, state_dict, path, options))
-
-
-def request_for_dcp(save: BackgroundSave, async_strategy: str) -> Any:
-    """The request for Megatron's queue. Its finalizer only waits for the save.
-
-    Args:
-        save: what :func:`start_dcp` returned.
-        async_strategy: ``"nvrx"`` or ``"mcore"``: the package that owns the queue.
-    """
-    return request_for(versions.async_request_class(async_strategy), save, lambda report: None)
-
-
-def _call(save: Callable[..., Any], state_dict: dict[str, Any], path: Path, options: MegatronOptions) -> Any:
-    writer = writer_for(path, options)
-    meet_before_saving()
-    return save(
-        state_dict,
-        storage_writer=writer,
-        planner=RobustPlanner(
-            on_structure_change=options.on_structure_change,
-            on_unloadable_object=options.on_unloadable_object,
-        ),
-        timeout_seconds=options.exchange_timeout_seconds,
-    )
-
-
-def save_call(
-    stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: MegatronOptions
-) -> Any:
+def save(stock: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.distributed.checkpoint.save(*args, **kwargs)`` as Megatron calls it: with a path, on all ranks.
 
     Stock's function runs if the call has a planner, writer or group of its own.
@@ -80,6 +39,10 @@ def save_call(
     Returns:
         ``None``. Stock returns a ``Metadata``, but Megatron does not look at it, and reading it would take time. If
         stock's function runs, its result is returned.
+
+    Raises:
+        ValueError: the path is a URL.
+        RobustCheckpointError: something failed on any rank. All ranks raise the same error.
     """
     given = given_arguments(stock, args, kwargs)
     path = _path_of(given.pop("storage_writer", None), given.pop("checkpoint_id", None), FileSystemWriter)
@@ -89,13 +52,11 @@ def save_call(
             "saves by torch.distributed.checkpoint.save with a planner, writer or group of their own", _WHY
         )
         return stock(*args, **kwargs)
-    save_dcp(state_dict, path, options)
+    log_report(_call(api.save, state_dict, path))
     return None
 
 
-def load_call(
-    stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: MegatronOptions
-) -> Any:
+def load(stock: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``load`` or ``load_state_dict`` of ``torch.distributed.checkpoint`` as Megatron calls them. Loads in place.
 
     As in stock, a tensor of another dtype is converted, and a key that the checkpoint lacks is an error unless the
@@ -116,6 +77,7 @@ def load_call(
             "loads by torch.distributed.checkpoint.load with a planner, reader or group of their own", _WHY
         )
         return stock(*args, **kwargs)
+    options = current_options()
     api.load(
         state_dict,
         storage_reader=RobustReader(path, trusted=options.trusted),
@@ -123,6 +85,18 @@ def load_call(
         timeout_seconds=options.exchange_timeout_seconds,
     )
     return None
+
+
+def _call(save: Function, state_dict: dict[str, Any], path: Path) -> Any:
+    options = current_options()
+    writer = RobustWriter(path, threads=options.writer_threads)
+    meet_before_saving()
+    return save(
+        state_dict,
+        storage_writer=writer,
+        planner=RobustPlanner(),
+        timeout_seconds=options.exchange_timeout_seconds,
+    )
 
 
 def _path_of(storage: Any, checkpoint_id: Path | None, plain: type[Any]) -> Path | None:
@@ -133,3 +107,32 @@ def _path_of(storage: Any, checkpoint_id: Path | None, plain: type[Any]) -> Path
         return None
     path: Path = storage.path
     return path
+
+
+def get_async_strategy(stock: Function, *args: Any, **kwargs: Any) -> Any:
+    """``get_async_strategy`` as ``megatron.training.checkpointing`` calls it for these two formats."""
+    strategy, modules = stock(*args, **kwargs)
+    if not isinstance(modules, dict):
+        return strategy, modules
+    return strategy, {**modules, "save_state_dict_async_plan": start_save}
+
+
+def start_save(state_dict: dict[str, Any], storage_writer: Any, *_: Any, **__: Any) -> BackgroundSave:
+    """``save_state_dict_async_plan``: starts the save. Of Megatron's writer it uses only the path."""
+    return BackgroundSave(_call(async_save, state_dict, storage_writer.path))
+
+
+def start_bridge_save(_: Function, *args: Any, **kwargs: Any) -> BackgroundSave:
+    """``save_state_dict_async_plan`` of ``nvidia_resiliency_ext``, as Megatron-Bridge imports and calls it."""
+    return start_save(*args, **kwargs)
+
+
+def get_save_and_finalize_callbacks(
+    stock: Function, writer: Any, save_state_dict_ret: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """``get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)``. Megatron-Bridge's has no third
+    argument. The finalizer of our request only waits for the save."""
+    if not isinstance(save_state_dict_ret, BackgroundSave):
+        return stock(writer, save_state_dict_ret, *args, **kwargs)
+    async_strategy = kwargs.get("async_strategy", args[0] if args else "nvrx")
+    return request_for(versions.async_request_class(async_strategy), save_state_dict_ret, lambda report: None)

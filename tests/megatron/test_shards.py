@@ -14,10 +14,8 @@ pytest.importorskip("megatron.core")
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.megatron.checks.access import columns_of
-from robust_dcp.megatron.checks.shard_facts import ShardFacts
-from robust_dcp.megatron.checks.validation import AccessCheck
-from robust_dcp.megatron.saving.described_shards import saved_shards
+from robust_dcp.megatron.access import AccessColumns, described_facts
+from robust_dcp.megatron.shards import ShardFacts, saved_shards
 from robust_dcp.structure_cache import CACHE
 
 Shards = list[Any]
@@ -44,8 +42,8 @@ def _shards() -> Shards:
 def _described(shards: Shards) -> Any:
     """All that a save takes from the shards, without the data."""
     facts = ShardFacts(shards)
-    items = saved_shards(facts).items
-    return items.names, items.structures, AccessCheck.of(facts).columns
+    _, items = saved_shards(facts)
+    return items.names, items.structures, facts.once(described_facts)[0]
 
 
 def test_equal_shards_of_another_save_are_described_by_what_is_known() -> None:
@@ -59,8 +57,8 @@ def test_the_data_is_that_of_the_save_in_hand() -> None:
     shards = _shards()
     for shard in shards[:3]:
         shard.data = torch.full_like(shard.data, 7.0)
-    found = saved_shards(ShardFacts(shards))
-    tensors = [data for data in found.items.data if isinstance(data, torch.Tensor)]
+    _, items = saved_shards(ShardFacts(shards))
+    tensors = [data for data in items.data if isinstance(data, torch.Tensor)]
     assert [tensor.data_ptr() for tensor in tensors] == [shard.data.data_ptr() for shard in shards[:3]]
     assert [tuple(tensor.shape) for tensor in tensors] == [(4, 6), (4,), (1, 2)]
 
@@ -117,7 +115,7 @@ def test_what_has_changed_is_described_as_it_is_and_as_it_was_when_it_was_never_
     shards = _shards()
     change(shards[place])
     found = _described(shards)
-    assert found[2] == columns_of(shards)
+    assert found[2] == AccessColumns.of(shards)
     CACHE.clear()
     assert _described(shards) == found
 
@@ -159,7 +157,7 @@ def test_a_shard_that_comes_or_goes_is_noticed() -> None:
 def test_two_main_replicas_that_were_one_tensor_and_are_no_more_are_refused_though_all_else_is_known() -> None:
     one = torch.ones(4)
     tied = [ShardedTensor.from_rank_offsets("tied", one), ShardedTensor.from_rank_offsets("tied", one)]
-    assert saved_shards(ShardFacts(tied)).items.names == ["tied"]
+    assert saved_shards(ShardFacts(tied))[1].names == ["tied"]
     untied = [ShardedTensor.from_rank_offsets("tied", one), ShardedTensor.from_rank_offsets("tied", one.clone())]
     with pytest.raises(PlanConflict, match="two tensors that claim to be the main replica of 'tied'"):
         saved_shards(ShardFacts(untied))

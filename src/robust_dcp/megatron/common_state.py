@@ -13,7 +13,6 @@ import enum
 import hashlib
 import io
 import logging
-import os
 import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,7 +34,6 @@ __all__ = [
     "read_file",
     "refused_in",
     "report_differences",
-    "write_durably",
 ]
 
 logger = logging.getLogger(__name__)
@@ -168,12 +166,3 @@ def read_file(path: str) -> bytes | None:
         CorruptCheckpoint: the file is longer than any such file can be.
     """
     return PosixDisk().read_file(path, _MAX_NBYTES)
-
-
-def write_durably(directory: str | os.PathLike[str], name: str, data: bytes) -> None:
-    """Write a file into the checkpoint's directory in one durable step. A file of that name is replaced.
-
-    Raises:
-        StorageError: a system call failed. The file is as it was before.
-    """
-    PosixDisk().replace_file(os.path.join(directory, name), data)

@@ -1,7 +1,7 @@
 """Describes a rank's uneven DTensors to other ranks: how each is spread over a mesh, and how large its own part is.
 
 Owns the description of one DTensor (:class:`Spread`, :func:`describe`) and the columns of all DTensors of a rank
-(:class:`ShardColumns`). It reads only shapes and placements, and exchanges nothing. Called by ``uneven_dtensors``.
+(:class:`ShardColumns`). It reads only shapes and placements, and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ NOT_SHARDED = -1
 """Stands in place of a tensor dimension, for a mesh dimension that holds replicas."""
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(msgspec.Struct, frozen=True):
     """How a DTensor is spread over a mesh. Offsets depend on this and on shapes only. Equal on all ranks of the mesh.
 
     Attributes:
@@ -76,31 +75,21 @@ class SpreadColumns(msgspec.Struct, frozen=True):
     """The DTensors of one spread that a rank holds, sorted by key.
 
     Attributes:
-        mesh_shape, shard_dims, order, ndim: as in :class:`Spread`.
-        mesh_ranks: int32, little endian.
+        spread: how each of them is spread.
         place: the place of this rank, as in :class:`LocalPart`.
         keys: the key of each DTensor.
         global_shapes, local_shapes: int64, little endian, ``[len(keys), ndim]``.
     """
 
-    mesh_shape: list[int]
-    mesh_ranks: bytes
-    shard_dims: list[int]
-    order: list[int]
-    ndim: int
-    place: list[int]
+    spread: Spread
+    place: tuple[int, ...]
     keys: list[str]
     global_shapes: bytes
     local_shapes: bytes
 
-    @property
-    def spread(self) -> Spread:
-        ranks = tuple(np.frombuffer(self.mesh_ranks, dtype="<i4").tolist())
-        return Spread(tuple(self.mesh_shape), ranks, tuple(self.shard_dims), tuple(self.order), self.ndim)
-
     def shapes(self, data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
         """``global_shapes`` or ``local_shapes`` as int64 ``[len(keys), ndim]``."""
-        return np.frombuffer(data, dtype="<i8").reshape(len(self.keys), self.ndim)
+        return np.frombuffer(data, dtype="<i8").reshape(len(self.keys), self.spread.ndim)
 
 
 class ShardColumns(msgspec.Struct, frozen=True):
@@ -124,12 +113,8 @@ def columns_of(parts: Mapping[str, LocalPart]) -> ShardColumns:
     return ShardColumns(
         [
             SpreadColumns(
-                mesh_shape=list(spread.mesh_shape),
-                mesh_ranks=np.array(spread.mesh_ranks, dtype="<i4").tobytes(),
-                shard_dims=list(spread.shard_dims),
-                order=list(spread.order),
-                ndim=spread.ndim,
-                place=list(place),
+                spread=spread,
+                place=place,
                 keys=keys,
                 global_shapes=np.array([parts[key].global_shape for key in keys], dtype="<i8").tobytes(),
                 local_shapes=np.array([parts[key].sizes for key in keys], dtype="<i8").tobytes(),

@@ -1,38 +1,39 @@
 """The user's options for Megatron's checkpoints. Arguments come first, then the environment, then the defaults.
 
-Owns :class:`MegatronOptions` and the names of the environment variables. It reads Megatron's arguments after Megatron
-has parsed them, and imports nothing of Megatron. Called by everything in this package.
+Owns the arguments that an unmodified Megatron-LM gets, and who saves: :func:`is_chosen`. It reads Megatron's arguments
+after Megatron has parsed them, and imports nothing of Megatron when it is imported.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from robust_dcp.environment import value_of
+from robust_dcp.environment import VARIABLES, value_of
+from robust_dcp.switch.patching import log_left_to_stock
 
 __all__ = [
+    "FORMATS",
     "OPTIONS",
     "MegatronOptions",
-    "Option",
+    "add_arguments",
     "choose_planner",
     "current_options",
     "default_planner",
+    "is_chosen",
     "megatron_arguments",
     "options_from_environment",
-    "save_argument",
 ]
 
 Planner = Literal["default", "robust_dcp"]
-Layout = Literal["torch", "safetensors"]
-OnStructureChange = Literal["rebuild", "error", "quiet"]
-OnUnloadableObject = Literal["warn", "error", "ignore"]
-SaveFailure = Literal["raise", "warn"]
+
+FORMATS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
+"""The values of ``--ckpt-format`` that robust_dcp takes over."""
 
 
 class Option(NamedTuple):
@@ -42,7 +43,6 @@ class Option(NamedTuple):
     argument: str
     variable: str
     choices: tuple[str, ...]
-    parse: Callable[[str], Any]
     help: str
 
     @property
@@ -50,25 +50,9 @@ class Option(NamedTuple):
         """The attribute of Megatron's parsed arguments."""
         return self.argument.removeprefix("--").replace("-", "_")
 
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _positive_seconds(text: str) -> float:
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError
-    return value
-
-
-def _switch(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError
-    return text == "1"
+    @property
+    def parse(self) -> Callable[[str], Any]:
+        return str if self.choices else VARIABLES[self.variable]
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -77,7 +61,6 @@ OPTIONS: tuple[Option, ...] = (
         "--ckpt-planner",
         "ROBUST_DCP",
         ("default", "robust_dcp"),
-        str,
         "who plans, writes and reads distributed checkpoints: Megatron's own code, or robust_dcp",
     ),
     Option(
@@ -85,55 +68,20 @@ OPTIONS: tuple[Option, ...] = (
         "--ckpt-writer-threads",
         "ROBUST_DCP_WRITER_THREADS",
         (),
-        _positive_int,
         "threads, and files, with which each rank writes; robust_dcp chooses if it is not given",
-    ),
-    Option(
-        "writer_buffer_bytes",
-        "--ckpt-writer-buffer-bytes",
-        "ROBUST_DCP_WRITER_BUFFER_BYTES",
-        (),
-        _positive_int,
-        "limit for the memory that each rank's writer takes, in bytes; robust_dcp chooses if it is not given",
-    ),
-    Option(
-        "layout",
-        "--ckpt-layout",
-        "ROBUST_DCP_LAYOUT",
-        ("torch", "safetensors"),
-        str,
-        "format of the files: torch is what Megatron reads; safetensors is for other tools",
     ),
     Option(
         "exchange_timeout_seconds",
         "--ckpt-exchange-timeout-seconds",
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS",
         (),
-        _positive_seconds,
         "how long ranks wait for each other in each exchange of a save or load before the missing ones are named",
-    ),
-    Option(
-        "on_structure_change",
-        "--ckpt-on-structure-change",
-        "ROBUST_DCP_ON_STRUCTURE_CHANGE",
-        ("rebuild", "error", "quiet"),
-        str,
-        "when the state dict is not what it was in the last save: plan anew and log the keys, fail, or plan anew",
-    ),
-    Option(
-        "on_unloadable_object",
-        "--ckpt-on-unloadable-object",
-        "ROBUST_DCP_ON_UNLOADABLE_OBJECT",
-        ("warn", "error", "ignore"),
-        str,
-        "when a save holds an object that a load would refuse: warn once, fail, or say nothing",
     ),
     Option(
         "trusted",
         "--ckpt-trusted",
         "ROBUST_DCP_TRUSTED",
         (),
-        _switch,
         "1: load objects of any class, which runs whatever code the checkpoint names; 0: refuse what is not plain data",
     ),
     Option(
@@ -141,11 +89,9 @@ OPTIONS: tuple[Option, ...] = (
         "--ckpt-save-failure",
         "ROBUST_DCP_SAVE_FAILURE",
         ("raise", "warn"),
-        str,
         "when a save fails on any rank: raise on all of them, or log why and go on with training",
     ),
 )
-
 
 _chosen: list[Planner] = []
 
@@ -167,24 +113,16 @@ class MegatronOptions:
     Attributes:
         planner: ``"robust_dcp"`` or ``"default"``. With ``"default"`` every replacement calls Megatron's own code.
         writer_threads: the number of threads of each rank. Each writes a file. ``None`` lets the writer choose.
-        writer_buffer_bytes: limit for the memory of each rank's writer; ``None`` lets the writer choose.
-        layout: the format of the files. Megatron itself reads ``"torch"`` only.
         exchange_timeout_seconds: the timeout of each exchange between ranks.
-        on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"`` (plan anew).
-        on_unloadable_object: what to do if a load would refuse an object: ``"warn"``, ``"error"`` or ``"ignore"``.
         trusted: whether objects may run code when they are loaded.
         save_failure: ``"raise"`` or ``"warn"``. With ``"warn"`` a failed save is logged and training goes on.
     """
 
     planner: Planner = field(default_factory=default_planner)
     writer_threads: int | None = None
-    writer_buffer_bytes: int | None = None
-    layout: Layout = "torch"
     exchange_timeout_seconds: float = 300.0
-    on_structure_change: OnStructureChange = "rebuild"
-    save_failure: SaveFailure = "raise"
-    on_unloadable_object: OnUnloadableObject = "warn"
     trusted: bool = False
+    save_failure: Literal["raise", "warn"] = "raise"
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:
@@ -220,9 +158,22 @@ def current_options() -> MegatronOptions:
     return dataclasses.replace(options, **given)
 
 
-def save_argument() -> Any:
-    """Megatron's ``--save``, the directory of all its checkpoints, or ``None`` if there is no such argument."""
-    return getattr(megatron_arguments(), "save", None)
+def is_chosen() -> bool:
+    """Whether Megatron's saves and loads go through robust_dcp.
+
+    They do if robust_dcp is the planner and the files are on mounted file systems. With ``--enable-msc`` they are not,
+    and only Megatron's own code can read and write them.
+    """
+    if current_options().planner != "robust_dcp":
+        return False
+    msc = sys.modules.get("megatron.core.msc_utils")
+    if msc is None or not msc.MultiStorageClientFeature.is_enabled():
+        return True
+    log_left_to_stock(
+        "every checkpoint of this job",
+        "--enable-msc: the Multi-Storage Client's storage is not a mounted file system",
+    )
+    return False
 
 
 def megatron_arguments() -> Any:
@@ -234,3 +185,31 @@ def megatron_arguments() -> Any:
         return global_vars.get_args()
     except AssertionError:  # "args is not initialized."
         return None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments of robust_dcp to a parser, in a group of their own. Their defaults come from the environment.
+
+    A later Megatron may have an argument of the same name already. Then Megatron's argument and its default stay. If it
+    has choices, those of robust_dcp are added to them. ``args`` has the value either way.
+
+    Raises:
+        ValueError: an environment variable has an invalid value.
+    """
+    defaults = options_from_environment()
+    group = parser.add_argument_group("robust_dcp", "distributed checkpoints by robust_dcp")
+    for option in OPTIONS:
+        # argparse has no public way to look up an existing argument.
+        existing = parser._option_string_actions.get(option.argument)
+        if existing is None:
+            group.add_argument(
+                option.argument,
+                type=option.parse,
+                choices=option.choices or None,
+                default=getattr(defaults, option.field),
+                help=f"{option.help} (environment: {option.variable})",
+            )
+        elif existing.choices is not None:
+            known = list(existing.choices)
+            existing.choices = known + [choice for choice in option.choices if choice not in known]
+    return parser

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.checks.common_state import read_file, write_durably
+from robust_dcp.megatron.common_state import read_file
 from robust_dcp.megatron.versions import CheckpointingException, backend_of
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["MANIFEST_FILE", "hashes_of", "save_manifest", "verify_files"]
 
@@ -52,7 +53,8 @@ def save_manifest(channel: Channel, phase: str, directory: str, own_hashes: Call
         there = [entry.name for entry in os.scandir(directory) if entry.is_file() and entry.name != MANIFEST_FILE]
         files |= hashes_of(directory, (name for name in there if name not in files))
         manifest = _Manifest(dict(sorted(files.items())))
-        write_durably(directory, MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+        data = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+        PosixDisk().replace_file(os.path.join(directory, MANIFEST_FILE), data)
 
     channel.barrier(f"{phase}: manifest", write)
 

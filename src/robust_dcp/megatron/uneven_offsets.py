@@ -1,7 +1,7 @@
 """Computes where every rank's part of every uneven DTensor begins, and checks that the parts make up the whole.
 
 This is exact integer arithmetic in NumPy on the columns of all ranks. All tensors with the same spread are computed at
-once. Called by ``uneven_dtensors`` on the coordinator.
+once. Runs on the coordinator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.megatron.uneven.uneven_shards import NOT_SHARDED, PlacedOffsets, ShardColumns, Spread, SpreadColumns
+from robust_dcp.megatron.uneven_parts import NOT_SHARDED, PlacedOffsets, ShardColumns, Spread, SpreadColumns
 
 __all__ = ["prefix_offsets", "solve"]
 
@@ -122,7 +122,7 @@ class _Table:
         rows: list[npt.NDArray[np.intp]] = []
         doubled: list[int] = []
         for rank, columns in held:
-            place = int(np.ravel_multi_index(tuple(columns.place), spread.mesh_shape))
+            place = int(np.ravel_multi_index(columns.place, spread.mesh_shape))
             own = np.arange(n_keys) if columns.keys == keys else np.array([row_of[key] for key in columns.keys])
             claimed = columns.shapes(columns.global_shapes)
             disputed[own] |= known[own] & (shapes[own] != claimed).any(axis=1)

@@ -1,0 +1,546 @@
+"""Loads of the format ``torch_dist``: ``megatron.core.dist_checkpointing.load`` and Megatron's load strategies.
+
+If a rank fails in a step, all ranks hear of it. No object that is read runs code, and every tensor is filled
+completely. This module owns the order of the steps.
+
+| step | exchanges |
+| --- | --- |
+| verify files | a broadcast of the manifest and a barrier; only with ``verify_integrity`` |
+| common state | a broadcast: rank 0 reads ``metadata.json`` and the common state |
+| prepare | ``agree``: each rank offers the signature of the shards that it asks for |
+| validate | none, if all ranks found this structure valid before and the strictness mode needs no keys of all ranks |
+| strictness | a broadcast of the checkpoint's keys and a barrier; only in modes that compare keys |
+| read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` in each of its groups |
+| merge | a barrier |
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from robust_dcp import api
+from robust_dcp.comm import Channel
+from robust_dcp.errors import entry_point
+from robust_dcp.megatron import common_state, integrity, versions
+from robust_dcp.megatron.access import Verdict, agree_on_access
+from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
+from robust_dcp.megatron.options import current_options
+from robust_dcp.megatron.versions import MCoreLoadPlanner, ShardedObject, ShardedTensor
+from robust_dcp.plan.checkpoint_name import checkpoint_name
+from robust_dcp.plan.load_items import plan_reads
+from robust_dcp.plan.load_planner import check_filled, local_numel
+from robust_dcp.report import LoadReport
+from robust_dcp.storage.committing.cleaning import remove_data_files
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, directory_path
+from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.index import look_up
+from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.records.objects import load_object
+from robust_dcp.switch.patching import log_left_to_stock
+
+__all__ = ["RobustLoadStrategy"]
+
+logger = logging.getLogger(__name__)
+
+CheckpointDir = str | os.PathLike[str]
+
+_PART = "/shard_"
+"""In the name of an item, this stands between the key of a ShardedObject and the part that the item holds."""
+
+
+class MegatronLoadPlanner(MCoreLoadPlanner):
+    """``MCoreLoadPlanner`` (global shapes, ``allow_shape_mismatch``) with more checks, and with plans from an index."""
+
+    state_dict: dict[str, Any]
+
+    # Megatron overrides these only for quantized tensors. With DCP's own methods tensors may be filled in any order.
+    resolve_tensor = DefaultLoadPlanner.resolve_tensor
+    commit_tensor = DefaultLoadPlanner.commit_tensor
+
+    def __init__(self, checkpoint: str, shards: list[ShardedTensor], *, trusted: bool, **options: Any) -> None:
+        super().__init__(
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+            shapes_validation_sharded_tensors=[shard for shard in shards if not shard.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in shards if shard.allow_shape_mismatch},
+            **options,
+        )
+        self._checkpoint = checkpoint
+        self._trusted = trusted
+
+    def create_local_plan(self) -> LoadPlan:
+        """Make Megatron's plan, and check that it fills every requested tensor.
+
+        Raises:
+            CorruptCheckpoint: the checkpoint's chunks do not fill all of a tensor. Stock would leave the rest as it is.
+            CheckpointingException, KeyError, RuntimeError: as ``MCoreLoadPlanner``.
+        """
+        is_indexed = look_up(self.metadata, self.state_dict)
+        plan: LoadPlan = self._plan_by_index(self.metadata) if is_indexed else super().create_local_plan()
+        flexible = self.allow_shape_mismatch_sharded_tensors or {}
+        wanted = {key: local_numel(value) for key, value in self.state_dict.items() if key not in flexible}
+        check_filled(plan.items, wanted, self._checkpoint)
+        return plan
+
+    def _plan_by_index(self, metadata: Metadata) -> LoadPlan:
+        """Look up the tensors that have their saved shape. Megatron plans the rest, and raises what must be refused."""
+        whole = self.state_dict
+        looked_up = {key: value for key, value in whole.items() if _fits(value, metadata.state_dict_metadata.get(key))}
+        self.state_dict = {key: value for key, value in whole.items() if key not in looked_up}
+        try:
+            others = super().create_local_plan()
+        finally:
+            self.state_dict = whole
+        return LoadPlan([*plan_reads(looked_up, metadata).items, *others.items])
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state dict if it is plain data.
+
+        Raises:
+            UnsafeCheckpoint: unpickling the object would run code.
+        """
+        key = read_item.dest_index.fqn
+        self.state_dict[key] = load_object(value, file=self._checkpoint, item=key, trusted=self._trusted)
+
+
+def _fits(value: Any, saved: Any) -> bool:
+    size = getattr(value, "size", None)
+    return isinstance(saved, TensorStorageMetadata) and callable(size) and size() == saved.size
+
+
+class _QuantizedLoadPlanner(MegatronLoadPlanner):
+    """Reads tensors of Transformer Engine's FP8 classes one by one, as Megatron does."""
+
+    resolve_tensor = MCoreLoadPlanner.resolve_tensor
+    commit_tensor = MCoreLoadPlanner.commit_tensor
+
+
+def _reader(checkpoint_dir: CheckpointDir, *, share_reads: bool = False) -> RobustReader:
+    """A reader with the options of robust_dcp. Only ``FullyParallelLoadStrategyWrapper`` asks to share reads."""
+    directory = directory_path(checkpoint_dir)  # the files of Megatron beside it are read from there, too
+    return RobustReader(directory, trusted=current_options().trusted, share_reads=share_reads)
+
+
+@entry_point
+def _read_sharded(
+    sharded_state_dict: dict[str, Any],
+    reader: RobustReader,
+    *,
+    timeout_seconds: float,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    strategy: Any = None,
+) -> dict[str, Any]:
+    """Read the shards of a sharded state dict. A shard that has a tensor is read into this tensor.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, after factories were applied.
+        reader: the reader of the checkpoint.
+        timeout_seconds: the timeout of each exchange.
+        process_group: the ranks that load together; ``None`` for all.
+        no_dist: whether this rank loads alone, without exchanges.
+        strategy: Megatron's strategy. Its options are used, and the attributes that a load sets are set on it.
+
+    Returns:
+        The same nested state dict, with tensors and objects for leaves.
+
+    Raises:
+        RobustCheckpointError: any rank that takes part failed. All of them raise it.
+    """
+    name = checkpoint_name(reader.path)
+    targets: dict[str, Any] = {}
+    restore: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+    def translate() -> None:
+        nonlocal targets, restore
+        targets, restore = versions.to_dcp_targets(sharded_state_dict)
+
+    channel = Channel.for_group(
+        process_group, operation=f"translate {name}", timeout_seconds=timeout_seconds, no_dist=no_dist
+    )
+    stream_dequantize = getattr(strategy, "stream_ckpt_dequant", None)
+    options = {} if stream_dequantize is None else {"stream_ckpt_dequant": stream_dequantize}
+    with as_megatron_raises():
+        channel.barrier(f"load {name}: translate", translate)
+        shards = [shard for shard in versions.nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
+        make = _QuantizedLoadPlanner if any(map(versions.has_quantized_data, shards)) else MegatronLoadPlanner
+        planner = make(name, shards, trusted=current_options().trusted, **options)
+        report = api.load(
+            targets,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            timeout_seconds=timeout_seconds,
+        )
+    if isinstance(strategy, versions.TorchDistLoadShardedStrategy):
+        strategy.cached_global_metadata = planner.metadata
+        strategy.last_report = report
+    return restore(targets)
+
+
+@entry_point
+def _load_in_parallel(
+    wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir, timeout_seconds: float
+) -> dict[str, Any]:
+    """Do the work of ``FullyParallelLoadStrategyWrapper.load``. All ranks of its parallelization group call it.
+
+    If several ranks need the same bytes, one rank reads them and passes them on, as in any load with shared reads. Of
+    Megatron's wrapper the group and the base strategy are used. Its cached distribution is not.
+    """
+    strategy = wrapper.base_strategy
+    loaded: dict[str, Any] = _read_sharded(
+        versions.dequantized(sharded_state_dict),
+        _reader(checkpoint_dir, share_reads=True),
+        timeout_seconds=timeout_seconds,
+        process_group=wrapper.parallelization_group,
+        strategy=strategy,
+    )
+    wrapper.cached_global_metadata = getattr(strategy, "cached_global_metadata", None)
+    return loaded
+
+
+class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
+    """Loads Megatron checkpoints that robust_dcp or stock has saved.
+
+    It verifies checksums, reads in parallel, and runs no code from the checkpoint.
+
+        from megatron.core import dist_checkpointing
+        from robust_dcp.megatron import RobustLoadStrategy
+
+        state_dict = dist_checkpointing.load(sharded_state_dict, checkpoint_dir, RobustLoadStrategy())
+
+    Args:
+        process_group: the ranks that call ``dist_checkpointing.load`` together; all ranks by default.
+        timeout_seconds: the timeout of each exchange. The default comes from :func:`~.options.current_options`.
+        options: the arguments of Megatron's own class, if it has any (0.18 and newer).
+
+    Attributes:
+        cached_global_metadata: the metadata of the checkpoint that was loaded last.
+        last_report: the report of the last load.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_seconds: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.process_group = process_group
+        self._timeout_seconds = timeout_seconds
+        self.last_report: LoadReport | None = None
+
+    @property
+    def timeout_seconds(self) -> float:
+        if self._timeout_seconds is not None:
+            return self._timeout_seconds
+        return current_options().exchange_timeout_seconds
+
+    @entry_point
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir, async_strategy: str | None = None
+    ) -> dict[str, Any]:
+        """Load the shards, on all ranks together.
+
+        Args:
+            sharded_state_dict: the shards to load, with the tensors to load them into.
+            checkpoint_dir: the checkpoint's directory.
+            async_strategy: ignored. Megatron passes it, but our loads do not depend on it.
+
+        Raises:
+            RobustCheckpointError: any rank failed. Every rank raises it.
+        """
+        return _read_sharded(
+            sharded_state_dict,
+            _reader(checkpoint_dir),
+            timeout_seconds=self.timeout_seconds,
+            process_group=self.process_group,
+            strategy=self,
+        )
+
+    def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
+        """The tensors of a checkpoint, without data. Asks no other rank."""
+        return load_tensors_metadata(
+            versions.TorchDistLoadShardedStrategy.load_tensors_metadata, self, checkpoint_dir, metadata
+        )
+
+    def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> dict[str, Any]:
+        """The tensors and objects of a checkpoint, without data. Asks no other rank."""
+        return load_sharded_metadata(None, self, checkpoint_dir)
+
+    def remove_sharded_tensors(self, checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
+        """Remove all items with keys that start with ``key_prefix``.
+
+        Call it on one rank only, while no rank saves or loads.
+        """
+        remove_sharded_tensors(None, self, checkpoint_dir, key_prefix)
+
+
+def strategy_load(
+    stock: Any, strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *_: Any, **__: Any
+) -> Any:
+    """``TorchDistLoadShardedStrategy.load``, for callers that call the strategy themselves.
+
+    All ranks load together if they do so in the installed version. From 0.18 on each rank loads by itself.
+    """
+    return _read_sharded(
+        sharded_state_dict,
+        _reader(checkpoint_dir),
+        timeout_seconds=current_options().exchange_timeout_seconds,
+        no_dist=not versions.load_is_collective(),
+        strategy=strategy,
+    )
+
+
+def parallel_load(
+    stock: Callable[..., Any],
+    wrapper: Any,
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``FullyParallelLoadStrategyWrapper.load``, around a strategy that reads ``torch_dist``."""
+    if not versions.reads_torch_dist(wrapper.base_strategy):
+        name = type(wrapper.base_strategy).__name__
+        log_left_to_stock(f"loads by {name}", "a strategy that loads in its own way is left to do so")
+        return stock(wrapper, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    return _load_in_parallel(wrapper, sharded_state_dict, checkpoint_dir, current_options().exchange_timeout_seconds)
+
+
+def load_tensors_metadata(
+    stock: Callable[..., dict[str, Any]], strategy: Any, checkpoint_dir: CheckpointDir, metadata: Any = None
+) -> dict[str, Any]:
+    """``TorchDistLoadShardedStrategy.load_tensors_metadata``. Nothing in ``.metadata`` is executed."""
+    return stock(strategy, checkpoint_dir, _reader(checkpoint_dir).read_metadata() if metadata is None else metadata)
+
+
+def load_sharded_metadata(_: Any, strategy: Any, checkpoint_dir: CheckpointDir) -> dict[str, Any]:
+    """``load_sharded_metadata``: the ShardedTensors (each as one unsharded whole) and ShardedObjects, without data."""
+    metadata = _reader(checkpoint_dir).read_metadata()
+    objects = {}
+    for key, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, BytesStorageMetadata):
+            found = ShardedObject.empty_from_unique_key(key)
+            objects[found.unique_key] = found
+    return {**objects, **strategy.load_tensors_metadata(checkpoint_dir, metadata)}
+
+
+def remove_sharded_tensors(_: Any, strategy: Any, checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
+    """Remove every item with a key that starts with ``key_prefix``, and the files that hold only such items.
+
+    This selects items by their keys. Stock selects files by their names, and only a save with ``separation_hint``
+    makes files with such a prefix. If the process is killed at any time, the checkpoint loads with all items or without
+    the removed ones: the new ``.metadata`` is durable before any data file is removed.
+
+    Raises:
+        ValueError: ``checkpoint_dir`` is a URL.
+        StorageError, CorruptCheckpoint, UnsafeCheckpoint: there is no checkpoint, or it cannot be read or written.
+    """
+    directory = directory_path(checkpoint_dir)
+    reader = RobustReader(directory)
+    metadata = reader.source.decode_metadata(reader.source.metadata_bytes())
+    before = set(referenced_files(metadata))
+    items = metadata.state_dict_metadata
+    kept = {key: value for key, value in items.items() if not key.startswith(key_prefix)}
+    if len(kept) == len(items):
+        logger.warning("no item of %s begins with %r: nothing is removed", directory, key_prefix)
+        return
+    metadata.state_dict_metadata = kept
+    if metadata.planner_data is not None:
+        metadata.planner_data = {k: v for k, v in metadata.planner_data.items() if not k.startswith(key_prefix)}
+    metadata.storage_data = {
+        index: place for index, place in metadata.storage_data.items() if not index.fqn.startswith(key_prefix)
+    }
+    after = set(referenced_files(metadata))
+    disk = PosixDisk()
+    disk.replace_file(os.path.join(directory, METADATA_NAME), encode_metadata(metadata))
+    # The index describes the replaced `.metadata`. Nobody would use or remove it later.
+    remove_data_files(disk, directory, (before - after) | {INDEX_NAME}, keep=after)
+
+
+class _Opened(msgspec.Struct, frozen=True):
+    """What rank 0 found in the directory. ``common`` has the bytes of the common state, in ``torch.save``'s format.
+    ``is_file`` says whether they came from ``common.pt``."""
+
+    backend: str
+    common: bytes = b""
+    is_file: bool = True
+
+
+class _Keys(msgspec.Struct, frozen=True):
+    """The keys of the checkpoint, which rank 0 read from its metadata."""
+
+    keys: tuple[str, ...]
+
+
+@entry_point
+def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``dist_checkpointing.load`` of a checkpoint that robust_dcp or stock has saved. Stock loads other backends.
+
+    Raises:
+        InvalidAccess: the ranks do not access each shard exactly once.
+        RobustCheckpointError: something failed on any rank. All ranks raise the same error.
+    """
+    bound = inspect.signature(stock).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    directory, strategy = directory_path(call["checkpoint_dir"]), call["sharded_strategy"]
+    group, timeout_seconds = call.get("process_group"), current_options().exchange_timeout_seconds
+    if isinstance(strategy, RobustLoadStrategy):
+        group, timeout_seconds = group or strategy.process_group, strategy.timeout_seconds
+    phase = f"load {checkpoint_name(directory)}"
+    channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=timeout_seconds)
+    with as_megatron_raises():
+        if call.get("verify_integrity", False):
+            integrity.verify_files(channel, phase, directory)
+        opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
+        if opened.backend != "torch_dist":
+            log_left_to_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
+            return stock(*args, **kwargs)
+
+        strict, needs_checkpoint_keys, needs_global_keys, returns_mismatch = versions.strictness(call["strict"])
+        result: dict[str, Any] = {}
+        sharded: dict[str, Any] = {}
+        factories: dict[str, Any] = {}
+
+        def prepare() -> list[Any]:
+            nonlocal result, sharded, factories
+            result = _decoded(opened, directory)
+            sharded, not_persistent, factories = versions.prepare_to_load(call["sharded_state_dict"], strategy)
+            versions.merge(result, not_persistent)
+            return list(versions.nested_values(sharded))
+
+        check = agree_on_access(channel, f"{phase}: prepare", prepare)
+        verdict, validates = Verdict(), call["validate_access_integrity"]
+        if needs_global_keys or (validates and not check.is_known):
+            verdict = check.verdict(f"{phase}: validate", with_keys=needs_global_keys)
+            if validates:
+                verdict.raise_if_wrong()
+
+        missing: set[str] = set()
+        unexpected: set[str] = set()
+        if needs_checkpoint_keys:
+            stored = channel.broadcast(f"{phase}: keys", lambda: _stored_keys(directory), _Keys)
+
+            def check_keys() -> None:
+                nonlocal sharded, missing, unexpected
+                of_all_ranks = verdict.key_lists() if needs_global_keys else None
+                sharded, missing, unexpected = versions.check_keys(sharded, strict, of_all_ranks, stored.keys)
+
+            channel.barrier(f"{phase}: strictness", check_keys)
+
+        loaded = _read(sharded, directory, strategy, group, channel, phase)
+
+        def merge() -> None:
+            nonlocal result
+            versions.merge(result, loaded)
+            result = versions.apply_factory_merges(result, factories)
+
+        channel.barrier(f"{phase}: merge", merge)
+    return (result, missing, unexpected) if returns_mismatch else result
+
+
+def _read(
+    sharded: dict[str, Any],
+    directory: str,
+    strategy: Any,
+    group: dist.ProcessGroup | None,
+    channel: Channel,
+    phase: str,
+) -> dict[str, Any]:
+    """Read the shards by the strategy that the caller gave. One that reads in its own way is asked to."""
+    loaded: dict[str, Any] = {}
+    timeout_seconds = channel.timeout_seconds
+    if versions.is_parallel_load_wrapper(strategy):
+
+        def load_in_parallel() -> None:
+            """Each parallelization group reads by itself. If one group fails, all ranks raise its error."""
+            with failure_sent_to_all(dist.get_rank(strategy.parallelization_group)):
+                loaded.update(_load_in_parallel(strategy, sharded, directory, timeout_seconds))
+
+        channel.barrier(f"{phase}: read in parallel", load_in_parallel)
+        return loaded
+    if not versions.reads_torch_dist(strategy):
+        loaded = strategy.load(sharded, directory)
+        return loaded
+    return _read_sharded(
+        sharded, _reader(directory), timeout_seconds=timeout_seconds, process_group=group, strategy=strategy
+    )
+
+
+@entry_point
+def load_common_state_dict(_: Any, checkpoint_dir: CheckpointDir) -> Any:
+    """``dist_checkpointing.load_common_state_dict``. It asks no other rank and runs no code from the file.
+
+    Raises:
+        ValueError: ``checkpoint_dir`` is a URL.
+        CheckpointingException: there is no checkpoint.
+        UnsafeCheckpoint: the common state holds an object of a class that is not known to be plain data.
+        CorruptCheckpoint: the common state is damaged.
+    """
+    directory = directory_path(checkpoint_dir)
+    versions.backend_of(directory)
+    return _decoded(_read_common(directory), directory)
+
+
+def _stored_keys(directory: str) -> _Keys:
+    """The keys of the ShardedTensors and ShardedObjects that a checkpoint holds."""
+    metadata = _reader(directory).read_metadata()
+    entries = metadata.state_dict_metadata
+    may_be_parts = [name for name in entries if _PART in name]
+    look_up(metadata, may_be_parts)
+    parts = {name for name in may_be_parts if isinstance(entries[name], BytesStorageMetadata)}
+    return _Keys(tuple(sorted({name.partition(_PART)[0] if name in parts else name for name in entries})))
+
+
+def _open(directory: str) -> _Opened:
+    backend = versions.backend_of(directory)
+    return _read_common(directory) if backend == "torch_dist" else _Opened(backend)
+
+
+def _read_common(directory: str) -> _Opened:
+    """Read the common state's bytes from ``common.pt``, or from a ShardedObject as Megatron 0.19 saves it."""
+    path = os.path.join(directory, common_state.COMMON_FILE)
+    file = common_state.read_file(path)
+    if file is not None:
+        return _Opened("torch_dist", file)
+    key = ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key
+    reader, planner = _reader(directory), _KeepsBytes()
+    if key not in reader.read_metadata().state_dict_metadata:
+        raise versions.CheckpointingException(f"Common file {path} does not exist")
+    with failure_sent_to_all(0):
+        api.load({key: None}, storage_reader=reader, planner=planner, no_dist=True)
+    return _Opened("torch_dist", planner.data, is_file=False)
+
+
+class _KeepsBytes(DefaultLoadPlanner):
+    """Loads one object and keeps its stored bytes in ``data``. Each rank decodes them later."""
+
+    data = b""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.data = value.getvalue()
+
+
+def _decoded(opened: _Opened, directory: str) -> Any:
+    """Decode the common state without running any code that its bytes name."""
+    file, item = directory, versions.COMMON_STATE_KEY
+    if opened.is_file:
+        file, item = os.path.join(directory, common_state.COMMON_FILE), common_state.COMMON_FILE
+    found = load_object(opened.common, file=file, item=item, trusted=current_options().trusted)
+    return found if opened.is_file else found[0]

@@ -1,1 +1,0 @@
-"""Loads of the format torch_dist."""

@@ -1,1 +1,0 @@
-"""Saves of the format torch_dist."""
