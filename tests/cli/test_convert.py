@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import robust_dcp
-from robust_dcp.conversion.convert import convert
-from robust_dcp.conversion.rules import Rules
+from robust_dcp.conversion.convert import Rules, convert
 from robust_dcp.storage.committing.saving_file import claimed
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.checkpoints import KINDS

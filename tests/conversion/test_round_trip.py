@@ -14,9 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import robust_dcp
-from robust_dcp.conversion.convert import convert
+from robust_dcp.conversion.convert import Rules, convert
 from robust_dcp.conversion.outline import filled, outline_of, outline_of_paths, with_items
-from robust_dcp.conversion.rules import Rules
 
 
 def adam() -> dict[str, Any]:

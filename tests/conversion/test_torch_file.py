@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from robust_dcp.conversion.convert import convert
-from robust_dcp.conversion.sources import open_source
+from robust_dcp.conversion.source import open_source
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from tests.harness.fingerprints import differences
 

@@ -11,20 +11,20 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, Literal
 
 import torch
 
 from robust_dcp.api import save
-from robust_dcp.conversion.outline import Outline, Path, filled, outline_of_paths, with_items
-from robust_dcp.conversion.rules import Rules
-from robust_dcp.conversion.sources import OUTLINE_NAME, Source, open_source
+from robust_dcp.conversion.outline import Outline, filled, outline_of_paths, with_items
+from robust_dcp.conversion.source import OUTLINE_NAME, Source, box_of, open_source
 from robust_dcp.conversion.workplace import workplace_of
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
@@ -36,7 +36,7 @@ from robust_dcp.storage.model_file import INDEX_NAME, check_dtypes, in_shards, i
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
 from robust_dcp.storage.writer import RobustWriter
 
-__all__ = ["ConversionReport", "Form", "convert"]
+__all__ = ["ConversionReport", "Form", "Rules", "convert"]
 
 Form = Literal["dcp", "safetensors", "torch"]
 
@@ -51,6 +51,77 @@ _OF_A_MODEL: Final = (
 """What lies beside the weights of a Hugging Face model, and is copied with ``config``."""
 
 _SMALL_NBYTES: Final = 1 << 20
+
+
+def _fits(name: str, globs: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What becomes of items: which go in, and under which names and dtypes.
+
+    Attributes:
+        select: globs; an item goes in if one of them fits its name. Empty for all items.
+        exclude: globs; an item that one of them fits stays out.
+        rename: pairs of globs. The first pair whose left side fits a name gives its new name: what each ``*`` of the
+            left side stood for is put where the ``*`` of the right side stand, in order.
+        dtypes: pairs of a glob and the name of a dtype, for floating tensors with such a new name. The last one that
+            fits counts.
+    """
+
+    select: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    dtypes: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for left, right in self.rename:
+            if left.count("*") < right.count("*"):
+                raise ValueError(f"--rename {left}={right}: the right side has more * than the left side")
+
+    def names(self, names: Iterable[str]) -> dict[str, str]:
+        """The old names by the new ones, in the order of ``names``.
+
+        Raises:
+            ValueError: two items would get one name.
+        """
+        found: dict[str, str] = {}
+        for name in names:
+            if (self.select and not _fits(name, self.select)) or _fits(name, self.exclude):
+                continue
+            new = self.renamed(name)
+            if new in found:
+                raise ValueError(f"{found[new]!r} and {name!r} would both be called {new!r}; change --rename")
+            found[new] = name
+        return found
+
+    def renamed(self, name: str) -> str:
+        """The new name of an item."""
+        for left, right in self.rename:
+            fits = _pattern(left).fullmatch(name)
+            if fits is not None:
+                groups = iter(fits.groups())
+                return "".join(next(groups) if part == "*" else part for part in re.split(r"(\*)", right))
+        return name
+
+    def dtype(self, name: str) -> str | None:
+        """The name of the dtype that a floating tensor with this new name is cast to; ``None`` for its own."""
+        return next((dtype for glob, dtype in reversed(self.dtypes) if _fits(name, (glob,))), None)
+
+    def unused(self, names: Mapping[str, str]) -> list[str]:
+        """The patterns of renames and dtypes that no item has fitted, which may be mistyped.
+
+        Args:
+            names: the old names by the new ones, as :meth:`names` gives them.
+        """
+        renames = [left for left, _ in self.rename if not any(map(_pattern(left).fullmatch, names.values()))]
+        return renames + [glob for glob, _ in self.dtypes if not any(_fits(name, (glob,)) for name in names)]
+
+
+@cache
+def _pattern(glob: str) -> re.Pattern[str]:
+    return re.compile("(.*)".join(map(re.escape, glob.split("*"))), re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -119,14 +190,15 @@ def convert(
     disk = PosixDisk() if disk is None else disk
     path = os.path.abspath(directory_path(target))
     rules = rules or Rules()
-    plan = _planned(open_source(os.fspath(source), buffer_nbytes // 2), rules)
-    if form == "safetensors":
-        check_dtypes(plan.tensors, "leave it out with --exclude")
+    plan = _Plan(open_source(os.fspath(source), buffer_nbytes // 2), rules, buffer_nbytes, progress)
+    is_model = form == "safetensors"
+    if is_model:
+        check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
     beside = _beside(config, form)
     n_there = 0
     with workplace_of(disk, path) as place:
         _check_target(path, form, overwrite=overwrite)
-        if form == "safetensors":
+        if is_model:
             note = {"source": _identity(os.path.abspath(source)), "rules": asdict(rules), "shard": max_shard_nbytes}
             place.begin(json.dumps(note, sort_keys=True).encode())
             disk.mkdirs(place.made)
@@ -137,52 +209,72 @@ def convert(
                 shutil.copy(each, place.made)
         else:
             place.clear()
-            _check_room(path, plan.nbytes + plan.scratch_nbytes)
-            values = _Values(plan, place.directory, max(buffer_nbytes // 4, 1), progress)
+            unmapped = [tensor.nbytes for tensor in plan.tensors.values() if plan.mapped(tensor) is None]
+            _check_room(path, plan.nbytes + sum(unmapped))
+            outline = {name: name for name in plan.names} if flat and form == "torch" else plan.outline()
+            state_dict = filled(outline, lambda name: plan.value(name, place.directory))
             if form == "dcp":
-                _write_checkpoint(plan, values, place.made, disk, path, layout, files, buffer_nbytes)
+                buffer_bytes = max(buffer_nbytes // 2, 1 << 20)
+                writer = RobustWriter(
+                    place.made, layout=layout, files_per_rank=files, buffer_bytes=buffer_bytes, report=False, disk=disk
+                )
+                writer.known_as = path
+                save(state_dict, storage_writer=writer, planner=RobustPlanner(on_structure_change="quiet"))
+                if plan.source.outline is not None:
+                    _write_file(outline, os.path.join(place.made, OUTLINE_NAME))
             else:
-                names = [*(tensor.name for tensor in plan.tensors), *plan.objects]
-                outline = {name: name for name in names} if flat else plan.outline()
-                _write_file(filled(outline, values.of), place.made)
+                _write_file(state_dict, place.made)
             progress(plan.nbytes, plan.nbytes)
         place.publish()
     return ConversionReport(
         target=os.fspath(target),
         tensors=len(plan.tensors),
-        objects=0 if form == "safetensors" else len(plan.objects),
+        objects=0 if is_model else len(plan.objects),
         nbytes=plan.nbytes,
-        left_out=plan.objects if form == "safetensors" else (),
+        left_out=plan.objects if is_model else (),
         files_there=n_there,
         unused=tuple(rules.unused(plan.names)),
     )
 
 
-@dataclass(frozen=True)
 class _Plan:
-    """The items of the target.
+    """The items of the target, and their values.
+
+    Args:
+        source: where the data comes from.
+        rules: what becomes of its items.
+        buffer_nbytes: about how much is in memory at a time.
+        progress: called with the bytes that were done, and all.
 
     Attributes:
-        source: where the data comes from.
         names: the old names by the new ones.
         tensors: with new names and dtypes, in the order of the source.
         objects: new names of other items.
+        nbytes: bytes of all tensors.
+
+    Raises:
+        ValueError: two items would get one name, or a dtype is unknown, or nothing is left.
     """
 
-    source: Source
-    names: dict[str, str]
-    tensors: tuple[NamedTensor, ...]
-    objects: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes of the tensors that have to be read before they can be written as a whole."""
-        return sum(tensor.nbytes for tensor in self.tensors if self.mapped(tensor) is None)
+    def __init__(
+        self, source: Source, rules: Rules, buffer_nbytes: int, progress: Callable[[int, int], object]
+    ) -> None:
+        self.source = source
+        self.names = rules.names([*source.tensors, *source.objects])
+        dtypes = {name: _dtype_named(name) for _, name in rules.dtypes}
+        if not self.names:
+            raise ValueError("no item has a name that --select and --exclude let through")
+        self.tensors: dict[str, NamedTensor] = {}
+        for new, old in self.names.items():
+            if old in source.tensors:
+                _, dtype, shape = source.tensors[old]
+                wanted = rules.dtype(new) if dtype.is_floating_point else None
+                self.tensors[new] = NamedTensor(new, dtypes[wanted] if wanted else dtype, shape)
+        self.objects = tuple(new for new in self.names if new not in self.tensors)
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self._piece_nbytes = max(buffer_nbytes // 4, 1)
+        self._progress = progress
+        self._done_nbytes = 0
 
     def mapped(self, tensor: NamedTensor) -> torch.Tensor | None:
         """A tensor of the target that is there already, in a mapped file."""
@@ -195,11 +287,10 @@ class _Plan:
         Raises:
             ValueError: two items are in each other's way.
         """
-        paths = self.source.paths
-        if self.source.outline is None:
-            kept: dict[str, Path] = {new: paths.get(old, (new,)) for new, old in self.names.items() if new == old}
-            return outline_of_paths({new: kept.get(new, (new,)) for new in self.names})
         in_place = {new for new, old in self.names.items() if new == old}
+        if self.source.outline is None:
+            paths = self.source.paths
+            return outline_of_paths({new: paths.get(new, (new,)) if new in in_place else (new,) for new in self.names})
         return with_items(self.source.outline, in_place, (new for new in self.names if new not in in_place))
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -208,25 +299,24 @@ class _Plan:
         values = self.source.read(asked)
         return [value.to(piece.tensor.dtype).contiguous() for value, piece in zip(values, pieces, strict=True)]
 
-
-def _planned(source: Source, rules: Rules) -> _Plan:
-    """Apply the rules.
-
-    Raises:
-        ValueError: two items would get one name, or a dtype is unknown, or nothing is left.
-    """
-    names = rules.names([*source.tensors, *source.objects])
-    for _, dtype in rules.dtypes:
-        _dtype_named(dtype)
-    if not names:
-        raise ValueError("no item has a name that --select and --exclude let through")
-    tensors = []
-    for new, old in names.items():
-        tensor = source.tensors.get(old)
-        if tensor is not None:
-            wanted = rules.dtype(new) if tensor.dtype.is_floating_point else None
-            tensors.append(NamedTensor(new, _dtype_named(wanted) if wanted else tensor.dtype, tensor.shape))
-    return _Plan(source, names, tuple(tensors), tuple(new for new, old in names.items() if old not in source.tensors))
+    def value(self, name: str, directory: str) -> Any:
+        """An item as a whole value, which takes little memory: a large tensor that is not mapped already is read piece
+        by piece into a file in ``directory`` that nobody else sees, and is mapped."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return self.source.load(self.names[name])
+        mapped = self.mapped(tensor)
+        if mapped is not None:
+            # Its own elements only: torch.save would write all of the storage that a slice is of.
+            is_whole = mapped.untyped_storage().nbytes() == mapped.nbytes and mapped.is_contiguous()
+            return mapped if is_whole else mapped.clone(memory_format=torch.contiguous_format)
+        value = _empty(tensor, directory)
+        for batch in batches_of([tensor], self._piece_nbytes):
+            for piece, data in zip(batch, self.read(batch), strict=True):
+                box_of(value, piece).copy_(data)
+            self._done_nbytes += sum(piece.nbytes for piece in batch)
+            self._progress(self._done_nbytes // 2, self.nbytes)
+        return value
 
 
 def _dtype_named(name: str) -> torch.dtype:
@@ -234,6 +324,22 @@ def _dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"{name!r} is no floating dtype of torch, such as bfloat16, float32 or float8_e4m3fn")
     return dtype
+
+
+def _empty(tensor: NamedTensor, directory: str) -> torch.Tensor:
+    if tensor.nbytes < _SMALL_NBYTES:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    path = os.path.join(directory, f"scratch-{secrets.token_hex(8)}")
+    try:
+        with open(path, "xb") as file:
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk is an error now, and no signal later
+        storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=tensor.nbytes)
+    except OSError as error:
+        raise storage_error("make", path, error) from error
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage).view(tensor.shape)
 
 
 def _beside(config: str | os.PathLike[str] | None, form: Form) -> list[str]:
@@ -245,79 +351,8 @@ def _beside(config: str | os.PathLike[str] | None, form: Form) -> list[str]:
     names = sorted(os.listdir(config)) if os.path.isdir(config) else []
     if "config.json" not in names:
         raise ValueError(f"--config {os.fspath(config)}: there is no config.json")
-    fit = [name for name in names if any(fnmatch.fnmatch(name, glob) for glob in _OF_A_MODEL)]
-    return [path for path in (os.path.join(config, name) for name in fit) if os.path.isfile(path)]
-
-
-class _Values:
-    """The items of the target as whole values, which take little memory.
-
-    Large tensors that are not mapped already are read piece by piece into files that nobody else sees, and are mapped.
-    """
-
-    def __init__(self, plan: _Plan, directory: str, buffer_nbytes: int, progress: Callable[[int, int], object]) -> None:
-        self._plan = plan
-        self._directory = directory
-        self._buffer_nbytes = buffer_nbytes
-        self._progress = progress
-        self._tensors = {tensor.name: tensor for tensor in plan.tensors}
-        self._done_nbytes = 0
-
-    def of(self, name: str) -> Any:
-        """The value of an item, by its new name."""
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            return self._plan.source.load(self._plan.names[name])
-        value = self._plan.mapped(tensor)
-        if value is not None:
-            # Its own elements only: torch.save would write all of the storage that a slice is of.
-            is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
-            return value if is_whole else value.clone(memory_format=torch.contiguous_format)
-        value = self._empty(tensor)
-        for batch in batches_of([tensor], self._buffer_nbytes):
-            for piece, data in zip(batch, self._plan.read(batch), strict=True):
-                target = value
-                for dimension, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
-                    target = target.narrow(dimension, offset, length)
-                target.copy_(data)
-            self._done_nbytes += sum(piece.nbytes for piece in batch)
-            self._progress(self._done_nbytes // 2, self._plan.nbytes)
-        return value
-
-    def _empty(self, tensor: NamedTensor) -> torch.Tensor:
-        if tensor.nbytes < _SMALL_NBYTES:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        path = os.path.join(self._directory, f"scratch-{secrets.token_hex(8)}")
-        try:
-            with open(path, "xb") as file:
-                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk is an error now, and no signal later
-            storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=tensor.nbytes)
-        except OSError as error:
-            raise storage_error("make", path, error) from error
-        finally:
-            with suppress(OSError):
-                os.unlink(path)
-        memory: Any = storage
-        return torch.empty(0, dtype=tensor.dtype).set_(memory).view(tensor.shape)
-
-
-def _write_checkpoint(
-    plan: _Plan, values: _Values, made: str, disk: Disk, target: str, layout: str, files: int, buffer_nbytes: int
-) -> None:
-    outline = plan.outline()
-    writer = RobustWriter(
-        made,
-        layout=layout,
-        files_per_rank=files,
-        buffer_bytes=max(buffer_nbytes // 2, 1 << 20),
-        report=False,
-        disk=disk,
-    )
-    writer.known_as = target
-    planner = RobustPlanner(on_structure_change="quiet")
-    save(filled(outline, values.of), storage_writer=writer, planner=planner)
-    if plan.source.outline is not None:
-        _write_file(outline, os.path.join(made, OUTLINE_NAME))
+    paths = [os.path.join(config, name) for name in names if _fits(name, _OF_A_MODEL)]
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def _write_file(state_dict: Any, path: str) -> None:
@@ -341,7 +376,7 @@ def _write_model(
     """Write the files of a Hugging Face model that are not in ``directory`` yet, and their index. Each gets its name
     when it is durable. Returns how many files were there already.
     """
-    shards = in_shards(plan.tensors, max_shard_nbytes)
+    shards = in_shards([*plan.tensors.values()], max_shard_nbytes)
     done = n_there = 0
 
     def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:

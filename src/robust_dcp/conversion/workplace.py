@@ -8,16 +8,15 @@ what to do; nothing else in the directory is touched.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.committing.cleaning import remove_data_files
-from robust_dcp.storage.committing.saving_file import SaveState, SavingFile, others_in
+from robust_dcp.storage.committing.saving_file import SaveState, claimed
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import is_data_file
@@ -129,42 +128,34 @@ def workplace_of(disk: Disk, path: str) -> Iterator[Workplace]:
         StorageError: another call makes the target, or a call to the file system failed.
     """
     place = Workplace(disk, path)
-    made, saving = _claimed(disk, place.directory, path)
+    made: list[str] = []
     try:
-        place.recover()
-        yield place
-    except BaseException:
-        with suppress(StorageError):
-            place.recover()
-        raise
+        with ExitStack() as stack:
+            while True:
+                made += disk.mkdirs(place.directory)
+                try:
+                    others = stack.enter_context(claimed(disk, place.directory))
+                except StorageError as error:
+                    if error.errno == ENOENT:  # another call has ended just now, and removed the directory
+                        continue
+                    raise _is_made_elsewhere(path, place.directory) if error.operation == "begin" else error from None
+                break
+            for other in others:
+                left = os.path.join(place.directory, other.name)
+                if other.state is not SaveState.OVER:
+                    raise _is_made_elsewhere(path, left)
+                disk.unlink(left)
+            try:
+                place.recover()
+                yield place
+            except BaseException:
+                with suppress(StorageError):
+                    place.recover()
+                raise
     finally:
-        saving.remove()
         for directory in (place.directory, *reversed(made)):  # those in which nothing is left
             with suppress(StorageError):
                 disk.rmdir(directory)
-
-
-def _claimed(disk: Disk, directory: str, path: str) -> tuple[list[str], SavingFile]:
-    while True:
-        made = disk.mkdirs(directory)
-        mark = secrets.token_hex(8)
-        try:
-            saving = SavingFile.create(disk, directory, save_id=mark)
-        except StorageError as error:
-            if error.errno == ENOENT:  # another call has ended just now, and removed the directory
-                continue
-            raise
-        try:
-            for other in others_in(disk, directory, mark=mark):
-                if other.state is not SaveState.OVER:
-                    raise _is_made_elsewhere(path, os.path.join(directory, other.name))
-                disk.unlink(os.path.join(directory, other.name))
-        except BaseException as error:
-            saving.remove()
-            if isinstance(error, StorageError) and error.operation == "begin":
-                raise _is_made_elsewhere(path, directory) from error
-            raise
-        return made, saving
 
 
 def _is_made_elsewhere(path: str, where: str) -> StorageError:

@@ -18,7 +18,7 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader
 from robust_dcp.storage.records.objects import load_object
 
-__all__ = ["OUTLINE_NAME", "Source", "open_source"]
+__all__ = ["OUTLINE_NAME", "Source", "box_of", "open_source"]
 
 OUTLINE_NAME: Final = ".robust_dcp.outline"
 """The file beside ``.metadata`` in which a conversion leaves the outline of its source, by ``torch.save``."""
@@ -35,8 +35,8 @@ class Source:
         objects: the names of other items.
         paths: the keys of items in the nested state dict, where they are known.
         outline: how items are nested, where more is known of it than the paths.
-        read: the data of pieces of tensors.
         load: an object, by its name.
+        reader: reads pieces of tensors; ``None`` for a file of ``torch.save``.
         mapped: the tensors that lie in a mapped file, so that they take no memory before they are used.
     """
 
@@ -44,9 +44,22 @@ class Source:
     objects: tuple[str, ...]
     paths: dict[str, Path]
     outline: Outline | None
-    read: Callable[[Sequence[Piece]], list[torch.Tensor]]
     load: Callable[[str], Any]
+    reader: PieceReader | None
     mapped: dict[str, torch.Tensor]
+
+    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The data of pieces of tensors."""
+        if self.reader is not None:
+            return self.reader.read(pieces)
+        return [box_of(self.mapped[piece.tensor.name], piece) for piece in pieces]
+
+
+def box_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The part of a whole tensor that a piece is."""
+    for dimension, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
+        tensor = tensor.narrow(dimension, offset, length)
+    return tensor
 
 
 def open_source(path: str, buffer_nbytes: int) -> Source:
@@ -68,8 +81,8 @@ def _checkpoint(path: str, buffer_nbytes: int) -> Source:
         objects=tuple(name for name in entries if name not in tensors),
         paths={name: paths[name] for name in entries if name in paths},
         outline=_outline_beside(path),
-        read=reader.read,
         load=lambda name: load_object(reader.object_bytes(name), file=path, item=name),
+        reader=reader,
         mapped={},
     )
 
@@ -99,23 +112,13 @@ def _file_of_torch_save(path: str) -> Source:
         for name, value in flat.items()
     }
     mapped = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and _is_plain(value)}
-
-    def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        values = []
-        for piece in pieces:
-            value = mapped[piece.tensor.name]
-            for dimension, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
-                value = value.narrow(dimension, offset, length)
-            values.append(value)
-        return values
-
     return Source(
         tensors={name: NamedTensor(name, value.dtype, tuple(value.shape)) for name, value in mapped.items()},
         objects=tuple(name for name in values if name not in mapped),
         paths=dict(paths),
         outline=outline_of(loaded, flat, dict(paths)),
-        read=read,
         load=values.__getitem__,
+        reader=None,
         mapped=mapped,
     )
 
@@ -137,13 +140,10 @@ def _loaded(path: str) -> Any:
         reason = text.partition("\n")[0]
         is_refused = "weights_only" in str(error).lower() or "Unsupported" in reason
         if is_refused and "Unsupported operand" not in reason:
-            raise UnsafeCheckpoint(
-                f"{path} asks for a class that is not plain data, and is refused: {reason:.300}", file=path
-            ) from error
-        raise CorruptCheckpoint(
-            f"{path} cannot be used: expected a file of torch.save, found {type(error).__name__}: {reason:.300}",
-            file=path,
-        ) from error
+            message = f"{path} asks for a class that is not plain data, and is refused: {reason:.300}"
+            raise UnsafeCheckpoint(message, file=path) from error
+        message = f"{path} cannot be used: expected a file of torch.save, found {type(error).__name__}: {reason:.300}"
+        raise CorruptCheckpoint(message, file=path) from error
 
 
 def _compare(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> None:
