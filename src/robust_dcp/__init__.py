@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from robust_dcp.report import LoadReport, SaveReport
     from robust_dcp.storage.reader import RobustReader
     from robust_dcp.storage.reading.read_options import ReadOptions
-    from robust_dcp.storage.remote.store import CopyOptions
+    from robust_dcp.storage.remote import CopyOptions
     from robust_dcp.storage.writer import RobustWriter
     from robust_dcp.storage.writing.write_options import WriteOptions
 
@@ -104,7 +104,7 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.report": ("LoadReport", "SaveReport"),
         "robust_dcp.storage.reader": ("RobustReader",),
         "robust_dcp.storage.reading.read_options": ("ReadOptions",),
-        "robust_dcp.storage.remote.store": ("CopyOptions",),
+        "robust_dcp.storage.remote": ("CopyOptions",),
         "robust_dcp.storage.writer": ("RobustWriter",),
         "robust_dcp.storage.writing.write_options": ("WriteOptions",),
     },

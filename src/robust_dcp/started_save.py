@@ -29,7 +29,7 @@ from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport
 from robust_dcp.stateful import refuse_other_than_dict, state_dicts_of
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.remote.store import filesystem_of, local_path_of, place_of
+from robust_dcp.storage.remote import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.item_source import ItemSource
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 import robust_dcp
 from robust_dcp.conversion.convert import Rules, convert
 from robust_dcp.storage.committing.saving_file import claimed
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 from tests.harness.fingerprints import differences
@@ -295,7 +295,7 @@ def test_a_target_of_the_other_kind_is_not_replaced(
 
 def test_two_calls_do_not_make_one_target_at_once(source: Path, tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "model.converting").mkdir()
-    with claimed(PosixDisk(), str(tmp_path / "model.converting")):
+    with claimed(Disk(), str(tmp_path / "model.converting")):
         ended = shell("convert", source, tmp_path / "model", "--to", "torch")
     assert ended.code == 2 and "another call" in ended.err and not (tmp_path / "model").exists()
 

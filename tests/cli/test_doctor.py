@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from robust_dcp.cli import doctor
-from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.kernel import mount_in
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import shell
 
 VERSION = metadata.version
@@ -176,17 +175,17 @@ def test_a_directory_that_cannot_be_written_to_is_a_problem() -> None:
     assert finding("writing", "/proc")["state"] == "problem"  # where nobody can make a directory
 
 
-class NoDirect(PosixDisk):
+class NoDirect(Disk):
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
         return super().open_new(path)
 
 
-class NoLocks(PosixDisk):
+class NoLocks(Disk):
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
         return None
 
 
-class NoSync(PosixDisk):
+class NoSync(Disk):
     def fsync(self, file: OpenFile) -> None:
         raise storage_error("fsync", file.path, OSError(5, "Input/output error"))
 
@@ -202,6 +201,6 @@ class NoSync(PosixDisk):
 def test_what_a_disk_cannot_do_is_told(
     disk: Any, name: str, state: str, told: str, tmp_path: Path, monkeypatch: PATCH
 ) -> None:
-    monkeypatch.setattr(doctor, "PosixDisk", disk)
+    monkeypatch.setattr(doctor, "Disk", disk)
     found = finding(name, tmp_path)
     assert found["state"] == state and told in found["found"]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from robust_dcp.storage.committing.saving_file import SavingFile, claimed, needed_for_a_load
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.cli.commands import Shell
 
 
@@ -37,7 +37,7 @@ def states(shell: Shell, root: Path) -> dict[str, str]:
 
 def saving_in(path: Path) -> SavingFile:
     path.mkdir(exist_ok=True)
-    return SavingFile.create(PosixDisk(), str(path), save_id="0123456789abcdef0123456789abcdef")
+    return SavingFile.create(Disk(), str(path), save_id="0123456789abcdef0123456789abcdef")
 
 
 def test_ls_says_what_goes_on_in_each_directory(run: Path, shell: Shell) -> None:
@@ -110,7 +110,7 @@ def test_prune_only_shows_without_yes_where_it_cannot_ask(run: Path, shell: Shel
 
 
 def test_prune_leaves_what_is_being_loaded_or_saved(run: Path, shell: Shell) -> None:
-    disk = PosixDisk()
+    disk = Disk()
     with claimed(disk, str(run / "step_2")), needed_for_a_load(disk, str(run / "step_1")):
         ended = shell("prune", run, "--keep-last", 1, "--yes", "--json")
     assert sorted(ended.json["in_use"]) == [str(run / "step_1"), str(run / "step_2")]

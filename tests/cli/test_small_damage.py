@@ -13,8 +13,7 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 import robust_dcp
 from robust_dcp.report_file import REPORT_NAME
-from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from tests.cli.commands import Shell
 from tests.cli.commands import shell as run_command
 from tests.harness.damage import data_files
@@ -75,15 +74,15 @@ def test_a_data_file_of_any_other_length_is_found(layout: str, tmp_path: Path) -
 def test_a_file_that_breaks_off_while_it_is_read_is_a_problem_of_that_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = PosixDisk.pread_into
+    read = Disk.pread_into
 
-    def failing(self: PosixDisk, file: OpenFile, buffer: object, offset: int) -> int:
+    def failing(self: Disk, file: OpenFile, buffer: object, offset: int) -> int:
         if file.path.endswith(".distcp"):
             raise storage_error("read", file.path, OSError(5, "Input/output error"))
         return read(self, file, buffer, offset)  # type: ignore[arg-type]
 
     path = save(tmp_path / "checkpoint")
-    monkeypatch.setattr(PosixDisk, "pread_into", failing)
+    monkeypatch.setattr(Disk, "pread_into", failing)
     (problem,) = problems(path)
     assert problem.startswith("__0_0.") and "Input/output error" in problem
 

@@ -13,8 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CopyOptions, RobustWriter
-from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 
 __all__ = ["KINDS", "ONE_THREAD", "ActingDisk", "data_files", "files_of", "loaded", "refuse", "save", "state_dict"]
 
@@ -70,7 +69,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-class ActingDisk(PosixDisk):
+class ActingDisk(Disk):
     """Does something right before a call for a path: what another program does meanwhile, or what the disk refuses.
 
     Args:

@@ -16,7 +16,7 @@ import pytest
 import robust_dcp
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, UnsafeCheckpoint, copy_checkpoint
 from robust_dcp.storage.committing.saving_file import not_being_loaded
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES
 from tests.drain.checkpoints import (
     KINDS,
@@ -50,7 +50,7 @@ def test_a_checkpoint_of_any_kind_arrives_with_all_its_files_and_comes_back(kind
 
 
 def test_metadata_comes_last_when_all_other_names_are_durable(tmp_path: Path) -> None:
-    class Names(PosixDisk):
+    class Names(Disk):
         def __init__(self) -> None:
             super().__init__()
             self.renamed: list[str] = []
@@ -264,7 +264,7 @@ class TestASource:
         source, free = save(tmp_path / "source"), []
 
         def look(done_nbytes: int, total_nbytes: int) -> None:
-            with not_being_loaded(PosixDisk(), str(source)) as is_free:
+            with not_being_loaded(Disk(), str(source)) as is_free:
                 free.append(is_free)
 
         copy_checkpoint(source, tmp_path / "target", progress=look)

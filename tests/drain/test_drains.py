@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
-from robust_dcp.storage.files.disk import OpenFile
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from tests.drain.checkpoints import ActingDisk, data_files, loaded, refuse, save, state_dict
 from tests.harness.nodes import can_become_node
 from tests.harness.ranks import errors, run_ranks, values
@@ -39,7 +38,7 @@ def taken(tmp_path: Path) -> Path:
     return tmp_path / "taken/durable"
 
 
-def save_and_drain(path: Path, target: Path | str, value: float = 1.0, disk: PosixDisk | None = None) -> None:
+def save_and_drain(path: Path, target: Path | str, value: float = 1.0, disk: Disk | None = None) -> None:
     robust_dcp.save(state_dict(value), storage_writer=RobustWriter(path, drain_to=target, disk=disk))
 
 
@@ -156,7 +155,7 @@ def test_a_second_checkpoint_to_one_place_is_refused(tmp_path: Path) -> None:
     assert loaded(tmp_path / "durable") == 1.0
 
 
-class _RefusesAt(PosixDisk):
+class _RefusesAt(Disk):
     """Refuses one kind of call for some files."""
 
     def __init__(self, call: str, part: str, end: str) -> None:
@@ -183,7 +182,7 @@ class _RefusesAt(PosixDisk):
         return super().open_read(path, direct=direct)
 
 
-class _HangsOnce(PosixDisk):
+class _HangsOnce(Disk):
     """On rank 1, the first call that makes a file at the target does not return before the drain is over."""
 
     def __init__(self) -> None:
@@ -251,7 +250,7 @@ class TestAManager:
         fail_to_drain(tmp_path / "root/step_1", taken)
         (tmp_path / "taken").unlink()
         manager = CheckpointManager(tmp_path / "root", drain_to=tmp_path / "durable")
-        with needed_for_a_load(PosixDisk(), str(tmp_path / "root/step_1")):  # a drain holds it as a load does
+        with needed_for_a_load(Disk(), str(tmp_path / "root/step_1")):  # a drain holds it as a load does
             manager.save(2, state_dict(2.0))
             robust_dcp.finish_async_saves()
         assert not taken.exists()
@@ -445,7 +444,7 @@ def test_a_copy_has_the_metrics_of_its_own_save(tmp_path: Path) -> None:
 def test_no_copy_begins_before_the_note_of_its_step_is_there(tmp_path: Path) -> None:
     began_at: list[bool] = []
 
-    class Slow(PosixDisk):
+    class Slow(Disk):
         """Writes the note of a step when a copy could have begun long ago."""
 
         def rename(self, source: str, target: str) -> None:

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 import robust_dcp
 from robust_dcp import CopyOptions, CorruptCheckpoint, RobustReader, RobustWriter, StorageError, copy_checkpoint
 from robust_dcp.report_page import read_reports
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.drain.checkpoints import data_files, loaded, save, state_dict
 from tests.drain.object_store import BUCKET, Fault, FaultyProxy, faulty_proxy, options_for, s3_server
 from tests.harness.ranks import run_ranks, values
@@ -230,7 +230,7 @@ class TestSavesAndLoads:
     def test_a_staging_directory_without_room_is_named_before_anything_is_written(
         self, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(PosixDisk, "room", lambda self, path: (0, 10))
+        monkeypatch.setattr(Disk, "room", lambda self, path: (0, 10))
         with pytest.raises(StorageError, match=r"has no room.* bytes are needed there for rank 0, 10 are free"):
             robust_dcp.save({"w": torch.ones(3000)}, checkpoint_id=url)
 

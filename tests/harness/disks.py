@@ -11,15 +11,14 @@ import threading
 import time
 from typing import Any
 
-from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 
 __all__ = ["FullDisk", "GatedDisk", "SlowDisk"]
 
 _DATA = (".distcp", ".safetensors")
 
 
-class GatedDisk(PosixDisk):
+class GatedDisk(Disk):
     """Makes no data file until ``gate`` is set. So the writer does not ask for data before that either.
 
     Attributes:
@@ -38,7 +37,7 @@ class GatedDisk(PosixDisk):
         return super().open_new(path, direct=direct)
 
 
-class FullDisk(PosixDisk):
+class FullDisk(Disk):
     """Has room for some data, and then fails as a full disk does, with ``ENOSPC``.
 
     Args:
@@ -60,7 +59,7 @@ class FullDisk(PosixDisk):
         super().pwrite(file, data, offset)
 
 
-class SlowDisk(PosixDisk):
+class SlowDisk(Disk):
     """Writes and reads slowly.
 
     Args:

@@ -19,9 +19,8 @@ import robust_dcp
 from robust_dcp import CheckpointManager, KeepBest, RobustWriter, StorageError
 from robust_dcp.cli.ls import state_of
 from robust_dcp.manager.series import RECORD_NAME
-from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import REMOVING_PREFIX, SAVING_PREFIX
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.harness.damage import data_files
 from tests.harness.faults import kill_in
 from tests.harness.ranks import run_ranks
@@ -42,7 +41,7 @@ def refuse(path: str) -> None:
     raise storage_error("use", path, error) from error
 
 
-class _Acts(PosixDisk):
+class _Acts(Disk):
     """Does something right before a call for a path: what another program does meanwhile, or what the disk refuses."""
 
     def __init__(self, call: str, end: str, act: Callable[[str], object]) -> None:
@@ -246,15 +245,15 @@ def test_a_manager_that_sweeps_gives_way_to_a_save_that_begins(number: int, tmp_
 class TestWhatLsSees:
     """Each of these happens between the moment when a directory is listed and the look at what is in it."""
 
-    def look(self, path: Path, disk: PosixDisk) -> str:
+    def look(self, path: Path, disk: Disk) -> str:
         return state_of(disk, str(path), path.parent.stat().st_mtime)
 
     def test_a_directory_that_is_gone(self, tmp_path: Path) -> None:
-        assert self.look(tmp_path / "step_1", PosixDisk()) == "gone"
+        assert self.look(tmp_path / "step_1", Disk()) == "gone"
 
     def test_a_save_that_ends(self, crashed: Path) -> None:
         journal = journal_of(crashed)
-        assert self.look(crashed, PosixDisk()) == "crashed save"
+        assert self.look(crashed, Disk()) == "crashed save"
         (crashed / ".metadata").touch()
         assert self.look(crashed, _Acts("open", journal.name, os.unlink)) == "committed"
 

@@ -20,7 +20,7 @@ import robust_dcp
 from robust_dcp import CheckpointManager, KeepBest, KeepEvery, KeepLast, RobustCheckpointError
 from robust_dcp.manager.series import LATEST_NAME, RECORD_NAME
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from tests.harness.damage import cut_short, data_files
 from tests.harness.faults import fail_in
@@ -251,7 +251,7 @@ def test_a_latest_that_is_no_name_is_not_followed(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_being_loaded_is_not_removed_until_later(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, state(1))
-    with needed_for_a_load(PosixDisk(), str(tmp_path / "step_1")):
+    with needed_for_a_load(Disk(), str(tmp_path / "step_1")):
         manager.save(2, state(2))
         assert [each.step for each in manager.checkpoints()] == [1, 2]
     assert manager.prune() == [str(tmp_path / "step_1")]
@@ -316,7 +316,7 @@ def test_two_managers_on_one_root_lose_nothing_that_both_keep(tmp_path: Path) ->
     assert loaded is not None and found["w"][0] == loaded.checkpoint.step and loaded.skipped == ()
 
 
-class MeetingDisk(PosixDisk):
+class MeetingDisk(Disk):
     """Lets the renames that begin two removals happen at once."""
 
     def __init__(self) -> None:
@@ -349,7 +349,7 @@ def test_one_manager_may_prune_while_its_async_saves_do(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"step_7", LATEST_NAME}
 
 
-class SlowRemoval(PosixDisk):
+class SlowRemoval(Disk):
     """Removes nothing before somebody waits for the end of all saves."""
 
     def __init__(self) -> None:

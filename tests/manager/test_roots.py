@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
 from robust_dcp.drain.record import DrainRecord, digest_at, write_drain_record
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import REMOVING_PREFIX
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import Shell
 from tests.harness.damage import data_files
 
@@ -72,7 +72,7 @@ def test_what_only_has_the_name_of_a_checkpoint_does_not_keep_others_from_being_
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-class _StuckDisk(PosixDisk):
+class _StuckDisk(Disk):
     """Cannot rename or look into ``step_1``."""
 
     def rename(self, source: str, target: str) -> None:
@@ -176,7 +176,7 @@ def test_what_is_no_policy_is_refused_at_once(keep: Any, tmp_path: Path) -> None
 def test_the_command_keeps_a_checkpoint_whose_copy_has_not_arrived(tmp_path: Path, shell: Shell) -> None:
     save_steps(CheckpointManager(tmp_path), 1, 2, 3)
     path = str(tmp_path / "step_1")
-    write_drain_record(PosixDisk(), path, DrainRecord("s3://bucket/step_1", digest_at(PosixDisk(), path)))
+    write_drain_record(Disk(), path, DrainRecord("s3://bucket/step_1", digest_at(Disk(), path)))
     ended = shell("prune", tmp_path, "--keep-last", 1, "--yes")
     assert ended.code == 0 and ended.rows[0][3] == "keep, its copy has not arrived"
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1", "step_3"]

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from robust_dcp.megatron import dcp_formats
 from robust_dcp.megatron import save as torch_dist_save
 from robust_dcp.storage import RobustWriter
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.harness.disks import GatedDisk
 from tests.megatron.torch_dist import chosen, cut, queue_option, replicated_object, save
 from tests.megatron.training_job import children
@@ -27,7 +27,7 @@ _ROWS = 1000
 
 
 @contextmanager
-def written_on(disk: PosixDisk) -> Iterator[None]:
+def written_on(disk: Disk) -> Iterator[None]:
     """Saves that this rank asks for within the block are written on ``disk``, also when it is over."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (torch_dist_save, dcp_formats):

@@ -21,7 +21,7 @@ from demo import megatron_cpu
 from robust_dcp.background.save_queue import SaveFuture
 from robust_dcp.megatron import RobustSaveStrategy
 from robust_dcp.megatron.async_requests import BackgroundSave
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.harness.disks import FullDisk, GatedDisk
 from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import expected, loaded, save_beside_training, state, written_on
@@ -89,7 +89,7 @@ def test_saves_that_are_asked_for_while_another_is_under_way_are_finalized_in_or
 def _a_rank_fails(directory: Path) -> Any:
     queue, finalized = AsyncCallsQueue(), []
     with chosen():
-        with written_on(FullDisk() if dist.get_rank() == 1 else PosixDisk()):
+        with written_on(FullDisk() if dist.get_rank() == 1 else Disk()):
             request = save(state(1.0), directory / "1", async_sharded_save=True, **queue_option())
         request.add_finalize_fn(lambda: finalized.append(1))
         queue.schedule_async_request(request)

@@ -17,7 +17,7 @@ import torch
 
 from robust_dcp.megatron import save as torch_dist_save
 from robust_dcp.storage import RobustWriter
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.harness.disks import FullDisk, GatedDisk
 
 __all__ = ["TrainingLoop"]
@@ -118,7 +118,7 @@ class TrainingLoop:
             for disk in self._gates.values():
                 disk.gate.set()
 
-    def _save_on(self, disk: PosixDisk) -> None:
+    def _save_on(self, disk: Disk) -> None:
         """Until the next iteration; what is asked for before then is written there, also later."""
         self._disk.callback(setattr, torch_dist_save, "RobustWriter", RobustWriter)
         torch_dist_save.RobustWriter = partial(RobustWriter, disk=disk)  # type: ignore[assignment, misc]

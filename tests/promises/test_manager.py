@@ -20,8 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CorruptCheckpoint, StorageError
-from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from tests.cli.commands import Shell
 from tests.cli.commands import shell as run_command
 from tests.drain.checkpoints import ONE_THREAD
@@ -163,7 +162,7 @@ class TestPruneCommand:
         assert rows == [("ema_8", "committed, latest"), ("step_9", "committed, latest"), ("step_10", "committed")]
 
 
-class Refuses(PosixDisk):
+class Refuses(Disk):
     """Answers the first calls for some file with an error, as a network file system does for a while."""
 
     def __init__(self, call: str, end: str, number: int, n_times: int) -> None:

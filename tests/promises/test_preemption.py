@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
 from robust_dcp.manager.preemption import _signals
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.harness.faults import fail_in
 from tests.harness.ranks import errors, run_ranks, values
 
@@ -117,7 +117,7 @@ def test_a_save_that_fails_is_asked_for_again_and_one_that_succeeds_is_not(is_as
     assert values(run_ranks(2, train_where_the_first_save_fails, str(tmp_path), is_async)) == [[2, 3], [2, 3]]
 
 
-class SlowToCommit(PosixDisk):
+class SlowToCommit(Disk):
     """Commits ``step_1`` only once ``step_2`` is under way."""
 
     def rename(self, source: str, target: str) -> None:

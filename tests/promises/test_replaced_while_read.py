@@ -12,15 +12,14 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader
-from robust_dcp.storage.files.disk import OpenFile
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile
 
 LONG = {f"layer.{number}": torch.full((40,), float(number)) for number in range(60)}
 SHORT = {"layer.0": torch.full((4,), 7.0)}
 MOST_OPENED = 40
 
 
-class ReplacedOnOpen(PosixDisk):
+class ReplacedOnOpen(Disk):
     """Another save replaces the checkpoint right after the ``number``-th file has been opened."""
 
     def __init__(self, number: int, replace: Callable[[], object]) -> None:
@@ -43,18 +42,18 @@ def save_and_replace(path: Path, number: int, *, has_index: bool) -> ReplacedOnO
     return ReplacedOnOpen(number, lambda: robust_dcp.save(dict(SHORT), checkpoint_id=path))
 
 
-def load_ours(path: Path, disk: PosixDisk, state_dict: dict[str, Any]) -> None:
+def load_ours(path: Path, disk: Disk, state_dict: dict[str, Any]) -> None:
     robust_dcp.load(state_dict, storage_reader=RobustReader(path, disk=disk))
 
 
-def load_by_stock(path: Path, disk: PosixDisk, state_dict: dict[str, Any]) -> None:
+def load_by_stock(path: Path, disk: Disk, state_dict: dict[str, Any]) -> None:
     dcp.load(state_dict, storage_reader=RobustReader(path, disk=disk), no_dist=True)
 
 
 @pytest.mark.parametrize("load", [load_ours, load_by_stock])
 @pytest.mark.parametrize("has_index", [True, False])
 def test_a_checkpoint_that_is_replaced_by_a_shorter_one_while_it_is_read_is_never_called_corrupt(
-    has_index: bool, load: Callable[[Path, PosixDisk, dict[str, Any]], None], tmp_path: Path
+    has_index: bool, load: Callable[[Path, Disk, dict[str, Any]], None], tmp_path: Path
 ) -> None:
     """One load for each file that a load opens: the checkpoint is replaced right after that file was opened."""
 

@@ -15,15 +15,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter, StorageError
-from robust_dcp.storage.files.disk import OpenFile
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from tests.harness.nodes import become_node, can_become_node
 from tests.harness.ranks import run_ranks, values
 
 MIB = 1 << 20
 
 
-class SmallDisk(PosixDisk):
+class SmallDisk(Disk):
     """Has a given number of bytes, whatever lies there, and notes which data files are made."""
 
     def __init__(self, free_nbytes: int) -> None:
@@ -40,7 +39,7 @@ class SmallDisk(PosixDisk):
         return super().open_new(path, direct=direct)
 
 
-def save_somehow(how: str, path: str, disk: PosixDisk) -> str:
+def save_somehow(how: str, path: str, disk: Disk) -> str:
     state = {f"rank {dist.get_rank()}": torch.ones(MIB)}
     try:
         if how == "stock with our plugins":
@@ -141,7 +140,7 @@ def test_a_relative_path_that_nobody_has_made_has_the_room_of_the_working_direct
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert PosixDisk().room("checkpoint")[0] == PosixDisk().room(str(tmp_path))[0]
+    assert Disk().room("checkpoint")[0] == Disk().room(str(tmp_path))[0]
 
 
 def test_real_file_systems_are_asked(small_mounts: list[Path]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.test_record import record_of
@@ -118,7 +118,7 @@ def read_box(
         def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
             return target
 
-    disk = WatchedDisk(PosixDisk() if inner is None else inner)
+    disk = WatchedDisk(Disk() if inner is None else inner)
     reader = RobustReader(directory, disk=disk, **options)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import BlockLease, BlockPool
-from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.record import bytes_of
@@ -57,7 +56,7 @@ def test_a_block_holds_the_bytes_of_the_file(
     offset, nbytes = place
     if not cached:
         forget(file)
-    opened = DataFile(PosixDisk(), str(file), direct)
+    opened = DataFile(Disk(), str(file), direct)
     block = blocks().take()
     start, found = opened.read_block(block, offset, nbytes)
     opened.close()
@@ -76,7 +75,7 @@ def test_a_piece_holds_the_bytes_of_the_file(
     target = memory[shift : shift + nbytes]
     if not cached:
         forget(file)
-    opened = DataFile(PosixDisk(), str(file), None)
+    opened = DataFile(Disk(), str(file), None)
     found, checksum = opened.read_piece(bytes_of(target), target.data_ptr(), offset, blocks(), checksum=True)
     opened.close()
     expected = file.read_bytes()[offset : offset + nbytes]
@@ -85,7 +84,7 @@ def test_a_piece_holds_the_bytes_of_the_file(
     assert not memory[:shift].any() and not memory[shift + nbytes :].any()
 
 
-class Refusing(PosixDisk):
+class Refusing(Disk):
     """Takes O_DIRECT when the file is opened, or not even then, and refuses to read by it."""
 
     def __init__(self, at_open: bool) -> None:
@@ -135,7 +134,7 @@ def test_who_demands_direct_reads_is_told_that_they_are_refused(file: Path, at_o
 
 
 def test_an_error_of_the_device_is_no_refusal(file: Path) -> None:
-    class Broken(PosixDisk):
+    class Broken(Disk):
         def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
             raise storage_error("read", file.path, OSError(errno.EIO, "Input/output error"))
 

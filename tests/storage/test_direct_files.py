@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import Block, DeviceCopies, TensorBytes, tensor_bytes
-from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.layouts.places import LARGE_NBYTES
 from robust_dcp.storage.writing import engine
 from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, write
@@ -38,7 +37,7 @@ MIX = [
 def written_to(directory: str, values: list[Any], **options: Any) -> tuple[tuple[str, ...], list[bytes]]:
     """(how they were written, the files)."""
     files = options.pop("files", 2)
-    disk = options.pop("disk", None) or PosixDisk()
+    disk = options.pop("disk", None) or Disk()
     written = write(ListSource(values), placed(values, files=files), disk, directory=directory, **options)
     return written.how, [content_of(disk, name, directory) for name in written.names]
 
@@ -76,9 +75,9 @@ def test_objects_go_out_in_whole_pages_too(objects: list[bytes], block_bytes: in
 def test_files_that_may_be_direct_are_and_say_so(tmp_path: Path) -> None:
     how, contents = written_to(str(tmp_path), MIX)
     assert contents == framed_one_by_one(MIX, placed(MIX, files=2))
-    can = PosixDisk().open_new(str(tmp_path / "asked"), direct=True)
+    can = Disk().open_new(str(tmp_path / "asked"), direct=True)
     assert how == ("direct",) if can.alignment is not None else how[0].startswith("buffered: ")
-    PosixDisk().close(can)
+    Disk().close(can)
 
 
 def test_the_page_cache_is_used_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index import StoredChunks, fitting_index, look_up, stored_items_of
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
@@ -57,7 +57,7 @@ def _grid(name: str, rows: int, columns: int, extent: int = 6) -> Entry:
 def test_names_are_found_wherever_they_stand(tmp_path: Path) -> None:
     names = sorted({f"layer.{n}.{part}" for n in range(40) for part in ("w", "b", "ä", "")} | {"", "\U0001f600", "ÿ"})
     put(tmp_path, sorted_content(*(Entry(name, None, (), (Chunk((), (), 0, (0, 1)),)) for name in names)))
-    index = fitting_index(PosixDisk(), str(tmp_path))
+    index = fitting_index(Disk(), str(tmp_path))
     assert index is not None
     expected = {name: number for number, name in enumerate(names)}
     assert index.find_all(reversed(names)) == expected
@@ -141,7 +141,7 @@ def test_what_is_read_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         put(directory, sorted_content(*(_grid(f"layer.{n:04d}.w", ranks, 1) for n in range(64))))
         nbytes = [0]
 
-        class Counting(PosixDisk):
+        class Counting(Disk):
             def pread_into(self, file: Any, buffer: Any, offset: int, nbytes: list[int] = nbytes) -> int:
                 nbytes[0] += len(buffer)
                 return super().pread_into(file, buffer, offset)

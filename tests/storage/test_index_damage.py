@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index import ChunkKind, DamagedIndex, fitting_index, form, index_of
 from robust_dcp.storage.index.form import SECTIONS, head_nbytes
 from robust_dcp.storage.reader import RobustReader
@@ -226,7 +226,7 @@ def test_chunks_that_lie_on_each_other_are_not_all_read(tmp_path: Path) -> None:
     metadata = lazy(tmp_path)
     assert metadata is not None
     _forge(index, "chunk_offset", dict.fromkeys(range(100), 1))
-    found = fitting_index(PosixDisk(), str(tmp_path))
+    found = fitting_index(Disk(), str(tmp_path))
     assert found is not None
     stored = found.stored(0)
     assert stored.size is not None

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp.storage.files import kernel
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import cached_nbytes
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.reading.data_file import DataFile
 from tests.harness.ranks import run_ranks, values
 from tests.storage.test_data_file import blocks, forget
@@ -42,8 +42,8 @@ def fd(file: Path) -> Iterator[int]:
 
 def is_in_memory(path: Path) -> bool:
     """Whether the file system has no device, so that all of each file is in the cache at any time (tmpfs)."""
-    opened = PosixDisk().open_read(str(path), direct=True)
-    PosixDisk().close(opened)
+    opened = Disk().open_read(str(path), direct=True)
+    Disk().close(opened)
     return opened.alignment is None
 
 
@@ -109,7 +109,7 @@ def test_a_system_that_does_not_know_cachestat_is_asked_by_mincore(
 def test_a_read_goes_to_where_most_of_its_bytes_are(file: Path, fd: int, cached: float, past_the_cache: int) -> None:
     nbytes = 2 << 20
     os.pread(fd, int(nbytes * cached), 0)
-    disk = WatchedDisk(PosixDisk())
+    disk = WatchedDisk(Disk())
     opened = DataFile(disk, str(file), None)
     block = blocks().take()
     start, found = opened.read_block(block, 0, nbytes)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.errors import UnsafeCheckpoint
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     check_relative_path,
     data_file_name,
@@ -18,7 +19,6 @@ from robust_dcp.storage.files.paths import (
     shard_file_name,
     writer_of,
 )
-from robust_dcp.storage.files.posix_disk import PosixDisk
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["0123456789abcdef", "f" * 16]))
@@ -85,7 +85,7 @@ def test_a_link_is_followed_to_a_data_file_of_its_name_only(tmp_path: Path) -> N
     (directory / "out").symlink_to(stripe)
 
     def located(name: str) -> str:
-        return locate(PosixDisk(), str(directory), name, file=".metadata")
+        return locate(Disk(), str(directory), name, file=".metadata")
 
     assert located("__0_0.distcp") == os.path.realpath(stripe / "__0_0.distcp")
     assert located("__0_4.distcp") == os.path.realpath(directory / "inside")

@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustReader, RobustWriter
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.read_head import parse_head, read_head
 
 
@@ -34,7 +34,7 @@ def test_a_head_by_safetensors_is_read(tmp_path: Path) -> None:
     data = save(tensors, metadata={"note": "x"})
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
-    head = read_head(PosixDisk(), str(path))
+    head = read_head(Disk(), str(path))
     assert not head.is_of_checkpoint
     assert head.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -98,7 +98,7 @@ def test_a_length_that_cannot_be_is_refused_before_it_is_allocated(tmp_path: Pat
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{}" + b" " * 40)
     with pytest.raises(CorruptCheckpoint, match="a header of at most 42 bytes"):
-        read_head(PosixDisk(), str(path))
+        read_head(Disk(), str(path))
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 7])
@@ -106,7 +106,7 @@ def test_a_file_without_a_head_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(CorruptCheckpoint):
-        read_head(PosixDisk(), str(path))
+        read_head(Disk(), str(path))
 
 
 def test_a_damaged_head_never_gives_other_data(tmp_path: Path) -> None:

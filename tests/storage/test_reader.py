@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.checkpoints import (
@@ -123,14 +123,14 @@ def test_a_slice_reads_its_own_bytes_only(tmp_path: Path, monkeypatch: pytest.Mo
     save_stock(tmp_path, {"w": value})
     rewritten(tmp_path, "w", value)
     read: list[int] = []
-    pread_into = PosixDisk.pread_into
+    pread_into = Disk.pread_into
 
-    def counted(self: PosixDisk, file: Any, buffer: Any, offset: int) -> int:
+    def counted(self: Disk, file: Any, buffer: Any, offset: int) -> int:
         if file.path.endswith(".distcp"):
             read.append(memoryview(buffer).nbytes)
         return pread_into(self, file, buffer, offset)
 
-    monkeypatch.setattr(PosixDisk, "pread_into", counted)
+    monkeypatch.setattr(Disk, "pread_into", counted)
     target = torch.zeros(10, 1000)
     read_box(tmp_path, target, [500, 0], [10, 1000])
     assert torch.equal(target, value[500:510])

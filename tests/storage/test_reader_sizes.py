@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.storage.checkpoints import PairedPlanner, assert_same, load, read_box, rewritten, save_stock
 from tests.storage.test_data_file import forget
 from tests.support.simulated_disk import WatchedDisk
@@ -107,7 +107,7 @@ def test_a_file_that_ends_within_an_item_is_found(name: str, tmp_path: Path) -> 
 def test_many_small_items_take_few_reads(checkpoints: dict[str, Path]) -> None:
     targets = {name: torch.zeros(numel) for name, numel in NUMELS.items() if name.startswith("small")}
     for directory in checkpoints.values():
-        disk = WatchedDisk(PosixDisk())
+        disk = WatchedDisk(Disk())
         load(directory, dict(targets), disk=disk)
         reads = [path for operation, path in disk.calls if operation == "pread_into" and path.endswith(".distcp")]
         assert len(reads) == 2  # one of them looks for a footer

@@ -12,7 +12,7 @@ import torch
 
 import robust_dcp
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.harness.names import data_file
 
 
@@ -43,8 +43,8 @@ def test_a_special_file_in_place_of_a_file_is_refused(kind: str, name: str, tmp_
 
 def test_a_device_is_refused_and_a_regular_file_is_not_left_without_waiting(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="character device"):
-        PosixDisk().open_read("/dev/zero")
+        Disk().open_read("/dev/zero")
     (tmp_path / "file").write_bytes(b"x")
-    opened = PosixDisk().open_read(str(tmp_path / "file"))
+    opened = Disk().open_read(str(tmp_path / "file"))
     assert os.get_blocking(opened.fd)
-    PosixDisk().close(opened)
+    Disk().close(opened)

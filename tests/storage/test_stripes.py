@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustWriter, StorageError
 from robust_dcp.storage.committing.cleaning import remove_target, stripe_of
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.support.simulated_disk import WatchedDisk
 
 StateDict = dict[str, Any]
@@ -98,7 +98,7 @@ def test_whichever_call_before_the_commit_fails_the_old_checkpoint_loads_and_not
     before = {path: files_below(path) for path in (directory, *stripes)}
     number = 0
     while True:
-        disk = WatchedDisk(PosixDisk(), fail_at=number)
+        disk = WatchedDisk(Disk(), fail_at=number)
         with contextlib.suppress(StorageError):
             save(directory, 2, stripes, disk=disk, threads=1)
             if disk.operations[number] == "lock":  # a save goes on without one
@@ -117,7 +117,7 @@ def test_whichever_call_before_the_commit_fails_the_old_checkpoint_loads_and_not
 
 
 def test_stripes_are_durable_before_the_commit(tmp_path: Path, stripes: list[Path]) -> None:
-    disk = WatchedDisk(PosixDisk())
+    disk = WatchedDisk(Disk())
     save(tmp_path / "checkpoint", 1, stripes, disk=disk)
     rename = disk.operations.index("rename")
     synced = {path for operation, path in disk.calls[:rename] if operation == "fsync_directory"}
@@ -130,7 +130,7 @@ def test_only_links_to_data_files_of_this_checkpoint_are_followed(tmp_path: Path
         (tmp_path / name).write_bytes(b"precious")
         (tmp_path / "checkpoint" / name).symlink_to(tmp_path / name)
     for name in ("__0_0.distcp", "precious", "__0_1.distcp"):
-        remove_target(PosixDisk(), str(tmp_path / "checkpoint"), name)
+        remove_target(Disk(), str(tmp_path / "checkpoint"), name)
     assert files_below(tmp_path) == {"__0_0.distcp", "precious"}
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from tests.support.simulated_disk import WatchedDisk
 
 
@@ -54,7 +54,7 @@ class KeepsBuffers(RobustPlanner):
 
 def test_a_planner_can_close_its_buffer_while_the_object_is_written(tmp_path: Path) -> None:
     planner = KeepsBuffers()
-    disk: Any = WatchedDisk(PosixDisk(), before=lambda _: [buffer.close() for buffer in planner.buffers])
+    disk: Any = WatchedDisk(Disk(), before=lambda _: [buffer.close() for buffer in planner.buffers])
     writer = RobustWriter(tmp_path, disk=disk, buffer_bytes=1 << 18)  # the object fills several blocks
     robust_dcp.save({"words": "a" * (1 << 20)}, storage_writer=writer, planner=planner)
     assert planner.buffers and all(buffer.closed for buffer in planner.buffers)

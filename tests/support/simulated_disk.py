@@ -162,15 +162,6 @@ class SimulatedDisk(Disk):
         cached.extend(bytes(max(0, nbytes - len(cached))))
         return True
 
-    def share_extents(self, source: OpenFile, target: OpenFile, offset: int, nbytes: int) -> tuple[int, int]:
-        end = offset + nbytes
-        if end > len(self._open[source.fd].cached):
-            raise self._error("share", target.path, errno.EINVAL)
-        cached = self._open[target.fd].cached
-        cached.extend(bytes(max(0, end - len(cached))))
-        cached[offset:end] = self._open[source.fd].cached[offset:end]
-        return offset, end
-
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         self.preallocate(file, nbytes)
         del self._open[file.fd].cached[nbytes:]
@@ -188,13 +179,6 @@ class SimulatedDisk(Disk):
         self._inode(source, "rename")
         new = posixpath.basename(target)
         directory.pending.append(lambda names: names.__setitem__(new, names.pop(old)))
-
-    def link(self, source: str, target: str) -> None:
-        directory, name = self._split(target)
-        inode = self._inode(source, "link")
-        if name in directory.names:
-            raise self._error("link", target, errno.EEXIST)
-        directory.pending.append(lambda names: names.__setitem__(name, inode))
 
     def unlink(self, path: str) -> None:
         directory, name = self._split(path)

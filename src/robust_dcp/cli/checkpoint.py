@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from robust_dcp.cli.output import CommandFailed, age, number, size
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_url
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ __all__ = ["check_is_there", "holds_checkpoint", "open_checkpoint", "summary", "
 def holds_checkpoint(path: str) -> bool:
     """Whether a directory has a ``.metadata``, those of ranks that saved for themselves, or safetensors files."""
     ends = (METADATA_NAME, SAFETENSORS_SUFFIX)
-    return os.path.isdir(path) and any(name.endswith(ends) for name in PosixDisk().list_directory(path))
+    return os.path.isdir(path) and any(name.endswith(ends) for name in Disk().list_directory(path))
 
 
 def check_is_there(path: str) -> None:
@@ -33,7 +33,7 @@ def check_is_there(path: str) -> None:
     if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
         raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
     if not holds_checkpoint(path):
-        raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(PosixDisk(), path)}")
+        raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(Disk(), path)}")
 
 
 def open_checkpoint(path: str) -> Contents:
@@ -45,10 +45,10 @@ def open_checkpoint(path: str) -> Contents:
     """
     check_is_there(path)
     from robust_dcp.contents.read import read_contents
-    from robust_dcp.storage.remote.remote_disk import RemoteDisk
+    from robust_dcp.storage.remote import RemoteDisk
 
     try:
-        disk = RemoteDisk(path) if is_url(path) else PosixDisk()
+        disk = RemoteDisk(path) if is_url(path) else Disk()
     except ValueError as error:
         raise CommandFailed(str(error)) from error
     return read_contents(disk, path)

@@ -68,7 +68,7 @@ def run(
 
     from robust_dcp.drain.copy import copy_checkpoint
     from robust_dcp.errors import RobustCheckpointError
-    from robust_dcp.storage.remote.store import CopyOptions
+    from robust_dcp.storage.remote import CopyOptions
 
     options = CopyOptions(
         threads=threads,

@@ -30,8 +30,8 @@ from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import FOUND, Output, number, size
 from robust_dcp.environment import VARIABLES, value_of
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import is_of_this_machine, mount_of
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.version import __version__
 
 __all__ = ["declare", "run"]
@@ -217,7 +217,7 @@ def _file_system(path: str) -> Iterator[Finding]:
     try:
         for name, look in (("direct I/O", _direct), ("locks", _locks), ("commit", _commit)):
             try:
-                yield look(PosixDisk(), name, directory)
+                yield look(Disk(), name, directory)
             except errors.StorageError as error:  # noqa: PERF203 three times
                 yield Finding("problem", name, error.message, "look at the kernel's log, and at quotas")
     finally:
@@ -242,7 +242,7 @@ def _mount(path: str) -> Finding:
     return Finding("ok", name, found)
 
 
-def _direct(disk: PosixDisk, name: str, directory: str) -> Finding:
+def _direct(disk: Disk, name: str, directory: str) -> Finding:
     file = disk.open_new(os.path.join(directory, "direct"), direct=True)
     disk.close(file)
     if file.alignment is None:
@@ -251,7 +251,7 @@ def _direct(disk: PosixDisk, name: str, directory: str) -> Finding:
     return Finding("ok", name, f"yes, aligned to {file.alignment.offset} bytes")
 
 
-def _locks(disk: PosixDisk, name: str, directory: str) -> Finding:
+def _locks(disk: Disk, name: str, directory: str) -> Finding:
     path = os.path.join(directory, "lock")
     first, second = disk.open_new(path), disk.open_read(path)
     try:
@@ -265,7 +265,7 @@ def _locks(disk: PosixDisk, name: str, directory: str) -> Finding:
     return Finding("warning", name, "no flock" if taken is None else "a lock does not keep others out", advice)
 
 
-def _commit(disk: PosixDisk, name: str, directory: str) -> Finding:
+def _commit(disk: Disk, name: str, directory: str) -> Finding:
     """What the commit of a save needs: fsync of a file and of its directory, and a rename in between."""
     source, target = os.path.join(directory, "new"), os.path.join(directory, "committed")
     started = time.perf_counter()

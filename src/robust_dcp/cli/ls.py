@@ -24,7 +24,6 @@ from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.saving_file import OtherSave, SaveState, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
 __all__ = ["check_root", "declare", "run", "state_of"]
@@ -40,7 +39,7 @@ def declare(parser: ArgumentParser) -> None:
 
 def run(root: str) -> None:
     """Print the checkpoints below a directory."""
-    disk = PosixDisk()
+    disk = Disk()
     check_root(root)
     now_seconds = time.time()
     removals = [name for name in disk.list_directory(root) if name.startswith(REMOVING_PREFIX)]
@@ -113,7 +112,7 @@ def check_root(root: str) -> None:
         CommandFailed: it is not there, or no directory, or may not be read.
     """
     if not os.path.isdir(root):
-        raise CommandFailed(f"{root}: {what_is_there(PosixDisk(), root)}")
+        raise CommandFailed(f"{root}: {what_is_there(Disk(), root)}")
     if not os.access(root, os.R_OK | os.X_OK):
         raise CommandFailed(f"{root} cannot be read: check who owns the directory and with which mode")
 

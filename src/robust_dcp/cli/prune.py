@@ -25,7 +25,7 @@ from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
 from robust_dcp.manager.series import Checkpoint, Series, policies_of, series_in
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 
 __all__ = ["declare", "run"]
 
@@ -63,7 +63,7 @@ def run(
     policies = policies_of(keep_last, keep_every, keep_best, best="largest" if largest else "smallest")
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
-    series = _series(PosixDisk(), root, name)
+    series = _series(Disk(), root, name)
     checkpoints = series.look()[0]
     _check_metric(checkpoints, keep_best)
     doomed = series.unkept(policies)
@@ -97,7 +97,7 @@ def run(
     return _NOT_REMOVED if pruned.failed else 0  # the log has said why
 
 
-def _series(disk: PosixDisk, root: str, name: str | None) -> Series:
+def _series(disk: Disk, root: str, name: str | None) -> Series:
     """The series that is meant: the only one that holds something of ours, or the one that was named."""
     if name is not None:
         try:

@@ -22,8 +22,8 @@ from robust_dcp.cli.checkpoint import check_is_there, holds_checkpoint, open_che
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number, size
 from robust_dcp.manager.series import series_in
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url
-from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["declare", "run"]
 
@@ -40,7 +40,7 @@ def run(path: str, *, jobs: int | None, fast: bool) -> int:
     jobs = jobs or min(16, max(4, len(os.sched_getaffinity(0))))
     checkpoints: list[str] = []
     if not is_url(path) and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and not holds_checkpoint(path):
-        series = series_in(PosixDisk(), path)
+        series = series_in(Disk(), path)
         checkpoints = [each for one in series for each in one.directories() if holds_checkpoint(each)]
     if not checkpoints:
         check_is_there(path)

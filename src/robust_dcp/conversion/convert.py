@@ -30,7 +30,6 @@ from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import directory_path
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.model_file import INDEX_NAME, check_dtypes, in_shards, index_of, write_model_file
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
@@ -187,7 +186,7 @@ def convert(
         CorruptCheckpoint, UnsafeCheckpoint: the source is damaged, or no data.
     """
     layout_named(layout)
-    disk = PosixDisk() if disk is None else disk
+    disk = Disk() if disk is None else disk
     path = os.path.abspath(directory_path(target))
     rules = rules or Rules()
     plan = _Plan(open_source(os.fspath(source), buffer_nbytes // 2), rules, buffer_nbytes, progress)

@@ -41,10 +41,9 @@ from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.remote.store import Calls, CopyOptions, local_path_of, place_of
+from robust_dcp.storage.remote import Calls, CopyOptions, local_path_of, place_of
 
 __all__ = ["Copy", "CopyResult", "Progress", "copy_checkpoint"]
 
@@ -125,7 +124,7 @@ def copy_checkpoint(
         (0, 0)
     """
     copy = Copy(source, target, options or CopyOptions(), progress=progress, disk=disk)
-    path, local, is_awaited = local_path_of(copy.result.source), disk or PosixDisk(), False
+    path, local, is_awaited = local_path_of(copy.result.source), disk or Disk(), False
     with nullcontext() if path is None else needed_for_a_load(local, path):
         awaited = None
         with suppress(StorageError):

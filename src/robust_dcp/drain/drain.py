@@ -25,7 +25,7 @@ from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import is_url
-from robust_dcp.storage.remote.store import CopyOptions
+from robust_dcp.storage.remote import CopyOptions
 
 __all__ = ["Drain", "remove_staging", "staging_directory"]
 

@@ -14,7 +14,7 @@ from robust_dcp.drain.record import is_awaited
 from robust_dcp.errors import RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
-from robust_dcp.storage.remote.store import Calls, local_path_of, place_of
+from robust_dcp.storage.remote import Calls, local_path_of, place_of
 
 __all__ = ["nearest_copy"]
 

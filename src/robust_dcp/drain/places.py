@@ -19,9 +19,7 @@ from typing import Any, Final
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import is_data_file, locate
-from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.remote.remote_disk import RemoteDisk
-from robust_dcp.storage.remote.store import Calls, filesystem_of, local_path_of
+from robust_dcp.storage.remote import Calls, RemoteDisk, filesystem_of, local_path_of
 
 __all__ = ["Parts", "Place", "PlaceFile", "open_place"]
 
@@ -48,7 +46,7 @@ def open_place(
     """
     path = local_path_of(place)
     if path is not None:
-        return _Directory(path, disk or PosixDisk(), calls)
+        return _Directory(path, disk or Disk(), calls)
     return _Store(place, options, calls)
 
 

@@ -42,9 +42,8 @@ from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.remote.store import CopyOptions, place_of
+from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.version import __version__
 
@@ -154,7 +153,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self._disk: Disk = PosixDisk() if disk is None else disk
+        self._disk: Disk = Disk() if disk is None else disk
         self._series = Series(self._disk, directory_path(root), name)
         self.root = self._series.root
         self.policies = policies_of(keep_last, keep_every, keep_best, more=keep)

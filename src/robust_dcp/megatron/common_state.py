@@ -23,7 +23,7 @@ import torch
 
 from robust_dcp.comm import Channel
 from robust_dcp.staging import on_cpu
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.records.objects import Refusal, refusal_of
 
 __all__ = [
@@ -165,4 +165,4 @@ def read_file(path: str) -> bytes | None:
         StorageError: the file cannot be read, or is not a regular file.
         CorruptCheckpoint: the file is longer than any such file can be.
     """
-    return PosixDisk().read_file(path, _MAX_NBYTES)
+    return Disk().read_file(path, _MAX_NBYTES)

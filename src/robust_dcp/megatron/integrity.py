@@ -16,7 +16,7 @@ import msgspec
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.common_state import read_file
 from robust_dcp.megatron.versions import CheckpointingException, backend_of
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 
 __all__ = ["MANIFEST_FILE", "hashes_of", "save_manifest", "verify_files"]
 
@@ -54,7 +54,7 @@ def save_manifest(channel: Channel, phase: str, directory: str, own_hashes: Call
         files |= hashes_of(directory, (name for name in there if name not in files))
         manifest = _Manifest(dict(sorted(files.items())))
         data = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-        PosixDisk().replace_file(os.path.join(directory, MANIFEST_FILE), data)
+        Disk().replace_file(os.path.join(directory, MANIFEST_FILE), data)
 
     channel.barrier(f"{phase}: manifest", write)
 

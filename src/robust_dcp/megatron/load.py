@@ -42,8 +42,8 @@ from robust_dcp.plan.load_items import plan_reads
 from robust_dcp.plan.load_planner import check_filled, local_numel
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.committing.cleaning import remove_data_files
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, directory_path
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import look_up
 from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
@@ -367,7 +367,7 @@ def remove_sharded_tensors(_: Any, strategy: Any, checkpoint_dir: CheckpointDir,
         index: place for index, place in metadata.storage_data.items() if not index.fqn.startswith(key_prefix)
     }
     after = set(referenced_files(metadata))
-    disk = PosixDisk()
+    disk = Disk()
     disk.replace_file(os.path.join(directory, METADATA_NAME), encode_metadata(metadata))
     # The index describes the replaced `.metadata`. Nobody would use or remove it later.
     remove_data_files(disk, directory, (before - after) | {INDEX_NAME}, keep=after)

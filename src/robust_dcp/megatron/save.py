@@ -42,8 +42,8 @@ from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.clean_up import clean_up, failed_in_step
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.records.objects import Refusal
 from robust_dcp.switch.patching import log_left_to_stock
 
@@ -422,7 +422,7 @@ class _Finish:
         for name, data in {**files, common_state.CONFIG_FILE: versions.checkpoint_config(self.strategy)}.items():
             path = os.path.join(self.directory, name)
             is_new = not os.path.lexists(path)
-            PosixDisk().replace_file(path, data)
+            Disk().replace_file(path, data)
             if is_new:
                 self._new.append(path)
 
@@ -434,7 +434,7 @@ class _Finish:
 
         def take_back() -> _Withdrawn:
             while self._new:
-                PosixDisk().unlink(self._new[-1])
+                Disk().unlink(self._new[-1])
                 self._new.pop()
             return _Withdrawn(self.writer.directory.withdraw())
 

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.disk import Disk
 
 __all__ = [
     "COMMON_STATE_KEY",
@@ -173,7 +173,7 @@ def backend_of(checkpoint_dir: str) -> str:
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist")
     path = os.path.join(checkpoint_dir, core.CONFIG_FNAME)
-    data = PosixDisk().read_file(path, _MAX_CONFIG_NBYTES)
+    data = Disk().read_file(path, _MAX_CONFIG_NBYTES)
     if data is None:
         raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
     try:

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from robust_dcp.plan.items import Items
 from robust_dcp.plan.plan import LocalStructure, Plan, Share, stored_plan
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import fitting_index
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.structure_cache import CACHE, Table
@@ -164,7 +164,7 @@ def _plan_of_loaded(group: GroupKey, rank: int, local: LocalStructure, *, leads:
     """A plan for this rank's structure in the checkpoints that were loaded, the latest first. Each is used once."""
     for directory, _ in LOADED.latest_first():
         try:
-            index = fitting_index(PosixDisk(), directory)
+            index = fitting_index(Disk(), directory)
             stored = None if index is None else stored_plan(index.file, group, rank, local, leads=leads)
             if stored is None:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from robust_dcp.storage.files.paths import is_url
-from robust_dcp.storage.remote.store import place_of
+from robust_dcp.storage.remote import place_of
 
 __all__ = ["checkpoint_name"]
 

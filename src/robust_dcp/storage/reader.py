@@ -27,14 +27,12 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import stored_items_of
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
 from robust_dcp.storage.reading.reads import Read, SharableReads, places_in_files, reads_of, sharable_reads
-from robust_dcp.storage.remote.remote_disk import RemoteDisk
-from robust_dcp.storage.remote.store import filesystem_of, local_path_of, place_of
+from robust_dcp.storage.remote import RemoteDisk, filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writing.write_options import with_keywords
 
 if TYPE_CHECKING:
@@ -124,7 +122,7 @@ class RobustReader(StorageReader):
     def _go_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
         place = place_of(checkpoint_id)
         self.path: str = local_path_of(place) or place
-        self._disk: Disk = self._given_disk or (RemoteDisk(self.path) if is_url(self.path) else PosixDisk())
+        self._disk: Disk = self._given_disk or (RemoteDisk(self.path) if is_url(self.path) else Disk())
 
     def _begin(self) -> None:
         """Begin another load."""

@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import directory_path
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.writing.write_options import available_cores
 
@@ -157,7 +156,7 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
     # store zeros.
     block = mmap.mmap(-1, BLOCK_NBYTES)
     block.write(os.urandom(BLOCK_NBYTES))
-    drive = _Drive(disk or PosixDisk(), directory, memoryview(block))
+    drive = _Drive(disk or Disk(), directory, memoryview(block))
     status = os.statvfs(directory)
     free_nbytes = status.f_bavail * status.f_frsize
     share_nbytes = free_nbytes // _SHARE_OF_FREE_SPACE

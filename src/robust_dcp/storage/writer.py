@@ -31,11 +31,10 @@ from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.remote.store import CopyOptions, place_of
+from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.report import SaidOfRank, SaveTimes, make_report, module_sizes, said_of_rank
@@ -100,7 +99,7 @@ class RobustWriter(StorageWriter):
         self.path = directory_path(path)
         self.drain_to = None if drain_to is None else place_of(drain_to)
         self.drain_options = drain_options or CopyOptions()
-        self.disk: Disk = disk or PosixDisk()
+        self.disk: Disk = disk or Disk()
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
         self._directory: Save | None = None

@@ -1,4 +1,5 @@
-"""Places that are reached over a network by fsspec: which store a URL means, how calls to it are made, and copies.
+"""Places that are reached over a network by fsspec: which store a URL means, how calls to it are made, and a disk that
+reads from one.
 
 Each call ends within a time limit, and one that failed is repeated if that can help. This module decides which failures
 can get better, how long to wait before the next try, and how a failure is told. It never knows what a call does.
@@ -7,20 +8,34 @@ can get better, how long to wait before the next try, and how a failure is told.
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import logging
 import os
 import random
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, cast, get_args
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
-from robust_dcp.storage.files.paths import is_url
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.paths import is_data_file, is_url
 
-__all__ = ["Calls", "CopyOptions", "VerifyCopy", "can_get_better", "filesystem_of", "local_path_of", "place_of"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "Calls",
+    "CopyOptions",
+    "RemoteDisk",
+    "VerifyCopy",
+    "can_get_better",
+    "filesystem_of",
+    "local_path_of",
+    "place_of",
+]
 
 
 def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
@@ -327,3 +342,185 @@ class CopyOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+
+
+# A disk that reads.
+
+_READ_AHEAD_NBYTES: Final = 1 << 20
+"""A call takes some ten milliseconds. So an index is read in pieces of this size, although few bytes are wanted."""
+
+_BLOCKS_KEPT: Final = 32
+_WHAT_CHANGES: Final = ("ETag", "etag", "md5Hash", "md5", "generation", "mtime", "LastModified", "updated", "created")
+
+
+class _RemoteFile(OpenFile):
+    """An open file of a store.
+
+    Attributes:
+        nbytes: its size when it was opened.
+        fetch: gives bytes ``start`` to ``end`` of it.
+    """
+
+    __slots__ = ("fetch", "nbytes")
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        super().__init__(path, -1)
+        self.nbytes = nbytes
+        self.fetch: Callable[[int, int], bytes] = lambda start, end: b""
+
+
+def _refused(operation: str) -> Any:
+    """A method in place of one that a store does not have."""
+
+    def refuse(self: RemoteDisk, place: OpenFile | str, *arguments: Any, **options: Any) -> NoReturn:
+        path = place if isinstance(place, str) else place.path
+        raise StorageError(
+            f"{operation} {path}: robust_dcp only reads here; save to a directory with RobustWriter(path, "
+            "drain_to=url)",
+            path=path,
+            errno=errno.EROFS,
+            operation=operation,
+        )
+
+    return refuse
+
+
+class RemoteDisk(Disk):
+    """Reads files of a store. All paths are URLs below the one that it was made for.
+
+    Args:
+        url: of a checkpoint.
+        storage_options: for fsspec.
+        calls: how calls are made, and repeated.
+    """
+
+    def __init__(
+        self, url: str, *, storage_options: Mapping[str, Any] | None = None, calls: Calls | None = None
+    ) -> None:
+        self._filesystem, _ = filesystem_of(url, storage_options)
+        self._calls = calls or Calls()
+
+    def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
+        info = self._info(path)
+        if info.get("type") == "directory":
+            raise StorageError(f"open {path}: it is a directory", path=path, errno=errno.EISDIR, operation="open")
+        size = info.get("size")
+        if not isinstance(size, int):
+            why = "the store does not say how long it is"
+            raise StorageError(f"open {path}: {why}", path=path, errno=errno.EINVAL, operation="open")
+        file = _RemoteFile(path, size)
+        # The cache asks for whole blocks, also at the end of the file.
+        file.fetch = lambda start, end: self._fetch(path, start, min(end, size))
+        if not is_data_file(path.rpartition("/")[2]):
+            from fsspec.caching import BlockCache  # fsspec is installed only where stores are used
+
+            file.fetch = BlockCache(_READ_AHEAD_NBYTES, file.fetch, size, maxblocks=_BLOCKS_KEPT)._fetch
+        if direct:
+            file.why_buffered = "it is in a remote store"
+        return file
+
+    def close(self, file: OpenFile) -> None:
+        return None
+
+    def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
+        file = cast("_RemoteFile", file)
+        buffers: Sequence[Any] = buffer if isinstance(buffer, (list, tuple)) else [buffer]
+        views = [memoryview(each).cast("B") for each in buffers]
+        end = min(offset + sum(view.nbytes for view in views), file.nbytes)
+        if end <= offset:
+            return 0
+        is_large = end - offset > _BLOCKS_KEPT // 2 * _READ_AHEAD_NBYTES
+        data = memoryview(self._fetch(file.path, offset, end) if is_large else file.fetch(offset, end))
+        done = 0
+        for view in views:
+            part = data[done : done + view.nbytes]
+            view[: part.nbytes] = part
+            done += part.nbytes
+        return done
+
+    def _fetch(self, path: str, start: int, end: int) -> bytes:
+        def fetch() -> bytes:
+            data: bytes = self._filesystem.cat_file(self._path(path), start=start, end=end)
+            if len(data) != end - start:  # a connection that was cut off, or a file that was replaced
+                raise ConnectionError(f"expected {end - start} bytes from byte {start} on, got {len(data)}")
+            return data
+
+        return self._calls.run("read", path, fetch)
+
+    def list_directory(self, path: str) -> list[str]:
+        def look() -> list[str]:
+            self._filesystem.invalidate_cache()
+            directory = self._path(path).rstrip("/")
+            names = [str(each["name"]).rstrip("/") for each in self._filesystem.ls(directory, detail=True)]
+            return sorted({name.rpartition("/")[2] for name in names if name.strip("/") != directory.strip("/")})
+
+        return self._calls.run("list", path, look)
+
+    def exists(self, path: str) -> bool:
+        try:
+            self._info(path)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return False
+            raise
+        return True
+
+    def size(self, file: OpenFile) -> int:
+        return cast("_RemoteFile", file).nbytes
+
+    def fingerprint(self, path: str) -> tuple[int, int, int]:
+        info = self._info(path)
+        return 0, int(info.get("size") or 0), _version_of(info)
+
+    def modified_seconds(self, path: str) -> float:
+        modified: Callable[[], float] = lambda: self._filesystem.modified(self._path(path)).timestamp()  # noqa: E731
+        return self._calls.run("look at", path, modified)
+
+    def resolve(self, path: str) -> str:
+        return path  # a store has no links
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        return nbytes
+
+    def is_of_this_machine(self, path: str) -> bool:
+        return False
+
+    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
+        return None
+
+    def unlock(self, file: OpenFile) -> None:
+        return None
+
+    def use_page_cache(self, file: OpenFile, why: str) -> None:
+        return None
+
+    # A checkpoint in a store is written by robust_dcp.drain, not by a writer that needs renames and fsync.
+    open_new = _refused("create")
+    pwrite = _refused("write")
+    preallocate = _refused("preallocate")
+    truncate = _refused("truncate")
+    fsync = _refused("fsync")
+    fsync_directory = _refused("fsync directory")
+    rename = _refused("rename")
+    symlink = _refused("link")
+    unlink = _refused("remove")
+    mkdirs = _refused("create directory")
+    rmdir = _refused("remove directory")
+    room = _refused("look at")
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        def look() -> Mapping[str, Any]:
+            self._filesystem.invalidate_cache()
+            info: Mapping[str, Any] = self._filesystem.info(self._path(path))
+            return info
+
+        return self._calls.run("look at", path, look)
+
+    def _path(self, url: str) -> str:
+        return str(self._filesystem._strip_protocol(url))
+
+
+def _version_of(info: Mapping[str, Any]) -> int:
+    """A number that differs if the contents do, as far as the store tells."""
+    said = repr([(name, info[name]) for name in _WHAT_CHANGES if info.get(name) is not None])
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
