@@ -18,7 +18,7 @@ from robust_dcp.report_file import (
     encode_report,
     find_stragglers,
 )
-from robust_dcp.storage.writing.report import module_sizes
+from robust_dcp.report_rows import module_sizes
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 _MIB = 1 << 20

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.items import ItemKind, Items, unique_rows
 from robust_dcp.report_file import Modules
+from robust_dcp.report_rows import module_sizes
 from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index import Fragment, IndexTemplate, Section
@@ -34,7 +35,6 @@ from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.report import module_sizes
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
 

@@ -52,13 +52,13 @@ from robust_dcp.plan.written import (
 )
 from robust_dcp.report_file import Changes, SavedReport, shortened
 from robust_dcp.report_file import Plan as PlanOfReport
+from robust_dcp.report_rows import SaidOfRank, SaveTimes, make_report, said_of_rank
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_room
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.report import SaidOfRank, SaveTimes, make_report, said_of_rank
 
 __all__ = ["MATCHES", "Digests", "OnReplicaMismatch", "OnStructureChange", "SaveSession"]
 
@@ -368,15 +368,13 @@ class SaveSession:
         def write_own() -> WrittenMessage | None:
             writer, placements = begun[0] if begun else begin_own()
             started_seconds = time.perf_counter()
-            self.written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
+            self.written = written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
             self.own_write_seconds = time.perf_counter() - started_seconds
             self.unloadable.raise_if_forbidden(self.checkpoint)
-            return written_message(
-                self.written.variable_places,
-                known_places,
-                self.unloadable.found,
-                said_of_rank(self.rank, self.written, self._times()) if writer.leaves_report else None,
-            )
+            said = None
+            if writer.leaves_report:
+                said = said_of_rank(self.rank, self._times(), written.nbytes, len(written.names), written.how)
+            return written_message(written.variable_places, known_places, self.unloadable.found, said)
 
         with self._cleaned_up_after_failure(), self.clock.phase("write"):
             if self._checks_room:

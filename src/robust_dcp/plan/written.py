@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from robust_dcp.comm import Offer
 from robust_dcp.errors import ExchangeError
+from robust_dcp.report_rows import SaidOfRank
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.report import SaidOfRank
 
 __all__ = [
     "LEADS_DIRECTORY",

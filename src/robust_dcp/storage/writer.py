@@ -26,6 +26,7 @@ from torch.futures import Future
 from robust_dcp.comm import node_of
 from robust_dcp.errors import StorageError, entry_point, ranks_in_words
 from robust_dcp.report_file import Plan, SavedReport
+from robust_dcp.report_rows import SaidOfRank, SaveTimes, make_report, module_sizes, said_of_rank
 from robust_dcp.storage.committing.cleaning import stripe_directories, stripe_of
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
@@ -37,7 +38,6 @@ from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInf
 from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.report import SaidOfRank, SaveTimes, make_report, module_sizes, said_of_rank
 from robust_dcp.storage.writing.write_options import WriteKeywords, WriteOptions, with_keywords
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ class RobustWriter(StorageWriter):
         ]
         if results and self.leaves_report:  # a rank that has written nothing tells nothing
             last = results.pop()
-            said = said_of_rank(rank, written, self._times)
+            said = said_of_rank(rank, self._times, written.nbytes, len(written.names), written.how)
             results.append(_TellingResult(last.index, last.size_in_bytes, last.storage_data, said))
         return results
 

@@ -22,7 +22,6 @@ import torch
 
 from robust_dcp.comm import node_name
 from robust_dcp.report_file import Modules, Phase, Plan, Ranks, SavedReport, find_stragglers, shortened
-from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.version import __version__
 
 __all__ = ["RankRow", "SaidOfRank", "SaveTimes", "make_report", "module_sizes", "said_of_rank"]
@@ -100,16 +99,14 @@ class SaveTimes:
         self.own_write_seconds = time.perf_counter() - started
 
 
-def said_of_rank(rank: int, written: WrittenFiles, times: SaveTimes) -> SaidOfRank:
-    """What a rank tells the coordinator for the report. Its texts have bounded lengths."""
-    row = RankRow(
-        times.seconds.get("plan", 0.0),
-        times.stage_seconds,
-        times.own_write_seconds,
-        written.nbytes,
-        len(written.names),
-    )
-    how = tuple(shortened(text, _TEXT_LENGTH) for text in (*written.how, *times.remarks)[:_MOST_TEXTS])
+def said_of_rank(rank: int, times: SaveTimes, nbytes: int, files: int, how: Sequence[str]) -> SaidOfRank:
+    """What a rank tells the coordinator for the report. Its texts have bounded lengths.
+
+    Args:
+        nbytes, files, how: what it has written, into how many files, and in which ways.
+    """
+    row = RankRow(times.seconds.get("plan", 0.0), times.stage_seconds, times.own_write_seconds, nbytes, files)
+    how = tuple(shortened(text, _TEXT_LENGTH) for text in (*how, *times.remarks)[:_MOST_TEXTS])
     return SaidOfRank(row.encode(), shortened(node_name(rank), _NODE_LENGTH), how)
 
 
