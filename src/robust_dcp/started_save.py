@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from robust_dcp.background import SaveQueue, queue_of
 from robust_dcp.comm import Channel
-from robust_dcp.drain import Drain, remove_staging, staging_directory
+from robust_dcp.drain.drain import Drain, remove_staging, staging_directory
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.checkpoint_name import checkpoint_name
@@ -175,8 +175,8 @@ class StartedSave:
         # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
         least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
         return Drain(
-            writer.path,
-            target,
+            path=writer.path,
+            target=target,
             names=() if written is None else written.names,
             options=writer.drain_options,
             open_channel=lambda: Channel.for_group(

@@ -1,8 +1,8 @@
 """Copies a checkpoint to another place, where it counts from the moment that its ``.metadata`` is there.
 
-This module owns the order. A copy puts its claim at the target, sends data files, sends all other files, makes sure
-that nothing has changed at either end, writes ``.metadata``, and removes its claim. Each file is verified at the target
-after it was sent. A place that holds anything else than this checkpoint is refused.
+This module owns what a copy is, and the order. A copy puts its claim at the target, sends data files, sends all other
+files, makes sure that nothing has changed at either end, writes ``.metadata``, and removes its claim. Each file is
+verified at the target after it was sent. A place that holds anything else than this checkpoint is refused.
 
 Data files of our saves have names that no other save gives. So two copies of different saves to one place do not touch
 each other's files, and the one that commits second finds ``.metadata`` and fails. Where two would write the same names
@@ -17,30 +17,36 @@ files go.
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
-import platform
 import random
+import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
 
-from robust_dcp.drain.content import Content
-from robust_dcp.drain.manifest import CLAIM_PREFIX, Claim, Manifest, read_manifest, read_metadata
-from robust_dcp.drain.places import PlaceFile, open_place
-from robust_dcp.drain.record import awaited_copy, digest_of, note_arrival
+from robust_dcp.drain.places import Content, Place, open_place
+from robust_dcp.drain.record import DRAIN_RECORD_NAME, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from robust_dcp.storage.files.paths import (
+    METADATA_NAME,
+    REMOVING_PREFIX,
+    SAVING_PREFIX,
+    committed_name,
+    holds_raw_bytes,
+    is_data_file,
+)
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote import Calls, CopyOptions, local_path_of, place_of
@@ -51,9 +57,11 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_WITHOUT: Final = frozenset({REPORT_NAME, INDEX_NAME})
-"""A checkpoint is whole without these, and nobody believes those of another save."""
+_CLAIM_PREFIX: Final = ".robust_dcp.copying."
+"""16 hexadecimal digits that tell the checkpoint from others follow."""
 
+_METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
+_NOT_COPIED: Final = (SAVING_PREFIX, _CLAIM_PREFIX, REMOVING_PREFIX, DRAIN_RECORD_NAME)
 _CLAIM_TRIES: Final = 5
 _SHOWN: Final = 5
 
@@ -124,19 +132,87 @@ def copy_checkpoint(
         (0, 0)
     """
     copy = Copy(source, target, options or CopyOptions(), progress=progress, disk=disk)
-    path, local, is_awaited = local_path_of(copy.result.source), disk or Disk(), False
+    path, local = local_path_of(copy.result.source), disk or Disk()
     with nullcontext() if path is None else needed_for_a_load(local, path):
         awaited = None
-        with suppress(StorageError):
-            awaited = None if path is None else awaited_copy(local, path)
-        if awaited is not None and _real(awaited.target) == _real(copy.result.target):
-            copy.replaces, is_awaited = awaited.replaces, True
+        if path is not None:
+            with suppress(StorageError):
+                awaited = awaited_copy(local, path)
+        if awaited is not None and _real(awaited.target) != _real(copy.result.target):
+            awaited = None
+        copy.replaces = () if awaited is None else awaited.replaces
         copy.begin()
         copy.send_data(copy.manifest.data)
         result = copy.commit()
-        if path is not None and awaited is not None and is_awaited:
+        if path is not None and awaited is not None:
             note_arrival(local, path, awaited)  # this was the copy that a drain has begun
     return result
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What belongs to a checkpoint, whoever has written it.
+
+    Attributes:
+        metadata: ``.metadata`` and its bytes. A save without collectives has ``__{rank}.metadata`` instead.
+        data: the data files that the metadata names, with their sizes where they are known.
+        extras: all other files, such as the index or Megatron's ``common.pt``, with their sizes.
+    """
+
+    metadata: Mapping[str, bytes]
+    data: Mapping[str, int | None]
+    extras: Mapping[str, int]
+
+    @property
+    def digest(self) -> str:
+        """Tells this checkpoint from others, as ``digest_at`` does."""
+        return _digest_of(b"".join(data for _, data in sorted(self.metadata.items())))
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all its files."""
+        return {*self.metadata, *self.data, *self.extras}
+
+    @classmethod
+    def read(cls, place: Place) -> _Manifest:
+        """What belongs to the checkpoint at a place.
+
+        Raises:
+            StorageError: there is no checkpoint.
+            CorruptCheckpoint, UnsafeCheckpoint: its metadata cannot be used.
+        """
+        files = place.files()
+        metadata = _metadata_at(place, files)
+        if not metadata:
+            raise StorageError(
+                f"no {METADATA_NAME} in {place.url}: no checkpoint was committed there, so there is nothing to copy",
+                path=place.path_of(METADATA_NAME),
+                operation="copy",
+            )
+        decoded = [decode_metadata(data, place.path_of(name)) for name, data in metadata.items()]
+        data = {name for each in decoded for name in referenced_files(each)}
+        extras = {name: nbytes for name, nbytes in files.items() if name not in data and _is_extra(name, metadata)}
+        # Data files of other nodes may be missing in the list.
+        return cls(metadata, {name: files.get(name) for name in data}, extras)
+
+
+def _metadata_at(place: Place, files: Collection[str]) -> dict[str, bytes]:
+    names = [METADATA_NAME] if METADATA_NAME in files else sorted(filter(_METADATA_OF_A_RANK.fullmatch, files))
+    contents = {name: place.read(name) for name in names}
+    return {name: data for name, data in contents.items() if data is not None}
+
+
+def _is_extra(name: str, metadata: Collection[str]) -> bool:
+    """Whether a file that no metadata names belongs to the checkpoint: not what saves need while they run."""
+    last = name.rpartition("/")[2]
+    if name in metadata or last.startswith(_NOT_COPIED) or last.endswith((".tmp", ".part")):
+        return False
+    # Not those of other saves into the same directory. In a directory below is a whole checkpoint.
+    return "/" in name or not (last.endswith(METADATA_NAME) or is_data_file(committed_name(last)))
+
+
+def _digest_of(metadata: bytes) -> str:
+    return digest_of(len(metadata), metadata)
 
 
 class Copy:
@@ -152,6 +228,7 @@ class Copy:
         disk: the file system of paths.
 
     Attributes:
+        manifest: what is copied, on the rank that has begun the copy.
         result: what this process has done so far.
     """
 
@@ -167,6 +244,7 @@ class Copy:
         disk: Disk | None = None,
     ) -> None:
         self.replaces = replaces
+        self.manifest = _Manifest({}, {}, {})
         self.result = CopyResult(place_of(source), place_of(target))
         source_url, target_url = self.result.source, self.result.target
         if os.path.join(_real(target_url), "").startswith(os.path.join(_real(source_url), "")):
@@ -179,10 +257,7 @@ class Copy:
         )
         self._source = open_place(source_url, self._calls, options=options.source_options, disk=disk)
         self._target = open_place(target_url, self._calls, options=options.target_options, disk=disk)
-        self._manifest: Manifest | None = None
-        self._claim = Claim("", "", ())
         self._there: Mapping[str, int] = {}
-        self._replaced: Manifest | None = None
         self._total_nbytes = 0
         self._done_nbytes = 0
         self._lock = threading.Lock()
@@ -190,35 +265,23 @@ class Copy:
         self._failed = threading.Event()
         self._started_seconds = time.perf_counter()
 
-    @property
-    def manifest(self) -> Manifest:
-        """What is copied, on the rank that has begun the copy."""
-        if self._manifest is None:
-            raise RuntimeError("begin comes first")
-        return self._manifest
-
-    def begin(self) -> tuple[str, dict[str, int]]:
+    def begin(self) -> dict[str, int]:
         """Look at both ends, and put the claim of this copy at the target.
 
         Returns:
-            For :meth:`follow`: the mark of the checkpoint, and sizes of the data files that are at the target.
+            The sizes of the data files that are at the target, for :meth:`follow`.
 
         Raises:
             StorageError: there is no checkpoint at the source, or something else at the target; or a call failed.
             CorruptCheckpoint, UnsafeCheckpoint: the metadata of the source cannot be used.
         """
-        manifest = self._manifest = read_manifest(self._source)
+        manifest = self.manifest = _Manifest.read(self._source)
         self._total_nbytes = sum(nbytes or 0 for nbytes in (*manifest.data.values(), *manifest.extras.values()))
-        self._target.mark = manifest.mark
-        # A path may be no UTF-8.
-        source = os.fsencode(_real(self.result.source)).decode(errors="backslashreplace")
-        self._claim = Claim(platform.node(), source, tuple(sorted(manifest.names)))
-        self.follow(manifest.mark, self._put_claim())
-        return manifest.mark, {name: nbytes for name, nbytes in self._there.items() if name in manifest.data}
+        self._there = self._put_claim()
+        return {name: nbytes for name, nbytes in self._there.items() if name in manifest.data}
 
-    def follow(self, mark: str, there: Mapping[str, int]) -> None:
+    def follow(self, there: Mapping[str, int]) -> None:
         """Take part in a copy that another rank has begun."""
-        self._target.mark = mark
         self._there = there
 
     def send_data(self, names: Collection[str]) -> None:
@@ -248,33 +311,27 @@ class Copy:
             raise changed
         target.sync()
         there = target.files()
-        committed = self._committed(there)
-        needed = {**manifest.data, **{name: manifest.extras[name] for name in manifest.extras.keys() - _WITHOUT}}
-        lost = sorted(name for name, nbytes in needed.items() if name not in there or nbytes not in (None, there[name]))
+        metadata = self._metadata_at_target(there)
+        lost = [name for name, size in manifest.data.items() if name not in there or size not in (None, there[name])]
         if lost:
-            raise StorageError(
+            raise self._refused(
                 f"{target.url} lacks files that this copy has sent: {_shown(lost)}; another program has removed or "
-                "replaced them. The copy is not committed. Copy again when nothing else writes there",
-                path=target.url,
-                operation="copy",
+                "replaced them. The copy is not committed. Copy again when nothing else writes there"
             )
-        if self._replaced is not None:  # if we are killed after the commit, the next copy removes these files
-            claim_name = CLAIM_PREFIX + self._replaced.mark
-            target.put(
-                claim_name,
-                msgspec.json.encode(msgspec.structs.replace(self._claim, names=tuple(sorted(self._replaced.data)))),
-            )
-            there[claim_name] = 0
-        for name, data in manifest.metadata.items() if not committed else ():
-            target.put(name, data)
-            found = target.read(name) or b""
-            if found != data:
-                raise self._not_as_sent(
-                    name, len(data), crc32(data), f"{len(found)} bytes with CRC-32 {crc32(found):08x}"
-                )
-            self._count(files=1, nbytes=len(data), verified_by_reading=1)
-        self._clean_up(there)
+        for name, data in metadata.items():
+            if _digest_of(data) in self.replaces:  # killed after the commit, the next copy removes its files
+                self._claim(_digest_of(data), referenced_files(decode_metadata(data, target.path_of(name))))
+        for name, data in manifest.metadata.items():
+            if metadata.get(name) != data:
+                target.put(name, data)
+                arrived = target.read(name) or b""
+                if arrived != data:
+                    raise self._not_as_sent(name, len(data), crc32(data), _words_of(len(arrived), crc32(arrived)))
+                self._count(files=1, nbytes=len(data), verified_by_reading=1)
+        self._clean_up()
         return self.result
+
+    # The target.
 
     def _put_claim(self) -> dict[str, int]:
         """Put the claim at the target, unless another copy is about to put the same names there.
@@ -282,194 +339,154 @@ class Copy:
         Returns:
             What is there.
         """
-        target, claim_name = self._target, CLAIM_PREFIX + self.manifest.mark
-        for n_tries in itertools.count(1):
+        target, manifest = self._target, self.manifest
+        others: list[str] = []
+        for n_tries in range(_CLAIM_TRIES):
             there = target.files()
-            is_new = claim_name not in there
-            if is_new:
-                if not self._committed(there) and self._replaced is None:
-                    self._refuse_strangers(there)
-                target.put(claim_name, msgspec.json.encode(self._claim))
-                there = target.files()
-            else:
-                self._committed(there)
-            names = set(self._claim.names) - _WITHOUT - {METADATA_NAME}
+            is_new = _CLAIM_PREFIX + manifest.digest not in there
+            claimed = {name for names in self._other_claims(there).values() for name in names}
+            strangers = [name for name in there if not name.startswith(_CLAIM_PREFIX) and name not in claimed]
+            if not self._metadata_at_target(there) and is_new and strangers:
+                raise self._refused(
+                    f"{target.url} holds what is not of this checkpoint: {_shown(strangers)}; copy to an empty place, "
+                    "or remove it first"
+                )
+            self._claim(manifest.digest, manifest.names)
+            there = target.files()
+            # The data files of our saves have names of their own. What else has one name in both is small, and sent
+            # again.
             others = [
-                name
-                for name, other in self._other_claims(there).items()
-                if not self._is_over(other) and names & set(other.names)
+                digest
+                for digest, names in self._other_claims(there).items()
+                if digest not in self.replaces and not manifest.data.keys().isdisjoint(names)
             ]
             if not others:
                 return there
             if is_new:
-                target.remove(claim_name)
-            if n_tries == _CLAIM_TRIES:
-                raise StorageError(
-                    f"another copy has begun at {target.url} that is not over, and would write the same files: copy to "
-                    f"another place. If that copy was killed, remove {target.path_of(others[0])} and what it has sent",
-                    path=target.url,
-                    operation="copy",
-                )
-            threading.Event().wait(random.uniform(0, 0.1 * 2**n_tries))  # two that began together do not meet again
-        raise RuntimeError("the loop returns or raises")
+                target.remove(_CLAIM_PREFIX + manifest.digest)
+            threading.Event().wait(random.uniform(0, 0.2 * 2**n_tries))  # two that began together do not meet again
+        raise self._refused(
+            f"another copy has begun at {target.url} that is not over, and would write the same files: copy to another "
+            f"place. If that copy was killed, remove {target.path_of(_CLAIM_PREFIX + others[0])} and what it has sent"
+        )
 
-    def _committed(self, there: Collection[str]) -> bool:
-        """Whether the target holds this checkpoint.
+    def _claim(self, digest: str, names: Collection[str]) -> None:
+        """Say at the target that these files are of a copy of a checkpoint that is not over."""
+        self._target.put(_CLAIM_PREFIX + digest, msgspec.json.encode(sorted(names)))
 
-        Raises:
-            StorageError: it holds another one.
-        """
-        metadata = read_metadata(self._target, there)
-        own = self.manifest.metadata
-        for name, data in metadata.items():
-            if own.get(name) == data:
-                continue
-            if name == METADATA_NAME and digest_of(len(data), data) in self.replaces:
-                files = referenced_files(decode_metadata(data, self._target.path_of(name)))
-                self._replaced = Manifest({name: data}, dict.fromkeys(files), {})
-                return False
-            if CLAIM_PREFIX + self.manifest.mark in there and not _is_metadata(data):
-                return False  # this copy was killed while it wrote it, to a store that does so bit by bit
-            raise StorageError(
-                f"there is another checkpoint at {self._target.url}, which is not known to be an earlier save of this "
-                "one: copy to another place, or remove it first",
-                path=self._target.url,
-                operation="copy",
-            )
-        return len(metadata) == len(own)
-
-    def _refuse_strangers(self, there: Collection[str]) -> None:
-        claimed = {name for claim in self._other_claims(there).values() for name in claim.names}
-        strangers = sorted(name for name in there if not name.startswith(CLAIM_PREFIX) and name not in claimed)
-        if strangers:
-            raise StorageError(
-                f"{self._target.url} holds what is not of this checkpoint: {_shown(strangers)}; copy to an empty "
-                "place, or remove it first",
-                path=self._target.url,
-                operation="copy",
-            )
-
-    def _other_claims(self, there: Collection[str]) -> dict[str, Claim]:
-        claims: dict[str, Claim] = {}
+    def _other_claims(self, there: Collection[str]) -> dict[str, Collection[str]]:
+        """The files that other copies may put at the target, by the digests of their checkpoints."""
+        claims: dict[str, Collection[str]] = {}
         for name in there:
-            if name.startswith(CLAIM_PREFIX) and name != CLAIM_PREFIX + self.manifest.mark:
-                data = self._target.read(name)
-                if data is not None:
-                    try:
-                        claims[name] = msgspec.json.decode(data, type=Claim)
-                    except (msgspec.DecodeError, UnicodeDecodeError):
-                        claims[name] = Claim("", "", tuple(self.manifest.names))  # nobody knows what it puts there
+            digest = name.removeprefix(_CLAIM_PREFIX)
+            is_other = name.startswith(_CLAIM_PREFIX) and digest != self.manifest.digest
+            data = self._target.read(name) if is_other else None
+            if data is not None:
+                try:
+                    claims[digest] = msgspec.json.decode(data, type=tuple[str, ...])
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    claims[digest] = self.manifest.names  # nobody knows what it puts there
         return claims
 
-    def _is_over(self, claim: Claim) -> bool:
-        """Whether another copy cannot go on, because a later save has replaced its source, which is ours now."""
-        return (claim.host, claim.source) == (self._claim.host, self._claim.source)
+    def _metadata_at_target(self, there: Collection[str]) -> dict[str, bytes]:
+        """The metadata at the target: of this checkpoint, or of one that it replaces.
 
-    def _clean_up(self, there: Collection[str]) -> None:
-        """Remove the claim, and what earlier copies from the same directory have left, which cannot go on: another save
-        has replaced their source. The checkpoint has arrived, so an error costs space only."""
+        Raises:
+            StorageError: it is that of another checkpoint.
+        """
+        metadata = _metadata_at(self._target, there)
+        has_begun = _CLAIM_PREFIX + self.manifest.digest in there
+        for name, data in metadata.items():
+            ours = self.manifest.metadata.get(name)
+            # A store that writes bit by bit holds a part of it if this copy was killed meanwhile.
+            is_ours = ours is not None and (data == ours or (has_begun and ours.startswith(data)))
+            if not is_ours and _digest_of(data) not in self.replaces:
+                raise self._refused(
+                    f"there is another checkpoint at {self._target.url}, which is not known to be an earlier save of "
+                    "this one: copy to another place, or remove it first"
+                )
+        return metadata
+
+    def _clean_up(self) -> None:
+        """Remove the claim, and what is left of the checkpoints that this one replaces. This one has arrived, so an
+        error costs space only."""
         target, own = self._target, self.manifest.names
         try:
             target.remove_unfinished()
-            for name, claim in self._other_claims(there).items():
-                if self._is_over(claim):
-                    self._discard(name, set(claim.names) & set(there) - own)
-            target.remove(CLAIM_PREFIX + self.manifest.mark)
+            there = target.files()
+            for digest, names in self._other_claims(there).items():
+                if digest in self.replaces:
+                    # While the claim is there, it says whose the files are.
+                    for name in (*sorted(set(names) & there.keys() - own), _CLAIM_PREFIX + digest):
+                        target.remove(name)
+            target.remove(_CLAIM_PREFIX + self.manifest.digest)
             target.sync()
         except RobustCheckpointError as error:
             logger.warning("%s has arrived, but files of copies that are over stay: %s", target.url, error.message)
         self._count()
 
-    def withdraw(self) -> None:
-        """Remove what was sent: another save has replaced the source, so nobody can go on with this copy. Called when
-        no rank sends any more."""
-        if self._manifest is None:  # nothing was sent
-            return
-        try:
-            there = self._target.files()
-            self._target.remove_unfinished()
-            if not self._committed(there):
-                # What an earlier checkpoint there may need has the same names in both: all but the data files.
-                names = self.manifest.names if self._replaced is None else set(self.manifest.data)
-                self._discard(CLAIM_PREFIX + self.manifest.mark, names & set(there))
-        except RobustCheckpointError as error:
-            logger.warning("%s: files of a copy that cannot go on stay: %s", self._target.url, error.message)
+    def _refused(self, message: str) -> StorageError:
+        return StorageError(message, path=self._target.url, operation="copy")
 
-    def _discard(self, claim_name: str, names: Collection[str]) -> None:
-        for name in (*sorted(names), claim_name):  # while the claim is there, it says whose the files are
-            self._target.remove(name)
+    # Files.
 
     def _send_each(self, names: Collection[str]) -> None:
         """Several at once, until the first error."""
-        if not names:
-            return
-        errors: list[BaseException] = []
-
-        def send(name: str) -> None:
-            if self._failed.is_set():
-                return
+        n_threads = max(1, min(self._options.threads, len(names)))
+        with ThreadPoolExecutor(n_threads, thread_name_prefix="robust_dcp-copy") as pool:
             try:
-                self._send(name)
-            except BaseException as error:
-                with self._lock:
-                    errors.append(error)
+                for each in as_completed([pool.submit(self._send, name) for name in sorted(names)]):
+                    each.result()
+            except BaseException as error:  # also Ctrl-C. The pool waits for the files that are under way
                 self._failed.set()
-
-        with ThreadPoolExecutor(min(self._options.threads, len(names)), thread_name_prefix="robust_dcp-copy") as pool:
-            try:
-                list(pool.map(send, sorted(names)))
-            except BaseException:  # Ctrl-C: the pool waits for the files that are under way
-                self._failed.set()
+                pool.shutdown(cancel_futures=True)
+                self._failed.clear()
+                changed = self._source_changed() if isinstance(error, Exception) else None
+                if changed is not None:  # that shows in many ways: files are gone, shorter, or have other checksums
+                    raise changed from error
                 raise
-        if errors:
-            self._failed.clear()
-            changed = None if self._manifest is None else self._source_changed()
-            if changed is not None:  # that shows in many ways: files are gone, shorter, or have other checksums
-                raise changed from errors[0]
-            raise errors[0]
         self._count()
 
     def _send(self, name: str) -> None:
-        """Make sure that a file of the source is at the target."""
-        file = self._source.open(name)
-        try:
-            wants_md5 = self._target.gives_etags and self._options.verify == "store"
-            content = Content(file, self._options.part_bytes, wants_md5=wants_md5, note=self._note)
-            if self._there.get(name) == file.nbytes:
-                for _ in content.parts():
-                    pass
-                if self._difference(name, content) is None:
-                    self._count(skipped_files=1, skipped_nbytes=file.nbytes)
-                    return
-            try:
-                self._write(name, content)
-            except CorruptCheckpoint as error:
-                if name not in _WITHOUT or error.file == file.path:
-                    raise
-                logger.warning("%s: %s has not arrived: %s", self._target.url, name, error.message)
-                self._target.remove(name)
-        finally:
-            file.close()
-
-    def _write(self, name: str, content: Content) -> None:
-        difference: str | None = ""
-        for is_last in (False, True):
-            try:
-                self._target.write(name, lambda: self._paced(content), content.nbytes, content.part_nbytes)
-            except StorageError as error:
-                # The answer to the last call was lost, or another copy of this checkpoint has finished the file.
-                if error.errno != errno.ENOENT or is_last:
-                    raise
-            difference = self._difference(name, content)
-            if difference is None:
-                self._count(files=1, nbytes=content.nbytes)
-                return
+        """Make sure that a file of the source is at the target. It is sent twice at most."""
+        wants_md5 = self._target.gives_etags and self._options.verify == "store"
+        with self._source.reading(name) as file:
+            content = Content(self._source.disk, file, self._options.part_bytes, wants_md5=wants_md5)
+            is_there = self._there.get(name) == content.nbytes
+            difference: str | None = ""
+            for n_sent in range(0 if is_there else 1, 3):
+                if n_sent:
+                    self._target.write(name, partial(self._parts, content), content.nbytes, content.part_nbytes)
+                else:
+                    deque(self._parts(content, is_sent=False), maxlen=0)
+                difference = self._difference(name, content)
+                if difference is None and n_sent:
+                    return self._count(files=1, nbytes=content.nbytes)
+                if difference is None:
+                    return self._count(skipped_files=1, skipped_nbytes=content.nbytes)
         raise self._not_as_sent(name, content.nbytes, content.crc32, f"{difference}; it was sent twice")
 
-    def _paced(self, content: Content) -> Iterable[bytes]:
-        """The parts of a file. All threads together stay below the rate."""
-        rate = self._options.limit_bytes_per_second
+    def _parts(self, content: Content, *, is_sent: bool = True) -> Iterator[bytes]:
+        """The parts of a file, compared with the checksums that it holds. All threads together stay below the rate of
+        what is sent.
+
+        Raises:
+            CorruptCheckpoint: the bytes are not those that were saved.
+        """
+        rate = self._options.limit_bytes_per_second if is_sent else None
+        blocks = _stored_blocks(content)
+        block, crc, offset = next(blocks, None), 0, 0
         for part in content.parts():
+            view, end = memoryview(part), offset + len(part)
+            while block is not None and block[0] < end:
+                crc = crc32(view[max(block[0] - offset, 0) : min(block[1], end) - offset], crc)
+                if block[1] > end:
+                    break
+                if crc != block[2]:
+                    expected = f"bytes {block[0]} to {block[1]} with CRC-32 {block[2]:08x}"
+                    raise _damaged(content.path, expected, f"CRC-32 {crc:08x}")
+                block, crc = next(blocks, None), 0
+            offset = end
             if rate is not None:
                 with self._lock:
                     starts_at = max(time.monotonic(), self._free_at_seconds)
@@ -477,6 +494,7 @@ class Copy:
                 while (left := starts_at - time.monotonic()) > 0:
                     self._stop_if_failed()
                     threading.Event().wait(min(left, 0.5))
+            self._note(len(part))
             yield part
 
     def _difference(self, name: str, content: Content) -> str | None:
@@ -485,56 +503,37 @@ class Copy:
             if self._options.verify == "store" and self._target.etag(name) == content.etag:
                 self._count(verified_by_store=1)
                 return None
-            file = self._target.open(name)
+            with self._target.reading(name) as file:
+                arrived = Content(self._target.disk, file, self._options.part_bytes)
+                if arrived.nbytes != content.nbytes:
+                    return f"{arrived.nbytes} bytes"
+                for _ in arrived.parts():
+                    self._note(0)  # its bytes have counted when they were sent
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
             return "no file"
-        try:
-            if file.nbytes != content.nbytes:
-                return f"{file.nbytes} bytes"
-            crc = self._crc32_of(file)
-        finally:
-            file.close()
-        if crc != content.crc32:
-            return f"{content.nbytes} bytes with CRC-32 {crc:08x}"
+        if arrived.crc32 != content.crc32:
+            return _words_of(content.nbytes, arrived.crc32)
         self._count(verified_by_reading=1)
         return None
-
-    def _crc32_of(self, file: PlaceFile) -> int:
-        crc = 0
-        for offset in range(0, file.nbytes, self._options.part_bytes):
-            self._note(0)  # its bytes have counted when they were sent
-            crc = crc32(file.read(offset, min(self._options.part_bytes, file.nbytes - offset)), crc)
-        return crc
 
     def _source_changed(self) -> StorageError | None:
         """The error for a checkpoint that is no longer there as :meth:`begin` has seen it; ``None`` if it is."""
         there = {name: self._source.read(name) for name in self.manifest.metadata}
         if there == self.manifest.metadata:
             return None
-        url = self.result.source
-        if None in there.values():
-            why = (
-                f"{url} was removed while it was copied, and nothing is committed at the target; copy another "
-                "checkpoint, and remove each only after its copy has arrived"
-            )
-        else:
-            why = (
-                f"{url} was replaced by another save while it was copied, and nothing is committed at the target; save "
-                "each step into a directory of its own, and copy it to a place of its own"
-            )
-        return StorageError(why, path=url, operation="copy")
+        url, what = self.result.source, "removed" if None in there.values() else "replaced by another save"
+        return StorageError(
+            f"{url} was {what} while it was copied, and nothing is committed at the target; save each step into a "
+            "directory of its own, and remove it only after its copy has arrived",
+            path=url,
+            operation="copy",
+        )
 
     def _not_as_sent(self, name: str, nbytes: int, crc: int, found: str) -> CorruptCheckpoint:
-        path, expected = self._target.path_of(name), f"{nbytes} bytes with CRC-32 {crc:08x}"
-        return CorruptCheckpoint(
-            f"{path} is not as it was sent: expected {expected}, found {found}. Look whether another program writes "
-            "there, and copy to a place of its own",
-            file=path,
-            expected=expected,
-            found=found,
-        )
+        advice = "look whether another program writes there, and copy to a place of its own"
+        return _corrupt(self._target.path_of(name), "is not as it was sent", _words_of(nbytes, crc), found, advice)
 
     def _stop_if_failed(self) -> None:
         self._check_stop()
@@ -558,16 +557,37 @@ class Copy:
             self.result.seconds = time.perf_counter() - self._started_seconds
 
 
-def _is_metadata(data: bytes) -> bool:
+def _stored_blocks(content: Content) -> Iterator[tuple[int, int, int]]:
+    """Where each block of data begins and ends, and its CRC-32, as a save of ours has left them in a file of records.
+
+    Raises:
+        CorruptCheckpoint: they are damaged.
+    """
+    if holds_raw_bytes(content.path) or content.nbytes < TAIL_NBYTES:
+        return iter(())
+    tail = Tail.decode(content.read(content.nbytes - TAIL_NBYTES, TAIL_NBYTES), content.nbytes)
     try:
-        decode_metadata(data, METADATA_NAME)
-    except RobustCheckpointError:
-        return False
-    return True
+        return iter(()) if tail is None else Footer(tail, content.read).blocks()
+    except ValueError as error:
+        raise _damaged(content.path, "checksums of its blocks as they were saved", str(error)) from error
+
+
+def _damaged(path: str, expected: str, found: str) -> CorruptCheckpoint:
+    advice = "restore the file from another copy, or copy another checkpoint"
+    return _corrupt(path, "is damaged, and is not copied", expected, found, advice)
+
+
+def _corrupt(path: str, state: str, expected: str, found: str, advice: str) -> CorruptCheckpoint:
+    message = f"{path} {state}: expected {expected}, found {found}; {advice}"
+    return CorruptCheckpoint(message, file=path, expected=expected, found=found)
+
+
+def _words_of(nbytes: int, crc: int) -> str:
+    return f"{nbytes} bytes with CRC-32 {crc:08x}"
 
 
 def _shown(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(sorted(names)[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _real(place: str) -> str:

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -35,20 +36,20 @@ _STAGING_PREFIX: Final = "robust_dcp-"
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """What ``Copy.follow`` takes; nothing if the directory holds a later save by now."""
+    """What ``Copy.follow`` takes; ``None`` if the directory holds a later save by now."""
 
-    mark: str = ""
-    there: dict[str, int] = {}
+    there: dict[str, int] | None
 
 
 class _Replaced(msgspec.Struct, frozen=True):
     is_so: bool
 
 
+@dataclass(kw_only=True)
 class Drain:
     """One rank's part of the copy of a checkpoint.
 
-    Args:
+    Attributes:
         path, target: from where, and to where.
         names: the data files that this rank has written.
         options: how to copy.
@@ -57,46 +58,35 @@ class Drain:
         disk: the file system of ``path``.
     """
 
-    def __init__(
-        self,
-        path: str,
-        target: str,
-        *,
-        names: Collection[str],
-        options: CopyOptions,
-        open_channel: Callable[[], Channel],
-        is_coordinator: bool,
-        disk: Disk,
-    ) -> None:
-        self._path = path
-        self._target = target
-        self._names = names
-        self._options = options
-        self._open_channel = open_channel
-        self._is_coordinator = is_coordinator
-        self._disk = disk
-        self._record = DrainRecord("", "")
-        self._held = ExitStack()
+    path: str
+    target: str
+    names: Collection[str]
+    options: CopyOptions
+    open_channel: Callable[[], Channel]
+    is_coordinator: bool
+    disk: Disk
+    _record: DrainRecord = field(default=DrainRecord("", ""), init=False)
+    _held: ExitStack = field(default_factory=ExitStack, init=False)
 
     def announce(self) -> None:
         """Note in the checkpoint that it will be copied, and keep it from being removed until that is done.
 
         Called right after the commit, on all ranks.
         """
-        if not self._is_coordinator:
+        if not self.is_coordinator:
             return
-        self._held.enter_context(needed_for_a_load(self._disk, self._path))
+        self._held.enter_context(needed_for_a_load(self.disk, self.path))
         # Another process may read the record, in another working directory.
-        target = self._target if is_url(self._target) else os.path.abspath(self._target)
+        target = self.target if is_url(self.target) else os.path.abspath(self.target)
         try:
-            former = read_drain_record(self._disk, self._path)
+            former = read_drain_record(self.disk, self.path)
             replaces: tuple[str, ...] = ()
             if former is not None and former.target == target:
                 replaces = (*(() if former.is_complete else former.replaces), former.digest)
-            self._record = DrainRecord(target, digest_at(self._disk, self._path), replaces=replaces)
-            write_drain_record(self._disk, self._path, self._record)
+            self._record = DrainRecord(target, digest_at(self.disk, self.path), replaces=replaces)
+            write_drain_record(self.disk, self.path, self._record)
         except StorageError as error:
-            logger.warning("%s: nobody will know where its copy is: %s", self._path, error.message)
+            logger.warning("%s: nobody will know where its copy is: %s", self.path, error.message)
 
     def run(self) -> CopyResult:
         """Copy it. Called on all ranks.
@@ -110,17 +100,15 @@ class Drain:
                 whose copy is not complete.
         """
         with self._held:
-            channel = self._open_channel()
+            channel = self.open_channel()
             with channel.together():
                 copy = self._copy(channel)
                 try:
                     self._run(channel, copy)
                 except (CorruptCheckpoint, StorageError):
-                    phase = f"drain {self._path}: has it been replaced"
+                    phase = f"drain {self.path}: has it been replaced"
                     if not channel.broadcast(phase, lambda: _Replaced(self._is_replaced()), _Replaced).is_so:
-                        raise
-                    if self._is_coordinator:
-                        copy.withdraw()
+                        raise  # otherwise the copy of the later save removes what this one has sent
                 return copy.result
 
     def _copy(self, channel: Channel) -> Copy:
@@ -130,40 +118,40 @@ class Drain:
             channel.stop_if_announced()
 
         return Copy(
-            self._path,
-            self._target,
-            self._options,
+            self.path,
+            self.target,
+            self.options,
             replaces=self._record.replaces,
             progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
             check_stop=check_stop,
-            disk=self._disk,
+            disk=self.disk,
         )
 
     def _run(self, channel: Channel, copy: Copy) -> None:
-        name = f"drain {self._path}"
-        begun = channel.broadcast(f"{name}: begin", lambda: self._begin(copy), _Begun)
-        if not begun.mark:
-            logger.info("%s was replaced before it was copied to %s", self._path, self._target)
+        name = f"drain {self.path}"
+        begun = channel.broadcast(
+            f"{name}: begin", lambda: _Begun(None if self._is_replaced() else copy.begin()), _Begun
+        )
+        if begun.there is None:
+            logger.info("%s was replaced before it was copied to %s", self.path, self.target)
             return
-        copy.follow(begun.mark, begun.there)
-        channel.barrier(f"{name}: send", lambda: copy.send_data(self._names))
+        if not self.is_coordinator:
+            copy.follow(begun.there)
+        channel.barrier(f"{name}: send", lambda: copy.send_data(self.names))
         # As the coordinator's own work, not after the others': they then hear of its progress.
-        channel.barrier(f"{name}: commit", lambda: self._commit(copy) if self._is_coordinator else None)
-
-    def _begin(self, copy: Copy) -> _Begun:
-        return _Begun() if self._is_replaced() else _Begun(*copy.begin())
+        channel.barrier(f"{name}: commit", lambda: self._commit(copy) if self.is_coordinator else None)
 
     def _is_replaced(self) -> bool:
         """Whether the directory holds a later save by now. If it was removed, it does not."""
         try:
-            return self._record.digest not in ("", digest_at(self._disk, self._path))
+            return self._record.digest not in ("", digest_at(self.disk, self.path))
         except StorageError:
             return False
 
     def _commit(self, copy: Copy) -> None:
         copy.commit()
-        note_arrival(self._disk, self._path, self._record)
-        logger.info("%s has arrived at %s in %.1f s", self._path, self._target, copy.result.seconds)
+        note_arrival(self.disk, self.path, self._record)
+        logger.info("%s has arrived at %s in %.1f s", self.path, self.target, copy.result.seconds)
 
 
 def staging_directory(url: str) -> str:

@@ -26,21 +26,17 @@ class _Copy(msgspec.Struct, frozen=True):
         save_id: of the checkpoint; empty if its writer gave none.
         problem: why it cannot be taken; empty if it is whole.
         is_awaited: whether it is local, and its copy elsewhere is not complete yet.
+        file: what tells the ``.metadata`` there from all others, also on other nodes; empty in a store.
     """
 
     save_id: str = ""
     problem: str = ""
     is_awaited: bool = False
+    file: str = ""
 
 
 class _Copies(msgspec.Struct, frozen=True):
     copies: tuple[_Copy, ...]
-
-
-class _Seen(msgspec.Struct, frozen=True):
-    """Which ``.metadata`` is at each place, in the eyes of some ranks; empty if they see none, or different ones."""
-
-    files: tuple[str, ...]
 
 
 @entry_point
@@ -82,27 +78,18 @@ def nearest_copy(
         process_group, operation=f"look for {asked[-1]}", timeout_seconds=timeout_seconds, no_dist=no_dist
     )
 
-    def see() -> _Seen:
-        return _Seen(tuple("" if local_path_of(each) is None else _file_at(each) for each in asked))
-
-    def join_seen(one: _Seen, other: _Seen) -> _Seen:
-        pairs = zip(one.files, other.files, strict=True)
-        return _Seen(tuple(mine if mine == theirs else "" for mine, theirs in pairs))
-
     # One rank is enough to look into a store, or into a directory that all share: thousands of ranks that each open
     # all files of a checkpoint would keep a file system busy for minutes.
-    seen = channel.combine("who sees what", see, join_seen, _Seen).files
-    one_looks = [local_path_of(place) is None or file != "" for place, file in zip(asked, seen, strict=True)]
+    of_coordinator = channel.broadcast("copies", lambda: _Copies(tuple(map(_look_at, asked))), _Copies).copies
 
     def look() -> _Copies:
-        pairs = zip(asked, one_looks, strict=True)
-        return _Copies(tuple(_Copy() if is_one and channel.rank else _look_at(place) for place, is_one in pairs))
+        pairs = zip(asked, of_coordinator, strict=True)
+        return _Copies(tuple(copy if copy.file == _file_at(place) else _look_at(place) for place, copy in pairs))
 
     def join(one: _Copies, other: _Copies) -> _Copies:
-        pairs = zip(one_looks, one.copies, other.copies, strict=True)
-        return _Copies(tuple(mine if is_one else _joined(mine, theirs) for is_one, mine, theirs in pairs))
+        return _Copies(tuple(map(_joined, one.copies, other.copies)))
 
-    found = channel.combine("copies", look, join, _Copies).copies
+    found = channel.combine("copies of all ranks", look, join, _Copies).copies
     whole = [(place, copy) for place, copy in zip(asked, found, strict=True) if not copy.problem]
     if not whole:
         each = "\n".join(f"  {place}: {copy.problem}" for place, copy in zip(asked, found, strict=True))
@@ -114,10 +101,12 @@ def nearest_copy(
 
 
 def _file_at(place: str) -> str:
-    """What tells the ``.metadata`` at a place from all others, also on other nodes; empty if there is none."""
+    path = local_path_of(place)
     try:
-        status = os.stat(os.path.join(local_path_of(place) or place, METADATA_NAME))
+        status = None if path is None else os.stat(os.path.join(path, METADATA_NAME))
     except OSError:
+        status = None
+    if status is None:
         return ""
     # The time of the last change, too: a copy on the drive of each node can have all else in common.
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
@@ -148,6 +137,6 @@ def _look_at(place: str) -> _Copy:
             _, nbytes, _ = end.disk.fingerprint(path)
             if nbytes < named_nbytes:
                 return _Copy(problem=f"{path} has {nbytes} bytes, and {METADATA_NAME} names {named_nbytes}")
-        return _Copy(save_id, is_awaited=not is_url(end.url) and is_awaited(end.disk, end.url))
+        return _Copy(save_id, is_awaited=not is_url(end.url) and is_awaited(end.disk, end.url), file=_file_at(place))
     except (RobustCheckpointError, ValueError) as error:
         return _Copy(problem=error.message if isinstance(error, RobustCheckpointError) else str(error))

@@ -1,34 +1,35 @@
 """The two ends of a copy: a directory of a mounted file system, or a URL of an object store (fsspec).
 
-Both are read by a :class:`Disk`. This module owns how files are written: whole or not at all under their names. S3 gets
-more than other stores: a part that failed is sent again, and not the whole file; and its ETag proves what has arrived.
+Both are read by a :class:`Disk`. This module owns how files are written: whole or not at all under their names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import secrets
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import is_data_file, locate
+from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote import Calls, RemoteDisk, filesystem_of, local_path_of
 
-__all__ = ["Parts", "Place", "PlaceFile", "open_place"]
-
-Parts = Callable[[], Iterable[bytes]]
-"""The content of a file in parts. It is asked again where a file is sent again."""
+__all__ = ["Content", "Place", "open_place"]
 
 _MOST_METADATA_NBYTES: Final = 16 << 30
-_UNFINISHED_SUFFIX: Final = ".copying"
+_UNFINISHED: Final = re.compile(r".*\.[0-9a-f]{8}\.copying", re.DOTALL)
 _MD5_ETAG: Final = re.compile(r"[0-9a-f]{32}(-\d+)?")
+_MOST_PARTS: Final = 9_000
+"""S3 takes at most 10,000 parts of a file."""
 
 
 def open_place(
@@ -50,18 +51,26 @@ def open_place(
     return _Store(place, options, calls)
 
 
-class PlaceFile:
-    """A file that is read."""
+class Content:
+    """The content of a file, read in parts, and summed up on the way.
 
-    def __init__(self, disk: Disk, path: str) -> None:
-        self.path = path
-        self._disk = disk
-        self._file = disk.open_read(path)
-        try:
-            self.nbytes = disk.size(self._file)
-        except BaseException:
-            self.close()
-            raise
+    Args:
+        disk, file: the file, open for reading.
+        part_nbytes: the size of a part. A file of very many parts gets larger ones.
+        wants_md5: whether to compute MD5s too.
+
+    Attributes:
+        crc32: of what :meth:`parts` has given.
+    """
+
+    def __init__(self, disk: Disk, file: OpenFile, part_nbytes: int, *, wants_md5: bool = False) -> None:
+        self.path = file.path
+        self.nbytes = disk.size(file)
+        self.part_nbytes = max(part_nbytes, -(-self.nbytes // _MOST_PARTS))
+        self.crc32 = 0
+        self._disk, self._file = disk, file
+        self._wants_md5 = wants_md5
+        self._md5s: list[bytes] = []
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes.
@@ -69,21 +78,33 @@ class PlaceFile:
         Raises:
             StorageError: they cannot be read, or the file is shorter.
         """
-        data = bytearray(nbytes)
-        n_read = self._disk.pread_into(self._file, data, offset)
-        if n_read != nbytes:
+        data = self._disk.read(self._file, nbytes, offset)
+        if len(data) != nbytes:
             raise StorageError(
-                f"read {self.path}: expected {nbytes} bytes from byte {offset} on, found {n_read}: the file was cut "
+                f"read {self.path}: expected {nbytes} bytes from byte {offset} on, found {len(data)}: the file was cut "
                 "off or replaced; copy the checkpoint again",
                 path=self.path,
                 errno=errno.EIO,
                 operation="read",
             )
-        return bytes(data)
+        return data
 
-    def close(self) -> None:
-        with contextlib.suppress(StorageError):
-            self._disk.close(self._file)
+    def parts(self) -> Iterator[bytes]:
+        """The bytes in parts, from the start; one empty part if there are none."""
+        self.crc32, self._md5s = 0, []
+        for offset in range(0, max(self.nbytes, 1), self.part_nbytes):
+            data = self.read(offset, min(self.part_nbytes, self.nbytes - offset))
+            self.crc32 = crc32(data, self.crc32)
+            if self._wants_md5:
+                self._md5s.append(hashlib.md5(data, usedforsecurity=False).digest())
+            yield data
+
+    @property
+    def etag(self) -> str:
+        """The ETag that S3 gives: the MD5 of one part, or that of the MD5s of several, and their number."""
+        if len(self._md5s) == 1:
+            return self._md5s[0].hex()
+        return f"{hashlib.md5(b''.join(self._md5s), usedforsecurity=False).hexdigest()}-{len(self._md5s)}"
 
 
 class Place(ABC):
@@ -93,36 +114,45 @@ class Place(ABC):
         url: the place of the checkpoint, for errors and for people.
         gives_etags: whether :meth:`etag` can prove what a file holds.
         disk: reads it.
-        mark: of the checkpoint that is sent here.
     """
 
     gives_etags = False
 
     def __init__(self, url: str, disk: Disk, calls: Calls) -> None:
         self.url = url
-        self.mark = ""
         self.disk = disk
         self._calls = calls
 
     def path_of(self, name: str) -> str:
         return os.path.join(self.url, name)
 
-    def open(self, name: str) -> PlaceFile:
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[OpenFile]:
+        """A file of the checkpoint, open for reading in the block."""
         path = locate(self.disk, self.url, name, file=self.url)
-        return self._calls.run("open", path, lambda: PlaceFile(self.disk, path))
+        file = self._calls.run("open", path, lambda: self.disk.open_read(path))
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(StorageError):
+                self.disk.close(file)
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a small file; ``None`` if it does not exist."""
         return self.disk.read_file(self.path_of(name), _MOST_METADATA_NBYTES)
 
-    def write(self, name: str, parts: Parts, nbytes: int, part_nbytes: int) -> None:
-        """Write a file in parts of ``part_nbytes``. It gets its name when all of it is there."""
+    def write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
+        """Write a file in parts of ``part_nbytes``. It gets its name when all of it is there.
+
+        Args:
+            parts: gives the content. It is called again if the file is sent again.
+        """
         n_tries = 0
         while True:
             try:
                 return self._write(name, parts, nbytes, part_nbytes)
             except StorageError as error:  # noqa: PERF203 a try takes longer than that
-                # Another copy of this checkpoint may have taken a file that was just made for a leftover.
+                # Another copy that is over may have taken the unfinished file for a leftover.
                 is_taken = n_tries == 0 and (error.errno, error.operation) == (errno.ENOENT, "rename")
                 if not is_taken and not self._calls.may_try_again("send", self.path_of(name), error, n_tries):
                     raise
@@ -149,14 +179,14 @@ class Place(ABC):
         """Make the names of all files durable that were sent."""
 
     def remove_unfinished(self) -> None:  # noqa: B027 nobody sees an object that is not finished
-        """Remove the files that killed copies have begun to write here. Called when the checkpoint has arrived."""
+        """Remove the files that copies have begun to write here. One that still runs sends such a file again."""
 
     @abstractmethod
     def files(self) -> dict[str, int]:
         """Names and sizes of all files. Nothing if the place does not exist."""
 
     @abstractmethod
-    def _write(self, name: str, parts: Parts, nbytes: int, part_nbytes: int) -> None: ...
+    def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None: ...
 
     @abstractmethod
     def _remove(self, name: str) -> None: ...
@@ -172,30 +202,27 @@ class _Directory(Place):
         self._changed = {path}
 
     def files(self) -> dict[str, int]:
+        def refuse(error: OSError) -> None:
+            if error.errno != errno.ENOENT:
+                raise storage_error("list", error.filename or self.url, error) from error
+
         sizes: dict[str, int] = {}
-        directories = [""] if self.disk.exists(self.url) else []
-        for directory in directories:  # grows
-            for name in self.disk.list_directory(self.path_of(directory)):
-                path = self.path_of(os.path.join(directory, name))
+        for directory, _, names in os.walk(self.url, onerror=refuse):
+            for path in (os.path.join(directory, name) for name in names if not _UNFINISHED.fullmatch(name)):
                 # The files of a checkpoint on other mounts are links; any other link leads to what is not its own.
-                is_link = os.path.islink(path)
-                if is_link and not is_data_file(name):
-                    continue
-                try:
-                    status = os.stat(path)
-                except FileNotFoundError:  # it was removed meanwhile, or the link leads nowhere
-                    continue
-                except OSError as error:
-                    raise storage_error("look at", path, error) from error
-                if stat.S_ISDIR(status.st_mode) and not is_link:
-                    directories.append(os.path.join(directory, name))
-                elif stat.S_ISREG(status.st_mode) and not _is_unfinished(name):
-                    sizes[os.path.join(directory, name)] = status.st_size
+                if not os.path.islink(path) or is_data_file(os.path.basename(path)):
+                    try:
+                        status = os.stat(path)
+                    except OSError as error:  # it was removed meanwhile, or the link leads nowhere
+                        refuse(error)
+                    else:
+                        if stat.S_ISREG(status.st_mode):
+                            sizes[os.path.relpath(path, self.url)] = status.st_size
         return sizes
 
-    def _write(self, name: str, parts: Parts, nbytes: int, part_nbytes: int) -> None:
+    def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
         path = self.path_of(name)
-        unfinished = f"{path}.{self.mark}-{self._token}{_UNFINISHED_SUFFIX}"
+        unfinished = f"{path}.{self._token}.copying"
         self._changed.add(os.path.dirname(path))
 
         def create() -> OpenFile:
@@ -204,7 +231,6 @@ class _Directory(Place):
 
         file = self._calls.run("create", path, create)
         try:
-            self.disk.lock(file)  # so that another copy of this checkpoint does not take it for a leftover
             offset = 0
             for part in parts():
                 self.disk.pwrite(file, part, offset)
@@ -227,23 +253,13 @@ class _Directory(Place):
     def sync(self) -> None:
         for directory in sorted(self._changed):  # a copy of those that other threads may add to
             if self.disk.exists(directory):
-                self._calls.run("fsync directory", directory, lambda path=directory: self.disk.fsync_directory(path))  # type: ignore[misc]
+                self._calls.run("fsync directory", directory, partial(self.disk.fsync_directory, directory))
 
     def remove_unfinished(self) -> None:
         for directory, _, names in os.walk(self.url):
-            for path in (os.path.join(directory, name) for name in names if _is_unfinished(name)):
+            for name in filter(_UNFINISHED.fullmatch, names):
                 with contextlib.suppress(StorageError):
-                    file = self.disk.open_read(path)
-                    try:
-                        is_free = self.disk.lock(file)  # None: the file system has no locks
-                        if is_free or (is_free is None and f".{self.mark}-" in path):
-                            self.disk.unlink(path)
-                    finally:
-                        self.disk.close(file)
-
-
-def _is_unfinished(name: str) -> bool:
-    return name.endswith(_UNFINISHED_SUFFIX)
+                    self.disk.unlink(os.path.join(directory, name))
 
 
 class _Store(Place):
@@ -253,7 +269,7 @@ class _Store(Place):
         self._filesystem, root = filesystem_of(url, options)
         super().__init__(url, RemoteDisk(url, storage_options=options, calls=calls), calls)
         self._root = root.rstrip("/")
-        self.gives_etags = all(hasattr(self._filesystem, name) for name in ("call_s3", "split_path"))
+        self.gives_etags = hasattr(self._filesystem, "call_s3")
 
     def files(self) -> dict[str, int]:
         def look() -> dict[str, int]:
@@ -276,63 +292,31 @@ class _Store(Place):
             self._filesystem.invalidate_cache()
             return str(self._filesystem.info(self._path(name)).get("ETag", "")).strip('"')
 
-        found = self._calls.run("look at", self.path_of(name), look)
-        return found if _MD5_ETAG.fullmatch(found) else None  # encryption by KMS gives others
+        etag = self._calls.run("look at", self.path_of(name), look)
+        return etag if _MD5_ETAG.fullmatch(etag) else None  # encryption by KMS gives others
 
-    def _write(self, name: str, parts: Parts, nbytes: int, part_nbytes: int) -> None:
+    def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
+        path = self._path(name)
+
+        def call(operation: str, function: Callable[[], Any], retries: int | None = None) -> Any:
+            return self._calls.run(operation, self.path_of(name), function, retries=retries)
+
         if nbytes <= part_nbytes:
             (data,) = parts()
-            self._calls.run("send", self.path_of(name), lambda: self._filesystem.pipe_file(self._path(name), data))
-        elif self.gives_etags:
-            self._write_to_s3(name, parts)
-        else:
-            self._write_by_fsspec(name, parts, part_nbytes)
-
-    def _write_to_s3(self, name: str, parts: Parts) -> None:
-        bucket, key, _ = self._filesystem.split_path(self._path(name))
-
-        def call(method: str, **arguments: Any) -> Any:
-            operation = method.replace("_", " ")
-            request: Callable[[], Any] = lambda: self._filesystem.call_s3(method, Bucket=bucket, Key=key, **arguments)  # noqa: E731
-            return self._calls.run(operation, self.path_of(name), request)
-
-        upload = call("create_multipart_upload")["UploadId"]
-        try:
-            tags = [
-                {
-                    "PartNumber": number,
-                    "ETag": call("upload_part", UploadId=upload, PartNumber=number, Body=part)["ETag"],
-                }
-                for number, part in enumerate(parts(), start=1)
-            ]
-            call("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": tags})
-        except BaseException:
-            with contextlib.suppress(Exception):  # else its parts stay, unseen, and cost money
-                self._last_call(
-                    lambda: self._filesystem.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
-                )
-            raise
-
-    def _write_by_fsspec(self, name: str, parts: Parts, part_nbytes: int) -> None:
-        path = self._path(name)
-        file = self._calls.run(
-            "create", self.path_of(name), lambda: self._filesystem.open(path, "wb", block_size=part_nbytes)
-        )
+            call("send", lambda: self._filesystem.pipe_file(path, data))
+            return
+        file = call("create", lambda: self._filesystem.open(path, "wb", block_size=part_nbytes))
         try:
             for part in parts():
                 # A part that fails cannot be sent again, so the whole file is.
-                self._calls.run("send", self.path_of(name), lambda part=part: file.write(part), retries=0)  # type: ignore[misc]
-            self._calls.run("send", self.path_of(name), file.close, retries=0)
+                call("send", partial(file.write, part), retries=0)
+            call("send", file.close, retries=0)
         except BaseException:
-            with contextlib.suppress(Exception):
-                self._last_call(file.discard)
+            with contextlib.suppress(Exception):  # also where the copy was told to stop
+                Calls(retries=0).run("abandon", self.url, file.discard)
             with contextlib.suppress(AttributeError):  # some files do not let it be set
                 file.closed = True  # else it would be finished when Python collects it
             raise
-
-    def _last_call(self, function: Callable[[], Any]) -> None:
-        """A call that is made although the copy was told to stop."""
-        Calls(retries=0).run("abandon", self.url, function)
 
     def _remove(self, name: str) -> None:
         self._filesystem.rm_file(self._path(name))

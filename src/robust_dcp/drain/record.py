@@ -8,6 +8,7 @@ only nobody knows of its copy. ``robust-dcp prune`` reads it without torch.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from typing import Final
@@ -92,8 +93,8 @@ def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
         return None
     try:
         data = disk.read_file(record_path, _MAX_NBYTES)
-        return None if data is None else msgspec.json.decode(data, type=DrainRecord)
-    except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
+        return None if data is None else msgspec.convert(json.loads(data), DrainRecord)
+    except (errors.CorruptCheckpoint, msgspec.ValidationError, ValueError):
         return None
 
 
@@ -115,17 +116,10 @@ def note_arrival(disk: Disk, path: str, record: DrainRecord) -> None:
 
 
 def write_drain_record(disk: Disk, path: str, record: DrainRecord) -> None:
-    """Write it durably, in one step.
+    """Write it durably, in one step. A target that is no UTF-8 stands there in escapes.
 
     Raises:
-        StorageError: a call failed, or the name of the target is no text.
+        StorageError: a call failed.
     """
-    try:
-        data = msgspec.json.encode(record)
-    except UnicodeEncodeError as error:
-        raise errors.StorageError(
-            f"{path}: {record.target!r} cannot be noted, because it is no UTF-8; give the target another name",
-            path=path,
-            operation="write",
-        ) from error
+    data = json.dumps(msgspec.structs.asdict(record)).encode()
     disk.replace_file(os.path.join(path, DRAIN_RECORD_NAME), data)

@@ -26,7 +26,8 @@ from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
 from robust_dcp.background import queue_of
 from robust_dcp.comm import Channel
-from robust_dcp.drain import awaited_copy, copy_checkpoint, is_awaited
+from robust_dcp.drain.copy import copy_checkpoint
+from robust_dcp.drain.record import awaited_copy, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.retention import prune
