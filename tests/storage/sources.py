@@ -15,7 +15,7 @@ import torch
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Tail
 from robust_dcp.storage.layouts.places import Placements, place_records
 from robust_dcp.storage.records.record import framed_record
-from robust_dcp.storage.writing.engine import WrittenFiles, write_files
+from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 from tests.storage.test_record import record_of
@@ -24,7 +24,7 @@ from tests.support.simulated_disk import SimulatedDisk
 DIRECTORY = "/checkpoint"
 
 
-class ListSource:
+class ListSource(ItemSource):
     """Items of a list: tensors, or bytes for an object. ``given`` is what :meth:`resolve` gives where that is not what
     the plan expects: another value, or an exception to raise."""
 
@@ -98,17 +98,16 @@ def write(
         options = {"threads": 2, **options}
         options["buffer_bytes"] = options["threads"] * BLOCKS_PER_THREAD * block_nbytes
     disk.mkdirs(directory)
-    return write_files(
-        disk,
-        directory,
-        0,
-        source,
-        placements,
+    files = FilesOfRank(
+        disk=disk,
+        directory=directory,
+        rank=0,
         mark=secrets.token_hex(8),
+        placements=placements,
         options=WriteOptions(**options),
-        check_stop=check_stop,
         known_places=known_places,
     )
+    return write_files(files, source, check_stop, [])
 
 
 def content_of(disk: Any, name: str, directory: str = DIRECTORY) -> bytes:

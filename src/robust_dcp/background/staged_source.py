@@ -28,8 +28,7 @@ from robust_dcp.staging import (
     wait_for_copies,
 )
 from robust_dcp.storage.records.record import is_fixed_size
-from robust_dcp.storage.writing.emit import saved_by_torch
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
+from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 
 __all__ = ["SharedCopies", "StagedSource"]
 
@@ -57,7 +56,7 @@ class SharedCopies(NamedTuple):
     cpus: frozenset[int]
 
 
-class StagedSource:
+class StagedSource(ItemSource):
     """An ``ItemSource`` with copies of the items of another source.
 
     Args:

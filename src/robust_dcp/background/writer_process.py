@@ -28,22 +28,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Final, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from robust_dcp.background.staged_source import SharedCopies, StagedSource
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import RobustCheckpointError, error_from_fields, failure_of
 from robust_dcp.staging import StagingBuffer, TensorForm, stay_near
-from robust_dcp.storage.committing.cleaning import stripe_directories
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.layouts import Layout, layout_named
-from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.storage.writing.emit import saved_by_torch
-from robust_dcp.storage.writing.engine import WrittenFiles, remove_files_of, write_files
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
-from robust_dcp.storage.writing.write_options import WriteOptions
+from robust_dcp.storage.layouts.places import Placements, place_as_they_come
+from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, remove_files_of, write_files
+from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["WRITERS", "WriteInProcess", "WriterProcess", "WriterProcesses", "refuse_disk"]
@@ -87,6 +81,7 @@ class _Job:
     """What a writer process is asked to write. The shared memory with the tensors comes as an open file.
 
     Attributes:
+        files: where to write, but for the placements, which are in the plan.
         plan: a pickled :class:`_Plan`. The writer knows it again by its bytes.
         memory_nbytes: the size of the shared memory.
         tensor_places, tensor_forms: the places and forms of the tensors in the shared memory, in their order there.
@@ -94,13 +89,7 @@ class _Job:
         cpus: the processors near the memory, on which the writer should run.
     """
 
-    disk: Disk
-    directory: str
-    rank: int
-    mark: str
-    options: WriteOptions
-    layout: str
-    known_places: npt.NDArray[np.int64] | None
+    files: FilesOfRank
     plan: bytes
     memory_nbytes: int
     tensor_places: list[int]
@@ -314,45 +303,20 @@ class WriteInProcess:
         self._look = look
 
     def __call__(
-        self,
-        disk: Disk,
-        directory: str,
-        rank: int,
-        source: ItemSource,
-        placements: Placements,
-        *,
-        mark: str,
-        options: WriteOptions,
-        check_stop: Callable[[int, int], None],
-        known_places: npt.NDArray[np.int64] | None,
-        layout: Layout,
-        not_removed: list[str],
+        self, files: FilesOfRank, source: ItemSource, check_stop: Callable[[int, int], None], not_removed: list[str]
     ) -> WrittenFiles:
         shared = source.shared if isinstance(source, StagedSource) else None
         if shared is None:
-            return write_files(
-                *(disk, directory, rank, source, placements),
-                mark=mark,
-                options=options,
-                check_stop=check_stop,
-                known_places=known_places,
-                layout=layout,
-                not_removed=not_removed,
-            )
+            return write_files(files, source, check_stop, not_removed)
         plan = _Plan(
             names=[source.name(place) for place in range(len(source))],
             expected=[source.expected(place) for place in range(len(source))],
             chunk_offsets=[source.chunk_offset(place) for place in range(len(source))],
-            placements=placements,
+            placements=files.placements,
         )
+        options = replace(files.options, stripe_paths=files.options.stripes)  # the child has another working directory
         job = _Job(
-            disk=disk,
-            directory=directory,
-            rank=rank,
-            mark=mark,
-            options=replace(options, stripe_paths=options.stripes),  # the child has another working directory
-            layout=options.layout,
-            known_places=known_places,
+            files=replace(files, placements=place_as_they_come([], files=1), options=options),
             plan=pickle.dumps(plan),
             memory_nbytes=shared.nbytes,
             tensor_places=shared.places,
@@ -364,8 +328,7 @@ class WriteInProcess:
             outcome = self._outcome(job, shared.fd, check_stop)
         except BaseException:
             # A process that was stopped has removed its files. One that died has not.
-            stripes = stripe_directories(disk, directory, options.stripes)
-            not_removed += remove_files_of(disk, directory, rank, placements, layout, mark=mark, stripes=stripes)
+            not_removed += remove_files_of(files)
             raise
         if isinstance(outcome, _Failed):
             not_removed += outcome.not_removed
@@ -378,9 +341,9 @@ class WriteInProcess:
                 return writer.write(job, fd, note_progress=check_stop, look=self._look)
             except WriterDied as death:
                 raise RobustCheckpointError(
-                    f"the writer process of rank {job.rank} (pid {writer.pid}) died while it wrote {job.directory}: "
-                    f"{death}. Nothing of this save is committed, and the checkpoint before it is still there; the "
-                    "next save starts another process"
+                    f"the writer process of rank {job.files.rank} (pid {writer.pid}) died while it wrote "
+                    f"{job.files.directory}: {death}. Nothing of this save is committed, and the checkpoint before it "
+                    "is still there; the next save starts another process"
                 ) from death
 
 
@@ -467,7 +430,7 @@ class _RunningJob:
         rank = -1
         try:
             job: _Job = pickle.loads(pickled)  # noqa: S301 (its own parent made it)
-            rank = job.rank
+            rank = job.files.rank
             stay_near(job.cpus)
             outcome: WrittenFiles | _Failed = self._write(job, fd, not_removed)
         except BaseException as error:
@@ -485,19 +448,8 @@ class _RunningJob:
             _PLANS.put(job.plan, plan)
         memory = StagingBuffer(job.memory_nbytes, fd=fd)
         try:
-            return write_files(
-                job.disk,
-                job.directory,
-                job.rank,
-                _SharedSource(plan, job, memory),
-                plan.placements,
-                mark=job.mark,
-                options=job.options,
-                check_stop=self._check_stop,
-                known_places=job.known_places,
-                layout=layout_named(job.layout),
-                not_removed=not_removed,
-            )
+            files = replace(job.files, placements=plan.placements)
+            return write_files(files, _SharedSource(plan, job, memory), self._check_stop, not_removed)
         finally:
             memory.release()
 
@@ -511,7 +463,7 @@ class _RunningJob:
                 self._connection.send((done_nbytes, total_nbytes))
 
 
-class _SharedSource:
+class _SharedSource(ItemSource):
     """An ``ItemSource`` with the tensors in shared memory and the records that came with the job."""
 
     def __init__(self, plan: _Plan, job: _Job, memory: StagingBuffer) -> None:

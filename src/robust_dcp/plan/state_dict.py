@@ -32,7 +32,7 @@ from robust_dcp.plan.items import (
 from robust_dcp.plan.signature import PlanContext, StructureSignature
 from robust_dcp.staging import on_cpu
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.writing.item_source import version_of
+from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["KnownStructure", "StateDictSource", "digest_of", "structure_of"]
@@ -134,8 +134,8 @@ def structure_of(
     return found
 
 
-class StateDictSource:
-    """An :class:`~robust_dcp.storage.writing.item_source.ItemSource` over the values of a state dict.
+class StateDictSource(ItemSource):
+    """The values of a state dict, as items.
 
     Use it only for a planner with stock's ``lookup_object`` and ``resolve_data`` for tensors, because it does not call
     them if it knows the result. The caller has to switch grad mode off in its thread. Otherwise DTensors would be

@@ -18,7 +18,7 @@ import torch
 from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
 from robust_dcp.storage.records.objects import Refusal, pickle_of, refusal_of, registered_names
 from robust_dcp.storage.records.record import is_fixed_size
-from robust_dcp.storage.writing.emit import saved_by_torch
+from robust_dcp.storage.writing.item_source import saved_by_torch
 from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["OnUnloadableObject", "UnloadableObjects", "report_unloadable"]

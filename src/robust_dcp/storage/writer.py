@@ -36,7 +36,7 @@ from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
 from robust_dcp.storage.remote import CopyOptions, place_of
-from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
+from robust_dcp.storage.writing.engine import FilesOfRank, WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.write_options import WriteKeywords, WriteOptions, with_keywords
 
@@ -214,21 +214,18 @@ class RobustWriter(StorageWriter):
 
         All ranks must have adopted the same mark, because they write it into their files.
         """
-        for place in stripe_directories(self.disk, self.path, self.options.stripes):
-            self.directory.make(place)
-        written = self.write_files(
-            self.disk,
-            self.path,
-            rank,
-            source,
-            placements,
+        files = FilesOfRank(
+            disk=self.disk,
+            directory=self.path,
+            rank=rank,
             mark=mark_of(self.save_id),
+            placements=placements,
             options=self.options,
-            check_stop=check_stop,
             known_places=known_places,
-            layout=self.layout,
-            not_removed=self.directory.not_removed,
         )
+        for place in files.stripes:
+            self.directory.make(place)
+        written = self.write_files(files, source, check_stop, self.directory.not_removed)
         self.directory.own.update(written.uncommitted_names, written.names)
         self._uncommitted_names = written.uncommitted_names
         return written

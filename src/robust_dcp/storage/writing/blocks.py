@@ -3,9 +3,9 @@
     records  |head|====data====|tail|  |head|==data==|tail|  |head|=========data=========|tail|
     blocks   |              0              |              1              |           2
 
-A block is whole pages of the file, and one thread writes it in one call. Most records lie whole in a block. One that
-crosses the end of a block is cut: each block has a piece of it. This is the same in all saves by one plan, so it is
-kept for the next save.
+A block is whole pages of the file, and one thread writes it in one call. Small records lie whole in a block, and are
+columns of it. A record that crosses the end of a block is cut: each block has a piece of it. A large one is a piece,
+too. This is the same in all saves by one plan, so it is kept for the next save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from robust_dcp.storage.records.record import Record, framed_record, raw_record
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.structure_cache import CACHE, Table
 
-__all__ = ["Block", "Cut", "FileOrder", "cut_into_blocks", "file_orders"]
+__all__ = ["Block", "FileOrder", "Piece", "cut_into_blocks", "file_orders"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -37,63 +37,78 @@ _HOT_NBYTES = 512 << 10
 """
 
 
-class Cut(NamedTuple):
-    """A piece of a record that lies in several blocks.
+class Piece(NamedTuple):
+    """What one block has of a record that is large or lies in several blocks.
 
     Attributes:
         place: the place of the item in the plan.
-        frame: the bytes around its data.
+        record: the bytes around its data.
         start: where the record begins in the file, in bytes.
         begin, end: the piece, in bytes from the start of the file.
     """
 
     place: int
-    frame: Record
+    record: Record
     start: int
     begin: int
     end: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other block has a piece of the record."""
+        return self.end - self.begin == self.record.nbytes
+
+    @property
+    def data_range(self) -> tuple[int, int]:
+        """The range of the record's data that lies in the piece; an empty one if there is none."""
+        data_at, nbytes = self.start + self.record.data_offset, self.record.data_nbytes
+        begin = min(max(self.begin - data_at, 0), nbytes)
+        return begin, max(min(self.end - data_at, nbytes), begin)
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Whole pages of a file: n records that lie whole in them, and pieces of others.
+    """Whole pages of a file: n small records that lie whole in them, and pieces of others.
 
     Attributes:
         offset: where the block begins in the file, in bytes. All other offsets count from there.
         nbytes: its length. The last page of a file is filled up with zeros.
-        cuts: the pieces of records that lie in other blocks, too.
+        pieces: of records that are large or lie in other blocks, too.
         zeros: ranges (begin, end) that no record covers, but for those in ``tails``.
-        places: int64 ``[n]``, the places of the whole items in the plan.
-        frames: the bytes around the data of each.
+        places: int64 ``[n]``, the places of the small items in the plan.
+        records: the bytes around the data of each.
         tails: the bytes behind the data of each: the trailer without its checksum, and a short gap of zeros.
-        payload: int64 ``[n]``, where the data of each begins.
-        payload_nbytes: int64 ``[n]``.
+        data_at: int64 ``[n]``, where the data of each begins.
+        data_nbytes: int64 ``[n]``.
         checked: int64 ``[m]``, which of the n records hold their CRC-32. The head of a file may hold it instead.
-        crc: int64 ``[m, 2]``, where these CRC-32s go: one in the header, one in the trailer.
+        crc32_at: int64 ``[m, 2]``, where these CRC-32s go: one in the header, one in the trailer.
         runs: how many records are copied before they are checksummed, from front to back: as many as fit into the
             processor's cache.
-        large: which of the n records have so much data that it may be written from the tensor itself.
     """
 
     offset: int
     nbytes: int
-    cuts: tuple[Cut, ...]
+    pieces: tuple[Piece, ...]
     zeros: tuple[tuple[int, int], ...]
     places: Int64
-    frames: tuple[Record, ...]
+    records: tuple[Record, ...]
     tails: tuple[bytes, ...]
-    payload: Int64
-    payload_nbytes: Int64
+    data_at: Int64
+    data_nbytes: Int64
     checked: Int64
-    crc: Int64
+    crc32_at: Int64
     runs: tuple[int, ...]
-    large: tuple[int, ...]
+
+    @property
+    def all_places(self) -> set[int]:
+        """The places of all items in the block."""
+        return {*self.places.tolist(), *(piece.place for piece in self.pieces)}
 
 
 def cut_into_blocks(
     places: Int64,
     starts: Int64,
-    frames: Sequence[Record],
+    records: Sequence[Record],
     *,
     begin: int,
     end: int,
@@ -106,74 +121,63 @@ def cut_into_blocks(
         places: int64 ``[n]``, the places of the items in the plan.
         starts: int64 ``[n]``, where the records begin in the file, ascending; an empty record before another one at the
             same place.
-        frames: of each record.
+        records: the bytes around the data of each.
         begin: where the first block begins.
         end: where the last block ends at most.
         block_nbytes: a multiple of ``page_nbytes``, which is the unit of writes.
     """
-    ends = starts + np.array([frame.nbytes for frame in frames], dtype=np.int64)
+    ends = starts + np.array([record.nbytes for record in records], dtype=np.int64)
     behind = np.maximum(ends, starts + 1)  # an empty record lies in the block in which it begins
     blocks = []
     for low in range(begin, end, block_nbytes):
-        high = low + block_nbytes
         first = int(np.searchsorted(behind, low, side="right"))
-        last = int(np.searchsorted(starts, high, side="left"))
+        last = int(np.searchsorted(starts, low + block_nbytes, side="left"))
         if first < last:
-            stop = min(high, -(-int(ends[last - 1]) // page_nbytes) * page_nbytes)
-            blocks.append(_block(places, starts, ends, frames, first, last, low, stop))
+            some = slice(first, last)
+            high = min(low + block_nbytes, -(-int(ends[last - 1]) // page_nbytes) * page_nbytes)
+            blocks.append(_block(places[some], starts[some], ends[some], records[some], low, high))
     return blocks
 
 
-def _block(
-    places: Int64,
-    starts: Int64,
-    ends: Int64,
-    frames: Sequence[Record],
-    first: int,
-    last: int,
-    low: int,
-    high: int,
-) -> Block:
-    begins, stops = np.maximum(starts[first:last], low), np.minimum(ends[first:last], high)
-    is_whole = (starts[first:last] >= low) & (ends[first:last] <= high)
+def _block(places: Int64, starts: Int64, ends: Int64, records: Sequence[Record], low: int, high: int) -> Block:
+    begins, stops = np.maximum(starts, low), np.minimum(ends, high)
+    header = np.array([record.data_offset for record in records], dtype=np.int64)
+    data_nbytes = np.array([record.data_nbytes for record in records], dtype=np.int64)
+    is_small = (starts >= low) & (ends <= high) & (data_nbytes < LARGE_NBYTES)
     gaps = np.append(begins[1:], high) - stops
-    in_tail = is_whole & (gaps <= PAGE_NBYTES)
+    in_tail = is_small & (gaps <= PAGE_NBYTES)
     zeros = [(0, int(begins[0]) - low)] if begins[0] > low else []
     uncovered = np.flatnonzero(~in_tail & (gaps > 0))
     zeros += zip((stops[uncovered] - low).tolist(), (stops + gaps - low)[uncovered].tolist(), strict=True)
-    cuts = tuple(
-        Cut(int(places[n]), frames[n], int(starts[n]), int(begins[n - first]), int(stops[n - first]))
-        for n in (first + np.flatnonzero(~is_whole)).tolist()
-    )
-    whole = np.flatnonzero(is_whole)
-    numbers = (first + whole).tolist()
-    of_block = tuple(frames[n] for n in numbers)
-    header = np.array([frame.data_offset for frame in of_block], dtype=np.int64)
-    payload_nbytes = np.array([frame.data_nbytes for frame in of_block], dtype=np.int64)
-    start = starts[numbers] - low
-    checked = np.array([n for n, frame in enumerate(of_block) if frame.crc32_at], dtype=np.int64)
-    crc = np.array([of_block[n].crc32_at for n in checked.tolist()], dtype=np.int64).reshape(-1, 2)
-    gap_of = np.where(in_tail, gaps, 0)[whole].tolist()
+    small = np.flatnonzero(is_small)
+    of_block = tuple(records[n] for n in small.tolist())
+    tails = zip(of_block, np.where(in_tail, gaps, 0)[small].tolist(), strict=True)
+    start = starts[small] - low
+    data_at = start + header[small]
+    checked = np.array([n for n, record in enumerate(of_block) if record.crc32_at], dtype=np.int64)
+    crc32_at = np.array([of_block[n].crc32_at for n in checked.tolist()], dtype=np.int64).reshape(-1, 2)
     return Block(
         offset=low,
         nbytes=max(high - low, 0),
-        cuts=cuts,
+        pieces=tuple(
+            Piece(int(places[n]), records[n], int(starts[n]), int(begins[n]), int(stops[n]))
+            for n in np.flatnonzero(~is_small).tolist()
+        ),
         zeros=tuple(zeros),
-        places=places[numbers],
-        frames=of_block,
-        tails=tuple(_tail(frame.trailer, gap) for frame, gap in zip(of_block, gap_of, strict=True)),
-        payload=start + header,
-        payload_nbytes=payload_nbytes,
+        places=places[small],
+        records=of_block,
+        tails=tuple(_tail(record.trailer, gap) for record, gap in tails),
+        data_at=data_at,
+        data_nbytes=data_nbytes[small],
         checked=checked,
-        crc=start[checked, None] + crc,
-        runs=tuple(np.unique((start + header + payload_nbytes) // _HOT_NBYTES, return_counts=True)[1].tolist()),
-        large=tuple(np.flatnonzero(payload_nbytes >= LARGE_NBYTES).tolist()),
+        crc32_at=start[checked, None] + crc32_at,
+        runs=tuple(np.unique((data_at + data_nbytes[small]) // _HOT_NBYTES, return_counts=True)[1].tolist()),
     )
 
 
 @lru_cache(maxsize=4096)
 def _tail(trailer: bytes, gap: int) -> bytes:
-    """The bytes after a payload. All records of a kind share one object."""
+    """The bytes after a record's data. All records of a kind share one object."""
     return trailer + bytes(gap)
 
 
@@ -182,21 +186,21 @@ class FileOrder:
     """What is written to one file.
 
     Attributes:
+        places, starts, records: the n records of fixed size, as for :func:`cut_into_blocks`.
+        items: the :func:`~robust_dcp.storage.layouts.footer.item_id` of each.
         blocks: from front to back. There are none if the file has items of variable size: these get their places while
             the file is written, and then the file is cut.
-        places, starts, frames: the records of fixed size of such a file, as for :func:`cut_into_blocks`.
         variable: places in the plan of the items of variable size, ascending. They come after all others.
-        items: the :func:`~robust_dcp.storage.layouts.footer.item_id` of each record of fixed size, in order.
-        variable_items: those of the items of variable size.
+        variable_items: the ``item_id`` of each.
         head: the head of the file, which is written last; ``None`` if the file has none.
     """
 
-    blocks: tuple[Block, ...]
     places: Int64
     starts: Int64
-    frames: tuple[Record, ...]
-    variable: tuple[int, ...]
+    records: tuple[Record, ...]
     items: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    variable: tuple[int, ...]
     variable_items: tuple[int, ...]
     head: ShardHead | None
 
@@ -228,83 +232,76 @@ def file_orders(
     key = placements, block_nbytes, page_nbytes
     orders = _ORDERS.get(key)
     if orders is None:
-        orders = tuple(_orders(placements, source, block_nbytes, page_nbytes))
+        records = _records(placements, source)
+        # An empty record comes before another one at the same place, so that each ends where the next may begin.
+        by_offset = np.lexsort((placements.nbytes, placements.offset))
+        orders = tuple(
+            _order(number, by_offset[placements.file[by_offset] == number], records, placements, source, *key[1:])
+            for number in range(placements.n_files)
+        )
         if len(placements.variable) < len(placements.offset):  # else another planner planned for this save only
             _ORDERS.put(key, orders)
     return orders
 
 
-def _orders(placements: Placements, source: ItemSource, block_nbytes: int, page_nbytes: int) -> list[FileOrder]:
-    frames = _frames(placements, source)
-    # An empty record comes before another one at the same place, so that each record ends where the next may begin.
-    by_offset = np.lexsort((placements.nbytes, placements.offset))
-    orders = []
-    for number, head_nbytes in enumerate(placements.head_nbytes):
-        members = by_offset[placements.file[by_offset] == number]
-        n_variable = int((placements.offset[members] < 0).sum())
-        variable, fixed = members[:n_variable].tolist(), members[n_variable:]
-        starts = placements.offset[fixed]
-        of_file = tuple(frames[place] for place in fixed.tolist())
-        blocks: list[Block] = []
-        if not variable and len(fixed):
-            blocks = cut_into_blocks(
-                fixed.astype(np.int64),
-                starts,
-                of_file,
-                begin=head_nbytes // page_nbytes * page_nbytes,
-                end=placements.file_nbytes[number] + 1,
-                block_nbytes=block_nbytes,
-                page_nbytes=page_nbytes,
-            )
-        orders.append(
-            FileOrder(
-                blocks=tuple(blocks),
-                places=fixed.astype(np.int64) if variable else np.empty(0, dtype=np.int64),
-                starts=starts if variable else np.empty(0, dtype=np.int64),
-                frames=of_file if variable else (),
-                variable=tuple(variable),
-                items=tuple(item_id(source.name(each), source.chunk_offset(each)) for each in fixed.tolist()),
-                variable_items=tuple(item_id(source.name(each), source.chunk_offset(each)) for each in variable),
-                head=_head(placements, fixed, frames, source, head_nbytes) if head_nbytes else None,
-            )
+def _order(
+    number: int,
+    members: npt.NDArray[np.intp],
+    record_of: dict[int, Record],
+    placements: Placements,
+    source: ItemSource,
+    block_nbytes: int,
+    page_nbytes: int,
+) -> FileOrder:
+    """The order of one file, whose ``members`` are places by ascending offset."""
+
+    def ids(places: Sequence[int]) -> tuple[int, ...]:
+        return tuple(item_id(source.name(place), source.chunk_offset(place)) for place in places)
+
+    n_variable = int((placements.offset[members] < 0).sum())
+    variable, fixed = members[:n_variable].tolist(), members[n_variable:]
+    places, starts = fixed.astype(np.int64), placements.offset[fixed]
+    records = tuple(record_of[place] for place in fixed.tolist())
+    head_nbytes = placements.head_nbytes[number]
+    head = None
+    if head_nbytes:
+        tensors = [
+            PlacedTensor(place, source.name(place), record.dtype, record.shape, source.chunk_offset(place), offset)
+            for place, record, offset in zip(fixed.tolist(), records, starts.tolist(), strict=True)
+        ]
+        head = ShardHead(tensors, head_nbytes)
+    blocks: list[Block] = []
+    if not variable and len(fixed):
+        blocks = cut_into_blocks(
+            *(places, starts, records),
+            begin=head_nbytes // page_nbytes * page_nbytes,
+            end=placements.file_nbytes[number] + 1,
+            block_nbytes=block_nbytes,
+            page_nbytes=page_nbytes,
         )
-    return orders
+    return FileOrder(
+        *(places, starts, records, ids(fixed.tolist()), tuple(blocks), tuple(variable), ids(variable), head)
+    )
 
 
-def _frames(placements: Placements, source: ItemSource) -> dict[int, Record]:
-    """The frame of each item of fixed size, by its place. Items of one dtype and size share one frame."""
-    # The layouts have caches of frames, too, but these keep only a limited number.
-    made: dict[tuple[torch.dtype, torch.Size, int], Record] = {}
-    frames: dict[int, Record] = {}
-    heads = placements.head_nbytes
+def _records(placements: Placements, source: ItemSource) -> dict[int, Record]:
+    """The record of each item of fixed size, by its place. Items of one dtype and size share one."""
+    # The layouts have caches of records, too, but these keep only a limited number.
+    made: dict[tuple[torch.dtype, torch.Size, bool], Record] = {}
+    records: dict[int, Record] = {}
+    has_head = [nbytes > 0 for nbytes in placements.head_nbytes]
     with NamedErrors(source, 0) as current:
         for place, (nbytes, file) in enumerate(zip(placements.nbytes.tolist(), placements.file.tolist(), strict=True)):
             if nbytes < 0:
                 continue
             current.place = place
             expected = source.expected(place)
-            key = None if expected is None else (*expected, heads[file])
-            frame = None if key is None else made.get(key)
-            if frame is None and key is not None:
-                frame = (raw_record if key[2] else framed_record)(key[0], tuple(key[1]))
-            if frame is None or key is None or frame.nbytes != nbytes:
+            key = None if expected is None else (*expected, has_head[file])
+            record = None if key is None else made.get(key)
+            if record is None and key is not None:
+                record = (raw_record if key[2] else framed_record)(key[0], tuple(key[1]))
+            if record is None or key is None or record.nbytes != nbytes:
                 name = source.name(place)
                 raise PlanConflict(f"the record of {name!r} is not the one that was planned", key=name)
-            frames[place] = made[key] = frame
-    return frames
-
-
-def _head(
-    placements: Placements,
-    places: npt.NDArray[np.intp],
-    frames: dict[int, Record],
-    source: ItemSource,
-    nbytes: int,
-) -> ShardHead:
-    tensors = [
-        PlacedTensor(
-            place, source.name(place), frames[place].dtype, frames[place].shape, source.chunk_offset(place), offset
-        )
-        for place, offset in zip(places.tolist(), placements.offset[places].tolist(), strict=True)
-    ]
-    return ShardHead(tensors, nbytes)
+            records[place] = made[key] = record
+    return records

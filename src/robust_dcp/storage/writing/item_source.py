@@ -1,7 +1,7 @@
 """The interface through which the engine asks for the data of a rank's items.
 
 This module also checks that the data is what was planned, and makes errors name their item. Planners implement the
-interface; ``engine``, ``pack`` and ``write_order`` call it.
+interface.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ import io
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.staging import on_cpu
 from robust_dcp.storage.records.record import Record
 
 __all__ = [
-    "BorrowingSource",
     "Changes",
-    "CountsChanges",
     "ItemSource",
-    "MadeWhenAsked",
     "NamedErrors",
     "Resolve",
     "WriteItemSource",
     "changed",
     "planned_tensor",
+    "saved_by_torch",
     "version_of",
 ]
 
@@ -37,7 +36,17 @@ Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
 
 
 class ItemSource(Protocol):
-    """The items that a rank writes, in plan order. :meth:`resolve` is called from several threads at once."""
+    """The items that a rank writes, in plan order. :meth:`resolve` is called from several threads at once.
+
+    Attributes:
+        borrowed: the places of items that it has only for a while: somebody waits until they are written. They are
+            written before all others.
+        holds_wrappers: whether some of its tensors are parts of others, such as DTensors. Changes of these do not count
+            in the parts.
+    """
+
+    borrowed: Sequence[int] = ()
+    holds_wrappers: bool = False
 
     def __len__(self) -> int: ...
 
@@ -55,37 +64,13 @@ class ItemSource(Protocol):
         ``no_grad``.
         """
 
-
-@runtime_checkable
-class BorrowingSource(Protocol):
-    """An :class:`ItemSource` that has some of its data only for a while: somebody waits until that is written."""
-
-    @property
-    def borrowed(self) -> Sequence[int]:
-        """The places of these items. They are written before all others."""
-
-    def give_back(self) -> None:
-        """These items have been written: nobody reads their data any more."""
-
-
-@runtime_checkable
-class MadeWhenAsked(Protocol):
-    """An :class:`ItemSource` whose data is in memory only from :meth:`~ItemSource.resolve` on. The engine then writes
-    one file after the other, because it has at least one item of each file in work in memory.
-    """
-
-    is_made_when_asked: bool
-
-
-@runtime_checkable
-class CountsChanges(Protocol):
-    """An :class:`ItemSource` that knows how often its tensors were changed."""
-
-    holds_wrappers: bool
-    """Whether some of its tensors are parts of others, such as DTensors. Changes of these do not count in the parts."""
-
     def versions(self, places: Sequence[int]) -> list[int]:
         """For each item a number that grows with each change of its tensor in place; -1 if that is not known."""
+        return [-1] * len(places)
+
+    def give_back(self) -> None:
+        """The borrowed items have been written: nobody reads their data any more."""
+        return
 
 
 class Changes:
@@ -100,15 +85,13 @@ class Changes:
 
     def __init__(self, source: ItemSource) -> None:
         self._source = source
-        self._versions = source.versions if isinstance(source, CountsChanges) else _unknown
-        self._looks_at_small = isinstance(source, CountsChanges) and source.holds_wrappers
         self._taken: dict[int, int] = {}
 
     def before(self, places: Sequence[int]) -> list[int]:
         """The versions of small items that are about to be copied, for :meth:`check`. It is empty if the items' own
         tensors tell. Asking for each of them here would cost as much as a tenth of the copy.
         """
-        return self._versions(places) if self._looks_at_small else []
+        return self._source.versions(places) if self._source.holds_wrappers else []
 
     def check(self, places: Sequence[int], before: Sequence[int]) -> None:
         """Make sure that the tensors are those of :meth:`before`.
@@ -118,13 +101,13 @@ class Changes:
         """
         if not before:
             return
-        for place, earlier, later in zip(places, before, self._versions(places), strict=True):
+        for place, earlier, later in zip(places, before, self._source.versions(places), strict=True):
             if earlier != later and -1 not in (earlier, later):
                 raise changed(self._source, place)
 
     def take(self, places: Sequence[int]) -> None:
         """Note items whose data is read where it lies, from now until :meth:`check_taken`."""
-        for place, version in zip(places, self._versions(places), strict=True):
+        for place, version in zip(places, self._source.versions(places), strict=True):
             self._taken.setdefault(place, version)
 
     def check_taken(self) -> None:
@@ -142,11 +125,7 @@ def changed(source: ItemSource, place: int) -> PlanConflict:
     )
 
 
-def _unknown(places: Sequence[int]) -> list[int]:
-    return [-1] * len(places)
-
-
-class WriteItemSource:
+class WriteItemSource(ItemSource):
     """:class:`ItemSource` over DCP's write items, as any ``SavePlanner`` gives them.
 
     Args:
@@ -154,14 +133,11 @@ class WriteItemSource:
         resolve: ``SavePlanner.resolve_data``.
     """
 
-    holds_wrappers = False
-
     def __init__(self, items: Sequence[WriteItem], resolve: Resolve) -> None:
         self._items = items
         self._resolve = resolve
-        self._resolved: dict[
-            int, weakref.ref[torch.Tensor]
-        ] = {}  # a planner's own copies go as soon as they are written
+        # By weak references, so that a planner's own copies go as soon as they are written.
+        self._resolved: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -212,6 +188,16 @@ def planned_tensor(source: ItemSource, place: int, planned: Record) -> torch.Ten
             key=name,
         )
     return data
+
+
+def saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
+    """The record of a tensor that dtype, shape and data do not describe fully."""
+    tensor = on_cpu(tensor.detach())
+    if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()  # torch.save would write all of a larger shared storage
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer
 
 
 class NamedErrors:
