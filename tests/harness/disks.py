@@ -1,4 +1,4 @@
-"""Disks that are full, that are slow, or that hold up writes. Everything else goes to the real file system.
+"""Disks that are full, slow, that refuse, or that hold up writes. Everything else goes to the real file system.
 
 For example, pass ``RobustWriter(path, disk=FullDisk())`` on one rank. Readers take a disk too.
 """
@@ -9,13 +9,52 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 
-__all__ = ["FullDisk", "GatedDisk", "SlowDisk"]
+__all__ = ["Acts", "FullDisk", "GatedDisk", "SlowDisk"]
 
 _DATA = (".distcp", ".safetensors")
+
+
+class Acts(Disk):
+    """Does something right before a call for a path: what another program does meanwhile, or what the disk refuses."""
+
+    def __init__(self, call: str, end: str, act: Callable[[str], object]) -> None:
+        super().__init__()
+        self.call, self.end, self.act = call, end, act
+        self.n_acted = 0
+
+    def _at(self, call: str, path: str) -> None:
+        if call == self.call and path.endswith(self.end):
+            self.n_acted += 1
+            self.act(path)
+
+    def exists(self, path: str) -> bool:
+        self._at("exists", path)
+        return super().exists(path)
+
+    def list_directory(self, path: str) -> list[str]:
+        self._at("list", path)
+        return super().list_directory(path)
+
+    def modified_seconds(self, path: str) -> float:
+        self._at("modified", path)
+        return super().modified_seconds(path)
+
+    def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
+        self._at("open", path)
+        return super().open_read(path, direct=direct)
+
+    def rename(self, source: str, target: str) -> None:
+        self._at("rename", target)
+        super().rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        self._at("unlink", path)
+        super().unlink(path)
 
 
 class GatedDisk(Disk):

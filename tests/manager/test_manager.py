@@ -1,9 +1,13 @@
-"""A manager saves steps, keeps those that are wanted, and goes on from the newest one that is whole."""
+"""A manager saves steps, keeps those that are wanted, goes on from the newest one that is whole, and touches nothing
+else. Disks refuse meanwhile, and other programs change what it looks at."""
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import logging
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,14 +21,26 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import CheckpointManager, KeepBest, KeepEvery, KeepLast, RobustCheckpointError
+from robust_dcp import (
+    CheckpointManager,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    RobustCheckpointError,
+    RobustWriter,
+    StorageError,
+)
+from robust_dcp.cli.ls import state_of
+from robust_dcp.drain.record import DrainRecord, digest_at, write_drain_record
 from robust_dcp.manager.series import LATEST_NAME, RECORD_NAME
-from robust_dcp.storage.committing.saving_file import needed_for_a_load
-from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.disk import Disk, storage_error
+from robust_dcp.storage.files.paths import REMOVING_PREFIX, SAVING_PREFIX
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
+from tests.cli.commands import shell
 from tests.harness.damage import cut_short, data_files
-from tests.harness.faults import fail_in
-from tests.harness.ranks import errors, in_ranks, values
+from tests.harness.disks import Acts
+from tests.harness.faults import fail_in, kill_in
+from tests.harness.ranks import errors, in_ranks, run_ranks, values
 
 
 def state(step: int) -> dict[str, Any]:
@@ -32,35 +48,21 @@ def state(step: int) -> dict[str, Any]:
     return {"shared": torch.full((100,), float(step)), f"own {rank}": torch.full((100,), step + rank / 10)}
 
 
-def save_steps(root: str, steps: list[int], options: dict[str, Any], is_async: bool = False) -> list[int]:
-    manager = CheckpointManager(root, **options)
+def save_steps(manager: CheckpointManager, *steps: int) -> list[int]:
     for step in steps:
-        if is_async:
-            manager.async_save(step, state(step), metrics={"loss": abs(step - 25.0)})
-        else:
-            manager.save(step, state(step), metrics={"loss": abs(step - 25.0)})
-    robust_dcp.finish_async_saves()
-    if dist.is_initialized():
-        dist.barrier()
+        manager.save(step, state(step))
     return [each.step for each in manager.checkpoints()]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, [10, 20, 30, 40, 50]),
-        ({"keep_last": 2}, [40, 50]),
-        ({"keep_last": 1, "keep_every": 20}, [20, 40, 50]),
-        ({"keep_best": "loss"}, [30, 50]),  # of 20 and 30, which are equally good, the newer one
-        ({"keep": [KeepBest("loss", number=2, best="largest"), KeepLast(1)]}, [40, 50]),
-    ],
-)
-def test_what_a_policy_keeps_stays_and_so_does_the_newest(
-    options: dict[str, Any], kept: list[int], is_async: bool, tmp_path: Path
-) -> None:
-    found = values(in_ranks(2, save_steps, str(tmp_path), [10, 20, 30, 40, 50], options, is_async))
-    assert found == [kept, kept]
+def loaded(path: Path) -> float:
+    found = state(-1)
+    robust_dcp.load(found, checkpoint_id=path)
+    return float(found["shared"][0])
+
+
+def refuse(path: str) -> None:
+    error = OSError(errno.EACCES, "Permission denied")
+    raise storage_error("use", path, error) from error
 
 
 class KeepFirst:
@@ -68,85 +70,164 @@ class KeepFirst:
         return checkpoints[:1]
 
 
-def test_a_policy_can_be_written_by_oneself(tmp_path: Path) -> None:
-    assert save_steps(str(tmp_path), [1, 2, 3], {"keep": [KeepFirst()]}) == [1, 3]
-
-
-@pytest.mark.parametrize("policy", [lambda: KeepLast(0), lambda: KeepEvery(0), lambda: KeepBest("loss", number=0)])
-def test_a_policy_that_keeps_nothing_is_refused(policy: Any) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        policy()
-
-
-def test_a_metric_that_is_nan_or_missing_is_never_the_best(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, keep_best="loss")
-    for step, metrics in enumerate([{"loss": 2.0}, {"loss": float("nan")}, {}]):
-        manager.save(step, state(step), metrics=metrics)
-    assert [each.step for each in manager.checkpoints()] == [0, 2]
-
-
-def test_a_metric_that_is_no_number_costs_no_other(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, state(1), metrics={"loss": float("nan"), "rate": float("inf"), "accuracy": 0.5})
-    (checkpoint,) = manager.checkpoints()
-    assert checkpoint.metrics == {"accuracy": 0.5} and checkpoint.provenance["world_size"] == 1
-
-
 class BrokenPolicy:
     def kept(self, checkpoints: Any) -> Any:
         raise KeyError("a mistake in the policy")
 
 
-def save_with_a_broken_policy(root: str) -> list[int]:
-    manager = CheckpointManager(root, keep=[BrokenPolicy()])
-    manager.save(1, state(1))
-    manager.save(2, state(2))
+def save_all(root: str, options: dict[str, Any], is_async: bool) -> list[int]:
+    manager = CheckpointManager(root, **options)
+    for step in (10, 20, 30, 40, 50):
+        (manager.async_save if is_async else manager.save)(step, state(step), metrics={"loss": abs(step - 25.0)})
+    robust_dcp.finish_async_saves()
+    dist.barrier()
     return [each.step for each in manager.checkpoints()]
 
 
-def test_a_policy_that_raises_fails_no_save_and_removes_nothing(tmp_path: Path) -> None:
-    assert values(in_ranks(2, save_with_a_broken_policy, str(tmp_path))) == [[1, 2], [1, 2]]
+@pytest.mark.parametrize(
+    ("options", "kept", "is_async"),
+    [
+        ({}, [10, 20, 30, 40, 50], False),
+        ({"keep_last": 2}, [40, 50], True),
+        ({"keep_last": 1, "keep_every": 20}, [20, 40, 50], False),
+        ({"keep_best": "loss"}, [30, 50], True),  # of 20 and 30, which are equally good, the newer one
+        ({"keep": [KeepBest("loss", number=2, best="largest"), KeepLast(1)]}, [40, 50], False),
+        ({"keep": [KeepFirst()]}, [10, 50], False),
+        ({"keep": [BrokenPolicy()]}, [10, 20, 30, 40, 50], False),
+    ],
+)
+def test_what_a_policy_keeps_stays_and_so_does_the_newest(
+    options: dict[str, Any], kept: list[int], is_async: bool, tmp_path: Path
+) -> None:
+    assert values(in_ranks(2, save_all, str(tmp_path), options, is_async)) == [kept, kept]
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            lambda: KeepLast(0),
+            lambda: KeepEvery(0),
+            lambda: KeepBest("loss", number=0),
+            lambda: KeepBest("loss", best="lowest"),  # type: ignore[arg-type]
+            lambda: CheckpointManager("root", keep_last=1.5),  # type: ignore[arg-type]
+        ],
+    )
+    def test_a_policy_that_makes_no_sense_is_refused_at_once(self, policy: Any) -> None:
+        with pytest.raises(ValueError, match=r"must be at least 1, and a whole number|best is 'smallest' or 'largest'"):
+            policy()
+
+    def test_what_is_no_policy_is_refused_at_once(self, tmp_path: Path) -> None:
+        with pytest.raises(TypeError, match="has no method kept"):
+            CheckpointManager(tmp_path, keep=[3])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("step", [-1, 1.5, "3", None, 10**18])
+    def test_a_step_that_is_no_number_is_refused(self, step: Any, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"a step is a whole number|could not be found again"):
+            CheckpointManager(tmp_path).save(step, state(1))
+        assert not list(tmp_path.iterdir())
+
+    def test_a_step_may_be_a_number_of_another_library(self, tmp_path: Path) -> None:
+        assert save_steps(CheckpointManager(tmp_path), torch.tensor(7)) == [7]  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("metrics", [{"loss": None}, {"loss": "low"}, {"lo\udcffss": 1.0}, {3: 1.0}])
+    def test_a_metric_that_cannot_be_noted_is_refused_before_anything_is_written(
+        self, metrics: Any, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ValueError, match="must be a number with a name"):
+            CheckpointManager(tmp_path).save(1, state(1), metrics=metrics)
+        assert not list(tmp_path.iterdir())
+
+
+class TestRecords:
+    def test_a_metric_that_is_no_number_is_never_the_best_and_costs_no_other(self, tmp_path: Path) -> None:
+        manager = CheckpointManager(tmp_path, keep_best="loss")
+        for step, metrics in enumerate([{"loss": 2.0}, {"loss": float("nan"), "accuracy": 0.5}]):
+            manager.save(step, state(step), metrics=metrics)
+        assert [each.metrics for each in manager.checkpoints()] == [{"loss": 2.0}, {"accuracy": 0.5}]
+        manager.save(2, state(2))
+        assert [each.step for each in manager.checkpoints()] == [0, 2]
+
+    def test_a_checkpoint_says_with_what_it_was_made(self, tmp_path: Path) -> None:
+        repository = tmp_path / "code"
+        repository.mkdir()
+        for command in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "first")):
+            identity = ("-c", "user.name=n", "-c", "user.email=e@example.com")
+            subprocess.run(["git", "-C", repository, *identity, *command], check=True)
+        program = repository / "train.py"
+        program.write_text(
+            "import torch, robust_dcp\n"
+            "robust_dcp.CheckpointManager('runs').save(7, {'w': torch.ones(2)}, metrics={'loss': 2.5})\n"
+        )
+        subprocess.run([sys.executable, program], check=True, cwd=tmp_path)
+        (checkpoint,) = CheckpointManager(tmp_path / "runs").checkpoints()
+        head = subprocess.run(
+            ["git", "-C", repository, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        assert (checkpoint.step, checkpoint.name, checkpoint.metrics) == (7, "step_7", {"loss": 2.5})
+        assert checkpoint.provenance["git"] == {"commit": head.stdout.strip(), "is_changed": False}
+        assert checkpoint.provenance["world_size"] == 1
+        assert checkpoint.provenance["torch"] == torch.__version__
+
+    def test_outside_of_git_it_says_nothing_of_a_commit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))  # no git
+        save_steps(CheckpointManager(tmp_path / "run"), 1)
+        assert CheckpointManager(tmp_path / "run").checkpoints()[0].provenance["git"] is None
+
+    @pytest.mark.parametrize("content", [b"{", b'{"step": "x"}', b'{"metrics": {"\xff": 1}}', b" " * (2 << 20)])
+    def test_one_that_cannot_be_understood_is_no_reason_to_lose_a_checkpoint(
+        self, content: bytes, tmp_path: Path
+    ) -> None:
+        save_steps(CheckpointManager(tmp_path), 10)
+        (tmp_path / "step_10" / RECORD_NAME).write_bytes(content)
+        (checkpoint,) = CheckpointManager(tmp_path).checkpoints()
+        assert checkpoint.step == 10 and checkpoint.metrics == {}
 
 
 def load_what_is_there(root: str) -> tuple[int, float, list[str]]:
     found = state(-1)
-    loaded = CheckpointManager(root).load_latest(found)
-    assert loaded is not None
-    return loaded.checkpoint.step, found["shared"][0].item(), [each.reason for each in loaded.skipped]
+    latest = CheckpointManager(root).load_latest(found)
+    assert latest is not None
+    return latest.checkpoint.step, found["shared"][0].item(), [each.reason for each in latest.skipped]
 
 
-def test_if_the_latest_is_damaged_the_newest_one_that_is_whole_is_loaded_and_the_others_are_named(
-    tmp_path: Path,
-) -> None:
-    values(in_ranks(2, save_steps, str(tmp_path), [10, 20, 30], {}))
-    cut_short(data_files(tmp_path / "step_30")[1], 3000)
-    (tmp_path / "step_20" / ".metadata").write_bytes(b"nonsense")
-    (tmp_path / "step_20" / ".robust_dcp.index").unlink()
-    for step, value, reasons in values(in_ranks(2, load_what_is_there, str(tmp_path))):
-        assert (step, value) == (10, 10.0)
-        assert "__" in reasons[0] and ".metadata" in reasons[1]
+def save_on_all_ranks(root: str, *steps: int) -> list[int]:
+    return save_steps(CheckpointManager(root), *steps)
 
 
-def test_if_all_are_damaged_each_is_named_with_what_is_wrong(tmp_path: Path) -> None:
-    values(in_ranks(2, save_steps, str(tmp_path), [10, 20], {}))
-    for step in (10, 20):
-        for path in data_files(tmp_path / f"step_{step}"):
+class TestLoads:
+    def test_if_the_latest_is_damaged_the_newest_whole_one_is_loaded_and_the_others_are_named(
+        self, tmp_path: Path
+    ) -> None:
+        values(in_ranks(2, save_on_all_ranks, str(tmp_path), 10, 20, 30))
+        cut_short(data_files(tmp_path / "step_30")[1], 3000)
+        (tmp_path / "step_20" / ".metadata").write_bytes(b"nonsense")
+        (tmp_path / "step_20" / ".robust_dcp.index").unlink()
+        for step, value, reasons in values(in_ranks(2, load_what_is_there, str(tmp_path))):
+            assert (step, value) == (10, 10.0)
+            assert "__" in reasons[0] and ".metadata" in reasons[1]
+        for path in data_files(tmp_path / "step_10"):
             path.unlink()
-    for error in errors(in_ranks(2, load_what_is_there, str(tmp_path))):
-        assert error.type_name == "CorruptCheckpoint"
-        assert "none of the 2 checkpoints" in error.message
-        assert "step_10" in error.message and "step_20" in error.message
+        for error in errors(in_ranks(2, load_what_is_there, str(tmp_path))):
+            assert error.type_name == "CorruptCheckpoint" and "none of the 3 checkpoints" in error.message
+            assert all(f"step_{step}" in error.message for step in (10, 20, 30))
 
+    def test_a_checkpoint_that_does_not_fit_is_no_damaged_one(self, tmp_path: Path) -> None:
+        save_steps(CheckpointManager(tmp_path), 10, 20)
+        with pytest.raises(RobustCheckpointError, match="another key"):
+            CheckpointManager(tmp_path).load_latest({"another key": torch.zeros(2)})
 
-def test_a_checkpoint_that_does_not_fit_is_no_damaged_one(tmp_path: Path) -> None:
-    save_steps(str(tmp_path), [10, 20], {})
-    with pytest.raises(RobustCheckpointError, match="another key"):
-        CheckpointManager(tmp_path).load_latest({"another key": torch.zeros(2)})
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+    def test_if_the_latest_asks_for_code_an_older_one_is_loaded(self, tmp_path: Path) -> None:
+        class Bomb:
+            def __reduce__(self) -> Any:
+                return os.abort, ()
 
-
-def test_where_there_is_no_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
-    assert CheckpointManager(tmp_path / "none").load_latest(state(0)) is None
-    assert CheckpointManager(tmp_path / "none").latest() is None
+        for step in (1, 2):
+            dcp.save(state(step), checkpoint_id=tmp_path / f"step_{step}", no_dist=True)
+        (tmp_path / "step_2" / ".metadata").write_bytes(pickle.dumps(Bomb()))
+        step, value, skipped = load_what_is_there(str(tmp_path))
+        assert (step, value, len(skipped)) == (1, 1.0, 1)
 
 
 def fail_to_save(root: str) -> str:
@@ -160,18 +241,12 @@ def fail_to_save(root: str) -> str:
     return "nothing was raised"
 
 
-def test_a_save_that_fails_moves_nothing_and_removes_nothing(tmp_path: Path) -> None:
-    for told in values(in_ranks(2, fail_to_save, str(tmp_path))):
-        assert "rank 1 fails" in told and told.endswith("[1] 1")
-
-
 def fail_to_move_latest(root: str) -> str:
     manager = CheckpointManager(root)
     manager.save(1, state(1))
     if dist.get_rank() == 0:
         (Path(root) / LATEST_NAME).unlink()
-        (Path(root) / LATEST_NAME).mkdir()
-        (Path(root) / LATEST_NAME / "in the way").touch()
+        (Path(root) / LATEST_NAME / "in the way").mkdir(parents=True)
     try:
         manager.save(2, state(2))
     except RobustCheckpointError as error:
@@ -179,174 +254,133 @@ def fail_to_move_latest(root: str) -> str:
     return "nothing was raised"
 
 
-def test_if_latest_cannot_move_all_ranks_are_told(tmp_path: Path) -> None:
-    for told in values(in_ranks(2, fail_to_move_latest, str(tmp_path))):
-        assert "is committed" in told and "latest" in told
+class TestLatest:
+    def test_a_save_that_fails_moves_nothing_and_removes_nothing(self, tmp_path: Path) -> None:
+        for told in values(in_ranks(2, fail_to_save, str(tmp_path))):
+            assert "rank 1 fails" in told and told.endswith("[1] 1")
+
+    def test_if_it_cannot_move_all_ranks_are_told(self, tmp_path: Path) -> None:
+        for told in values(in_ranks(2, fail_to_move_latest, str(tmp_path))):
+            assert "is committed" in told and "latest" in told
+
+    def test_it_is_what_megatrons_tracker_names_where_there_is_one(self, tmp_path: Path) -> None:
+        for step in (100, 200):
+            dcp.save(state(step), checkpoint_id=tmp_path / f"iter_{step:07d}", no_dist=True)
+        (tmp_path / TRACKER_NAME).write_text("100")
+        (tmp_path / "iter_0000300").mkdir()  # never committed
+        manager = CheckpointManager(tmp_path, name="iter_{step:07d}")
+        assert [each.name for each in manager.checkpoints()] == ["iter_0000100", "iter_0000200"]
+        assert load_what_is_there_in(manager) == 100
+        save_steps(manager, 400)
+        assert (tmp_path / TRACKER_NAME).read_text() == "400" and load_what_is_there_in(manager) == 400
+        (tmp_path / TRACKER_NAME).write_text("200")  # the job has gone on without the manager
+        assert load_what_is_there_in(manager) == 200
+
+    @pytest.mark.parametrize("target", ["step_2", "{root}/step_2", "other"])
+    def test_it_may_be_a_link_to_a_checkpoint_and_stays_one(self, target: str, tmp_path: Path) -> None:
+        manager = CheckpointManager(tmp_path, keep_last=1)
+        save_steps(CheckpointManager(tmp_path), 1, 2, 3)
+        (tmp_path / "other").symlink_to("step_2")  # a link to a link
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").symlink_to(target.format(root=tmp_path))
+        assert load_what_is_there_in(manager) == 2
+        assert [row[4] for row in shell("ls", tmp_path).rows] == ["committed", "committed, latest", "committed"]
+        assert save_steps(manager, 4) == [4]
+        assert (tmp_path / "latest").is_symlink() and loaded(tmp_path / "latest") == 4
+        assert not list(tmp_path.glob("*.tmp"))
+
+    @pytest.mark.parametrize("target", ["gone", "elsewhere"])
+    def test_a_link_to_what_is_no_checkpoint_does_not_count(self, target: str, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "latest").symlink_to(target)
+        manager = CheckpointManager(tmp_path)
+        assert manager.latest() is None
+        assert save_steps(manager, 2) == [2] and os.readlink(tmp_path / "latest") == "step_2"
+
+    def test_a_link_that_cannot_be_moved_is_told_and_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        save_steps(CheckpointManager(tmp_path), 1)
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").symlink_to("step_1")
+        with pytest.raises(StorageError, match=r"is committed, but .*latest"):
+            save_steps(CheckpointManager(tmp_path, disk=Acts("rename", "/latest", refuse)), 2)
+        assert os.readlink(tmp_path / "latest") == "step_1"
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step_1", "step_2"]
+
+    def test_what_is_no_name_is_not_followed(self, tmp_path: Path) -> None:
+        save_steps(CheckpointManager(tmp_path), 10, 20)
+        (tmp_path / LATEST_NAME).write_bytes(b"x" * 5000)
+        assert load_what_is_there_in(CheckpointManager(tmp_path)) == 20
+
+    def test_what_was_to_become_it_when_its_job_was_killed_is_swept(self, tmp_path: Path) -> None:
+        left = tmp_path / "latest.0123456789abcdef.tmp"
+        left.symlink_to("step_1")
+        save_steps(CheckpointManager(tmp_path, keep_last=1), 2)
+        assert left.is_symlink()  # the job may still run
+        os.utime(left, (0, 0), follow_symlinks=False)
+        save_steps(CheckpointManager(tmp_path, keep_last=1), 3)
+        assert not left.is_symlink()
+
+    def test_a_step_that_another_manager_removes_as_soon_as_it_is_committed_fails_no_save(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        save_steps(CheckpointManager(tmp_path), 5)
+        disk = Acts("rename", f"step_1/{RECORD_NAME}", lambda path: shutil.rmtree(os.path.dirname(path)))
+        assert save_steps(CheckpointManager(tmp_path, disk=disk), 1) == [5]
+        assert "step_1 was removed as soon as it was committed: another manager does not keep it" in caplog.text
+        assert (tmp_path / "latest").read_text() == "step_5"
 
 
-def test_checkpoints_of_stock_and_megatron_are_found_and_their_tracker_is_kept_up(tmp_path: Path) -> None:
-    for name, step in (("iter_0000100", 100), ("iter_0000200", 200)):
-        dcp.save(state(step), checkpoint_id=tmp_path / name, no_dist=True)
-    (tmp_path / TRACKER_NAME).write_text("100")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "iter_0000300").mkdir()  # never committed
-    manager = CheckpointManager(tmp_path, name="iter_{step:07d}")
-    assert [each.name for each in manager.checkpoints()] == ["iter_0000100", "iter_0000200"]
-    assert manager.latest().step == 100  # type: ignore[union-attr]
-    found = state(-1)
-    loaded = manager.load_latest(found)
-    assert loaded is not None and loaded.checkpoint.step == 100 and found["shared"][0] == 100
-    manager.save(400, state(400))
-    assert (tmp_path / TRACKER_NAME).read_text() == "400"
-    assert manager.latest().step == 400  # type: ignore[union-attr]
+def load_what_is_there_in(manager: CheckpointManager) -> int:
+    """The step of the latest, after a load that has to give the same."""
+    found, latest = state(-1), manager.latest()
+    one = manager.load_latest(found)
+    assert one is not None and one.checkpoint == latest and found["shared"][0] == one.checkpoint.step
+    return one.checkpoint.step
 
 
-def test_a_checkpoint_says_with_what_it_was_made(tmp_path: Path) -> None:
-    repository = tmp_path / "code"
-    repository.mkdir()
-    for command in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "first")):
-        identity = ("-c", "user.name=n", "-c", "user.email=e@example.com")
-        subprocess.run(["git", "-C", repository, *identity, *command], check=True)
-    program = repository / "train.py"
-    program.write_text(
-        "import torch, robust_dcp\n"
-        "manager = robust_dcp.CheckpointManager('runs', config={'lr': 0.1, 'layers': [1, 2]})\n"
-        "manager.save(7, {'w': torch.ones(2)}, metrics={'loss': 2.5})\n"
-    )
-    subprocess.run([sys.executable, program], check=True, cwd=tmp_path)
-    (checkpoint,) = CheckpointManager(tmp_path / "runs").checkpoints()
-    head = subprocess.run(["git", "-C", repository, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    assert checkpoint.metrics == {"loss": 2.5}
-    assert checkpoint.provenance["git"] == {"commit": head.stdout.strip(), "is_changed": False}
-    assert checkpoint.provenance["world_size"] == 1
-    assert len(checkpoint.provenance["config_digest"]) == 64
-    assert checkpoint.provenance["torch"] == torch.__version__
+class TestAfterAStepBack:
+    """A job saves steps 50, 100 and 150, goes back to 100, and saves 101 and so on."""
 
+    def test_the_last_ones_that_were_saved_stay(self, tmp_path: Path) -> None:
+        save_steps(CheckpointManager(tmp_path), 50, 100, 150)
+        manager = CheckpointManager(tmp_path, keep_last=2)
+        # What the job saves now is kept as if 150 were not there, and 150 stays until the job has come past it.
+        assert save_steps(manager, 101) == [100, 101, 150]
+        assert shell("prune", tmp_path, "--keep-last", 2, "--yes").code == 0
+        kept = [[100, 101, 150], [101, 102, 150], [102, 103, 150], [103, 150], [150, 151]]
+        assert [save_steps(manager, step) for step in (101, 102, 103, 150, 151)] == kept
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b'{"step": "x"}',
-        b'{"metrics": {"loss": "low"}}',
-        b"[1]",
-        b'{"step": 1, "metrics": {"\xff": 1}}',
-        b" " * (2 << 20),
-    ],
-)
-def test_a_record_that_cannot_be_understood_is_no_reason_to_lose_a_checkpoint(content: bytes, tmp_path: Path) -> None:
-    save_steps(str(tmp_path), [10], {})
-    (tmp_path / "step_10" / RECORD_NAME).write_bytes(content)
-    (checkpoint,) = CheckpointManager(tmp_path).checkpoints()
-    assert checkpoint.step == 10 and checkpoint.metrics == {}
-
-
-def test_a_latest_that_is_no_name_is_not_followed(tmp_path: Path) -> None:
-    save_steps(str(tmp_path), [10, 20], {})
-    (tmp_path / LATEST_NAME).write_bytes(b"x" * 5000)
-    assert CheckpointManager(tmp_path).latest().step == 20  # type: ignore[union-attr]
-
-
-def test_a_checkpoint_that_is_being_loaded_is_not_removed_until_later(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, keep_last=1)
-    manager.save(1, state(1))
-    with needed_for_a_load(Disk(), str(tmp_path / "step_1")):
-        manager.save(2, state(2))
-        assert [each.step for each in manager.checkpoints()] == [1, 2]
-    assert manager.prune() == [str(tmp_path / "step_1")]
+    def test_if_the_latest_is_damaged_the_one_before_it_is_loaded_and_not_what_was_left_behind(
+        self, tmp_path: Path
+    ) -> None:
+        manager = CheckpointManager(tmp_path)
+        save_steps(manager, 50, 100, 150, 101)
+        for damaged, expected in (("step_101", 100), ("step_100", 50), ("step_50", 150)):
+            for path in data_files(tmp_path / damaged):
+                path.unlink()
+            assert load_what_is_there(str(tmp_path))[0] == expected
 
 
 class SlowToLoad:
-    """A ``Stateful`` that looks what its load holds while it is loaded."""
+    """A ``Stateful`` during whose load the manager saves another step, and removes what is not kept."""
 
     def __init__(self, manager: CheckpointManager) -> None:
         self.manager = manager
-        self.value = torch.zeros(3)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
+        return {"value": torch.zeros(3)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.manager.save(2, state(2))
 
 
-def test_a_load_holds_the_checkpoint_that_it_reads(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, keep_last=1)
-    robust_dcp.save({"slow": {"value": torch.ones(3)}}, checkpoint_id=manager.path_of(1))
-    robust_dcp.load({"slow": SlowToLoad(manager)}, checkpoint_id=manager.path_of(1))
-    assert [each.step for each in manager.checkpoints()] == [1, 2]
-
-
-def save_and_be_killed(root: str) -> None:
-    from tests.harness.faults import kill_in
-
-    with kill_in("commit", rank=0):
-        CheckpointManager(root).save(5, state(5))
-
-
-def test_what_a_crashed_save_has_left_is_removed_but_for_files_that_are_not_ours(tmp_path: Path) -> None:
-    in_ranks(1, save_and_be_killed, str(tmp_path))
-    in_ranks(1, save_and_be_killed, str(tmp_path / "other"))
-    (tmp_path / "other" / "step_5" / "notes.txt").write_text("mine")
-    assert data_files(tmp_path / "step_5")
-    CheckpointManager(tmp_path, keep_last=1).save(6, state(6))
-    assert sorted(os.listdir(tmp_path)) == ["latest", "other", "step_6"]
-    CheckpointManager(tmp_path / "other", keep_last=1).save(6, state(6))
-    assert os.listdir(tmp_path / "other" / "step_5") == ["notes.txt"]
-
-
 def save_with_two_managers(root: str) -> list[int]:
     """Both ranks are jobs of their own that save other steps below one root, and remove at the same time."""
     first = dist.get_rank()
-    manager = CheckpointManager(root, keep_last=2, process_group=None)
+    manager = CheckpointManager(root, keep_last=2)
     dist.barrier()  # the other rank may still connect
     dist.destroy_process_group()
-    for step in range(first, 20, 2):
-        manager.save(step, {"w": torch.full((1000,), float(step))})
-    return [each.step for each in manager.checkpoints()]
-
-
-def test_two_managers_on_one_root_lose_nothing_that_both_keep(tmp_path: Path) -> None:
-    values(in_ranks(2, save_with_two_managers, str(tmp_path)))
-    manager = CheckpointManager(tmp_path, keep_last=2)
-    assert [each.step for each in manager.checkpoints()][-2:] == [18, 19]
-    found = {"w": torch.zeros(1000)}
-    loaded = manager.load_latest(found)
-    assert loaded is not None and found["w"][0] == loaded.checkpoint.step and loaded.skipped == ()
-
-
-class MeetingDisk(Disk):
-    """Lets the renames that begin two removals happen at once."""
-
-    def __init__(self) -> None:
-        self.both = threading.Barrier(2)
-
-    def list_directory(self, path: str) -> list[str]:
-        names = super().list_directory(path)
-        if ".removing." in path:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                self.both.wait(timeout=1)
-        return names
-
-
-def test_two_removals_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path) -> None:
-    save_steps(str(tmp_path), [1, 2], {})
-    (tmp_path / "step_1").rename(tmp_path / ".robust_dcp.removing.step_1")  # as a removal that was cut off leaves it
-    disk = MeetingDisk()
-    managers = [CheckpointManager(tmp_path, keep_last=1, disk=disk) for _ in range(2)]
-    with ThreadPoolExecutor(2) as threads:
-        assert [removing.result() for removing in [threads.submit(each.prune) for each in managers]] == [[], []]
-    assert {path.name for path in tmp_path.iterdir()} == {"step_2", LATEST_NAME}
-
-
-def test_one_manager_may_prune_while_its_async_saves_do(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, keep_last=1)
-    for step in range(8):
-        manager.async_save(step, state(step))
-        manager.prune()
-    robust_dcp.finish_async_saves()
-    assert {path.name for path in tmp_path.iterdir()} == {"step_7", LATEST_NAME}
+    return save_steps(manager, *range(first, 20, 2))
 
 
 class SlowRemoval(Disk):
@@ -361,11 +395,185 @@ class SlowRemoval(Disk):
         super().rename(source, target)
 
 
-def test_whoever_waits_for_all_saves_waits_for_the_removals_too(tmp_path: Path) -> None:
-    disk = SlowRemoval()
-    manager = CheckpointManager(tmp_path, keep_last=1, disk=disk)
-    manager.save(1, state(1))
-    manager.async_save(2, state(2)).result()
-    assert not robust_dcp.finish_async_saves(timeout_seconds=0.1) and (tmp_path / "step_1").exists()
-    disk.waited.set()
-    assert robust_dcp.finish_async_saves() and not (tmp_path / "step_1").exists()
+class TestRemovals:
+    @pytest.mark.parametrize("link", ["step_1", f"{REMOVING_PREFIX}step_1"])
+    def test_what_a_symbolic_link_leads_to_is_never_removed(self, link: str, tmp_path: Path) -> None:
+        kept = tmp_path / "kept for good"
+        robust_dcp.save(state(1), checkpoint_id=kept)
+        root = tmp_path / "root"
+        root.mkdir()
+        (root / link).symlink_to(kept)
+        assert save_steps(CheckpointManager(root, keep_last=1), 2, 3)[-1] == 3
+        assert loaded(kept) == 1
+        assert not (root / "step_2").exists()
+
+    def test_what_only_has_the_name_of_a_checkpoint_does_not_keep_others_from_being_removed(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "worker0").write_text("a log")
+        (tmp_path / "step_1").symlink_to("step_1")
+        (tmp_path / "step_2").symlink_to("nowhere")
+        assert save_steps(CheckpointManager(tmp_path, keep_last=1), 11, 12, 13) == [13]
+        assert (tmp_path / "worker0").read_text() == "a log"
+        assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+    def test_files_on_other_mounts_are_removed_with_their_checkpoint(self, tmp_path: Path) -> None:
+        mount = tmp_path / "mount"
+        mount.mkdir()
+        manager = CheckpointManager(tmp_path / "root", keep_last=1)
+        for step in (1, 2):
+            manager.save(step, state(step), storage_writer=RobustWriter(manager.path_of(step), stripe_paths=[mount]))
+        assert [each.name.partition("-")[0] for each in mount.iterdir()] == ["step_2"]
+        assert loaded(tmp_path / "root" / "step_2") == 2
+
+    def test_a_checkpoint_whose_copy_has_not_arrived_stays(self, tmp_path: Path) -> None:
+        save_steps(CheckpointManager(tmp_path), 1, 2, 3)
+        path = str(tmp_path / "step_1")
+        write_drain_record(Disk(), path, DrainRecord("s3://bucket/step_1", digest_at(Disk(), path)))
+        ended = shell("prune", tmp_path, "--keep-last", 1, "--yes")
+        assert ended.code == 0 and ended.rows[0][3] == "keep, its copy has not arrived"
+        assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1", "step_3"]
+
+    @pytest.mark.parametrize(
+        ("call", "end"),
+        [("exists", "step_1/.metadata"), ("modified", "step_1/.metadata"), ("rename", "removing.step_1")],
+    )
+    def test_one_that_cannot_be_looked_at_or_removed_does_not_keep_others_from_being_removed(
+        self, call: str, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        save_steps(CheckpointManager(tmp_path), 1, 2, 3)
+        manager = CheckpointManager(tmp_path, keep_last=1, disk=Acts(call, end, refuse))
+        assert manager.prune() == [str(tmp_path / "step_2")]
+        assert [each.step for each in CheckpointManager(tmp_path).checkpoints()] == [1, 3]
+        if call == "rename":
+            assert "step_1 is not removed: use " in caplog.text
+            return
+        with pytest.raises(StorageError, match="Permission denied"):  # it may be the latest
+            manager.checkpoints()
+
+    @pytest.mark.parametrize(("error", "is_told"), [(PermissionError(13, "no"), True), (FileNotFoundError(), False)])
+    def test_files_that_cannot_be_removed_are_told_and_removed_later(
+        self, error: OSError, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    ) -> None:
+        save_steps(CheckpointManager(tmp_path), 1, 2)
+
+        def fail(path: str) -> None:
+            raise error
+
+        with monkeypatch.context() as changed:
+            changed.setattr(shutil, "rmtree", fail)
+            CheckpointManager(tmp_path, keep_last=1).prune()
+        assert ("step_1 is not removed: " in caplog.text) is is_told
+        assert not (tmp_path / "step_1").exists()  # no half checkpoint has its name
+        CheckpointManager(tmp_path, keep_last=1).prune()
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step_2"]
+
+    def test_a_load_holds_the_checkpoint_that_it_reads(self, tmp_path: Path) -> None:
+        manager = CheckpointManager(tmp_path, keep_last=1)
+        robust_dcp.save({"slow": {"value": torch.ones(3)}}, checkpoint_id=manager.path_of(1))
+        robust_dcp.load({"slow": SlowToLoad(manager)}, checkpoint_id=manager.path_of(1))
+        assert [each.step for each in manager.checkpoints()] == [1, 2]
+        assert manager.prune() == [str(tmp_path / "step_1")]
+
+    def test_two_managers_on_one_root_lose_nothing_that_both_keep(self, tmp_path: Path) -> None:
+        values(in_ranks(2, save_with_two_managers, str(tmp_path)))
+        manager = CheckpointManager(tmp_path, keep_last=2)
+        assert [each.step for each in manager.checkpoints()][-2:] == [18, 19]
+        found = {"shared": torch.zeros(100)}
+        latest = manager.load_latest(found)
+        assert latest is not None and found["shared"][0] == latest.checkpoint.step and latest.skipped == ()
+
+    def test_two_removals_of_one_checkpoint_do_not_disturb_each_other(self, tmp_path: Path) -> None:
+        save_steps(CheckpointManager(tmp_path), 1, 2)
+        (tmp_path / "step_1").rename(tmp_path / f"{REMOVING_PREFIX}step_1")  # as a removal that was cut off leaves it
+        both = threading.Barrier(2)
+        disk = Acts("list", f"{REMOVING_PREFIX}step_1", lambda path: both.wait(20))
+        managers = [CheckpointManager(tmp_path, keep_last=1, disk=disk) for _ in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            assert [each.result() for each in [threads.submit(manager.prune) for manager in managers]] == [[], []]
+        assert {path.name for path in tmp_path.iterdir()} == {"step_2", LATEST_NAME}
+
+    def test_whoever_waits_for_all_saves_waits_for_the_removals_too(self, tmp_path: Path) -> None:
+        disk = SlowRemoval()
+        manager = CheckpointManager(tmp_path, keep_last=1, disk=disk)
+        manager.save(1, state(1))
+        manager.async_save(2, state(2)).result()
+        assert not robust_dcp.finish_async_saves(timeout_seconds=0.1) and (tmp_path / "step_1").exists()
+        disk.waited.set()
+        assert robust_dcp.finish_async_saves() and not (tmp_path / "step_1").exists()
+
+    def test_a_failed_async_save_removes_nothing(self, tmp_path: Path) -> None:
+        manager = CheckpointManager(tmp_path, keep_last=1)
+        save_steps(manager, 1)
+        writer = RobustWriter(tmp_path / "step_2", disk=Acts("rename", "step_2/.metadata", refuse))
+        with pytest.raises(StorageError, match="Permission denied"):
+            manager.async_save(2, state(2), storage_writer=writer).result()
+        robust_dcp.finish_async_saves()
+        assert [each.step for each in manager.checkpoints()] == [1]
+
+
+def save_and_be_killed(root: str) -> None:
+    with kill_in("commit", rank=0):
+        CheckpointManager(root).save(1, state(1))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("killed")
+    run_ranks(1, save_and_be_killed, str(root))
+    assert not (root / "step_1/.metadata").exists() and data_files(root / "step_1")
+    return root / "step_1"
+
+
+@pytest.fixture
+def crashed(killed: Path, tmp_path: Path) -> Path:
+    """What a save has left that was killed before its commit, in the directory ``step_1``."""
+    return Path(shutil.copytree(killed, tmp_path / "step_1"))
+
+
+class TestCrashedSaves:
+    def test_what_is_ours_is_removed(self, crashed: Path) -> None:
+        (crashed / "notes.txt").write_text("mine")
+        assert save_steps(CheckpointManager(crashed.parent, keep_last=1), 6) == [6]
+        assert os.listdir(crashed) == ["notes.txt"]
+
+    def test_what_cannot_be_removed_now_is_still_known_later(
+        self, crashed: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        disk = Acts("unlink", ".distcp", refuse)
+        assert CheckpointManager(crashed.parent, keep_last=1, disk=disk).prune() == []
+        assert "not removed, which costs space and nothing else" in caplog.text
+        assert data_files(crashed) and list(crashed.glob(f"{SAVING_PREFIX}*"))
+        assert CheckpointManager(crashed.parent, keep_last=1).prune() == [str(crashed)]
+
+    @pytest.mark.parametrize("number", range(2))  # who gave way was a matter of chance
+    def test_a_manager_that_sweeps_gives_way_to_a_save_that_begins(self, number: int, tmp_path: Path) -> None:
+        """It looks into the directory of the step because of what a crashed save has left there."""
+        step = tmp_path / "step_1"
+        step.mkdir()
+        (step / f"{SAVING_PREFIX}{'0' * 16}").touch()
+        has_claimed, has_begun = threading.Event(), threading.Event()
+
+        def sweep(path: str) -> None:
+            if len(list(step.glob(f"{SAVING_PREFIX}*"))) > 1:
+                has_claimed.set()
+                has_begun.wait(20)
+
+        def begin(path: str) -> None:
+            if len(list(step.glob(f"{SAVING_PREFIX}*"))) > 2:
+                threading.Timer(0.05, has_begun.set).start()
+
+        with ThreadPoolExecutor(1) as thread:
+            sweeping = thread.submit(CheckpointManager(tmp_path, disk=Acts("list", "step_1", sweep)).prune)
+            assert has_claimed.wait(20)
+            writer = RobustWriter(step, disk=Acts("list", "step_1", begin))
+            CheckpointManager(tmp_path).save(1, state(1), storage_writer=writer)
+            assert sweeping.result() == []
+
+    def test_ls_sees_one_that_is_gone_or_ends_while_it_looks(self, crashed: Path) -> None:
+        now_seconds = crashed.stat().st_mtime
+        assert state_of(Disk(), str(crashed.parent / "gone"), now_seconds) == "gone"
+        assert state_of(Disk(), str(crashed), now_seconds) == "crashed save"
+        (crashed / ".metadata").touch()
+        (journal,) = crashed.glob(f"{SAVING_PREFIX}*")
+        assert state_of(Acts("open", journal.name, os.unlink), str(crashed), now_seconds) == "committed"

@@ -18,13 +18,13 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import ArgumentParser
-from dataclasses import asdict
 from typing import Any, Final
 
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
-from robust_dcp.manager.series import Checkpoint, Series, policies_of, series_in
+from robust_dcp.manager.series import Checkpoint, Series, policies_of, prune, series_in
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 
 __all__ = ["declare", "run"]
@@ -84,17 +84,15 @@ def run(
             Output.note("nothing was removed: pass --yes")
         return 0 if dry_run else _NOT_REMOVED
     # Again by the rules, and only what was shown: a job may have saved while the user was thinking.
-    from robust_dcp.manager.retention import prune  # imports torch
-
     with Output.cleaning_up():
         pruned = prune(series, policies, only={each.path for each in doomed})
-    Output.put({**report, **asdict(pruned)})
-    for path in pruned.in_use:
+    Output.put({**report, **pruned})
+    for path in pruned["in_use"]:
         Output.note(f"{path} stays: it is being loaded, or a save runs into it")
-    for path in pruned.swept:
+    for path in pruned["swept"]:
         Output.note(f"{path} was the leftover of a crashed save")
-    Output.note(f"{number(len(pruned.removed), 'checkpoint')} removed")
-    return _NOT_REMOVED if pruned.failed else 0  # the log has said why
+    Output.note(f"{number(len(pruned['removed']), 'checkpoint')} removed")
+    return _NOT_REMOVED if pruned["failed"] else 0  # the log has said why
 
 
 def _series(disk: Disk, root: str, name: str | None) -> Series:
@@ -108,7 +106,14 @@ def _series(disk: Disk, root: str, name: str | None) -> Series:
             raise CommandFailed(f"{root} holds nothing that is called as --name {name!r} says")
         return chosen
     there = series_in(disk, root)
-    ours = [each for each in there if any(each.is_ours(checkpoint.path) for checkpoint in each.look()[0])]
+
+    def is_ours(series: Series, path: str) -> bool:
+        try:
+            return series.is_ours(path)
+        except errors.StorageError:  # nobody knows, so it may be
+            return True
+
+    ours = [each for each in there if any(is_ours(each, checkpoint.path) for checkpoint in each.look()[0])]
     if len(ours) > 1:
         options = " or ".join(f"--name {shlex.quote(series.name)}" for series in ours)
         raise CommandFailed(f"{root} holds {len(ours)} series of checkpoints: say which one with {options}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import hashlib
+import functools
 import logging
 import math
 import operator
@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal, NamedTuple, TypeVar, overload
 
 import msgspec
 import torch
@@ -30,15 +29,7 @@ from robust_dcp.drain.copy import copy_checkpoint
 from robust_dcp.drain.record import awaited_copy, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.preemption import Preemption
-from robust_dcp.manager.retention import prune
-from robust_dcp.manager.series import (
-    RECORD_NAME,
-    Checkpoint,
-    KeepPolicy,
-    Series,
-    StepRecord,
-    policies_of,
-)
+from robust_dcp.manager.series import RECORD_NAME, Checkpoint, KeepPolicy, Series, policies_of, prune
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
@@ -53,6 +44,7 @@ __all__ = ["CheckpointManager", "LoadedCheckpoint", "Skipped"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Metrics = Mapping[str, float] | None
 
 _WAIT_SECONDS: Final = (0.5, 2.0)
 """What the file system refuses is tried again after these times."""
@@ -63,21 +55,14 @@ _MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno
 _GIT_SECONDS: Final = 5.0
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A checkpoint that could not be loaded.
-
-    Attributes:
-        path: its directory.
-        reason: what is wrong with it.
-    """
+class Skipped(NamedTuple):
+    """A checkpoint that could not be loaded: its directory, and what is wrong with it."""
 
     path: str
     reason: str
 
 
-@dataclass(frozen=True)
-class LoadedCheckpoint:
+class LoadedCheckpoint(NamedTuple):
     """What :meth:`CheckpointManager.load_latest` has loaded.
 
     Attributes:
@@ -113,7 +98,6 @@ class CheckpointManager:
         keep_every: short for :class:`KeepEvery`.
         keep_best: short for :class:`KeepBest`: the name of a metric of which the smallest value is best.
         name: of the directory of a step, as a format: ``"iter_{step:07d}"`` is Megatron's.
-        config: the configuration of the run, as JSON can hold it; its digest is noted in each checkpoint.
         drain_to: a URL of fsspec or a directory on durable storage. Each checkpoint is copied below it in the
             background. One that has not arrived there is not removed, whatever the policies say, and goes on with the
             next save.
@@ -148,7 +132,6 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_best: str | None = None,
         name: str = "step_{step}",
-        config: Any = None,
         drain_to: str | os.PathLike[str] | None = None,
         drain_options: CopyOptions | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -158,11 +141,10 @@ class CheckpointManager:
         self._series = Series(self._disk, directory_path(root), name)
         self.root = self._series.root
         self.policies = policies_of(keep_last, keep_every, keep_best, more=keep)
-        self._config_digest = None if config is None else _digest_of(config)
         self._drain_to = None if drain_to is None else place_of(drain_to)
         self._drain_options = drain_options or CopyOptions()
         self._group = process_group
-        self._provenance: Mapping[str, Any] | None = None
+        self._provenance: dict[str, Any] = {}
         self._pruning = threading.Lock()
         self._leads = False
         self._preemption = Preemption(process_group)
@@ -181,7 +163,10 @@ class CheckpointManager:
         Raises:
             StorageError: the root, or the directory of a step, cannot be looked at.
         """
-        return self._series.checkpoints()
+        checkpoints, unknown = self._series.look()
+        for error in unknown.values():
+            raise error  # it may hold a checkpoint, so nobody knows which one is the latest
+        return checkpoints
 
     def latest(self) -> Checkpoint | None:
         """The checkpoint of the series that was committed last; ``None`` if there is none. May be called on one rank
@@ -221,9 +206,7 @@ class CheckpointManager:
         return step % every == 0 and self._preemption.is_asked_for(operator.index(step))
 
     @entry_point
-    def save(
-        self, step: int, state_dict: dict[str, Any], *, metrics: Mapping[str, float] | None = None, **options: Any
-    ) -> SaveReport:
+    def save(self, step: int, state_dict: dict[str, Any], *, metrics: Metrics = None, **options: Any) -> SaveReport:
         """Save a step. ``latest`` moves once it is committed; then what no policy keeps is removed.
 
         Args:
@@ -237,13 +220,10 @@ class CheckpointManager:
             RobustCheckpointError: as :func:`robust_dcp.save` does.
         """
         options = self._options_of(step, metrics, options)
-        due, is_saved = self._preemption.begin(), False
-        try:
+        with self._preemption.saving() as ended:
             report = save(state_dict, **options)
             self._tidy_up(report, options["on_commit"])
-            is_saved = True
-        finally:
-            self._preemption.saved(due, is_saved)
+            ended(True)
         return report
 
     @overload
@@ -252,7 +232,7 @@ class CheckpointManager:
         step: int,
         state_dict: dict[str, Any],
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Metrics = None,
         staging: Literal["full"] = "full",
         when_busy: Literal["wait", "raise"] = "wait",
         **options: Any,
@@ -264,9 +244,8 @@ class CheckpointManager:
         step: int,
         state_dict: dict[str, Any],
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Metrics = None,
         staging: Literal["lazy"],
-        when_busy: Literal["wait", "raise"] = "wait",
         **options: Any,
     ) -> AsyncSave: ...
 
@@ -276,34 +255,30 @@ class CheckpointManager:
         step: int,
         state_dict: dict[str, Any],
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Metrics = None,
         when_busy: Literal["skip"],
         **options: Any,
     ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave: ...
 
     @entry_point
     def async_save(
-        self, step: int, state_dict: dict[str, Any], *, metrics: Mapping[str, float] | None = None, **options: Any
+        self, step: int, state_dict: dict[str, Any], *, metrics: Metrics = None, **options: Any
     ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave:
         """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
         those of :func:`robust_dcp.async_save`."""
         options = self._options_of(step, metrics, options)
-        due = self._preemption.begin()
-        try:
+        with self._preemption.saving() as ended:
             saving: Any = async_save(state_dict, **options)
-        except BaseException:
-            self._preemption.saved(due, False)
-            raise
-        future: Future[Any] = saving.upload_completion if isinstance(saving, AsyncSave) else saving
 
-        def tidy_up(done: Future[Any]) -> None:
-            # By the methods of the base class: nobody is told of an error by this.
-            is_saved = Future.exception(done) is None
-            if is_saved and (report := Future.result(done)) is not None:
-                self._tidy_up(report, options["on_commit"])
-            self._preemption.saved(due, is_saved)
+            def tidy_up(done: Future[Any]) -> None:
+                # By the methods of the base class: nobody is told of an error by this.
+                is_saved = Future.exception(done) is None
+                if is_saved and (report := Future.result(done)) is not None:
+                    self._tidy_up(report, options["on_commit"])
+                ended(is_saved)
 
-        future.add_done_callback(tidy_up)
+            future: Future[Any] = saving.upload_completion if isinstance(saving, AsyncSave) else saving
+            future.add_done_callback(tidy_up)
         return saving  # type: ignore[no-any-return]
 
     @entry_point
@@ -328,10 +303,9 @@ class CheckpointManager:
         skipped: list[Skipped] = []
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
+            more = {"storage_reader": RobustReader(path, disk=self._disk), **options}
 
-            def load_it(path: str = path) -> LoadReport:
-                reader = options.get("storage_reader") or RobustReader(path, disk=self._disk)
-                more = {**options, "storage_reader": reader}
+            def load_it(path: str = path, more: dict[str, Any] = more) -> LoadReport:
                 return load(state_dict, checkpoint_id=path, process_group=self._group, **more)
 
             try:
@@ -361,9 +335,9 @@ class CheckpointManager:
             return []
         with self._pruning:  # an async save prunes on a thread of its own
             pruned = prune(self._series, self.policies)
-        return [*pruned.swept, *pruned.removed]
+        return [*pruned["swept"], *pruned["removed"]]
 
-    def _options_of(self, step: int, metrics: Mapping[str, float] | None, options: dict[str, Any]) -> dict[str, Any]:
+    def _options_of(self, step: int, metrics: Metrics, options: dict[str, Any]) -> dict[str, Any]:
         """The options of the save of a step: it is noted and named as the latest when it is committed, and copied.
 
         Earlier copies that were cut off go on.
@@ -371,10 +345,8 @@ class CheckpointManager:
         path, noted = self.path_of(step), _noted(metrics or {})
 
         def note() -> None:
-            if self._provenance is None:
-                world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
-                self._provenance = _provenance_of(self._config_digest, world_size)
-            record = msgspec.json.encode(StepRecord(operator.index(step), noted, dict(self._provenance)))
+            self._provenance = self._provenance or _provenance(self._group)
+            record = msgspec.json.encode(Checkpoint(operator.index(step), metrics=noted, provenance=self._provenance))
             try:
                 self._disk.replace_file(os.path.join(path, RECORD_NAME), msgspec.json.format(record))
             except StorageError:
@@ -400,22 +372,21 @@ class CheckpointManager:
         An error is logged, and the next save tries again: the checkpoint stays until its copy has arrived.
         """
 
-        def resume(paths: Sequence[str]) -> None:
-            for path in paths:
-                try:
-                    with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
-                        awaited = awaited_copy(self._disk, path) if is_free else None
-                    if awaited is not None:
-                        copied = copy_checkpoint(path, awaited.target, options=self._drain_options, disk=self._disk)
-                        logger.info("%s has arrived at %s, after a drain that was cut off", path, copied.target)
-                except (RobustCheckpointError, ValueError) as error:  # noqa: PERF203 the others go on
-                    logger.warning("%s: its copy is still not complete: %s", path, error)
+        def resume(path: str) -> None:
+            try:
+                with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
+                    awaited = awaited_copy(self._disk, path) if is_free else None
+                if awaited is not None:
+                    copied = copy_checkpoint(path, awaited.target, options=self._drain_options, disk=self._disk)
+                    logger.info("%s has arrived at %s, after a drain that was cut off", path, copied.target)
+            except (RobustCheckpointError, ValueError) as error:
+                logger.warning("%s: its copy is still not complete: %s", path, error)
 
-        checkpoints, _ = self._series.look()
-        paths = [each.path for each in checkpoints if is_awaited(self._disk, each.path)]
         queue = queue_of((os.getpid(),), "resumed drain")
-        if paths and not queue.n_under_way:
-            queue.submit(lambda: resume(paths))
+        if not queue.n_under_way:
+            for each in self._series.look()[0]:
+                if is_awaited(self._disk, each.path):
+                    queue.submit(functools.partial(resume, each.path))
 
     def _candidates(self) -> Sequence[Checkpoint]:
         """The checkpoints in the order in which they are tried, the same on all ranks."""
@@ -492,36 +463,15 @@ def _noted(metrics: Mapping[str, float]) -> dict[str, float]:
     return noted
 
 
-def _provenance_of(config_digest: str | None, world_size: int) -> dict[str, Any]:
-    """The versions, the commit and the configuration that a checkpoint is made with.
-
-    Args:
-        config_digest: by :func:`_digest_of`; ``None`` if there is no configuration.
-        world_size: how many ranks save.
-    """
+def _provenance(group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """With what this process makes checkpoints."""
     return {
         "robust_dcp": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "world_size": world_size,
+        "world_size": dist.get_world_size(group) if dist.is_initialized() else 1,
         "git": _git(),
-        "config_digest": config_digest,
     }
-
-
-def _digest_of(config: Any) -> str:
-    """SHA-256 of the configuration of a run. The order of keys does not matter. Other objects count as their text.
-
-    Raises:
-        ValueError: it holds itself, or keys or text that JSON cannot hold.
-    """
-    try:
-        plain = msgspec.to_builtins(config, enc_hook=str, str_keys=True, order="deterministic")
-        return hashlib.sha256(msgspec.json.encode(plain, order="deterministic")).hexdigest()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"config has no digest, because JSON cannot hold it: {error}; pass a dict of plain values"
-        ) from error
 
 
 def _git() -> Mapping[str, Any] | None:

@@ -10,6 +10,8 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
@@ -111,15 +113,24 @@ class Preemption:
                 logger.warning("rank %d has got %s: all ranks save at step %d", agreed.highest_rank, name, step)
         return agreed.highest != 0
 
-    def begin(self) -> list[int]:
-        """A save of the manager begins. Returns the signals that it is made for, for :meth:`saved`: an earlier async
-        save that ends meanwhile is made for none of them."""
-        due, self._due = self._due, []
-        return due
+    @contextmanager
+    def saving(self) -> Iterator[Callable[[bool], None]]:
+        """A save of the manager begins within the block. Yields a function that is told whether it has succeeded, then
+        or later; if the block raises, it has not.
 
-    def saved(self, due: list[int], has_succeeded: bool) -> None:
-        """A save has ended: deliver what it was made for. If it has failed, another one is needed."""
-        if not has_succeeded:
-            _signals.noted += due
-        elif due:
-            _signals.deliver(due[0])
+        The save is made for the signals that are due now: an earlier async save that ends meanwhile is made for none of
+        them. If it fails, another one is needed; else what it was made for is delivered.
+        """
+        due, self._due = self._due, []
+
+        def ended(has_succeeded: bool) -> None:
+            if not has_succeeded:
+                _signals.noted += due
+            elif due:
+                _signals.deliver(due[0])
+
+        try:
+            yield ended
+        except BaseException:
+            ended(False)
+            raise

@@ -19,17 +19,25 @@ A checkpoint stays if at least one policy keeps it. You can write your own polic
             return checkpoints[:1]
 
     CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
+
+Only what carries our mark is removed: a checkpoint whose ``.metadata`` is ours, files with the mark of a crashed save,
+and directories that an earlier removal has renamed. A checkpoint is first renamed to a name that no checkpoint has.
+Then its files are removed. If the process is killed in between, the next removal finds the directory by its name. So at
+no moment does half a checkpoint have its old name. A checkpoint that is being loaded or saved to stays.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from errno import EISDIR, ENOENT, ENOTDIR
 from typing import Any, Final, Literal, Protocol
 
@@ -37,27 +45,28 @@ import msgspec
 
 from robust_dcp.drain.record import is_awaited
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.committing.saving_file import saving_files_in
-from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.report_file import REPORT_NAME
+from robust_dcp.storage.committing.cleaning import find_left_overs, is_gone, remove_data_files
+from robust_dcp.storage.committing.saving_file import claimed, not_being_loaded, saving_files_in
+from robust_dcp.storage.files.disk import Disk, storage_error
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 
 __all__ = [
-    "LATEST_NAME",
-    "RECORD_NAME",
     "Checkpoint",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
     "KeepPolicy",
     "Series",
-    "StepRecord",
-    "is_marked",
     "parse_name",
     "policies_of",
+    "prune",
     "series_in",
 ]
+
+logger = logging.getLogger(__name__)
 
 # No hidden name, and no digit right before the step: "run2_10" is step 10 of "run2_", and never step 2.
 _DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-9]{1,18})")
@@ -66,25 +75,28 @@ RECORD_NAME: Final = ".robust_dcp.step.json"
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_LATEST_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
+_OLD_SECONDS: Final = 60.0
+"""Nothing tells whether the save still runs that was about to name its checkpoint as the latest. One that is older than
+this does not."""
 
 
-@dataclass(frozen=True, order=True)
-class Checkpoint:
-    """A committed checkpoint.
+class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """A committed checkpoint. ``.robust_dcp.step.json`` beside its ``.metadata`` holds step, metrics and provenance; a
+    checkpoint without that file loads like any other.
 
     Attributes:
         step: the number in its name.
         path: its directory.
         saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system.
         metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
-        provenance: with what it was made: git commit, digest of the configuration, versions, number of ranks.
+        provenance: with what it was made: git commit, versions, number of ranks.
     """
 
     step: int
-    path: str
-    saved_seconds: float = field(compare=False, default=0.0)
-    metrics: Mapping[str, float] = field(compare=False, default_factory=dict)
-    provenance: Mapping[str, Any] = field(compare=False, default_factory=dict)
+    path: str = ""
+    saved_seconds: float = 0.0
+    metrics: dict[str, float] = {}
+    provenance: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -195,20 +207,6 @@ def policies_of(
     return policies
 
 
-class StepRecord(msgspec.Struct, frozen=True):
-    """What ``.robust_dcp.step.json`` beside ``.metadata`` holds. A checkpoint without that file loads like any other.
-
-    Attributes:
-        step: of training.
-        metrics: numbers by their names.
-        provenance: as of :class:`Checkpoint`.
-    """
-
-    step: int = 0
-    metrics: dict[str, float] = {}
-    provenance: dict[str, Any] = {}
-
-
 class Series:
     """The checkpoints of one name below one directory.
 
@@ -271,7 +269,8 @@ class Series:
         return [path for path in (os.path.join(self.root, name) for name in names) if os.path.isdir(path)]
 
     def look(self) -> tuple[list[Checkpoint], dict[str, errors.StorageError]]:
-        """The committed checkpoints, by step, and the errors of directories that cannot be looked into, by path.
+        """The committed checkpoints, by step, and the errors of directories that cannot be looked into, by path. One
+        that vanishes meanwhile is in neither.
 
         Raises:
             StorageError: the root cannot be looked at.
@@ -284,29 +283,28 @@ class Series:
                 if not self.disk.exists(metadata):  # not by an error, because our errors need torch
                     continue
                 saved_seconds = self.disk.modified_seconds(metadata)
-                record = _read_record(self.disk, path)
+                record = self._record_in(path)
             except errors.StorageError as error:
-                if error.errno not in (ENOENT, ENOTDIR):  # else it was removed meanwhile
+                if error.errno not in (ENOENT, ENOTDIR):
                     unknown[path] = error
                 continue
             step = self.step_of(os.path.basename(path)) or 0
-            checkpoints.append(Checkpoint(step, path, saved_seconds, record.metrics, record.provenance))
+            checkpoints.append(msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds))
         return sorted(checkpoints), unknown
 
-    def checkpoints(self) -> list[Checkpoint]:
-        """The committed checkpoints, by step. One that vanishes meanwhile is none.
-
-        Raises:
-            StorageError: the root, or one of its directories, cannot be looked at. It may hold a checkpoint, so nobody
-                knows which one is the latest.
-        """
-        checkpoints, unknown = self.look()
-        for error in unknown.values():
-            raise error
-        return checkpoints
+    def _record_in(self, path: str) -> Checkpoint:
+        """What the record of a checkpoint says; nothing if there is none, or none that can be understood."""
+        path = os.path.join(path, RECORD_NAME)
+        data = None
+        with suppress(errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
+            if self.disk.exists(path):
+                data = self.disk.read_file(path, _MOST_RECORD_NBYTES)
+            if data is not None:
+                return msgspec.json.decode(data, type=Checkpoint)
+        return Checkpoint(0)
 
     def unkept(self, policies: Sequence[KeepPolicy]) -> list[Checkpoint]:
-        """The checkpoints that no policy keeps, and that may be removed.
+        """The checkpoints that no policy keeps, and that may be removed. Without a policy there are none.
 
         If the latest checkpoint is not the one with the highest step, the job has gone back to an earlier step. Then
         each policy is asked twice: for all checkpoints, and for those up to the latest. So what was saved before the
@@ -317,23 +315,23 @@ class Series:
         Raises:
             StorageError: the root cannot be looked at.
         """
+        if not policies:
+            return []
         checkpoints, _ = self.look()
         latest = self.latest_of(checkpoints)
         until_latest = [each for each in checkpoints if latest is not None and each.step <= latest.step]
         asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
         kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
-        return [
-            each
-            for each in checkpoints[:-1]
-            if each.path not in kept and each != latest and not self.why_it_stays(each)
-        ]
+        kept |= {each.path for each in (latest, *checkpoints[-1:]) if each is not None}
+        return [each for each in checkpoints if each.path not in kept and not self.why_it_stays(each)]
 
     def is_ours(self, path: str) -> bool:
-        """Whether a checkpoint carries our mark, as far as can be found out."""
-        try:
-            return is_marked(self.disk, path)
-        except errors.StorageError:
-            return True
+        """Whether a checkpoint carries our mark: ``.metadata`` ends as only ours does. Nobody else's is ever removed.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return files_are_marked(self.disk.read_end(os.path.join(path, METADATA_NAME), TRAILER_NBYTES)[1])
 
     def why_it_stays(self, checkpoint: Checkpoint) -> str:
         """Why a checkpoint may not be removed although no policy keeps it; empty if it may be."""
@@ -341,7 +339,7 @@ class Series:
         try:
             if os.path.islink(path):
                 return "somebody has put a link there"
-            if not is_marked(self.disk, path):
+            if not self.is_ours(path):
                 return "robust_dcp has not saved it"
             return "its copy has not arrived" if is_awaited(self.disk, path) else ""
         except errors.StorageError as error:
@@ -350,22 +348,23 @@ class Series:
     def latest_of(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
         """The one that is named as the latest; the one with the highest step if none is named, or it is gone.
 
+        Megatron's tracker comes first: each of our saves moves it too, and a job may have gone on without us.
+
         Args:
             checkpoints: those of the series, by step.
 
         Raises:
             StorageError: the file that names it is there and cannot be read.
         """
+        iteration = self._text(self.tracker_name) if self.tracker_name else None
+        named = [each for each in checkpoints if str(each.step) == iteration]
         link = os.path.join(self.root, self.latest_name)
-        if os.path.isdir(link):  # a link to the checkpoint
+        if not named and os.path.isdir(link):  # a link to the checkpoint
             target = os.path.realpath(link)
             named = [each for each in checkpoints if os.path.realpath(each.path) == target]
-        else:
+        elif not named:
             name = self._text(self.latest_name)
             named = [each for each in checkpoints if each.name == name]
-        if not named and self.tracker_name:
-            iteration = self._text(self.tracker_name)
-            named = [each for each in checkpoints if str(each.step) == iteration]
         return next(iter([*named, *checkpoints[-1:]]), None)
 
     def move_latest(self, path: str) -> None:
@@ -385,7 +384,7 @@ class Series:
                 raise
             self.disk.fsync_directory(self.root)
         else:
-            self.disk.replace_file(os.path.join(self.root, self.latest_name), name.encode())
+            self.disk.replace_file(latest, name.encode())
         if self.tracker_name and self.disk.exists(os.path.join(self.root, self.tracker_name)):
             self.disk.replace_file(os.path.join(self.root, self.tracker_name), str(self.step_of(name)).encode())
 
@@ -437,22 +436,132 @@ def series_in(disk: Disk, root: str) -> list[Series]:
     return list(found.values())
 
 
-def is_marked(disk: Disk, path: str) -> bool:
-    """Whether a checkpoint carries our mark: ``.metadata`` ends as only ours does. Nobody else's is ever removed.
+def prune(
+    series: Series, policies: Sequence[KeepPolicy], *, only: Collection[str] | None = None
+) -> dict[str, list[str]]:
+    """Remove what no policy keeps, and what crashed saves and removals that were cut off have left.
+
+    Links, directories without a trace of us, and files that are not ours stay as they are. What cannot be removed is
+    logged, and all else is removed all the same.
+
+    Args:
+        only: paths of checkpoints; no others are removed. ``None`` for no such limit.
+
+    Returns:
+        Paths of directories: ``removed``, checkpoints that are gone; ``in_use``, checkpoints that stay for now, because
+        they are being loaded or saved; ``swept``, leftovers of crashed saves that are gone; ``failed``, checkpoints
+        that could not be removed.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the root cannot be looked at.
     """
-    return files_are_marked(disk.read_end(os.path.join(path, METADATA_NAME), TRAILER_NBYTES)[1])
+    disk, root = series.disk, series.root
+    pruned: dict[str, list[str]] = {"removed": [], "in_use": [], "swept": [], "failed": []}
+    if not disk.exists(root):  # nothing was saved yet
+        return pruned
+    # Files and links that were about to become ``latest`` or the tracker when their job was killed.
+    named = map(re.escape, filter(None, (series.latest_name, series.tracker_name)))
+    unfinished = re.compile(rf"(?:{'|'.join(named)})\.[0-9a-f]{{16}}\.tmp")
+    now_seconds = disk.modified_seconds(root)
+    for name in disk.list_directory(root):
+        path = os.path.join(root, name)
+        if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
+            with _telling(path):
+                _remove_tree(disk, path)
+        elif unfinished.fullmatch(name):
+            with suppress(FileNotFoundError):  # another manager has just renamed it
+                if os.lstat(path).st_mtime < now_seconds - _OLD_SECONDS:
+                    is_gone(disk.unlink, path, tells=True)
+    for path in series.directories():
+        with _telling(f"what a crashed save has left in {path}"):
+            if not os.path.islink(path) and _sweep(disk, path):
+                pruned["swept"].append(path)
+    for path in [each.path for each in series.unkept(policies) if only is None or each.path in only]:
+        outcome = "failed"
+        with _telling(path):
+            outcome = "removed" if _remove(series, path) else "in_use"
+        pruned[outcome].append(path)
+    return pruned
 
 
-def _read_record(disk: Disk, path: str) -> StepRecord:
-    """The record of a checkpoint; an empty one if there is none, or none that can be understood."""
-    path = os.path.join(path, RECORD_NAME)
-    if not disk.exists(path):
-        return StepRecord()
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
     try:
-        data = disk.read_file(path, _MOST_RECORD_NBYTES)
-        return StepRecord() if data is None else msgspec.json.decode(data, type=StepRecord)
-    except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
-        return StepRecord()
+        yield
+    except errors.StorageError as error:
+        logger.warning("%s is not removed: %s", what, error.message)
+
+
+def _remove(series: Series, path: str) -> bool:
+    """Remove a checkpoint with all that lies in its directory.
+
+    Returns:
+        ``False`` if it is being loaded or saved to, or does not carry our mark any more; then nothing has been touched.
+
+    Raises:
+        StorageError: a call failed. If the checkpoint has lost its name, the next :func:`prune` goes on.
+    """
+    disk, doomed = series.disk, os.path.join(series.root, f"{REMOVING_PREFIX}{os.path.basename(path)}")
+    if disk.exists(doomed):  # an earlier removal of that name was cut off
+        _remove_tree(disk, doomed)
+    try:
+        with claimed(disk, path), not_being_loaded(disk, path) as is_free:
+            if not is_free or not series.is_ours(path):  # stock may have saved over it meanwhile
+                return False
+            disk.rename(path, doomed)
+    except errors.StorageError as error:
+        if error.operation == "begin":  # a save runs
+            return False
+        raise
+    disk.fsync_directory(series.root)
+    _remove_tree(disk, doomed)
+    return True
+
+
+def _sweep(disk: Disk, path: str) -> bool:
+    """Remove what crashed saves have left in a directory that holds no checkpoint. Returns whether it is gone."""
+    names = disk.list_directory(path)
+    if METADATA_NAME in names or not saving_files_in(names):
+        return False
+    try:
+        with claimed(disk, path) as saves:
+            found = find_left_overs(names, (), saves)
+            if found.others:
+                return False
+            left = remove_data_files(disk, path, found.files)
+            for name in {INDEX_NAME, REPORT_NAME} & set(names):  # killed right before its commit
+                disk.unlink(os.path.join(path, name))
+            for name, files in found.by_save.items():
+                if files.isdisjoint(left):
+                    disk.unlink(os.path.join(path, name))
+    except errors.StorageError as error:
+        if error.operation == "begin":  # a save runs
+            return False
+        raise
+    if disk.list_directory(path):
+        return False
+    disk.rmdir(path)
+    return True
+
+
+def _remove_tree(disk: Disk, path: str) -> None:
+    """Files on other mounts first, because they are found by their links. Another process may do the same meanwhile.
+
+    A symbolic link is removed, and what it leads to is not.
+    """
+    if os.path.islink(path):
+        is_gone(disk.unlink, path, tells=True)
+        return
+    try:
+        names = disk.list_directory(path)
+        root, name = os.path.split(path)
+        saved_as = os.path.join(root, name.removeprefix(REMOVING_PREFIX))
+        remove_data_files(disk, path, filter(is_data_file, names), saved_as=saved_as)
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise storage_error("remove", path, error) from error
+    except errors.StorageError as error:
+        if error.errno != ENOENT:
+            raise
