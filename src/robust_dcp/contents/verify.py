@@ -1,9 +1,10 @@
 """Verifies a checkpoint: a load of all of it without a target.
 
 The parts of ``storage`` that a load uses find the records, footers, heads and checksums. From these each file is cut
-into *spans* of bytes whose CRC-32 is known: blocks of data, but also the frames of records and the gaps between them,
-which a load takes on trust. So a flipped bit in a file of ours is found wherever it is, and in a file of stock where a
-checksum can show it. ``.metadata`` is compared with itself and with the sizes of files.
+into *spans* of bytes whose CRC-32 is known. What lies around the data of ours (frames of records, gaps between them,
+heads), which a load takes on trust, is compared with what our writer puts there. So a flipped bit in a file of ours is
+found wherever it is, and in a file of stock where a checksum can show it. ``.metadata`` is compared with itself and
+with the sizes of files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache, partial
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 
 from robust_dcp.contents.read import Chunk, Contents, Item, StoredFile
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError
+from robust_dcp.plan.coverage import first_overlap
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, holds_raw_bytes, is_data_file, locate
 from robust_dcp.storage.index import IndexFile, fit_of_file
@@ -29,7 +31,7 @@ from robust_dcp.storage.layouts import PlacedTensor
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, Tail, item_id
 from robust_dcp.storage.layouts.read_head import FileHead, read_head
 from robust_dcp.storage.layouts.safetensors import LENGTH_NBYTES, ShardHead
-from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, joined
+from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, joined
 from robust_dcp.storage.records.record import framed_record, parsed_record, record_with_pickle_of, zip_members
 
 __all__ = ["Findings", "Problem", "verify"]
@@ -185,60 +187,38 @@ def _check_structure(contents: Contents, findings: Findings) -> None:
 
 def _check_cover(item: Item, home: str, findings: Findings) -> None:
     """The chunks lie in the tensor, do not overlap, and have as many elements as the tensor: so they cover it once."""
+    rank, chunks = len(item.shape), sorted(chunk for chunk in item.chunks if 0 not in chunk.sizes)
     for chunk in item.chunks:
-        fits = len(chunk.offsets) == len(item.shape) and all(
-            offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, item.shape, strict=True)
-        )
-        if not fits:
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if len(ends) != rank or any(end > whole for end, whole in zip(ends, item.shape, strict=True)):
             found = f"a chunk {list(chunk.sizes)} at {list(chunk.offsets)}"
             findings.broken(home, item.name, f"chunks within {list(item.shape)}", found)
             return
-    twice = _overlapping([chunk for chunk in item.chunks if 0 not in chunk.sizes])
-    n_elements = sum(math.prod(chunk.sizes) for chunk in item.chunks)
-    if twice is not None:
-        first, second = (f"{list(chunk.sizes)} at {list(chunk.offsets)}" for chunk in twice)
+    clash = next((at for at in range(1, len(chunks)) if chunks[at - 1].offsets == chunks[at].offsets), None)
+    pair = None if clash is None else (clash - 1, clash)
+    if pair is None and len(chunks) > 1:
+        boxes = (np.array([each[side] for each in chunks], dtype=np.int64) for side in (0, 1))
+        pair = first_overlap(np.zeros(len(chunks), dtype=np.int32), *boxes)
+    n_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if pair is not None:
+        first, second = (f"{list(chunks[at].sizes)} at {list(chunks[at].offsets)}" for at in pair)
         findings.broken(home, item.name, "chunks that do not overlap", f"{first} and {second}")
     elif n_elements != math.prod(item.shape):
         expected = f"chunks with all {math.prod(item.shape)} elements of {list(item.shape)}"
         findings.broken(home, item.name, expected, f"chunks with {n_elements}")
 
 
-def _overlapping(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Two chunks that share an element. It sweeps along the dimension in which the chunks begin at most places."""
-    if len(chunks) < 2:
-        return None
-    if not chunks[0].offsets:
-        return chunks[0], chunks[1]
-    along = max(range(len(chunks[0].offsets)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
-    active: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda each: each.offsets[along]):
-        active = [each for each in active if each.offsets[along] + each.sizes[along] > chunk.offsets[along]]
-        for each in active:
-            sides = zip(each.offsets, each.sizes, chunk.offsets, chunk.sizes, strict=True)
-            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in sides):
-                return each, chunk
-        active.append(chunk)
-    return None
-
-
 # --- spans
 
 
 class _Span(NamedTuple):
-    """Bytes ``begin`` to ``end`` of a file, and what they are.
-
-    Attributes:
-        crc: the CRC-32 that they have; ``None`` if it is not known, so ``is_right`` decides.
-        item: whose they are; ``None`` if nobody's.
-        is_right: asked where the CRC-32 is another one: whether the bytes are right all the same.
-    """
+    """Bytes ``begin`` to ``end`` of a file, and the CRC-32 that they have. ``item``: whose they are, if anybody's."""
 
     begin: int
     end: int
-    crc: int | None
+    crc: int
     what: str = "data"
     item: str | None = None
-    is_right: Callable[[_Window], bool] | None = None
 
 
 class _Run(NamedTuple):
@@ -275,29 +255,28 @@ class _Window:
                 raise CorruptCheckpoint(ends, file=self.name, expected=expected, found=ends)
         return self._data[begin - self._begin : end - self._begin]
 
+    def views(self, begin: int, end: int) -> Iterator[memoryview]:
+        """The same in parts of bounded size."""
+        return (self.view(at, min(at + _WINDOW_NBYTES, end)) for at in range(begin, end, _WINDOW_NBYTES))
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Some bytes; fewer where the file ends. Outside of the window it reads no more than these."""
         if self._begin <= offset <= offset + nbytes <= self._begin + len(self._data):
             return bytes(self.view(offset, offset + nbytes))
         return self._disk.read(self._file, max(0, nbytes), offset)
 
-    def crc32(self, begin: int, end: int) -> int:
-        value = 0
-        for at in range(begin, end, _WINDOW_NBYTES):
-            value = crc32(self.view(at, min(at + _WINDOW_NBYTES, end)), value)
-        return value
-
 
 def _check(disk: Disk, run: _Run, findings: Findings) -> None:
     with findings.of_file(run.name), disk.reading(run.path) as file:
         window = _Window(disk, file, run.name, findings)
         for span in run.spans(window):
-            value = window.crc32(span.begin, span.end)
+            value = 0
+            for view in window.views(span.begin, span.end):
+                value = crc32(view, value)
             if value == span.crc:
                 findings.count(verified_nbytes=span.end - span.begin if span.item else 0)
-            elif span.is_right is None or not span.is_right(window):
-                sum_text = "what torch.save writes" if span.crc is None else f"CRC-32 {span.crc:08x}"
-                expected = f"{sum_text} of {span.what}, bytes {span.begin} to {span.end}"
+            else:
+                expected = f"CRC-32 {span.crc:08x} of {span.what}, bytes {span.begin} to {span.end}"
                 findings.broken(run.name, span.item, expected, f"{value:08x}")
 
 
@@ -308,8 +287,9 @@ def _runs_of(contents: Contents, findings: Findings, stored: StoredFile) -> list
         path = locate(disk, contents.path, name, file=contents.path)
         if holds_raw_bytes(name):
             head = read_head(disk, path)
-            is_of_save = _fits(disk, path, stored, contents.mark, head, findings)
-            return [_Run(name, path, partial(_spans_of_shard, head))] if is_of_save else []
+            if contents.mark is None or _is_as_written(disk, path, stored, contents.mark, head, findings):
+                return [_Run(name, path, partial(_spans_of_shard, head))]
+            return []
         with disk.reading(path) as file:
             return _runs_of_records(disk, file, stored, contents.mark, findings)
     return []
@@ -319,23 +299,31 @@ def _runs_of(contents: Contents, findings: Findings, stored: StoredFile) -> list
 
 
 class _Record(NamedTuple):
-    """Bytes ``begin`` to ``end`` of a file hold a chunk of an item, or an object.
-
-    Attributes:
-        gap_at: where the record before it ends.
-        data_at, data_nbytes, crcs, block_nbytes: where its data lies, and the CRC-32s of its blocks, if the footer has
-            them.
-    """
+    """Bytes ``begin`` to ``end`` of a file hold a chunk of an item, or an object."""
 
     begin: int
     end: int
     item: Item
     chunk: Chunk
-    gap_at: int = 0
-    data_at: int = 0
-    data_nbytes: int = 0
-    crcs: Sequence[int] = ()
-    block_nbytes: int = SUM_NBYTES
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        dtype = getattr(torch, self.item.dtype or "", None)
+        return dtype if isinstance(dtype, torch.dtype) else None
+
+
+class _Sums:
+    """The checksums in the footer of a file of ours: where each block begins and ends, and its CRC-32."""
+
+    def __init__(self, footer: Footer) -> None:
+        self.begins, self.ends, self.crcs = footer.blocks()
+        self.block_nbytes = footer.tail.block_nbytes
+
+    def of(self, record: _Record) -> list[tuple[int, int, int]]:
+        """The blocks that begin in a record."""
+        first, last = np.searchsorted(self.begins, (record.begin, record.end)).tolist()
+        columns = (column[first:last].tolist() for column in (self.begins, self.ends, self.crcs))
+        return list(zip(*columns, strict=True))
 
 
 def _runs_of_records(
@@ -343,114 +331,88 @@ def _runs_of_records(
 ) -> list[_Run]:
     """Compare the footer with ``.metadata``, and cut the file into runs of records."""
     name, nbytes = stored.name, disk.size(file)
-    places = ((chunk.start, chunk.start + chunk.stored_nbytes, item, chunk) for item, chunk in stored.held)
-    records = [_Record(*each) for each in places if each[1] <= nbytes]
+    places = (_Record(chunk.start, chunk.start + chunk.stored_nbytes, item, chunk) for item, chunk in stored.held)
+    records = [each for each in places if each.end <= nbytes]
     tail = Tail.decode(disk.read(file, TAIL_NBYTES, max(0, nbytes - TAIL_NBYTES)), nbytes)
     if mark is not None and (tail is None or tail.mark != mark):
-        found = (
-            "no footer: it is cut short, damaged, or another file" if tail is None else f"a file of save {tail.mark}"
-        )
+        damage = "no footer: it is cut short, damaged, or another file"
+        found = damage if tail is None else f"a file of save {tail.mark}"
         findings.broken(name, None, f"a file of save {mark}, with a footer", found)
         return []
-    if tail is not None and tail.n_items:
+    sums = None
+    if tail is not None and mark is not None:
         try:
             footer = Footer(tail, lambda offset, length: disk.read(file, length, offset))
-            columns = footer.columns()
+            sums = _Sums(footer)
         except ValueError as error:
             findings.broken(name, None, "a footer with the checksums of its blocks", str(error))
             return []
-        with_sums = _with_sums(name, footer, columns, records, findings)
-        if with_sums is None:
+        bounds = (np.array([each[side] for each in records], dtype=np.int64) for side in (0, 1))
+        for each, there in zip(records, footer.items_at(*bounds).tolist(), strict=True):
+            if there not in (-1, item_id(each.item.name, each.chunk.offsets)):
+                expected = f"this item in bytes {each.begin} to {each.end}, where .metadata places it"
+                findings.broken(name, each.item.name, expected, "another item")
+        n_blocks = sum(len(sums.of(each)) for each in records)
+        if n_blocks != len(sums.crcs):
+            expected = f"checksums of the {len(records)} items that .metadata places there"
+            findings.broken(name, None, expected, f"{len(sums.crcs)} checksums, of which {n_blocks} are of them")
             return []
-        records = with_sums
-    end = None if mark is None or tail is None else nbytes - TAIL_NBYTES - tail.columns_nbytes
-    path, runs, first, at = file.path, [], 0, 0
+    runs: list[_Run] = []
+    first = at = 0
     for number, record in enumerate(records):
-        records[number] = record._replace(gap_at=at)
-        at = max(at, record.end)
         is_last = number == len(records) - 1
         if is_last or record.end - records[first].begin > _RUN_NBYTES:
-            run = records[first : number + 1]
-            runs.append(_Run(name, path, partial(_spans_of_ours if end is not None else _spans_of_stock, run)))
-            first = number + 1
-    if end is not None:
-        runs.append(_Run(name, path, lambda window: _gap(at, end, None)))
+            run, start, at, first = records[first : number + 1], at, record.end, number + 1
+            if sums is None or tail is None:
+                runs.append(_Run(name, file.path, partial(_spans_of_stock, run)))
+            else:
+                stop = nbytes - TAIL_NBYTES - tail.columns_nbytes if is_last else record.end
+                runs.append(_Run(name, file.path, partial(_spans_of_ours, run, sums, start, stop)))
     return runs
 
 
-def _with_sums(
-    name: str, footer: Footer, columns: SumColumns, records: list[_Record], findings: Findings
-) -> list[_Record] | None:
-    """The records with their checksums; ``None`` if the footer has checksums of other data."""
-    begins, ends = (np.array([each[side] for each in records], dtype=np.int64) for side in (0, 1))
-    for each, there in zip(records, footer.items_at(begins, ends).tolist(), strict=True):
-        if there not in (-1, item_id(each.item.name, each.chunk.offsets)):
-            expected = f"this item in bytes {each.begin} to {each.end}, where .metadata places it"
-            findings.broken(name, each.item.name, expected, "another item")
-    offsets, lengths, crcs = columns.offset.tolist(), columns.nbytes.tolist(), columns.crcs.tolist()
-    block_nbytes = footer.tail.block_nbytes
-    first_sum = [0, *np.cumsum(block_counts(columns.nbytes, block_nbytes)).tolist()]
-    found, rows = [], set()
-    for each, row in zip(records, np.searchsorted(columns.offset, begins).tolist(), strict=True):
-        has_sums = row < len(offsets) and offsets[row] < each.end
-        if has_sums:
-            rows.add(row)
-            sums = crcs[first_sum[row] : first_sum[row + 1]]
-            each = each._replace(data_at=offsets[row], data_nbytes=lengths[row], crcs=sums, block_nbytes=block_nbytes)
-        found.append(each if has_sums else each._replace(data_at=each.end))
-    if len(rows) < len(offsets):
-        expected = f"checksums of the {len(records)} items that .metadata places there"
-        findings.broken(name, None, expected, f"checksums of {len(offsets)} items")
-        return None
-    return found
+def _spans_of_ours(records: Sequence[_Record], sums: _Sums, start: int, stop: int, window: _Window) -> Iterator[_Span]:
+    """The data of records by its checksums. The bytes around it are compared with those that belong there.
 
-
-@lru_cache(maxsize=256)
-def _crc_of_zeros(nbytes: int) -> int:
-    return crc32(bytes(nbytes))
-
-
-def _gap(begin: int, end: int, item: str | None) -> Iterator[_Span]:
-    for at in range(begin, end, _WINDOW_NBYTES):
-        last = min(at + _WINDOW_NBYTES, end)
-        yield _Span(at, last, _crc_of_zeros(last - at), "the zeros between two items", item)
-
-
-def _spans_of_ours(records: Sequence[_Record], window: _Window) -> Iterator[_Span]:
-    """The data of records by its checksums, and the bytes around it by those that belong there."""
-    window.limit = records[-1].end
+    Args:
+        start, stop: of the bytes that hold these records and nothing else.
+    """
+    window.limit = stop
     for record in records:
-        name, begin, end = record.item.name, record.data_at, record.data_at + record.data_nbytes
-        yield from _gap(record.gap_at, record.begin, name)
-        if end > record.end or begin < record.begin:
+        name = record.item.name
+        _check_gap(window, start, record.begin, name)
+        blocks = sums.of(record)
+        begin, end = (blocks[0][0], blocks[-1][1]) if blocks else (record.end, record.end)
+        if end > record.end or begin - record.begin > _WINDOW_NBYTES:
             expected, found = f"data within bytes {record.begin} to {record.end}", f"checksums of {begin} to {end}"
             window.findings.broken(window.name, name, expected, found)
-            continue
-        dtype, frame = getattr(torch, record.item.dtype or "", None), None
-        if isinstance(dtype, torch.dtype):
-            frame = framed_record(dtype, record.chunk.sizes)
-        if not record.data_nbytes and frame is not None:
-            begin = end = min(record.begin + frame.data_offset, record.end)
-        crc = joined(record.crcs, record.data_nbytes, record.block_nbytes)
-        if (begin, end) != (record.begin, record.end):
-            header, trailer = (None, None) if frame is None else frame.around(crc)
-            other = partial(_is_of_another_torch, record, begin, end, crc)
-            for first, last, around in ((record.begin, begin, header), (end, record.end, trailer)):
-                is_like = around is not None and len(around) == last - first
-                known = crc32(around) if around is not None and is_like else None
-                yield _Span(first, last, known, "the frame of a record", name, other)
-        for at, value in zip(range(begin, end, record.block_nbytes), record.crcs, strict=True):
-            yield _Span(at, min(at + record.block_nbytes, end), value, "data", name)
+        else:
+            header = bytes(window.view(record.begin, begin))
+            for block_begin, block_end, crc in blocks:
+                yield _Span(block_begin, block_end, crc, "data", name)
+            crc = joined([each[2] for each in blocks], end - begin, sums.block_nbytes)
+            around = header + bytes(window.view(end, record.end))
+            if around and not _is_frame(record, around, crc, window):
+                expected = f"what torch.save writes around data with CRC-32 {crc:08x}"
+                window.findings.broken(window.name, name, expected, f"other bytes in {record.begin} to {record.end}")
+        start = max(start, record.end)
+    _check_gap(window, start, stop, None)
 
 
-def _is_of_another_torch(record: _Record, begin: int, end: int, crc: int, window: _Window) -> bool:
-    """Whether the bytes around the data are what another version of torch writes, which pickles in another way."""
-    header = window.read(record.begin, begin - record.begin)
-    dtype = getattr(torch, record.item.dtype or "", None)
-    if not isinstance(dtype, torch.dtype):
+def _check_gap(window: _Window, begin: int, end: int, item: str | None) -> None:
+    if any(bytes(view).strip(b"\0") for view in window.views(begin, end)):
+        window.findings.broken(window.name, item, f"zeros in bytes {begin} to {end}, between two items", "other bytes")
+
+
+def _is_frame(record: _Record, around: bytes, crc: int, window: _Window) -> bool:
+    """Whether these bytes lie around the data of a record of ours. Another version of torch may have pickled it."""
+    if record.dtype is None:
         return False
-    frame = record_with_pickle_of(header, dtype, record.chunk.sizes)
-    if frame is None or (header, window.read(end, record.end - end)) != frame.around(crc):
+    frame = framed_record(record.dtype, record.chunk.sizes)
+    if frame is not None and b"".join(frame.around(crc)) == around:
+        return True
+    frame = record_with_pickle_of(around, record.dtype, record.chunk.sizes)
+    if frame is None or b"".join(frame.around(crc)) != around:
         return False
     _check_identity(record, window)
     return True
@@ -513,47 +475,38 @@ def _spans_of_shard(head: FileHead, window: _Window) -> Iterator[_Span]:
             yield _Span(at, min(at + block_nbytes, end), value, "data", name)
 
 
-def _fits(disk: Disk, path: str, file: StoredFile, mark: str | None, head: FileHead, findings: Findings) -> bool:
-    """Compare a head with what ``.metadata`` says. Returns whether it is of this save."""
-    if mark is not None and head.mark != mark:
-        findings.broken(file.name, None, f"a file of save {mark}", f"a file of save {head.mark}")
+def _is_as_written(disk: Disk, path: str, stored: StoredFile, mark: str, head: FileHead, findings: Findings) -> bool:
+    """Whether the head is, byte for byte, what our writer makes for this save of what ``.metadata`` places there.
+
+    The checksums of data are taken from the head: they are compared when the data is read.
+    """
+    if head.mark != mark:
+        findings.broken(stored.name, None, f"a file of save {mark}", f"a file of save {head.mark}")
         return False
-    for item, chunk in file.held:
-        stored = head.tensors.get(item.name)
-        if stored is None:
-            findings.broken(file.name, item.name, "the tensor in the head of the file", "no such tensor")
-            continue
-        dtype = str(stored.dtype).removeprefix("torch.")
-        offsets = stored.chunk_offset if mark is not None else chunk.offsets
-        there = (stored.offset, stored.nbytes, dtype, stored.shape, offsets)
-        if there != (chunk.start, chunk.stored_nbytes, item.dtype, chunk.sizes, chunk.offsets):
-            expected = f"{item.dtype} {list(chunk.sizes)} of {list(chunk.offsets)}, at byte {chunk.start}"
-            found = f"{dtype} {list(stored.shape)} of {list(stored.chunk_offset)}, at byte {stored.offset}"
-            findings.broken(file.name, item.name, expected, found)
-    if mark is not None and not _is_as_written(disk, path, head):
-        findings.broken(file.name, None, "the head of a safetensors file as robust_dcp writes it", "other bytes")
-    return True
-
-
-def _is_as_written(disk: Disk, path: str, head: FileHead) -> bool:
-    """Whether the head is, byte for byte, what our writer makes of what the head says."""
     with disk.reading(path) as file:
         length = int.from_bytes(disk.read(file, LENGTH_NBYTES, 0), "little")
         data = disk.read(file, LENGTH_NBYTES + length, 0)
-    tensors = [
-        PlacedTensor(number, name, each.dtype, each.shape, each.chunk_offset, each.offset)
-        for number, (name, each) in enumerate(head.tensors.items())
-    ]
-    stored = sorted(head.tensors.values(), key=lambda each: (each.offset, each.nbytes))
-    sums = None
+    tensors = sorted(head.tensors.values(), key=lambda each: (each.offset, each.nbytes))
     try:
-        if all(each.crc32 is not None for each in stored):
-            blocks = [each.block_crc32s or ((each.crc32 or 0,) if each.nbytes else ()) for each in stored]
-            if any(joined(crcs, each.nbytes) != (each.crc32 or 0) for crcs, each in zip(blocks, stored, strict=True)):
-                return False
-            offset = np.array([each.offset for each in stored], dtype=np.int64)
-            nbytes = np.array([each.nbytes for each in stored], dtype=np.int64)
-            sums = SumColumns(offset, nbytes, np.array([crc for crcs in blocks for crc in crcs], dtype=np.uint32))
-        return ShardHead(tensors, len(data)).encode(head.mark or "", sums) == data
-    except (ValueError, KeyError):
-        return False
+        placed = {
+            item.name: PlacedTensor(
+                0, item.name, getattr(torch, item.dtype or ""), chunk.sizes, chunk.offsets, chunk.start
+            )
+            for item, chunk in stored.held
+        }
+        sums = None
+        if all(each.crc32 is not None for each in tensors):
+            blocks = [each.block_crc32s or ((each.crc32 or 0,) if each.nbytes else ()) for each in tensors]
+            offset = np.array([each.offset for each in tensors], dtype=np.int64)
+            nbytes = np.array([each.nbytes for each in tensors], dtype=np.int64)
+            if all(joined(crcs, each.nbytes) == each.crc32 for crcs, each in zip(blocks, tensors, strict=True)):
+                crcs = np.array([crc for of_tensor in blocks for crc in of_tensor], dtype=np.uint32)
+                sums = SumColumns(offset, nbytes, crcs)
+        is_right = ShardHead([placed[name] for name in head.tensors], len(data)).encode(mark, sums) == data
+        is_right &= len(head.tensors) == len(stored.held)
+    except (ValueError, KeyError, AttributeError):
+        is_right = False
+    if not is_right:
+        expected = f"the head that robust_dcp writes for the {len(stored.held)} tensors of {METADATA_NAME}"
+        findings.broken(stored.name, None, expected, "another head")
+    return is_right

@@ -567,9 +567,10 @@ def _stored_blocks(content: Content) -> Iterator[tuple[int, int, int]]:
         return iter(())
     tail = Tail.decode(content.read(content.nbytes - TAIL_NBYTES, TAIL_NBYTES), content.nbytes)
     try:
-        return iter(()) if tail is None else Footer(tail, content.read).blocks()
+        columns = () if tail is None else Footer(tail, content.read).blocks()
     except ValueError as error:
         raise _damaged(content.path, "checksums of its blocks as they were saved", str(error)) from error
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _damaged(path: str, expected: str, found: str) -> CorruptCheckpoint:

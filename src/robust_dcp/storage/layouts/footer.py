@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -228,7 +228,7 @@ class Footer:
             for low, high, nbytes in zip(first.tolist(), last.tolist(), columns.nbytes[rows].tolist(), strict=True)
         ]
 
-    def blocks(self) -> Iterator[tuple[int, int, int]]:
+    def blocks(self) -> tuple[Int64, Int64, UInt32]:
         """Where each block of data begins and ends in the file, and its CRC-32.
 
         Raises:
@@ -239,7 +239,7 @@ class Footer:
         within = np.arange(len(columns.crcs)) - np.repeat(self._first[:-1], counts)
         begins = np.repeat(columns.offset, counts) + within * nbytes
         ends = np.minimum(begins + nbytes, np.repeat(columns.offset + columns.nbytes, counts))
-        return zip(begins.tolist(), ends.tolist(), columns.crcs.tolist(), strict=True)
+        return begins, ends, columns.crcs
 
     def columns(self) -> SumColumns:
         """The checksums of all items of the file.
