@@ -63,9 +63,11 @@ def check_whole_chunks(metadata: Metadata, content: Content) -> None:
         index = index_of(metadata)
         assert index is not None
         found = index.find_whole(names, [kind], [0] * len(names))
-        for asked, chunk, file, start, nbytes in zip(*(column.tolist() for column in found[:5]), strict=True):
+        files, *places = found.places
+        columns = (column.tolist() for column in (found.asked, found.chunk, *places))
+        for asked, chunk, file, start, nbytes in zip(*columns, strict=True):
             place: Any = metadata.storage_data[MetadataIndex(names[asked], kind.offsets, chunk)]
-            assert (place.relative_path, place.offset, place.length) == (found.files[file], start, nbytes)
+            assert (place.relative_path, place.offset, place.length) == (files[file], start, nbytes)
 
 
 def outcome_of(directory: Path, content: Content = CONTENT) -> Metadata | str | None:

@@ -1,6 +1,6 @@
 """DCP's ``StorageReader`` over a directory.
 
-This module owns DCP's interface. ``metadata_source`` gets the metadata of a checkpoint, and ``plan_reader`` reads the
+This module owns DCP's interface. ``metadata_source`` gets the metadata of a checkpoint, and ``reading.load`` reads the
 items. It never writes, and never runs code that it reads. DCP's ``load``, Megatron-Core and our own ``load`` call it.
 """
 
@@ -27,9 +27,8 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of
-from robust_dcp.storage.index import stored_items_of
+from robust_dcp.storage.reading.load import read_items
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
-from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
 from robust_dcp.storage.reading.reads import Read, SharableReads, places_in_files, reads_of, sharable_reads
 from robust_dcp.storage.remote import RemoteDisk, filesystem_of, local_path_of, place_of
@@ -235,22 +234,13 @@ class RobustReader(StorageReader):
         """The reads of ``plan`` that another rank may do for this one; see
         :mod:`robust_dcp.storage.reading.reads`.
         """
-        metadata = self._known_metadata()
-        trusted = self.options.trusted
-        stored = stored_items_of(metadata)
-        if stored is None:
-            return sharable_reads(plan.items, planner, metadata, self.path, stays_on, trusted=trusted)
-        indices = (item.storage_index for item in plan.items)
-        rows = {index: row for index in indices if (row := stored.row(index)) is not None}
-        in_order = sorted(rows, key=rows.__getitem__)
-        of_plan = replace(metadata, storage_data={index: stored[index] for index in in_order})
-        found = sharable_reads(plan.items, planner, of_plan, self.path, stays_on, trusted=trusted)
-        return found._replace(items=np.array([rows[index] for index in in_order], dtype=np.int32)[found.items])
+        return sharable_reads(
+            plan.items, planner, self._known_metadata(), self.path, stays_on, trusted=self.options.trusted
+        )
 
     def places_in_files(self) -> npt.NDArray[np.int64]:
         """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
-        stored = stored_items_of(self._known_metadata())
-        return places_in_files(self._known_metadata()) if stored is None else stored.order_in_files()
+        return places_in_files(self._known_metadata())
 
     # For nodes that do not share the directory (`plan.shared_reads`).
 

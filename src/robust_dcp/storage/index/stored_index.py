@@ -24,6 +24,7 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
 from robust_dcp.storage.index.form import MAX_NAME_NBYTES, IndexFile, IndexMeta, fit_of_file
+from robust_dcp.storage.layouts.places import Places
 
 __all__ = ["ChunkKind", "Overlap", "StoredIndex", "StoredName", "WholeChunks", "fitting_index", "opened_index"]
 
@@ -96,19 +97,14 @@ class WholeChunks(NamedTuple):
     """Chunks that were found, in columns.
 
     Attributes:
-        asked: for each chunk, the place of its name among the names that were asked for.
-        chunk: the place of each among the chunks of its tensor.
-        file: the number of its file in ``files``.
-        start, nbytes: where it begins in that file, and its length there in bytes.
-        files: relative paths of the files.
+        asked: int64, for each chunk the place of its name among the names that were asked for.
+        chunk: int64, the place of each among the chunks of its tensor.
+        places: where each lies.
     """
 
     asked: Int64
     chunk: Int64
-    file: Int64
-    start: Int64
-    nbytes: Int64
-    files: Sequence[str]
+    places: Places
 
 
 def opened_index(disk: Disk, directory: str) -> StoredIndex | None:
@@ -431,10 +427,12 @@ class StoredIndex:
         return WholeChunks(
             asked=asked[fits],
             chunk=(row - first)[fits],
-            file=file.astype(np.int64),
-            start=start[fits],
-            nbytes=nbytes[fits],
-            files=[self.file_name(number) for number in files.tolist()],
+            places=Places(
+                [self.file_name(number) for number in files.tolist()],
+                file.astype(np.int64),
+                start[fits],
+                nbytes[fits],
+            ),
         )
 
     def _is_like(self, number: int, row: int, kind: ChunkKind) -> bool:

@@ -18,6 +18,7 @@ __all__ = [
     "PAGE_NBYTES",
     "RECORD_ALIGNMENT",
     "Placements",
+    "Places",
     "Slot",
     "balanced",
     "deal",
@@ -39,6 +40,21 @@ the same place within its page, so direct I/O can write it without a copy.
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+
+
+class Places(NamedTuple):
+    """Where n items of a checkpoint lie, in columns.
+
+    Attributes:
+        files: paths of files, relative to the checkpoint.
+        file: int64 ``[n]``, the number of each item's file.
+        start, nbytes: int64 ``[n]``, its first byte there, and its length in bytes.
+    """
+
+    files: Sequence[str]
+    file: Int64
+    start: Int64
+    nbytes: Int64
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Reads the head of a safetensors file, whoever wrote it: where each tensor lies, and what its checksums are.
 
 This module checks a head before anything in it is used: the lengths must fit together and fill the file.
-``stored_tensor`` calls it for items in such files, ``metadata_file`` for directories without ``.metadata``, and
+``data_file`` calls it for such files, ``metadata_file`` for directories without ``.metadata``, and
 ``commit``.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +19,6 @@ import torch
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.safetensors import (
     CRC32_KEY,
     DTYPES,
@@ -34,7 +32,7 @@ from robust_dcp.storage.layouts.safetensors import (
 )
 from robust_dcp.storage.records.checksum import SUM_NBYTES
 
-__all__ = ["FileHead", "LazyHead", "StoredTensor", "parse_head", "read_head", "unusable_file"]
+__all__ = ["FileHead", "StoredTensor", "parse_head", "read_head", "unusable_file"]
 
 # Dtypes that later versions of safetensors know, and that we do not write.
 _MORE_DTYPES: Final = {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu"}
@@ -99,30 +97,6 @@ class FileHead:
             expected = f"the chunk at {list(chunk_offset)} of its tensor"
             raise unusable_file(file, expected, f"that at {list(stored.chunk_offset)}", name)
         return stored
-
-
-class LazyHead:
-    """The head of a file. The first thread that asks for it reads it, once.
-
-    Args:
-        path: the path of the file, which may also be a file of records.
-    """
-
-    def __init__(self, disk: Disk, path: str) -> None:
-        self._disk = disk
-        self._path = path
-        self._holds_raw_bytes = holds_raw_bytes(path)
-        self._lock = threading.Lock()
-        self._head: FileHead | None = None
-
-    def get(self) -> FileHead | None:
-        """The head; ``None`` for a file of records. Raises the same as :func:`read_head`."""
-        if not self._holds_raw_bytes:
-            return None
-        with self._lock:
-            if self._head is None:
-                self._head = read_head(self._disk, self._path)
-            return self._head
 
 
 def read_head(disk: Disk, path: str) -> FileHead:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import Block, BlockLease, copy_bytes
@@ -26,12 +26,13 @@ from robust_dcp.storage.files.kernel import BUFFERED, Alignment
 from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
-from robust_dcp.storage.layouts.read_head import LazyHead
+from robust_dcp.storage.layouts.read_head import FileHead, read_head
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = [
-    "DataFile",
-]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["DataFile"]
 
 _LEAST_STRAIGHT_NBYTES: Final = 16 << 10
 """Fewer bytes go through the block: copying them is faster than passing one more buffer to the kernel."""
@@ -48,39 +49,42 @@ _CHECKED_NBYTES: Final = 1 << 20
 
 
 class DataFile:
-    """An open file. ``read_into`` reads through the page cache; the other methods read large pieces in the fastest way.
+    """An open file. ``read`` reads through the page cache; the other methods read large pieces in the fastest way.
 
     Args:
+        disk: the file system.
+        path: the path of the file.
         direct: whether to read past the page cache. ``True``: always, except for small reads. ``False``: never.
             ``None``: where the file system can, and the cache holds less than half of the bytes of the read.
+        check_stop: called before each read. What it raises ends the load.
 
     Attributes:
+        nbytes: the length of the file.
         read_nbytes: how many bytes have been read so far.
 
     Raises:
         StorageError: the file cannot be opened.
     """
 
-    def __init__(self, disk: Disk, path: str, direct: bool | None) -> None:
+    def __init__(
+        self, disk: Disk, path: str, direct: bool | None, check_stop: Callable[[], None] = lambda: None
+    ) -> None:
         self.path = path
+        self._check_stop = check_stop
         self._disk = disk
         self._may_be_direct = direct is not False
         self._must_be_direct = direct is True
         self._opened = disk.open_read(path)
         self.nbytes = disk.size(self._opened)
-        self.head = LazyHead(disk, path)
         self._opened_direct: OpenFile | None = None
         self._alignment: Alignment = BUFFERED
         self._lock = threading.Lock()
         self.read_nbytes = 0
 
-    @property
-    def mark(self) -> str | None:
-        """The mark of the save that wrote the file; ``None`` if the file has none."""
-        head = self.head.get()
-        if head is not None:
-            return head.mark
-        return None if self.footer is None else self.footer.tail.mark
+    @cached_property
+    def head(self) -> FileHead | None:
+        """The head of a file of raw bytes; ``None`` for a file of records. Raises the same as :func:`read_head`."""
+        return read_head(self._disk, self.path) if holds_raw_bytes(self.path) else None
 
     @cached_property
     def footer(self) -> Footer | None:
@@ -89,12 +93,16 @@ class DataFile:
         """
         if holds_raw_bytes(self.path) or self.nbytes < TAIL_NBYTES:
             return None
-        tail = Tail.decode(self._read(self.nbytes - TAIL_NBYTES, TAIL_NBYTES), self.nbytes)
-        return None if tail is None else Footer(tail, self._read)
+        disk, opened = self._disk, self._opened  # no reference to `self`: it would keep the load and its tensors alive
+        tail = Tail.decode(disk.read(opened, TAIL_NBYTES, self.nbytes - TAIL_NBYTES), self.nbytes)
+        return None if tail is None else Footer(tail, lambda at, nbytes: disk.read(opened, nbytes, at))
 
-    def _read(self, offset: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        return bytes(buffer[: self._disk.pread_into(self._opened, buffer, offset)])
+    @property
+    def mark(self) -> str | None:
+        """The mark of the save that wrote the file; ``None`` if the file has none."""
+        if self.head is not None:
+            return self.head.mark
+        return None if self.footer is None else self.footer.tail.mark
 
     def close(self) -> None:
         """Close the file. Errors are ignored: they say nothing about the bytes that were read."""
@@ -103,11 +111,11 @@ class DataFile:
                 with contextlib.suppress(StorageError):
                     self._disk.close(opened)
 
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill ``view`` from ``offset``. Returns how many bytes were read: fewer than asked for only at the end of the
-        file.
-        """
-        return self._counted(self._disk.pread_into(self._opened, view, offset))
+    def read(self, offset: int, nbytes: int) -> bytearray:
+        """Bytes from ``offset`` on: fewer than asked for only at the end of the file."""
+        buffer = bytearray(nbytes)
+        found = self._pread(self._opened, buffer, offset)
+        return buffer if found == nbytes else buffer[:found]
 
     def read_block(self, block: Block, offset: int, nbytes: int) -> tuple[int, int]:
         """Read ``nbytes`` bytes from ``offset`` into ``block``.
@@ -124,7 +132,7 @@ class DataFile:
                 last = -(-(at + nbytes) // unit) * unit
                 found = self._pread_direct(opened, block.view[:last], offset - at)
                 return at, max(0, min(found - at, nbytes))
-        return 0, self._counted(self._disk.pread_into(self._opened, block.view[:nbytes], offset))
+        return 0, self._pread(self._opened, block.view[:nbytes], offset)
 
     def read_piece(
         self, view: memoryview, address: int, offset: int, blocks: BlockLease, *, checksum: bool = False
@@ -178,7 +186,7 @@ class DataFile:
         done = value = 0
         for at in range(0, view.nbytes, _CHECKED_NBYTES):
             part = view[at : at + _CHECKED_NBYTES]
-            found = self.read_into(part, offset + at)
+            found = self._pread(self._opened, part, offset + at)
             if checksum:
                 value = crc32(part[:found], value)
             done += found
@@ -188,14 +196,16 @@ class DataFile:
 
     def _pread_direct(self, opened: OpenFile, into: memoryview | Sequence[memoryview], offset: int) -> int:
         try:
-            return self._counted(self._disk.pread_into(opened, into, offset))
+            return self._pread(opened, into, offset)
         except StorageError as error:
             if error.errno != errno.EINVAL or self._must_be_direct:
                 raise
             self._may_be_direct = False
             raise _Refused from error
 
-    def _counted(self, nbytes: int) -> int:
+    def _pread(self, opened: OpenFile, into: Buffer | Sequence[Buffer], offset: int) -> int:
+        self._check_stop()
+        nbytes = self._disk.pread_into(opened, into, offset)
         with self._lock:
             self.read_nbytes += nbytes
         return nbytes

@@ -1,15 +1,15 @@
 """The options of ``RobustReader``: how the items of a checkpoint are read.
 
-This module owns the options, their checks and their defaults. Users and ``reader`` make them; ``plan_reader`` uses
+This module owns the options, their checks and their defaults. Users and ``reader`` make them; ``load`` uses
 them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict
+from typing import Final, TypedDict
 
-from robust_dcp.storage.reading.stored_tensor import Verify
+from robust_dcp.storage.reading.stored_item import Verify
 from robust_dcp.storage.writing.write_options import GivenOptions, default_threads
 
 __all__ = ["BLOCK_NBYTES", "ReadKeywords", "ReadOptions"]
@@ -29,7 +29,6 @@ class ReadKeywords(TypedDict, total=False):
     buffer_bytes: int
     direct: bool | None
     share_reads: bool | None
-    extension_registry: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,6 @@ class ReadOptions(GivenOptions):
             network. ``None``: do so where these ranks are on several nodes. Pass the same value on all ranks. Only
             ``robust_dcp.load`` shares reads, and only if the planner's ``commit_tensor`` is that of
             ``DefaultLoadPlanner``.
-        extension_registry: the same as for DCP's reader. The default has the transforms that come with torch.
 
     Raises:
         ValueError: an option is out of range.
@@ -76,7 +74,6 @@ class ReadOptions(GivenOptions):
     buffer_bytes: int = 1 << 30
     direct: bool | None = None
     share_reads: bool | None = None
-    extension_registry: Any = None
 
     def __post_init__(self) -> None:
         if self.verify_checksums not in (True, False, "all"):

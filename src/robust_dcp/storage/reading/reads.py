@@ -24,34 +24,26 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.staging import host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
-from robust_dcp.storage.index import ChunkKind, WholeChunks
+from robust_dcp.storage.index import ChunkKind, WholeChunks, stored_items_of
 from robust_dcp.storage.layouts.footer import item_id, seed_of
-from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
+from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
-from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.checksum import crc32
 
 __all__ = [
-    "MEDIUM_NBYTES",
     "ON_DEVICE",
-    "SMALL_NBYTES",
-    "PlacedReads",
+    "Group",
     "PlannedItems",
     "Read",
-    "ReadGroup",
+    "Reads",
     "SharableReads",
     "WholeTensors",
-    "check_end",
-    "in_groups",
-    "is_flat",
     "is_plain",
     "may_ask_early",
-    "name_of",
     "places_in_files",
     "reads_of",
     "sharable_reads",
-    "takes_bytes",
     "target_of",
     "whole_item",
 ]
@@ -73,16 +65,6 @@ def is_plain(target: torch.Tensor) -> bool:
         and target.layout == torch.strided
         and not (target.is_quantized or target.is_conj() or target.is_neg())
     )
-
-
-def is_flat(target: torch.Tensor) -> bool:
-    """Whether ``target``, on any device, holds its elements one after the other, as they are stored."""
-    return is_plain(target) and target.is_contiguous()
-
-
-def takes_bytes(target: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor can be read straight into ``target``."""
-    return is_flat(target) and target.is_cpu
 
 
 def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Tensor:
@@ -124,8 +106,7 @@ class WholeTensors:
         kinds: the distinct pairs of dtype and size.
         kind_of: int64, the number of each tensor's kind.
         chunks: int64, for each the number of its chunk among the saved chunks of the tensor.
-        files: relative paths of the files.
-        file_of, start, nbytes: int64, where each lies: the number of its file, its first byte, its length in bytes.
+        places: where each lies.
     """
 
     names: Sequence[str]
@@ -133,10 +114,7 @@ class WholeTensors:
     kinds: Sequence[ChunkKind]
     kind_of: Int64
     chunks: Int64
-    files: Sequence[str]
-    file_of: Int64
-    start: Int64
-    nbytes: Int64
+    places: Places
 
     @classmethod
     def found(
@@ -151,23 +129,13 @@ class WholeTensors:
         if len(chunks.asked) < len(names):
             asked = chunks.asked.tolist()
             names, targets = [names[place] for place in asked], [targets[place] for place in asked]
-        return cls(
-            names,
-            targets,
-            kinds,
-            np.array(kind_of, dtype=np.int64)[chunks.asked],
-            chunks.chunk,
-            chunks.files,
-            chunks.file,
-            chunks.start,
-            chunks.nbytes,
-        )
+        return cls(names, targets, kinds, np.array(kind_of, np.int64)[chunks.asked], chunks.chunk, chunks.places)
 
     @classmethod
     def none(cls) -> WholeTensors:
         """No tensors."""
         empty: Int64 = np.empty(0, dtype=np.int64)
-        return cls((), (), (), empty, empty, (), empty, empty, empty)
+        return cls((), (), (), empty, empty, Places((), empty, empty, empty))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -178,8 +146,7 @@ class WholeTensors:
         counts = np.bincount(self.kind_of, minlength=len(self.kinds)).tolist()
         return sum(count * kind.nbytes for count, kind in zip(counts, self.kinds, strict=True))
 
-    @property
-    def items(self) -> Int64:
+    def item_ids(self) -> Int64:
         """int64: for each tensor the :func:`~robust_dcp.storage.layouts.footer.item_id` of its saved chunk."""
         seeds = [seed_of(tuple(kind.offsets)) for kind in self.kinds]
         names = (name.encode(errors="surrogatepass") for name in self.names)
@@ -250,13 +217,13 @@ def _zeros(n_dimensions: int) -> torch.Size:
     return torch.Size([0] * n_dimensions)
 
 
-SMALL_NBYTES: Final = 64 << 10
+_SMALL_NBYTES: Final = 64 << 10
 """An item up to this length is read whole: that takes no longer than reading a part of it. A gap up to this length
 between two items is read as well.
 """
 
 
-MEDIUM_NBYTES: Final = 2 << 20
+_MEDIUM_NBYTES: Final = 2 << 20
 """A longer item is read straight into its target, where that takes bytes. For a shorter one a copy is cheaper than the
 read of its header that comes first.
 """
@@ -283,28 +250,7 @@ class Read(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the item in errors."""
-        return name_of(self.item)
-
-    @property
-    def item_id(self) -> int:
-        """Which item it is (:func:`~robust_dcp.storage.layouts.footer.item_id`)."""
-        return item_id(self.item.storage_index.fqn, self.item.storage_index.offset or ())
-
-    @property
-    def expected(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Dtype and shape, if both are known."""
-        return None if self.dtype is None or self.shape is None else (self.dtype, tuple(self.shape))
-
-    def in_head(self, head: FileHead | None, file: str) -> StoredTensor | None:
-        """The item's entry in the head of its file; ``None`` in a file of records.
-
-        Raises:
-            CorruptCheckpoint: the file has a head, and it has no such entry.
-        """
-        if head is None:
-            return None
-        index = self.item.storage_index
-        return head.find(index.fqn, index.offset or (), self.offset, self.nbytes, file)
+        return _name_of(self.item)
 
     @property
     def is_whole(self) -> bool:
@@ -312,94 +258,89 @@ class Read(NamedTuple):
         return self.item.type == LoadItemType.BYTE_IO or self.item.lengths == self.shape
 
 
-class PlacedReads(Sequence[Read]):
+class Group(NamedTuple):
+    """Items that are read together: those of ``places`` among the reads of a load, which end before byte ``end`` of
+    their file. An item that ``is_alone`` is not read in a block with others.
+    """
+
+    places: Int64
+    end: int
+    is_alone: bool
+
+
+class Reads:
     """The reads of a load, ordered by file and by place in the file.
 
     Args:
         whole: the tensors that are read as they were saved. A :class:`Read` is made of one only if somebody asks for
             it.
         others: everything else.
+
+    Attributes:
+        order: int64, for each read its number among ``whole``, or after these among ``others``.
+        item_ids: int64, for each its :func:`~robust_dcp.storage.layouts.footer.item_id`.
+        places: where each lies.
     """
 
     def __init__(self, whole: WholeTensors, others: Sequence[Read]) -> None:
         self.whole = whole
         self._others = others
-        self.paths = sorted({*whole.files, *(read.relative_path for read in others)})
-        number_of = {path: number for number, path in enumerate(self.paths)}
-        of_whole = np.array([number_of[path] for path in whole.files], dtype=np.int64)[whole.file_of]
-        path_of = np.concatenate((of_whole, _column(number_of[read.relative_path] for read in others)))
-        start = np.concatenate((whole.start, _column(read.offset for read in others)))
-        nbytes = np.concatenate((whole.nbytes, _column(read.nbytes for read in others)))
-        order = np.lexsort((start, path_of))
-        self.item_ids: Int64 = np.concatenate((whole.items, _column(read.item_id for read in others)))[order]
-        self.order: list[int] = order.tolist()
-        self.path_of: list[int] = path_of[order].tolist()
-        self.start: list[int] = start[order].tolist()
-        self.nbytes: list[int] = nbytes[order].tolist()
+        at = whole.places
+        files = sorted({*at.files, *(read.relative_path for read in others)})
+        number_of = {path: number for number, path in enumerate(files)}
+        of_whole = np.array([number_of[path] for path in at.files], dtype=np.int64)[at.file]
+        file = np.concatenate((of_whole, _column(number_of[read.relative_path] for read in others)))
+        start = np.concatenate((at.start, _column(read.offset for read in others)))
+        nbytes = np.concatenate((at.nbytes, _column(read.nbytes for read in others)))
+        ids = (item_id(index.fqn, index.offset or ()) for index in (read.item.storage_index for read in others))
+        self.order: Int64 = np.lexsort((start, file))
+        self.item_ids: Int64 = np.concatenate((whole.item_ids(), _column(ids)))[self.order]
+        self.places = Places(files, file[self.order], start[self.order], nbytes[self.order])
 
-    def __len__(self) -> int:
-        return len(self.order)
-
-    @overload
-    def __getitem__(self, place: int) -> Read: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Read]: ...
-
-    def __getitem__(self, place: int | slice) -> Read | list[Read]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(len(self))[place]]
-        number, whole = int(self.order[place]), self.whole
+    def read(self, place: int) -> Read:
+        """The read at ``place``."""
+        number, whole, at = int(self.order[place]), self.whole, self.places
         if number >= len(whole):
             return self._others[number - len(whole)]
-        kind = whole.kinds[int(whole.kind_of[number])]
-        path, start, nbytes = self.paths[self.path_of[place]], self.start[place], self.nbytes[place]
+        kind, path = whole.kinds[int(whole.kind_of[number])], at.files[int(at.file[place])]
+        start, nbytes = int(at.start[place]), int(at.nbytes[place])
         return Read(whole.item(number), path, start, nbytes, (), kind.dtype, kind.lengths)
 
-    def alone(self, block_nbytes: int) -> npt.NDArray[np.bool_]:
-        """Which items are read by themselves: large ones, those with transforms, and those that are wanted only in
-        part.
+    def groups(self, block_nbytes: int) -> list[Group]:
+        """All reads. Items that lie next to each other are in groups of up to ``block_nbytes`` bytes.
+
+        Items are alone if they are large, have transforms, or are wanted only in part.
         """
+        _, file, start, nbytes = self.places
         n_whole = len(self.whole)
-        is_alone = np.zeros(len(self), dtype=np.bool_)
+        is_alone = np.zeros(len(file), dtype=np.bool_)
         for number, read in enumerate(self._others, n_whole):
-            is_alone[number] = bool(read.transforms) or (read.nbytes > SMALL_NBYTES and not read.is_whole)
-        return is_alone[self.order] | (np.array(self.nbytes, dtype=np.int64) > min(block_nbytes, MEDIUM_NBYTES))
+            is_alone[number] = bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole)
+        is_alone = is_alone[self.order] | (nbytes > min(block_nbytes, _MEDIUM_NBYTES))
+        single, places = np.flatnonzero(is_alone), np.flatnonzero(~is_alone)
+        found = [Group(single[n : n + 1], end, True) for n, end in enumerate((start + nbytes)[single].tolist())]
+        file, start, end = file[places], start[places], (start + nbytes)[places]
+        for in_file in _cut(np.arange(len(places)), np.diff(file) != 0):
+            end[in_file] = np.maximum.accumulate(end[in_file])
+            for near in _cut(in_file, start[in_file][1:] - end[in_file][:-1] > _SMALL_NBYTES):
+                first, last = int(near[0]), int(near[-1]) + 1
+                while first < last:
+                    fitting = first + int(np.searchsorted(end[first:last], start[first] + block_nbytes, side="right"))
+                    found.append(Group(places[first:fitting], int(end[fitting - 1]), False))
+                    first = fitting
+        return sorted(found, key=lambda group: int(group.places[0]))
 
 
-class ReadGroup:
-    """Items of one file that are read together: bytes ``start`` to ``end``.
-
-    Args:
-        reads: all reads of the load.
-        places: which of them belong to this group.
-    """
-
-    def __init__(self, reads: PlacedReads, places: list[int], end: int) -> None:
-        self._all = reads
-        self.places = places
-        self.relative_path = reads.paths[reads.path_of[places[0]]]
-        self.start = reads.start[places[0]]
-        self.end = end
-
-    @cached_property
-    def reads(self) -> list[Read]:
-        """The items, one by one."""
-        return [self._all[place] for place in self.places]
-
-    def item_ids(self) -> tuple[Int64, Int64, Int64]:
-        """For each item where it begins and ends in the file, and its identity."""
-        begin = np.array([self._all.start[place] for place in self.places], dtype=np.int64)
-        nbytes = np.array([self._all.nbytes[place] for place in self.places], dtype=np.int64)
-        return begin, begin + nbytes, self._all.item_ids[self.places]
-
-    def numbers(self) -> Int64:
-        """For each item its number among the load's whole tensors. Other items have higher numbers."""
-        return np.array([self._all.order[place] for place in self.places], dtype=np.int64)
+def _cut(rows: Int64, is_last: npt.NDArray[np.bool_]) -> list[Int64]:
+    """Cut after each row for which ``is_last`` holds."""
+    return np.split(rows, np.flatnonzero(is_last) + 1) if len(rows) else []
 
 
-def name_of(item: ReadItem) -> str:
-    """The name of an item in errors."""
+def _column(values: Iterable[int]) -> Int64:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _name_of(item: ReadItem) -> str:
     index = item.storage_index
     return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
 
@@ -418,7 +359,14 @@ def _read_of(item: ReadItem, metadata: Metadata, directory: str) -> Read:
     index = item.storage_index
     info: Any = metadata.storage_data.get(index)
     if not isinstance(info, StorageInfo):
-        raise _not_written(item, info, directory)
+        name = _name_of(item)
+        raise CorruptCheckpoint(
+            f"{METADATA_NAME} in {directory} lists {name!r} but not where its data lies: it was never written",
+            file=METADATA_NAME,
+            item=name,
+            expected="storage info",
+            found=type(info).__name__,
+        )
     dtype = shape = None
     entry = metadata.state_dict_metadata.get(index.fqn)
     number = index.index
@@ -428,62 +376,6 @@ def _read_of(item: ReadItem, metadata: Metadata, directory: str) -> Read:
             dtype, shape = entry.properties.dtype, torch.Size(chunk.sizes)
     transforms = tuple(getattr(info, "transform_descriptors", None) or ())
     return Read(item, info.relative_path, info.offset, info.length, transforms, dtype, shape)
-
-
-def in_groups(reads: PlacedReads, block_nbytes: int) -> list[Read | ReadGroup]:
-    """Put items that lie next to each other into groups of up to ``block_nbytes`` bytes. Some items stay alone."""
-    is_alone = reads.alone(block_nbytes)
-    found: dict[int, Read | ReadGroup] = {place: reads[place] for place in np.flatnonzero(is_alone).tolist()}
-    places = np.flatnonzero(~is_alone)
-    path_of, start = np.array(reads.path_of, dtype=np.int64)[places], np.array(reads.start, dtype=np.int64)[places]
-    end = start + np.array(reads.nbytes, dtype=np.int64)[places]
-    for in_file in _cut(np.arange(len(places)), np.diff(path_of) != 0):
-        end[in_file] = np.maximum.accumulate(end[in_file])
-        for near in _cut(in_file, start[in_file][1:] - end[in_file][:-1] > SMALL_NBYTES):
-            first, last = int(near[0]), int(near[-1]) + 1
-            while first < last:
-                fitting = int(np.searchsorted(end[first:last], start[first] + block_nbytes, side="right"))
-                group = places[first : first + fitting].tolist()
-                found[group[0]] = ReadGroup(reads, group, int(end[first + fitting - 1]))
-                first += fitting
-    return [found[place] for place in sorted(found)]
-
-
-def _cut(rows: Int64, is_last: npt.NDArray[np.bool_]) -> list[Int64]:
-    """Cut after each row for which ``is_last`` holds."""
-    return np.split(rows, np.flatnonzero(is_last) + 1) if len(rows) else []
-
-
-def check_end(read: Read, file: DataFile) -> None:
-    """Make sure that the file holds all of the item. This is called before memory is allocated for the item.
-
-    Raises:
-        CorruptCheckpoint: the file ends before the item does.
-    """
-    if read.offset + read.nbytes > file.nbytes:
-        raise CorruptCheckpoint(
-            f"item {read.name!r} in {file.path} is damaged: expected {read.nbytes} bytes at offset {read.offset}, "
-            f"found a file of {file.nbytes} bytes; take another checkpoint, or restore the file",
-            file=file.path,
-            item=read.name,
-            expected=f"{read.nbytes} bytes at offset {read.offset}",
-            found=f"a file of {file.nbytes} bytes",
-        )
-
-
-def _column(values: Iterable[int]) -> Int64:
-    return np.fromiter(values, dtype=np.int64)
-
-
-def _not_written(item: ReadItem, info: Any, directory: str) -> CorruptCheckpoint:
-    name = name_of(item)
-    return CorruptCheckpoint(
-        f"{METADATA_NAME} in {directory} lists {name!r} but not where its data lies: it was never written",
-        file=METADATA_NAME,
-        item=name,
-        expected="storage info",
-        found=type(info).__name__,
-    )
 
 
 ON_DEVICE = 1 << 63
@@ -509,14 +401,6 @@ class SharableReads(NamedTuple):
     nbytes: npt.NDArray[np.int64]
 
 
-class _Row(NamedTuple):
-    item: int
-    box: int
-    place: int
-    target: torch.Tensor | None
-    nbytes: int
-
-
 def sharable_reads(
     items: Sequence[ReadItem],
     planner: LoadPlanner,
@@ -536,31 +420,38 @@ def sharable_reads(
         trusted: whether this rank takes objects that nobody has checked. It exchanges them only with ranks that do,
             too.
     """
-    number_of: dict[Any, int] = {index: number for number, index in enumerate(metadata.storage_data or {})}
-    rows: list[_Row] = []
-    if may_ask_early(planner):
-        for place, read in enumerate(reads_of(items, metadata, directory)):
-            number = number_of[read.item.storage_index]
-            if read.item.type == LoadItemType.BYTE_IO:
-                if read.nbytes and not read.transforms:
-                    rows.append(_Row(number, int(trusted), place, None, read.nbytes))
-                continue
-            target = target_of(planner, read.item, early=True)
-            if target.numel() and is_plain(target):
-                box = _box_of(read, target) | (ON_DEVICE if stays_on(target.device) else 0)
-                rows.append(_Row(number, box, place, target, target.numel() * target.element_size()))
+    stored: Any = stored_items_of(metadata)
+    number_of = (
+        {index: number for number, index in enumerate(metadata.storage_data or {})}.__getitem__
+        if stored is None
+        else stored.row
+    )
+    rows: list[tuple[int, int, int, torch.Tensor | None, int]] = []
+    for place, read in enumerate(reads_of(items, metadata, directory) if may_ask_early(planner) else ()):
+        number = number_of(read.item.storage_index)
+        if read.item.type == LoadItemType.BYTE_IO:
+            if read.nbytes and not read.transforms:
+                rows.append((number, int(trusted), place, None, read.nbytes))
+            continue
+        target = target_of(planner, read.item, early=True)
+        if target.numel() and is_plain(target):
+            box = _box_of(read, target) | (ON_DEVICE if stays_on(target.device) else 0)
+            rows.append((number, box, place, target, target.numel() * target.element_size()))
     rows.sort(key=lambda row: row[:3])
     return SharableReads(
-        places=np.array([row.place for row in rows], dtype=np.int64),
-        targets=[row.target for row in rows],
-        items=np.array([row.item for row in rows], dtype=np.int32),
-        boxes=np.array([row.box for row in rows], dtype=np.uint64),
-        nbytes=np.array([row.nbytes for row in rows], dtype=np.int64),
+        places=np.array([row[2] for row in rows], dtype=np.int64),
+        targets=[row[3] for row in rows],
+        items=np.array([row[0] for row in rows], dtype=np.int32),
+        boxes=np.array([row[1] for row in rows], dtype=np.uint64),
+        nbytes=np.array([row[4] for row in rows], dtype=np.int64),
     )
 
 
 def places_in_files(metadata: Metadata) -> npt.NDArray[np.int64]:
     """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
+    stored = stored_items_of(metadata)
+    if stored is not None:
+        return stored.order_in_files()
     infos: list[Any] = list((metadata.storage_data or {}).values())
     order = sorted(range(len(infos)), key=lambda number: (infos[number].relative_path, infos[number].offset))
     places = np.empty(len(infos), dtype=np.int64)

@@ -36,6 +36,7 @@ from robust_dcp.storage.records.unpickler import Unpickler
 __all__ = [
     "DATA_ALIGNMENT",
     "ZIP_MAGIC",
+    "KnownRecords",
     "ReadRange",
     "Record",
     "ZipMember",
@@ -119,7 +120,7 @@ class Record:
         one in other bytes than checksums and data.
         """
         for begin, end, part in self.frame:
-            if memory[at + begin : at + end] != part:
+            if bytes(memory[at + begin : at + end]) != part:  # a memoryview would compare byte by byte
                 return None
         crc32_at = at + self.crc32_at[-1]
         return int.from_bytes(memory[crc32_at : crc32_at + 4], "little")
@@ -536,6 +537,44 @@ def _parsed(archive: _Archive) -> Record | None:
         crc32_at=crc32_at,
         unread_at=tuple((at, at + _UINT32.size) for at in sorted(unread)),
     )
+
+
+_MOST_KNOWN: Final = 1024
+"""Each known record takes 1 to 2 KiB. A load with more has few of each, so to know them gains little."""
+
+
+class KnownRecords:
+    """Recognises records in memory: the first one of each length, dtype and shape is parsed, and later ones are
+    compared with it. They are like it only if all their bytes outside of data and checksums are equal.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.dtype, tuple[int, ...]], Record | None] = {}
+
+    def find(
+        self, memory: Any, at: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[Record, int] | None:
+        """The record of ``nbytes`` bytes at ``at``, and its CRC-32 (0 if it has none).
+
+        Returns:
+            ``None`` if it is not the usual record of a contiguous tensor of ``dtype`` and ``shape``.
+        """
+        key = (nbytes, dtype, shape)
+        if key in self._known:
+            record = self._known[key]
+        else:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            record = parsed_record(lambda begin, count: bytes(memory[at + begin : at + begin + count]), nbytes)
+            if record is not None and not (
+                (record.dtype, record.shape) == (dtype, tuple(shape)) and record.is_contiguous and record.header
+            ):
+                record = None
+            self._known[key] = record
+        if record is None:
+            return None
+        crc32 = record.crc32_in(memory, at)
+        return None if crc32 is None else (record, crc32)
 
 
 # Tensors.
