@@ -22,7 +22,7 @@ from robust_dcp.comm import Offer
 from robust_dcp.plan.items import Form, Items
 from robust_dcp.plan.plan import PlanReply, Rows, unpack_places
 from robust_dcp.plan.session import MATCHES, Digests
-from robust_dcp.plan.written import WrittenMessage, written_message, written_offer
+from robust_dcp.plan.written import Written, written_message, written_offer
 from robust_dcp.report_rows import SaveTimes, said_of_rank
 from robust_dcp.storage.writing.engine import WrittenFiles
 
@@ -87,13 +87,13 @@ class OtherRanks:
         self.written = [Offer()]
         for rank in range(1, self._payloads.ranks):
             written = written_files(self._items()[rank], self.kept[rank], rank)
-            self.written.append(written_offer(written))
             places = written.variable_places
+            self.written.append(written_offer(places))
             said = said_of_rank(rank, _times(rank), written.nbytes, len(written.names), written.how)
             message = written_message(places, places if save == "repeated" else None, said=said)
             if message is not None:
                 mailbox.post(rank, message)
-        mailbox.merge(WrittenMessage)
+        mailbox.merge(Written)
         return mailbox
 
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.drain.drain import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.cache import LOADED
@@ -28,6 +32,9 @@ from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.phases import PhaseClock
+from robust_dcp.plan.plan import LocalStructure
+from robust_dcp.plan.save_planner import RobustPlanner
+from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.shared_reads import (
     SharedReads,
     all_have_plans,
@@ -39,14 +46,17 @@ from robust_dcp.plan.shared_reads import (
     sharing_offer,
 )
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.started_save import CheckpointId, StartedSave
-from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
+from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for, state_dicts_of
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import overwritten
 from robust_dcp.storage.reading.reads import PlannedItems, may_ask_early
+from robust_dcp.storage.remote import filesystem_of, local_path_of, place_of
+from robust_dcp.storage.writer import RobustWriter
 
-__all__ = ["load", "save"]
+__all__ = ["CheckpointId", "describe", "load", "open_save", "save"]
+
+CheckpointId = str | os.PathLike[str]
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +114,7 @@ def save(
         >>> first.items, again.plan
         (1, 'reused')
     """
-    started = StartedSave.of(
+    planner, session = open_save(
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
         planner=planner,
@@ -115,11 +125,101 @@ def save(
         kind=kind,
         on_commit=on_commit,
     )
-    with started.in_turn():
-        started.agree(state_dict)
-        started.session.write(started.source)
-        started.commit()
-    return started.report(blocked_seconds=started.clock.seconds)
+    with session.in_turn():
+        session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
+        session.write(partial(planner.source, session))
+        session.commit()
+    return session.report(blocked_seconds=session.clock.seconds)
+
+
+def open_save(
+    *,
+    checkpoint_id: CheckpointId | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    timeout_seconds: float | None,
+    deadline_seconds: float | None,
+    kind: str | None,
+    on_commit: Callable[[], object] | None,
+) -> tuple[RobustPlanner, SaveSession]:
+    """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
+    watch_in_terminal()
+    moves_to = _url_of(checkpoint_id)
+    writer = _robust_writer(storage_writer, staging_directory(moves_to) if moves_to else checkpoint_id)
+    writer.known_as = moves_to or writer.known_as
+    robust_planner = _robust_planner(planner)
+    session = robust_planner.open_session(
+        checkpoint_name(writer.path),
+        writer,
+        process_group=process_group,
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+        no_dist=no_dist,
+        kind=kind,
+    )
+    session.joins_queues()
+    session.on_commit, session.moves_to = on_commit, moves_to
+    return robust_planner, session
+
+
+def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str, Any]) -> LocalStructure:
+    """The structure of what this rank saves."""
+    refuse_other_than_dict(state_dict)
+    if session.moves_to is not None:
+        filesystem_of(session.moves_to)
+    meta = None if session.writer is None else session.writer.storage_meta()
+    planner.set_up_planner(state_dicts_of(state_dict), meta, session.channel.is_coordinator)
+    return planner.describe(session.channel)
+
+
+def _url_of(checkpoint_id: CheckpointId | None) -> str | None:
+    """The URL that a checkpoint is saved to by way of a local directory; ``None`` if it is a path."""
+    place = None if checkpoint_id is None else place_of(checkpoint_id)
+    if place is None or local_path_of(place) is not None:
+        return None
+    # A URL of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
+    # `describe` raises that on all ranks.
+    with suppress(StorageError):
+        filesystem_of(place)
+    return place
+
+
+def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:
+    if writer is None:
+        if checkpoint_id is None:
+            raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
+        return RobustWriter(_path_of(checkpoint_id))
+    if not isinstance(writer, RobustWriter):
+        raise TypeError(
+            f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
+            "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
+        )
+    writer.reset(None if checkpoint_id is None else _path_of(checkpoint_id))
+    return writer
+
+
+def _path_of(checkpoint_id: CheckpointId) -> CheckpointId:
+    """The path, also of ``file:///path``."""
+    return local_path_of(place_of(checkpoint_id)) or checkpoint_id
+
+
+def _robust_planner(planner: SavePlanner | None) -> RobustPlanner:
+    if planner is None:
+        return RobustPlanner()
+    if isinstance(planner, RobustPlanner):
+        return planner
+    if type(planner) is DefaultSavePlanner:
+        return RobustPlanner(
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        )
+    raise TypeError(
+        f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
+        "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
+    )
 
 
 class _StoredMetadata(msgspec.Struct, frozen=True):

@@ -9,23 +9,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from robust_dcp.background import WRITERS, StagedSource, WriteInProcess, finish_all, refuse_disk
-from robust_dcp.background.save_queue import SaveFuture
+from robust_dcp.api import CheckpointId, describe, open_save
+from robust_dcp.comm import Offer
 from robust_dcp.errors import RobustCheckpointError, entry_point
+from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport
+from robust_dcp.save_queue import SaveFuture, finish_all
+from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging import SHARED_STAGING, STAGING
-from robust_dcp.started_save import CheckpointId, StartedSave
+from robust_dcp.writer_process import WRITERS, refuse_disk, write_in_process
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,12 +83,6 @@ class AsyncSave(AbstractContextManager["AsyncSave"]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         return None
-
-
-class _Room(msgspec.Struct, frozen=True):
-    """Whether some rank already has as many saves under way as it may."""
-
-    is_full: bool
 
 
 class AsyncSaveOptions(TypedDict, total=False):
@@ -227,7 +224,7 @@ def async_save(
         if number is not None and number < least:
             raise ValueError(f"{name} must be at least {least}, got {number}")
     executor = _executor_of(async_checkpointer_type, executor)
-    started = StartedSave.of(
+    planner, session = open_save(
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
         planner=planner,
@@ -238,38 +235,45 @@ def async_save(
         kind=kind,
         on_commit=on_commit,
     )
-    if executor == "process":
-        refuse_disk(started.writer.disk)  # now, and not later on a thread
+    if executor == "process" and (writer := session.writer) is not None:
+        refuse_disk(writer.disk)  # now, and not later on a thread
         WRITERS.prepare()
-    channel, queue = started.session.channel, started.queue
+    queue = session.queues[0]
     if when_busy == "wait":
         queue.wait(below=max_in_flight)
-    with channel.together():
-        if when_busy != "wait" and _is_full(started, max_in_flight):
+    with session.channel.together():
+        if when_busy != "wait" and _is_full(session, max_in_flight):
             if when_busy == "skip":
                 skipped: Future[SaveReport | None] = Future()
                 skipped.set_result(None)
                 return skipped
             raise RobustCheckpointError(
-                f"{started.session.checkpoint}: {max_in_flight} async saves are under way already; wait for one of "
-                'them, or pass when_busy="wait"'
+                f"{session.checkpoint}: {max_in_flight} async saves are under way already; wait for one of them, or "
+                'pass when_busy="wait"'
             )
-        with started.clock.telling_failures():
-            started.clock.is_async = True
-            started.clock.tell("started")
-            started.agree(state_dict)
-            staged = _Staged(started, executor, staging_nbytes)
+        with session.clock.telling_failures():
+            session.clock.is_async = True
+            session.clock.tell("started")
+            session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
+            staged = StagedSource(
+                partial(planner.source, session),
+                session.channel.note_progress,
+                STAGING if executor == "thread" else SHARED_STAGING,
+                limit_nbytes=staging_nbytes,
+            )
+            planner.forget_state_dict()
             del state_dict
             try:
                 if staging == "full":
-                    staged.copy()
-                staged.waited_seconds.append(started.clock.seconds)
-                future = queue.submit(staged.finish)  # if this fails, all ranks hear of it
+                    _copy(session, staged)
+                waited_seconds = [session.clock.seconds]
+                waits = waited_seconds if staging == "lazy" else None
+                future = queue.submit(partial(_finish, session, staged, executor, waits))  # if it fails, all ranks hear
             except BaseException:  # Ctrl-C
                 staged.release()
                 raise
     if staging == "lazy":
-        return AsyncSave(staged.are_free, future, staged.waited_seconds)
+        return AsyncSave(staged.are_free, future, waited_seconds)
     staged.are_free.result()
     return future
 
@@ -289,109 +293,45 @@ def finish_async_saves(timeout_seconds: float | None = None) -> bool:
     return finish_all(timeout_seconds)
 
 
-class _Staged:
-    """The data that a save copies and writes.
+def _copy(session: SaveSession, staged: StagedSource) -> None:
+    """Copy the tensors. An error is kept for the exchange in which all ranks say whether they have written."""
+    try:
+        with session.clock.phase("stage"):
+            staged.copy()
+            staged.ready()
+    except Exception as error:
+        staged.error = error
 
-    If copying fails, the error is kept for the exchange in which all ranks say whether they have written.
 
-    Attributes:
-        are_free: a future that is done when the tensors of the state dict may change.
-        freed_seconds: the seconds from the call until then.
-        waited_seconds: how long the caller waited, in the call and later for the copies.
-        how: remarks for the report.
+def _finish(
+    session: SaveSession, staged: StagedSource, executor: Executor, waited_seconds: list[float] | None
+) -> SaveReport:
+    """The part of a save that the caller does not wait for: the copies, if not made yet, writing and commit.
+
+    Args:
+        waited_seconds: how long the caller of a lazy save has waited, in the call and later for the copies; ``None`` if
+            the copies have been made.
     """
-
-    freed_seconds = 0.0
-    how: tuple[str, ...] = ()
-
-    def __init__(self, started: StartedSave, executor: Executor, staging_nbytes: int | None) -> None:
-        self._started = started
-        self._executor = executor
-        self._source: StagedSource | None = None
-        self._error: Exception | None = None
-        self._is_copied = False
-        self.are_free: Future[None] = Future()
-        self.waited_seconds: list[float] = []
-        try:
-            self._source = StagedSource(
-                started.source(),
-                started.session.channel.note_progress,
-                STAGING if executor == "thread" else SHARED_STAGING,
-                limit_nbytes=staging_nbytes,
-                when_given_back=self._free,
-            )
-            started.planner.forget_state_dict()
-        except Exception as error:
-            self._error = error
-
-    def finish(self) -> SaveReport:
-        """Run the part that the caller does not wait for: the copies, if not made yet, and the rest of the save."""
-        is_lazy = not self._is_copied
-        try:
-            with self._started.clock.telling_failures(), self._started.session.channel.together():
-                if is_lazy:
-                    self.copy()
-                self.write()
-                self._started.commit()
-        finally:
-            self.release()
-        blocked_seconds = sum(self.waited_seconds) if is_lazy else self.freed_seconds
-        return self._started.report(blocked_seconds=blocked_seconds, how=self.how)
-
-    def copy(self) -> None:
-        self._is_copied = True
-        if self._source is None:
-            self._free()
-            return
-        try:
-            with self._started.clock.phase("stage"):
-                self._source.copy()
-        except Exception as error:
-            self._error = error
-        self.how = self._source.how
-        if self._error is not None or not self._source.borrowed:
-            self._free()
-
-    def write(self) -> None:
-        """Write the data, and let all ranks say whether they have written. Tensors without a copy are written first."""
-        if self._executor == "process":
-            self._started.writer.write_files = WriteInProcess(self._started.session.channel.stop_if_announced)
-        self._started.session.remarks = self.how
-        with nullcontext() if self._source is None else self._source.stream():
-            self._started.session.write(self.source)
-
-    def source(self) -> StagedSource:
-        """The copies, for the writer.
-
-        Raises:
-            Exception: copying has failed; this is its error.
-        """
-        if self._error is not None or self._source is None:
-            raise self._error or RuntimeError("nothing was copied")
-        return self._source
-
-    def release(self) -> None:
-        """Free the copies: the save is over or has failed."""
-        self._free()
-        if self._source is not None:
-            self._source.release()
-
-    def _free(self) -> None:
-        if not self.are_free.done():
-            self.freed_seconds = self._started.clock.seconds
-            self.are_free.set_result(None)
+    try:
+        with session.clock.telling_failures(), session.channel.together():
+            if waited_seconds is not None:
+                _copy(session, staged)
+            if executor == "process" and session.writer is not None:
+                session.writer.write_files = partial(write_in_process, session.channel.stop_if_announced)
+            session.remarks = staged.how
+            with staged.stream():
+                session.write(staged.ready)  # tensors without a copy are written first
+            session.commit()
+    finally:
+        staged.release()
+    freed_seconds = staged.freed_at_seconds - session.clock.started_seconds
+    return session.report(blocked_seconds=freed_seconds if waited_seconds is None else sum(waited_seconds))
 
 
-def _is_full(started: StartedSave, max_in_flight: int) -> bool:
+def _is_full(session: SaveSession, max_in_flight: int) -> bool:
     """Whether some rank has as many saves under way as it may. All ranks get the same answer."""
-    channel = started.session.channel
-    room = channel.combine(
-        f"save {started.session.checkpoint}: room",
-        lambda: _Room(started.queue.n_under_way >= max_in_flight),
-        lambda one, other: _Room(one.is_full or other.is_full),
-        _Room,
-    )
-    return room.is_full
+    is_full = session.queues[0].n_under_way >= max_in_flight
+    return session.channel.agree(session.phase("room"), lambda: Offer(flags=int(is_full))).count(1) > 0
 
 
 def _executor_of(async_checkpointer_type: Any, executor: Executor) -> Executor:

@@ -6,22 +6,77 @@ This module owns the report types and how they print. ``api`` makes a report at 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.plan.diff import StructureDiff
-from robust_dcp.plan.phases import PhaseReport
-from robust_dcp.plan.plan import PlanOutcome
 from robust_dcp.report_file import Changes
 
-__all__ = ["LoadReport", "PhaseReport", "SaveReport", "sizes_in_words"]
+__all__ = ["LoadReport", "PhaseReport", "PlanOutcome", "SaveReport", "StructureDiff", "sizes_in_words"]
 
 _JSON_VERSION: Final = 1
+
+_SHOWN: Final = 8
+"""How many keys of each kind the one-line summary names."""
+
+PlanOutcome = Literal["built", "reused", "rebuilt"]
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """One phase of a save or load, as this rank saw it.
+
+    Attributes:
+        name: in a save ``plan``, ``stage`` (async saves only), ``write`` or ``commit``; in a load ``plan``, ``read``,
+            ``share`` or ``apply``.
+        seconds: wall time, including the wait for other ranks.
+        exchanges: how many exchanges between ranks took place.
+        messages: how many messages this rank sent to its neighbours in the tree of ranks. A frame counts as one
+            message, and so does a payload.
+        header_nbytes, payload_nbytes: bytes that this rank sent, in frames and in payloads.
+    """
+
+    name: str
+    seconds: float
+    exchanges: int = 0
+    messages: int = 0
+    header_nbytes: int = 0
+    payload_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class StructureDiff:
+    """The keys that only one of two structures has, and the keys that differ between them.
+
+    ``changed`` maps a key to a text that says what it was and what it is now.
+    """
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    changed: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.added:
+            parts.append(f"added {_listed(self.added)}")
+        if self.removed:
+            parts.append(f"removed {_listed(self.removed)}")
+        if self.changed:
+            parts.append(f"changed {_listed(f'{key} ({how})' for key, how in self.changed.items())}")
+        return "; ".join(parts) or "no change"
+
+
+def _listed(keys: Iterable[str]) -> str:
+    keys = list(keys)
+    rest = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(keys[:_SHOWN]) + rest
 
 
 @dataclass(frozen=True)
@@ -124,8 +179,7 @@ class SaveReport(_Report):
         ``plan`` has the outcome, the reason, and the changes: how many keys, and the first 100 of each kind. The other
         names are those of the attributes.
         """
-        told = self.changes
-        changes = None if told is None else Changes.of(told.added, told.removed, told.changed)
+        changes = None if self.changes is None else Changes.of(self.changes)
         return self._json(
             "save",
             {

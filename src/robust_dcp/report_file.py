@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median_low
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -77,19 +77,15 @@ class Changes(msgspec.Struct, frozen=True):
     changed: dict[str, str] = {}
 
     @classmethod
-    def of(cls, added: Sequence[str], removed: Sequence[str], changed: Mapping[str, str]) -> Changes:
-        """The first keys of each kind, and how many there are."""
-
-        def first(keys: Sequence[str]) -> tuple[str, ...]:
-            return tuple(shortened(key, _KEY_LENGTH) for key in keys[:_MOST_KEYS])
-
-        some = itertools.islice(changed.items(), _MOST_KEYS)
+    def of(cls, diff: Any) -> Changes:
+        """The first keys of each kind of a ``StructureDiff``, and how many there are."""
+        some = itertools.islice(diff.changed.items(), _MOST_KEYS)
         return cls(
-            n_added=len(added),
-            n_removed=len(removed),
-            n_changed=len(changed),
-            added=first(added),
-            removed=first(removed),
+            n_added=len(diff.added),
+            n_removed=len(diff.removed),
+            n_changed=len(diff.changed),
+            added=tuple(shortened(key, _KEY_LENGTH) for key in diff.added[:_MOST_KEYS]),
+            removed=tuple(shortened(key, _KEY_LENGTH) for key in diff.removed[:_MOST_KEYS]),
             changed={shortened(key, _KEY_LENGTH): shortened(how, _KEY_LENGTH) for key, how in some},
         )
 

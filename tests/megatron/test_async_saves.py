@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from demo import megatron_cpu
-from robust_dcp.background.save_queue import SaveFuture
 from robust_dcp.megatron import RobustSaveStrategy
 from robust_dcp.megatron.async_requests import BackgroundSave
+from robust_dcp.save_queue import SaveFuture
 from robust_dcp.storage.files.disk import Disk
 from tests.harness.disks import FullDisk, GatedDisk
 from tests.harness.ranks import run_ranks, values

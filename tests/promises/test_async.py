@@ -327,7 +327,7 @@ def test_a_writer_process_that_is_killed_costs_its_save_alone(tmp_path: Path) ->
 
 def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) -> str:
     """Rank 1's writer has no room, and rank 0's does not hear that it is to stop."""
-    writer_process: Any = importlib.import_module("robust_dcp.background.writer_process")
+    writer_process: Any = importlib.import_module("robust_dcp.writer_process")
     writer_process._STOP_SECONDS = writer_process._END_SECONDS = 0.2
     if not can_be_killed:  # as in a call of the kernel that cannot be interrupted
         subprocess.Popen.kill = lambda self: None  # type: ignore[method-assign]
@@ -398,7 +398,7 @@ _TERMINATED_WHILE_IT_SAVES = """threading.Timer(0.1, os.kill, (os.getpid(), sign
     while True:
         robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=path, when_busy="skip")
 """
-_OUT_OF_GRACE = "robust_dcp.background.save_queue.GRACE_SECONDS = 0.1; "
+_OUT_OF_GRACE = "robust_dcp.save_queue.GRACE_SECONDS = 0.1; "
 
 
 def end(tmp_path: Path, executor: str, calls: str, ending: str) -> tuple[int, str]:

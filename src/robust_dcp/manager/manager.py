@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
-from robust_dcp.background import queue_of
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import copy_checkpoint
 from robust_dcp.drain.record import awaited_copy, is_awaited
@@ -31,6 +30,7 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import RECORD_NAME, Checkpoint, KeepPolicy, Series, policies_of, prune
 from robust_dcp.report import LoadReport, SaveReport
+from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path

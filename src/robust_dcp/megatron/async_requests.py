@@ -12,12 +12,11 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from robust_dcp.background import queue_of
-from robust_dcp.background.save_queue import SaveFuture
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.report import SaveReport
+from robust_dcp.save_queue import SaveFuture, queue_of
 
 __all__ = ["BackgroundSave", "log_report", "request_for", "schedule_async_request"]
 

@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.plan.items import Form, Items, padded
+from robust_dcp.report import StructureDiff
 
-__all__ = ["StructureDiff", "diff_items", "merge_diffs"]
-
-_SHOWN = 8
-"""How many keys of each kind the one-line summary names."""
+__all__ = ["diff_items", "merge_diffs"]
 
 Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class StructureDiff:
-    """The keys that only one of two structures has, and the keys that differ between them.
-
-    ``changed`` maps a key to a text that says what it was and what it is now.
-    """
-
-    added: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    changed: dict[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed)
-
-    def __str__(self) -> str:
-        parts = []
-        if self.added:
-            parts.append(f"added {_listed(self.added)}")
-        if self.removed:
-            parts.append(f"removed {_listed(self.removed)}")
-        if self.changed:
-            parts.append(f"changed {_listed(f'{key} ({how})' for key, how in self.changed.items())}")
-        return "; ".join(parts) or "no change"
-
-
-def _listed(keys: Iterable[str]) -> str:
-    keys = list(keys)
-    rest = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + rest
 
 
 def diff_items(old: Items, new: Items) -> StructureDiff:

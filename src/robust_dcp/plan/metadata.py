@@ -34,7 +34,6 @@ from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
-from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
 
@@ -78,25 +77,26 @@ class MetadataTemplate:
         return self._compiled.pickled.nbytes + own + (0 if index is None else index.nbytes)
 
     def encode(
-        self, written: Sequence[WrittenFiles], storage_meta: StorageMeta, kept_plan: Mapping[str, Section] | None = None
+        self,
+        places_of_ranks: Sequence[Int64],
+        storage_meta: StorageMeta,
+        kept_plan: Mapping[str, Section] | None = None,
     ) -> MetadataToPublish:
         """The bytes of ``.metadata`` and of the index, and the data files of all ranks.
 
         Args:
-            written: for each rank the places of its items of variable size.
+            places_of_ranks: for each rank the places of its items of variable size.
             storage_meta: goes into the file unchanged.
             kept_plan: the sections of the index that hold the plan.
 
         Raises:
             ValueError: there is not one place for each item of variable size.
         """
-        for rank, (files, n_variable) in enumerate(zip(written, self._n_variable, strict=True)):
-            if len(files.variable_places) != n_variable:
-                raise ValueError(
-                    f"rank {rank} gave {len(files.variable_places)} places for {n_variable} items of variable size"
-                )
+        for rank, (places, n_variable) in enumerate(zip(places_of_ranks, self._n_variable, strict=True)):
+            if len(places) != n_variable:
+                raise ValueError(f"rank {rank} gave {len(places)} places for {n_variable} items of variable size")
         compiled = self._compile()
-        places = self._variable_places = np.concatenate([files.variable_places for files in written])
+        places = self._variable_places = np.concatenate(places_of_ranks)
         mark = mark_of(storage_meta.save_id or "")
         of_all = [
             name for rank, heads in enumerate(self._head_nbytes) for name in self._layout.file_names(rank, heads, mark)

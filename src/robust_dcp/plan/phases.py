@@ -10,33 +10,12 @@ from typing import Any
 
 from robust_dcp.comm import Channel
 from robust_dcp.events import Event, EventName, is_heard, tell
+from robust_dcp.report import PhaseReport
 
-__all__ = ["AT_PHASE", "PhaseClock", "PhaseReport"]
+__all__ = ["AT_PHASE", "PhaseClock"]
 
 AT_PHASE: list[Callable[[Channel, str], None]] = []
 """Functions to call when a rank begins a phase, with its name. Tests inject faults here."""
-
-
-@dataclass(frozen=True)
-class PhaseReport:
-    """One phase of a save or load, as this rank saw it.
-
-    Attributes:
-        name: in a save ``plan``, ``stage`` (async saves only), ``write`` or ``commit``; in a load ``plan``, ``read``,
-            ``share`` or ``apply``.
-        seconds: wall time, including the wait for other ranks.
-        exchanges: how many exchanges between ranks took place.
-        messages: how many messages this rank sent to its neighbours in the tree of ranks. A frame counts as one
-            message, and so does a payload.
-        header_nbytes, payload_nbytes: bytes that this rank sent, in frames and in payloads.
-    """
-
-    name: str
-    seconds: float
-    exchanges: int = 0
-    messages: int = 0
-    header_nbytes: int = 0
-    payload_nbytes: int = 0
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from robust_dcp.comm import wire
 from robust_dcp.comm.messages import Bundler, open_bundles
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
-from robust_dcp.plan.diff import StructureDiff, diff_items, merge_diffs
+from robust_dcp.plan.diff import diff_items, merge_diffs
 from robust_dcp.plan.global_plan import GlobalPlan, ascending, by_rank, make_global_plan
 from robust_dcp.plan.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, unique_rows
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
+from robust_dcp.report import PlanOutcome, StructureDiff
 from robust_dcp.storage.index import IndexFile, Section
 from robust_dcp.storage.layouts import TORCH, ItemColumns, Layout
 from robust_dcp.storage.layouts.places import Placements
@@ -39,7 +40,6 @@ __all__ = [
     "Gathered",
     "LocalStructure",
     "Plan",
-    "PlanOutcome",
     "PlanReply",
     "Rows",
     "Share",
@@ -54,8 +54,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.intp]
-
-PlanOutcome = Literal["built", "reused", "rebuilt"]
 
 _MAX_KEYS: Final = 200
 """How many keys of each kind a reply has at most. This bounds the message if everything has changed."""

@@ -126,12 +126,13 @@ class RobustPlanner(DefaultSavePlanner):
         kind: str | None = None,
     ) -> SaveSession:
         """Begin a save. Nothing is exchanged yet. Arguments that are not given have this planner's values."""
+        group, no_dist = self.process_group if process_group is None else process_group, self.no_dist or no_dist
         channel = Channel.for_group(
-            self.process_group if process_group is None else process_group,
+            group,
             operation=f"save {checkpoint}",
             timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
             deadline_seconds=deadline_seconds,
-            no_dist=self.no_dist or no_dist,
+            no_dist=no_dist,
         )
         return SaveSession(
             channel,
@@ -140,6 +141,8 @@ class RobustPlanner(DefaultSavePlanner):
             on_structure_change=self.on_structure_change,
             on_replica_mismatch=self.on_replica_mismatch,
             kind=self.kind if kind is None else kind,
+            process_group=group,
+            no_dist=no_dist,
             unloadable=UnloadableObjects(self.on_unloadable_object, self.refused_before()),
             needs_one_directory=self.needs_one_directory,
         )

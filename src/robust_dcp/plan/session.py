@@ -1,8 +1,8 @@
-"""One save on one rank, from agreement to commit.
+"""One save on one rank, from its turn to its report.
 
-This module owns the order of exchanges in a save, and what is kept for the next save. ``api.save`` calls its phases one
-by one; stock DCP calls them through the hooks of ``RobustPlanner`` and ``RobustWriter``. The session tells its writer
-what to do when. It knows nothing of tensors, files or file names.
+This module owns the order of exchanges in a save, and what is kept for the next save. ``save`` and ``async_save`` call
+its steps one by one; stock DCP calls them through the hooks of ``RobustPlanner`` and ``RobustWriter``. The session
+tells its writer what to do when. It knows nothing of tensors, files or file names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.drain.drain import Drain, remove_staging
 from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError
 from robust_dcp.plan.cache import KnownPlan, forget_plan, keep_plan, kind_called, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
-from robust_dcp.plan.diff import StructureDiff
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.items import ItemsMessage
 from robust_dcp.plan.node_commit import commit_on_nodes
@@ -35,7 +36,6 @@ from robust_dcp.plan.plan import (
     Gathered,
     LocalStructure,
     Plan,
-    PlanOutcome,
     PlanReply,
     Rows,
     Share,
@@ -43,19 +43,16 @@ from robust_dcp.plan.plan import (
     unpack_places,
 )
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
-from robust_dcp.plan.written import (
-    LEADS_DIRECTORY,
-    WrittenMessage,
-    written_by_all,
-    written_message,
-    written_offer,
-)
+from robust_dcp.plan.written import LEADS_DIRECTORY, Places, Written, places_of_all, written_message, written_offer
+from robust_dcp.report import PlanOutcome, SaveReport, StructureDiff
 from robust_dcp.report_file import Changes, SavedReport, shortened
 from robust_dcp.report_file import Plan as PlanOfReport
 from robust_dcp.report_rows import SaidOfRank, SaveTimes, make_report, said_of_rank
-from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
+from robust_dcp.save_queue import SaveQueue, queue_of
+from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_room
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
@@ -87,6 +84,9 @@ _SHOWN: Final = 8
 _MAX_DIFFERING: Final = 200
 """How many differing values the coordinator tells the other ranks."""
 
+_SAME_VERDICT_SECONDS: Final = 5.0
+"""All ranks hear within that time that a drain has failed."""
+
 
 class Digests(msgspec.Struct, frozen=True):
     """uint64 digests of a rank's values that are compared, in the order of its items. Copies have the same bytes."""
@@ -109,7 +109,7 @@ class SaveSession:
         channel: the channel to the other ranks. After :meth:`agree` its coordinator is the rank that plans and commits.
         checkpoint: the checkpoint's name. It is part of every phase's name, so saves to different places are noticed.
         writer: writes and commits. If it is ``None``, stock calls another writer, and the session only plans.
-        on_structure_change, on_replica_mismatch, kind: as in the planner.
+        on_structure_change, on_replica_mismatch, kind, process_group, no_dist: as in the planner.
         unloadable: the objects on this rank that a load would refuse, and what to do about them.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator does, and stock tells the others.
@@ -117,6 +117,8 @@ class SaveSession:
             for example because one rank writes more files into it.
 
     Attributes:
+        queues: the async saves and the drains of the group, which this save comes after. None inside stock ``save``.
+        on_commit: as for ``save``. ``moves_to``: the URL that the checkpoint is moved to before this save ends.
         leads: whether the caller made this rank the coordinator. ``n_leaders`` says how many ranks were made it.
         local: what this rank holds. ``share``: what it writes of that, and ``placements``: where. ``plan``: the plan of
             all ranks, on the coordinator only.
@@ -135,10 +137,15 @@ class SaveSession:
     on_structure_change: OnStructureChange = "rebuild"
     on_replica_mismatch: OnReplicaMismatch = "warn"
     kind: str | None = None
+    process_group: dist.ProcessGroup | None = None
+    no_dist: bool = False
     unloadable: UnloadableObjects = field(default_factory=UnloadableObjects)
     commits_together: bool = False
     needs_one_directory: str = ""
 
+    queues: tuple[SaveQueue, ...] = field(default=(), init=False)
+    on_commit: Callable[[], object] | None = field(default=None, init=False)
+    moves_to: str | None = field(default=None, init=False)
     leads: bool = field(default=True, init=False)
     n_leaders: int = field(default=0, init=False)
     local: LocalStructure = field(init=False)
@@ -155,17 +162,27 @@ class SaveSession:
     clock: PhaseClock = field(init=False)
     own_write_seconds: float = field(default=0.0, init=False)
     remarks: tuple[str, ...] = field(default=(), init=False)
-    messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
+    messages: Sequence[Written | None] = field(default=(), init=False)
     _known: KnownPlan | None = field(default=None, init=False)
     _kind: str = field(default="", init=False)
+    _decided: GlobalPlan | None = field(default=None, init=False)
+    _own_offer: Offer = field(default_factory=Offer, init=False)
     _may_be_writing: bool = field(default=False, init=False)
+    _has_joined: bool = field(default=False, init=False)
     _checks_room: bool = field(default=True, init=False)
-    _written_agreement: Agreement | None = field(default=None, init=False)
-    _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
     _are_on_nodes: bool = field(default=False, init=False)
+    _written_signature: bytes = field(default=b"", init=False)
+    _places_of_all: tuple[Places, ...] = field(default=(), init=False)
+    _moved_remarks: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.channel, tells=False)
+
+    def joins_queues(self) -> None:
+        """Note that this is a call of ``save`` or ``async_save``: it comes after the async saves and drains of its
+        group, all ranks commit, and listeners hear of it."""
+        self.queues = (queue_of(self.channel.ranks), queue_of(self.channel.ranks, "drain"))
+        self.commits_together = self.clock.tells = True
 
     @property
     def rank(self) -> int:
@@ -176,148 +193,163 @@ class SaveSession:
         """The name of a phase of this save in exchanges and errors."""
         return f"save {self.checkpoint}: {name}"
 
-    def agree(
-        self, describe: Callable[[], LocalStructure], *, leads: bool, tells_of_commit: bool | None = None
-    ) -> Share:
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Wait until the earlier async saves of this group are over, and then run the block."""
+        with self.clock.telling_failures():
+            self.clock.tell("started")
+            self.queues[0].wait()
+            with self.channel.together():
+                yield
+
+    def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> Share:
         """Let the writer begin, agree with all ranks on the plan of this save, and return this rank's share.
+
+        If an earlier async save or drain has failed, and some rank has not seen its error yet, all ranks raise it.
 
         Args:
             describe: describes this rank's structure. If it raises, every rank raises.
             leads: whether the caller made this rank the coordinator. If exactly one rank leads, it plans and commits.
-            tells_of_commit: whether this rank was given ``on_commit``, the same on all ranks; ``None`` for stock.
 
         Raises:
             PlanConflict: the ranks contradict each other.
             StructureChanged: the structure changed, with ``on_structure_change="error"``.
             ExchangeError: a rank is missing, late, or in another operation.
         """
-        writer, self.leads = self.writer, leads
-        offers: list[Offer] = []
-
-        def offer() -> Offer:
-            if writer is not None:
-                # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
-                writer.begin(is_coordinator=leads, announces=self.rank == 0)
-            self.local = describe()
-            self._known = plan_of(self.channel.ranks, self.rank, self.local, leads=leads)
-            self._may_be_writing = self._known is not None  # some rank may have the plan before others are there
-            offers.append(self._offer(tells_of_commit))
-            return offers[0]
-
-        with self._cleaned_up_after_failure(), self.clock.phase("plan"):
-            # Under rank 0, because which rank leads is not known yet.
-            agreement = self.channel.led_by(0).agree(self.phase("agree"), offer)
-            if not agreement.same_value:  # some ranks would come to one exchange more than others
-                raise ExchangeError(
-                    f"{self.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
-                    f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it",
-                    phase=self.phase("agree"),
-                    ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
-                )
-            self.n_leaders = agreement.count(_LEADS)
-            leader = agreement.first_rank(_LEADS)
-            # Stock ``save`` makes one rank the coordinator, not always rank 0. With ``no_dist=True`` each rank is one.
-            if leader is not None and self.n_leaders == 1:
-                self.channel = self.channel.led_by(leader)
-            if self._known is not None and _may_reuse(agreement, self.channel.coordinator_rank):
-                self.outcome, self.reason = "reused", "no rank's structure has changed"
-                if self._known.loaded_from:
-                    self.reason += f" since {self._known.loaded_from}"
-                self._checks_room = agreement.count(_NEEDS_ROOM) > 0  # ask only if room is short
-                self.share, self.placements = self._known.share, self._known.placements
-                self.plan, self._kind = self._known.plan, self._known.kind
-            else:
-                self._make_plan(_sends_structure(agreement, offers[0], self.channel.coordinator_rank))
-        if writer is not None:
-            writer.adopt(agreement.told)
-            self._announce(writer)
+        self.leads = leads
+        try:
+            with self._cleaned_up_after_failure():
+                with self.clock.phase("plan"):
+                    # Under rank 0, because which rank leads is not known yet.
+                    agreement = self.channel.led_by(0).agree(self.phase("agree"), lambda: self._offer(describe))
+                    self._follow_coordinator(agreement)
+                    if self._known is not None and _may_reuse(agreement, self.channel.coordinator_rank):
+                        self._reuse(self._known, needs_room=agreement.count(_NEEDS_ROOM) > 0)
+                    else:
+                        self._make_plan(agreement)
+                if self.writer is not None:
+                    self.writer.adopt(agreement.told)
+                    # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait
+                    # for it, because they look for the announcement before they write.
+                    if self.channel.coordinator_rank != 0:
+                        self.channel.barrier(self.phase("announce"), then=self.writer.announce)
+                    elif self.channel.is_coordinator:
+                        self.writer.announce()
+        except BaseException:
+            # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
+            for queue in self.queues[1:]:
+                queue.wait(timeout_seconds=_SAME_VERDICT_SECONDS)
+            raise
+        finally:
+            for queue in self.queues:
+                queue.forget_unreported()
         return self.share
 
-    def _offer(self, tells_of_commit: bool | None) -> Offer:
-        """This rank's offer: the plan that it would use, which need not fit the structure."""
-        known, writer = self._known, self.writer
+    def _offer(self, describe: Callable[[], LocalStructure]) -> Offer:
+        """Look at what this rank holds, and offer the plan that it would use, which need not fit the structure."""
+        writer = self.writer
+        if writer is not None:
+            # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
+            writer.begin(is_coordinator=self.leads, announces=self.rank == 0)
+        for queue in self.queues:
+            queue.raise_unreported()
+        self.local = describe()
+        known = self._known = plan_of(self.channel.ranks, self.rank, self.local, leads=self.leads)
+        self._may_be_writing = known is not None  # some rank may have the plan before others are there
         flags = _LEADS if self.leads else 0
         if known is not None:
             flags |= MATCHES if known.signature == self.local.signature.value else 0
             flags |= _HAS_PLAN if known.plan is not None else 0
         if known is None or writer is None or not writer.has_ample_room(known.share.total_nbytes):
             flags |= _NEEDS_ROOM
-        return Offer(
+        self._own_offer = Offer(
             plan_id=_NO_PLAN if known is None else known.share.plan_id,
             flags=flags,
-            value=0 if tells_of_commit is None else 1 if tells_of_commit else 2,
+            value=0 if not self.queues else 1 if self.on_commit is not None else 2,
             told=writer.mark if writer is not None and self.leads else 0,
         )
+        return self._own_offer
 
-    def _make_plan(self, sends_structure: bool) -> None:
+    def _follow_coordinator(self, agreement: Agreement) -> None:
+        """Stock ``save`` makes one rank the coordinator, not always rank 0. With ``no_dist=True`` each rank is one."""
+        if not agreement.same_value:  # some ranks would come to one exchange more than others
+            raise ExchangeError(
+                f"{self.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
+                f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it",
+                phase=self.phase("agree"),
+                ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
+            )
+        self.n_leaders = agreement.count(_LEADS)
+        leader = agreement.first_rank(_LEADS)
+        if leader is not None and self.n_leaders == 1:
+            self.channel = self.channel.led_by(leader)
+
+    def _reuse(self, known: KnownPlan, *, needs_room: bool) -> None:
+        self.outcome, self.reason = "reused", "no rank's structure has changed"
+        if known.loaded_from:
+            self.reason += f" since {known.loaded_from}"
+        self._checks_room = needs_room  # ask only if room is short
+        self.share, self.placements, self.plan, self._kind = known.share, known.placements, known.plan, known.kind
+
+    def _make_plan(self, agreement: Agreement) -> None:
         """Send the structures to the coordinator, which makes the plan, and get this rank's share."""
+        sends_structure = _sends_structure(agreement, self._own_offer, self.channel.coordinator_rank)
         structures = self.channel.gather(
             self.phase("structures"), lambda: self.local.to_message() if sends_structure else None, ItemsMessage
         )
-        group = self.channel.ranks
-        decided: list[GlobalPlan] = []
-
-        def reply_to_all() -> list[PlanReply]:
-            gathered = Gathered.of(structures or [], None if self._known is None else self._known.plan, self.local)
-            plans = [] if self.local.files is None else plans_of(group)
-            for known in plans:
-                if known.plan is not None and known.plan.signatures == tuple(gathered.signatures):
-                    self.plan, self._kind = known.plan, known.kind
-                    reason = "the structures are those of an earlier save, which some ranks had not offered"
-                    return [PlanReply(share, "reused", reason) for share in known.plan.shares]
-            last = last_of_kind(group, self.kind, gathered.items) if plans else None
-            self._kind = "" if last is None else last.kind
-            self.plan, global_plan, replies = make_plan(
-                gathered,
-                None if last is None else last.plan,
-                self.local,
-                refuse_change=self.on_structure_change == "error",
-                compares=self.on_replica_mismatch != "ignore",
-            )
-            decided.append(global_plan)
-            return replies
-
         self._may_be_writing = True
-        reply = self.channel.scatter(self.phase("plan"), reply_to_all, PlanReply)
+        reply = self.channel.scatter(self.phase("plan"), lambda: self._plan_for_all(structures or []), PlanReply)
         if reply is None:
             raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
         self.share, self.outcome, self.reason = reply.share, reply.outcome, reply.reason
         self.placements = self.local.place(reply.share)
-        self._known = next((each for each in plans_of(group) if each.share.plan_id == reply.share.plan_id), None)
+        plans = plans_of(self.channel.ranks)
+        self._known = next((each for each in plans if each.share.plan_id == reply.share.plan_id), None)
         if reply.outcome == "rebuilt":
             self.changes = StructureDiff(reply.added, reply.removed, reply.changed)
             if self.channel.is_coordinator and self.on_structure_change != "quiet":
                 logger.warning("%s: plan %s, %s", self.checkpoint, reply.outcome, reply.reason)
-        if reply.is_compared:
-            n_items = reply.share.n_items
-            self._compare(unpack_places(reply.compared, n_items) if reply.compared else reply.share.kept[:0], decided)
+        if not reply.is_compared:
+            self._decided = None
+        else:
+            self._compare(
+                unpack_places(reply.compared, reply.share.n_items) if reply.compared else reply.share.kept[:0]
+            )
 
-    def _compare(self, compared: Rows, decided: Sequence[GlobalPlan]) -> None:
+    def _plan_for_all(self, structures: Sequence[ItemsMessage | None]) -> list[PlanReply]:
+        """On the coordinator: take an earlier plan for these structures, or make a plan. Returns each rank's reply."""
+        group = self.channel.ranks
+        gathered = Gathered.of(structures, None if self._known is None else self._known.plan, self.local)
+        plans = [] if self.local.files is None else plans_of(group)
+        for known in plans:
+            if known.plan is not None and known.plan.signatures == tuple(gathered.signatures):
+                self.plan, self._kind = known.plan, known.kind
+                reason = "the structures are those of an earlier save, which some ranks had not offered"
+                return [PlanReply(share, "reused", reason) for share in known.plan.shares]
+        last = last_of_kind(group, self.kind, gathered.items) if plans else None
+        self._kind = "" if last is None else last.kind
+        self.plan, self._decided, replies = make_plan(
+            gathered,
+            None if last is None else last.plan,
+            self.local,
+            refuse_change=self.on_structure_change == "error",
+            compares=self.on_replica_mismatch != "ignore",
+        )
+        return replies
+
+    def _compare(self, compared: Rows) -> None:
         """Compare what several ranks hold, since only one copy of it is saved.
 
         Args:
             compared: the places of what is compared among this rank's items.
-            decided: on the coordinator, the plan.
 
         Raises:
             PlanConflict: something differs, with ``on_replica_mismatch="error"``; on every rank.
         """
         digests = self.channel.gather(
-            self.phase("compare"),
-            lambda: Digests(self.local.digests_of(compared).astype("<u8").tobytes()),
-            Digests,
+            self.phase("compare"), lambda: Digests(self.local.digests_of(compared).astype("<u8").tobytes()), Digests
         )
-
-        def told_by_coordinator() -> _Differing:
-            (plan,) = decided
-            sent = [np.frombuffer(b"" if each is None else each.digests, dtype="<u8") for each in digests or ()]
-            found = find_differing(plan.items, plan.order, plan.compared, plan.contested, sent)
-            differing = [each for each in found if not each.is_contested]
-            _warn_of_contested(self.checkpoint, [each for each in found if each.is_contested])
-            ranks = {each.key: tuple(sorted(sum(each.ranks, ()))) for each in differing[:_MAX_DIFFERING]}
-            return _Differing(ranks, _in_words(differing) if differing else "")
-
-        told = self.channel.broadcast(self.phase("compared"), told_by_coordinator, _Differing)
+        told = self.channel.broadcast(self.phase("compared"), lambda: self._find_differing(digests or []), _Differing)
         self.differing_replicas = told.ranks
         if told.words and self.on_replica_mismatch == "error":
             key, ranks = next(iter(told.ranks.items()))
@@ -325,19 +357,17 @@ class SaveSession:
         if told.words and self.channel.is_coordinator:
             logger.warning("%s: %s", self.checkpoint, told.words)
 
-    def _announce(self, writer: RobustWriter) -> None:
-        """Let the coordinator announce the save. Rank 0 has done so before it agreed; if another rank is the
-        coordinator, all ranks wait for it, because they look for the announcement before they write."""
-
-        def announce() -> None:
-            if self.channel.is_coordinator:
-                writer.announce()
-
-        if self.channel.coordinator_rank == 0:
-            announce()
-            return
-        with self._cleaned_up_after_failure():
-            self.channel.barrier(self.phase("announce"), announce)
+    def _find_differing(self, digests: Sequence[Digests | None]) -> _Differing:
+        """On the coordinator."""
+        plan, self._decided = self._decided, None
+        if plan is None:
+            raise ValueError("only the coordinator of a new plan knows what is compared")
+        sent = [np.frombuffer(b"" if each is None else each.digests, dtype="<u8") for each in digests]
+        found = find_differing(plan.items, plan.order, plan.compared, plan.contested, sent)
+        _warn_of_contested(self.checkpoint, [each for each in found if each.is_contested])
+        differing = [each for each in found if not each.is_contested]
+        ranks = {each.key: tuple(sorted(sum(each.ranks, ()))) for each in differing[:_MAX_DIFFERING]}
+        return _Differing(ranks, _in_words(differing) if differing else "")
 
     def write(self, source: Callable[[], ItemSource]) -> None:
         """Let the writer write this rank's files. Learn whether all ranks have written, and what a load would refuse.
@@ -346,55 +376,64 @@ class SaveSession:
             source: gives the data of this rank's share, in plan order. If it fails, or if writing fails, the other
                 ranks hear of it while they still write (:meth:`check_stop`), and all ranks raise.
         """
-
-        begun: list[tuple[RobustWriter, Placements]] = []
-        known = self._known if self.outcome == "reused" else None
-        # Where this rank's items of variable size were in the last save by this plan, if the coordinator knows.
-        known_places = None if known is None else known.variable_places
-
-        def begin_own() -> tuple[RobustWriter, Placements]:
-            placements = self.placements
-            if self.writer is None or placements is None:
-                raise ValueError("this save was planned for another storage writer")
-            if self.channel.size > 1:
-                self.leads_directory = self.writer.join()
-            begun.append((self.writer, placements))
-            return begun[0]
-
-        def own_room() -> RoomOfRank:
-            writer, placements = begin_own()
-            return writer.room(self.rank, placements, known_places)
-
-        def write_own() -> WrittenMessage | None:
-            writer, placements = begun[0] if begun else begin_own()
-            started_seconds = time.perf_counter()
-            self.written = written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
-            self.own_write_seconds = time.perf_counter() - started_seconds
-            self.unloadable.raise_if_forbidden(self.checkpoint)
-            said = None
-            if writer.leaves_report:
-                said = said_of_rank(self.rank, self._times(), written.nbytes, len(written.names), written.how)
-            return written_message(written.variable_places, known_places, self.unloadable.found, said)
-
         with self._cleaned_up_after_failure(), self.clock.phase("write"):
             if self._checks_room:
-                self.channel.gather(
-                    self.phase("room"), own_room, RoomOfRank, then=partial(refuse_without_room, self.checkpoint)
-                )
+                refuse = partial(refuse_without_room, self.checkpoint)
+                self.channel.gather(self.phase("room"), self._own_room, RoomOfRank, then=refuse)
             messages = self.channel.gather(
-                self.phase("write"),
-                write_own,
-                WrittenMessage,
-                offer=lambda _: written_offer(self.written, leads_directory=self.leads_directory),
+                self.phase("write"), lambda: self._write_own(source), Written, offer=lambda _: self._written_offer()
             )
-            self._are_on_nodes = self.channel.last_agreement.count(LEADS_DIRECTORY) > 0
+            written = self.channel.last_agreement
+            self._are_on_nodes = written.count(LEADS_DIRECTORY) > 0
             if self._are_on_nodes:
-                self._refuse_nodes(self.channel.last_agreement.first_rank(LEADS_DIRECTORY))
-        self.messages = messages or []
-        if self.channel.is_coordinator:
-            told = [(rank, message.unloadable) for rank, message in enumerate(self.messages) if message is not None]
-            self.unloadable_objects = report_unloadable(self.checkpoint, told)
-        self._written_agreement = self.channel.last_agreement
+                self._refuse_nodes(written.first_rank(LEADS_DIRECTORY))
+        if messages is None:
+            return
+        self.messages = messages
+        told = [(rank, message.unloadable) for rank, message in enumerate(messages) if message is not None]
+        self.unloadable_objects = report_unloadable(self.checkpoint, told)
+        self._written_signature = written.signature
+
+    def _joined(self) -> tuple[RobustWriter, Placements]:
+        """The writer, which has found the directory of the save, and the places of this rank's items."""
+        if self.writer is None or self.placements is None:
+            raise ValueError("this save was planned for another storage writer")
+        if self.channel.size > 1 and not self._has_joined:
+            self._has_joined = True
+            self.leads_directory = self.writer.join()
+        return self.writer, self.placements
+
+    @property
+    def _reused(self) -> KnownPlan | None:
+        """What is known of the last save by this plan."""
+        return self._known if self.outcome == "reused" else None
+
+    @property
+    def _known_places(self) -> Places | None:
+        """Where this rank's items of variable size were in the last save by this plan, if the coordinator knows."""
+        return None if self._reused is None else self._reused.variable_places
+
+    def _own_room(self) -> RoomOfRank:
+        writer, placements = self._joined()
+        return writer.room(self.rank, placements, self._known_places)
+
+    def _write_own(self, source: Callable[[], ItemSource]) -> Written | None:
+        """Write this rank's files. Returns what the coordinator does not know of them."""
+        writer, placements = self._joined()
+        known_places = self._known_places
+        started_seconds = time.perf_counter()
+        self.written = written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
+        self.own_write_seconds = time.perf_counter() - started_seconds
+        self.unloadable.raise_if_forbidden(self.checkpoint)
+        said = None
+        if writer.leaves_report:
+            said = said_of_rank(self.rank, self._times(), written.nbytes, len(written.names), written.how)
+        return written_message(written.variable_places, known_places, self.unloadable.found, said)
+
+    def _written_offer(self) -> Offer:
+        if self.written is None:
+            return Offer()
+        return written_offer(self.written.variable_places, leads_directory=self.leads_directory)
 
     def _refuse_nodes(self, rank: int | None) -> None:
         """Raise if this save cannot be made on nodes that do not share its directory."""
@@ -426,11 +465,134 @@ class SaveSession:
         if not self.channel.is_coordinator and not self.commits_together:
             self._keep_plan(confirmed=False)
 
-    def _others_tell(self, error: RobustCheckpointError) -> bool:
-        """Whether this rank's error should be short, because stock prints the errors of all ranks.
+    def watched(self, resolve: Callable[[WriteItem], Data]) -> Callable[[WriteItem], Data]:
+        """Wrap a planner's ``resolve_data``, so that all that is pickled on its way to the writer is checked for a
+        load."""
+        return lambda write_item: self.unloadable.take(write_item.index.fqn, resolve(write_item))
 
-        That is so inside stock ``save`` with collectives, where the coordinator's error says everything."""
-        return not self.leads and not self.commits_together and not isinstance(error, ExchangeError)
+    def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
+        """Between blocks of data, report how far this rank is. Raise if another rank announced that the save failed."""
+        self.channel.note_progress(done_nbytes, total_nbytes)
+        self.channel.stop_if_announced()
+
+    def commit(self) -> None:
+        """Make the checkpoint visible, keep the plan for the next save, and do what follows a commit.
+
+        Each rank that commits checks that its files are still as it wrote them. Then the coordinator publishes. Once
+        all ranks know that the checkpoint is committed, the coordinator removes what it replaces; no rank waits for
+        that.
+        """
+        writer = self.writer
+        if writer is None:
+            raise ValueError("this save was planned for another storage writer")
+        try:
+            with self.clock.phase("commit"):
+                if self._are_on_nodes:
+                    commit_on_nodes(
+                        self.channel,
+                        self.phase,
+                        writer.directory,
+                        leads_directory=self.leads_directory,
+                        check_own=writer.check_own,
+                        make_metadata=lambda: self._make_metadata(writer),
+                    )
+                elif self.commits_together:
+                    self.channel.barrier(self.phase("commit"), writer.check_own, then=lambda: self._publish(writer))
+                elif self.channel.is_coordinator:  # the writer checks the files of all ranks
+                    self._publish(writer)
+        except BaseException as error:
+            # Only some ranks may know how the commit ended.
+            forget_plan(self.channel.ranks, self.share.plan_id)
+            self._clean_up_commit(writer, error)
+            raise
+        self._keep_plan(confirmed=self.commits_together)
+        if self.channel.is_coordinator:
+            writer.leave_report(self._saved_report)
+        if self.channel.is_coordinator or self.leads_directory:
+            writer.clean_up()
+        if self.queues:
+            self._copy_and_tell(writer)
+
+    def _publish(self, writer: RobustWriter) -> None:
+        writer.publish(self._make_metadata(writer), are_checked=self.commits_together)
+
+    def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
+        """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
+        plan, known = self.plan, self._reused
+        if plan is None or plan.metadata is None:
+            raise ValueError("only the coordinator has the metadata, of a plan for RobustWriter")
+        self._places_of_all = places_of_all(
+            self.messages,
+            None if known is None else known.places_of_all,
+            self._written_signature,
+            self.channel.combined_signature,
+        )
+        stored: Mapping[str, Section] = {}
+        if not plan.is_contested:  # if several ranks claim the main replica, a resumed job must warn again
+            try:
+                stored = plan.sections
+            except Exception as error:  # the checkpoint is complete without it
+                without = "its plan could not be stored, so a job that resumes from it makes a new plan"
+                logger.warning("%s: %s: %s", self.checkpoint, without, error)
+        return plan.metadata.encode(self._places_of_all, writer.plain_meta(), stored)
+
+    def _copy_and_tell(self, writer: RobustWriter) -> None:
+        """After the commit: call ``on_commit``, and copy the checkpoint to where it is to be."""
+        target = self.moves_to or writer.drain_to
+        if target is None:
+            self._tell_of_commit()
+            return
+        drain = self._drain(writer, target)
+        drain.announce()
+        if self.moves_to is None:
+            try:
+                self._tell_of_commit()
+            finally:
+                # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note
+                # of an earlier save. If it raises, the checkpoint is committed all the same.
+                self.queues[1].submit(drain.run)
+            return
+        with self.clock.phase("drain"):
+            copied = drain.run()
+            self._moved_remarks = (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
+            # In an exchange: a rank that is late must not remove what the next save of another makes there.
+            self.channel.barrier(self.phase("remove the staged copy"), lambda: remove_staging(writer.path))
+            self._tell_of_commit()
+
+    def _drain(self, writer: RobustWriter, target: str) -> Drain:
+        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
+        least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
+        return Drain(
+            path=writer.path,
+            target=target,
+            names=() if self.written is None else self.written.names,
+            options=writer.drain_options,
+            open_channel=lambda: Channel.for_group(
+                self.process_group,
+                operation=f"drain {self.checkpoint}",
+                timeout_seconds=max(self.channel.timeout_seconds, least_timeout_seconds),
+                no_dist=self.no_dist,
+            ),
+            is_coordinator=self.channel.is_coordinator,
+            disk=writer.disk,
+        )
+
+    def _tell_of_commit(self) -> None:
+        """Call ``on_commit`` on the coordinator. If it raises, all ranks raise."""
+        on_commit = self.on_commit
+        if on_commit is None:
+            return
+
+        def tell() -> None:
+            if not self.channel.is_coordinator:
+                return
+            try:
+                on_commit()
+            except RobustCheckpointError as error:
+                error.message = f"{self.checkpoint} is committed, but {error.message}"
+                raise
+
+        self.channel.barrier(f"{self.checkpoint} is committed: on_commit", tell)
 
     @contextmanager
     def _cleaned_up_after_failure(self) -> Iterator[None]:
@@ -449,143 +611,21 @@ class SaveSession:
                     directory.release()
                 else:
                     directory.roll_back(error)
-            if isinstance(error, RobustCheckpointError) and self._others_tell(error):
+            # Inside stock `save` with collectives the coordinator's error says everything, and stock prints all errors.
+            is_in_stock = not self.leads and not self.commits_together
+            if is_in_stock and isinstance(error, RobustCheckpointError) and not isinstance(error, ExchangeError):
                 raise error.in_brief() from error
             raise
 
-    def watched(self, resolve: Callable[[WriteItem], Data]) -> Callable[[WriteItem], Data]:
-        """Wrap a planner's ``resolve_data``, so that all that is pickled on its way to the writer is checked for a
-        load."""
-        return lambda write_item: self.unloadable.take(write_item.index.fqn, resolve(write_item))
-
-    def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Between blocks of data, report how far this rank is. Raise if another rank announced that the save failed."""
-        self.channel.note_progress(done_nbytes, total_nbytes)
-        self.channel.stop_if_announced()
-
-    def _publish(self, writer: RobustWriter) -> None:
-        """On the coordinator, after :meth:`write`: let the writer commit."""
-        writer.publish(self._make_metadata(writer), are_checked=self.commits_together)
-
-    def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
-        """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
-        plan, known = self.plan, self._known if self.outcome == "reused" else None
-        if plan is None or plan.metadata is None or self._written_agreement is None:
-            raise ValueError(
-                "only the coordinator has the metadata, of a plan for RobustWriter, after all have written"
-            )
-        self._written_by_all = written_by_all(
-            self.messages,
-            None if known is None else known.places_of_all,
-            self._written_agreement.signature,
-            self.channel.combined_signature,
-        )
-        return plan.metadata.encode(self._written_by_all, writer.plain_meta(), self._kept_plan(plan))
-
-    def _kept_plan(self, plan: Plan) -> Mapping[str, Section]:
-        """The part of the index that lets a resumed job reuse this plan."""
-        # If several ranks claim the main replica, a resumed job must plan anew and warn again.
-        if plan.is_contested:
-            return {}
-        try:
-            return plan.sections
-        except Exception as error:  # the checkpoint is complete without it
-            logger.warning(
-                "%s: its plan could not be stored, so a job that resumes from it makes a new plan: %s",
-                self.checkpoint,
-                error,
-            )
-            return {}
-
-    def commit(self) -> None:
-        """Make the checkpoint visible, and keep the plan for the next save.
-
-        Each rank that commits checks that its files are still as it wrote them. Then the coordinator publishes. Once
-        all ranks know that the checkpoint is committed, the coordinator removes what it replaces; no rank waits for
-        that.
-        """
-        writer = self.writer
-        if writer is None:
-            raise ValueError("this save was planned for another storage writer")
-        try:
-            with self.clock.phase("commit"):
-                self._commit(writer)
-        except BaseException as error:
-            # Only some ranks may know how the commit ended.
-            forget_plan(self.channel.ranks, self.share.plan_id)
-            self._clean_up_commit(writer.directory, error)
-            raise
-        self._keep_plan(confirmed=self.commits_together)
-        if self.channel.is_coordinator:
-            writer.leave_report(self._report)
-        if self.channel.is_coordinator or self.leads_directory:
-            writer.clean_up()
-
-    def _commit(self, writer: RobustWriter) -> None:
-        if self._are_on_nodes:
-            commit_on_nodes(
-                self.channel,
-                self.phase,
-                writer.directory,
-                leads_directory=self.leads_directory,
-                check_own=writer.check_own,
-                make_metadata=lambda: self._make_metadata(writer),
-            )
-        elif self.commits_together:
-            self.channel.barrier(
-                self.phase("commit"),
-                writer.check_own,
-                then=lambda: self._publish(writer),
-            )
-        elif self.channel.is_coordinator:  # the writer checks the files of all ranks
-            self._publish(writer)
-
-    def _clean_up_commit(self, directory: Save, error: BaseException) -> None:
+    def _clean_up_commit(self, writer: RobustWriter, error: BaseException) -> None:
         """Clean up as after other failures, but only if the coordinator knows that nothing was committed."""
+        directory, phase = writer.directory, self.phase("clean up")
         if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
             directory.roll_back(error)
-        elif failed_in_step(error) and nothing_is_committed(self.channel, self.phase("clean up"), directory, error):
-            clean_up(self.channel, self.phase("clean up"), directory, error)
+        elif failed_in_step(error) and nothing_is_committed(self.channel, phase, directory, error):
+            clean_up(self.channel, phase, directory, error)
         else:
             directory.release()
-
-    def _times(self) -> SaveTimes:
-        """What the report of this save says of this rank's times."""
-        return SaveTimes(
-            self.clock.started_seconds,
-            {record.name: record.seconds for record in self.clock.records},
-            self.clock.seconds_of("stage"),
-            self.own_write_seconds,
-            self.remarks,
-            self.clock.is_async,
-        )
-
-    def _report(self, save_id: str, fallbacks: tuple[str, ...]) -> SavedReport:
-        """The report of this save, which is committed, on the coordinator.
-
-        Args:
-            save_id: the id in ``.metadata``.
-            fallbacks: what the commit went without.
-        """
-        changes = self.changes
-        told = None if changes is None else Changes.of(changes.added, changes.removed, changes.changed)
-        metadata = None if self.plan is None else self.plan.metadata
-        return make_report(
-            [
-                (rank, SaidOfRank(message.row, message.node, message.how))
-                for rank, message in enumerate(self.messages)
-                if message is not None and message.row
-            ],
-            self._times(),
-            checkpoint=self.checkpoint,
-            save_id=save_id,
-            world_size=self.channel.size,
-            coordinator_rank=self.rank,
-            plan=PlanOfReport(self.outcome, shortened(self.reason, _REASON_LENGTH), told),
-            waits=self.channel.stragglers,
-            fallbacks=fallbacks,
-            modules=None if metadata is None else metadata.module_sizes,
-        )
 
     def _keep_plan(self, *, confirmed: bool) -> None:
         """Keep the plan for the next save.
@@ -602,10 +642,78 @@ class SaveSession:
             signature=self.local.signature.value,
             plan=self.plan,
             variable_places=self.written.variable_places if confirmed else None,
-            places_of_all=None if self.plan is None else tuple(each.variable_places for each in self._written_by_all),
+            places_of_all=None if self.plan is None else self._places_of_all,
             kind=named or self._kind or self.share.plan_id.hex(),
         )
         keep_plan(self.channel.ranks, known)
+
+    def report(self, *, blocked_seconds: float) -> SaveReport:
+        """The report of the save, which is over. Listeners are told that it has ended."""
+        written = self.written
+        path = self.moves_to or ("" if self.writer is None else self.writer.path)
+        report = SaveReport(
+            checkpoint_id=self.moves_to or self.checkpoint,
+            rank=self.rank,
+            world_size=self.channel.size,
+            items=len(self.share.kept),
+            nbytes=0 if written is None else written.nbytes,
+            phases=tuple(self.clock.records),
+            blocked_seconds=blocked_seconds,
+            plan=self.outcome,
+            reason=self.reason,
+            changes=self.changes,
+            differing_replicas=self.differing_replicas,
+            unloadable_objects=self.unloadable_objects,
+            total_nbytes=None if self.plan is None else self.plan.nbytes,
+            files=() if written is None else written.names,
+            how=(*(() if written is None else written.how), *self.remarks, *self._moved_remarks),
+            peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
+            stragglers=self.channel.stragglers,
+            leads_directory=self.leads_directory,
+            _read_metadata=lambda: RobustReader(path).read_metadata(),
+        )
+        self.clock.tell("ended", report=report, seconds=self.clock.seconds)
+        return report
+
+    def _times(self) -> SaveTimes:
+        """What the report of this save says of this rank's times."""
+        return SaveTimes(
+            self.clock.started_seconds,
+            {record.name: record.seconds for record in self.clock.records},
+            self.clock.seconds_of("stage"),
+            self.own_write_seconds,
+            self.remarks,
+            self.clock.is_async,
+        )
+
+    def _saved_report(self, save_id: str, fallbacks: tuple[str, ...]) -> SavedReport:
+        """The report beside the checkpoint, on the coordinator.
+
+        Args:
+            save_id: the id in ``.metadata``.
+            fallbacks: what the commit went without.
+        """
+        metadata = None if self.plan is None else self.plan.metadata
+        return make_report(
+            [
+                (rank, SaidOfRank(message.row, message.node, message.how))
+                for rank, message in enumerate(self.messages)
+                if message is not None and message.row
+            ],
+            self._times(),
+            checkpoint=self.checkpoint,
+            save_id=save_id,
+            world_size=self.channel.size,
+            coordinator_rank=self.rank,
+            plan=PlanOfReport(
+                self.outcome,
+                shortened(self.reason, _REASON_LENGTH),
+                None if self.changes is None else Changes.of(self.changes),
+            ),
+            waits=self.channel.stragglers,
+            fallbacks=fallbacks,
+            modules=None if metadata is None else metadata.module_sizes,
+        )
 
 
 def _may_reuse(agreement: Agreement, coordinator_rank: int) -> bool:

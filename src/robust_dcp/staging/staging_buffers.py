@@ -4,7 +4,7 @@ GPU.
 This module owns the memory and the tensors in it. A repeated save finds the tensors of the save before, so it only has
 to copy. New memory is taken on the NUMA node of the device, or processor, that copies. If another process writes the
 copies, the memory belongs to a file without a name, which goes away with the last process that has it open.
-``background.staged_source`` calls this module.
+``staged_source`` calls this module.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# It is registered first of all that this package registers, so that it runs last.
+# What is registered later runs before: the writer processes have ended then.
 atexit.register(_end_with_unreported)
 # A running save may still need to start threads, so this must run before concurrent.futures shuts down. `atexit` would
 # run after it, and there is no public way to run before it. Functions that are registered later run earlier.

@@ -21,26 +21,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 
-from robust_dcp.background.staged_source import SharedCopies, StagedSource
 from robust_dcp.comm import Stopped
-from robust_dcp.errors import RobustCheckpointError, error_from_fields, failure_of
+from robust_dcp.errors import RobustCheckpointError, failure_of
+from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging import StagingBuffer, TensorForm, stay_near
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, remove_files_of, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
-from robust_dcp.structure_cache import CACHE, Table
 
-__all__ = ["WRITERS", "WriteInProcess", "WriterProcess", "WriterProcesses", "refuse_disk"]
+__all__ = ["WRITERS", "WriterProcess", "WriterProcesses", "refuse_disk", "write_in_process"]
 
 _LOOK_SECONDS: Final = 0.05
 """While its writer process writes, a rank checks this often whether another rank has given up the save."""
@@ -59,11 +59,14 @@ _END_SECONDS: Final = 10.0
 # Only the rank handles an interrupt. The search path is that of this process, not that of the environment.
 _START: Final = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[3:]; "
-    "from robust_dcp.background.writer_process import run; run(int(sys.argv[1]), int(sys.argv[2]))"
+    "from robust_dcp.writer_process import run; run(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
 # The writer process needs no device, and no threads inside of torch's operators.
 _ENVIRONMENT: Final = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ROBUST_DCP": "0"}
+
+_STOP: Final = b""
+"""Tells the writer process that the save has failed elsewhere. It removes what it has written."""
 
 
 @dataclass(frozen=True)
@@ -99,20 +102,11 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Failed:
-    """Says that writing has failed, with the error as text. All files were removed except for ``not_removed``."""
+class _Outcome:
+    """How a job has ended. If it has failed, all its files were removed except for ``not_removed``."""
 
-    type_name: str
-    fields: dict[str, Any]
+    written: WrittenFiles | RobustCheckpointError
     not_removed: list[str]
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int, not_removed: Sequence[str]) -> _Failed:
-        if isinstance(error, RobustCheckpointError):
-            return cls(type(error).__name__, error.to_fields(), list(not_removed))
-        failure = failure_of(rank, error)
-        message = f"in the writer process: {failure.type_name}: {failure.message}\n{failure.traceback_text}".rstrip()
-        return cls(failure.type_name, {"message": message}, list(not_removed))
 
 
 class WriterDied(Exception):
@@ -152,7 +146,7 @@ class WriterProcess:
 
     def write(
         self, job: _Job, fd: int, *, note_progress: Callable[[int, int], None], look: Callable[[], None]
-    ) -> WrittenFiles | _Failed:
+    ) -> _Outcome:
         """Let the process do a job, and wait for it.
 
         Args:
@@ -163,9 +157,8 @@ class WriterProcess:
         Raises:
             WriterDied: the process has ended during the job.
         """
-        pickled = pickle.dumps(job)
         try:
-            self._connection.send_bytes(pickled)
+            self._connection.send_bytes(pickle.dumps(job))
             send_handle(self._connection, fd, self.pid)
             return self._outcome(note_progress, look)
         except (EOFError, OSError) as error:
@@ -174,11 +167,11 @@ class WriterProcess:
             self._stop()
             raise
 
-    def _outcome(self, note_progress: Callable[[int, int], None], look: Callable[[], None]) -> WrittenFiles | _Failed:
+    def _outcome(self, note_progress: Callable[[int, int], None], look: Callable[[], None]) -> _Outcome:
         while True:
             if self._connection.poll(_LOOK_SECONDS):
-                message: tuple[int, int] | WrittenFiles | _Failed = self._connection.recv()
-                if not isinstance(message, tuple):
+                message: tuple[int, int] | _Outcome = self._connection.recv()
+                if isinstance(message, _Outcome):
                     return message
                 note_progress(*message)
             elif not self.is_alive:
@@ -222,14 +215,10 @@ class WriterProcess:
         except subprocess.TimeoutExpired:
             self._end()
 
-    def release(self) -> None:
-        """Close the connection to a process that has ended, or that was given up."""
-        self._connection.close()
-
     def forget(self) -> None:
-        """Forget the process in a forked child, because it belongs to the parent."""
-        self._process.returncode = 0
-        self.release()
+        """Forget a process that has ended, that was given up, or that belongs to the parent of a forked child."""
+        self._process.returncode = self._process.returncode or 0
+        self._connection.close()
 
 
 class WriterProcesses:
@@ -239,11 +228,6 @@ class WriterProcesses:
         self._idle: list[WriterProcess] = []
         self._n_lent = 0
         self._lock = threading.Lock()
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of those without a job."""
-        return [writer.pid for writer in self._idle]
 
     def prepare(self) -> None:
         """Start a writer process if there is none, so that it is ready when it is needed. If this fails, the save will
@@ -283,75 +267,71 @@ class WriterProcesses:
         self._idle, self._n_lent = [], 0
 
     def _forget_dead(self) -> None:
-        dead = [writer for writer in self._idle if not writer.is_alive]
-        self._idle = [writer for writer in self._idle if writer not in dead]
-        for writer in dead:
-            writer.release()
+        for writer in [each for each in self._idle if not each.is_alive]:
+            self._idle.remove(writer)
+            writer.forget()
 
 
 WRITERS: Final = WriterProcesses()
 
 
-class WriteInProcess:
+def write_in_process(
+    look: Callable[[], None],
+    files: FilesOfRank,
+    source: ItemSource,
+    check_stop: Callable[[int, int], None],
+    not_removed: list[str],
+) -> WrittenFiles:
     """``write_files`` for one save in a writer process. This process writes if some data is not in shared memory.
 
     Args:
         look: raises if another rank has given up the save.
     """
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        self._look = look
-
-    def __call__(
-        self, files: FilesOfRank, source: ItemSource, check_stop: Callable[[int, int], None], not_removed: list[str]
-    ) -> WrittenFiles:
-        shared = source.shared if isinstance(source, StagedSource) else None
-        if shared is None:
-            return write_files(files, source, check_stop, not_removed)
-        plan = _Plan(
-            names=[source.name(place) for place in range(len(source))],
-            expected=[source.expected(place) for place in range(len(source))],
-            chunk_offsets=[source.chunk_offset(place) for place in range(len(source))],
-            placements=files.placements,
-        )
-        options = replace(files.options, stripe_paths=files.options.stripes)  # the child has another working directory
-        job = _Job(
-            files=replace(files, placements=place_as_they_come([], files=1), options=options),
-            plan=pickle.dumps(plan),
-            memory_nbytes=shared.nbytes,
-            tensor_places=shared.places,
-            tensor_forms=shared.forms,
-            records=_records(source, shared),
-            cpus=shared.cpus,
-        )
-        try:
-            outcome = self._outcome(job, shared.fd, check_stop)
-        except BaseException:
-            # A process that was stopped has removed its files. One that died has not.
-            not_removed += remove_files_of(files)
-            raise
-        if isinstance(outcome, _Failed):
-            not_removed += outcome.not_removed
-            raise error_from_fields(outcome.type_name, outcome.fields)
-        return outcome
-
-    def _outcome(self, job: _Job, fd: int, check_stop: Callable[[int, int], None]) -> WrittenFiles | _Failed:
+    memory = source.shared if isinstance(source, StagedSource) else None
+    if not isinstance(source, StagedSource) or memory is None or memory.fd is None:
+        return write_files(files, source, check_stop, not_removed)
+    places = range(len(source))
+    plan = _Plan(
+        names=[source.name(place) for place in places],
+        expected=[source.expected(place) for place in places],
+        chunk_offsets=[source.chunk_offset(place) for place in places],
+        placements=files.placements,
+    )
+    options = replace(files.options, stripe_paths=files.options.stripes)  # the child has another working directory
+    job = _Job(
+        files=replace(files, placements=place_as_they_come([], files=1), options=options),
+        plan=pickle.dumps(plan),
+        memory_nbytes=memory.nbytes,
+        tensor_places=source.copied,
+        tensor_forms=source.forms,
+        records=_records(source),
+        cpus=memory.cpus,
+    )
+    try:
         with WRITERS.lent() as writer:
             try:
-                return writer.write(job, fd, note_progress=check_stop, look=self._look)
+                outcome = writer.write(job, memory.fd, note_progress=check_stop, look=look)
             except WriterDied as death:
                 raise RobustCheckpointError(
-                    f"the writer process of rank {job.files.rank} (pid {writer.pid}) died while it wrote "
-                    f"{job.files.directory}: {death}. Nothing of this save is committed, and the checkpoint before it "
-                    "is still there; the next save starts another process"
+                    f"the writer process of rank {files.rank} (pid {writer.pid}) died while it wrote "
+                    f"{files.directory}: {death}. Nothing of this save is committed, and the checkpoint before it is "
+                    "still there; the next save starts another process"
                 ) from death
+    except BaseException:
+        # A process that was stopped has removed its files. One that died has not.
+        not_removed += remove_files_of(files)
+        raise
+    not_removed += outcome.not_removed
+    if isinstance(outcome.written, RobustCheckpointError):
+        raise outcome.written
+    return outcome.written
 
 
-def _records(source: ItemSource, shared: SharedCopies) -> dict[int, bytes]:
+def _records(source: StagedSource) -> dict[int, bytes]:
     """The bytes of all items that are not tensors in shared memory."""
     records = {}
     with NamedErrors(source, 0) as errors:
-        for place in sorted(set(range(len(source))).difference(shared.places)):
+        for place in sorted(set(range(len(source))).difference(source.copied)):
             errors.place = place
             data = source.resolve(place)
             record = saved_by_torch(data) if isinstance(data, torch.Tensor) else data
@@ -382,9 +362,6 @@ os.register_at_fork(after_in_child=WRITERS.forget_all)
 
 # The other side: what runs in the writer process.
 
-_STOP: Final = b""
-"""Tells the writer process that the save has failed elsewhere. It removes what it has written."""
-
 
 def run(fd: int, parent_pid: int) -> NoReturn:
     """Do the rank's jobs until the rank ends.
@@ -397,67 +374,74 @@ def run(fd: int, parent_pid: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(parent_pid,), name="robust_dcp-parent", daemon=True).start()
     connection = Connection(fd)
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    with suppress(OSError):
-        # The connection alone is not enough: a process that the rank has forked may keep the rank's end open. Before
-        # Linux 5.3 there is only the connection.
-        poll.register(os.pidfd_open(parent_pid), select.POLLIN)
-    running: _RunningJob | None = None
     with suppress(EOFError, OSError):
-        while os.getppid() == parent_pid and connection.fileno() in [ready for ready, _ in poll.poll()]:
+        while True:
             message = connection.recv_bytes()
-            if message != _STOP:
-                running = _RunningJob(connection, message, recv_handle(connection))
-            elif running is not None:
-                running.is_stopped.set()
-    os._exit(0)  # at once, even during a write: the next save removes what this one has left
+            if message != _STOP:  # else the job to stop had just ended
+                connection.send(_do(connection, message, recv_handle(connection)))
+                gc.collect()  # unfinished steps form reference cycles, which keep the rank's memory mapped
+    os._exit(0)
 
 
-class _RunningJob:
-    """A job, which a thread does."""
+def _end_with(parent_pid: int) -> None:
+    """End this process when the rank ends: at once, even during a write. The next save removes what this one has left.
 
-    def __init__(self, connection: Connection, job: bytes, fd: int) -> None:
-        self.is_stopped = threading.Event()
-        self._connection = connection
-        self._sending = threading.Lock()
-        self._told_at_seconds = 0.0
-        threading.Thread(target=self._do, args=(job, fd), name="robust_dcp-writer", daemon=True).start()
+    The connection alone is not enough: a process that the rank has forked may keep the rank's end open. Before
+    Linux 5.3 there is only the connection.
+    """
+    with suppress(OSError):
+        poll = select.poll()
+        poll.register(os.pidfd_open(parent_pid), select.POLLIN)
+        if os.getppid() == parent_pid:
+            poll.poll()
+        os._exit(0)
 
-    def _do(self, pickled: bytes, fd: int) -> None:
-        not_removed: list[str] = []
-        rank = -1
-        try:
-            job: _Job = pickle.loads(pickled)  # noqa: S301 (its own parent made it)
-            rank = job.files.rank
-            stay_near(job.cpus)
-            outcome: WrittenFiles | _Failed = self._write(job, fd, not_removed)
-        except BaseException as error:
-            outcome = _Failed.of(error, rank, not_removed)
-        if isinstance(outcome, _Failed):
-            gc.collect()  # unfinished steps form reference cycles, which keep the rank's memory mapped
-        with self._sending:
-            self._connection.send(outcome)
 
-    def _write(self, job: _Job, fd: int, not_removed: list[str]) -> WrittenFiles:
-        # The engine keeps the order of writes by the identity of the placements, so equal plans share one object.
-        plan = _PLANS.get(job.plan)
-        if plan is None:
-            plan = pickle.loads(job.plan)  # noqa: S301
-            _PLANS.put(job.plan, plan)
+def _do(connection: Connection, pickled: bytes, fd: int) -> _Outcome:
+    """Write what a job asks for."""
+    not_removed: list[str] = []
+    rank = -1
+    try:
+        job: _Job = pickle.loads(pickled)  # noqa: S301 (its own parent made it)
+        rank = job.files.rank
+        stay_near(job.cpus)
+        plan = _plan(job.plan)
+        files = replace(job.files, placements=plan.placements)
         memory = StagingBuffer(job.memory_nbytes, fd=fd)
         try:
-            files = replace(job.files, placements=plan.placements)
-            return write_files(files, _SharedSource(plan, job, memory), self._check_stop, not_removed)
+            written = write_files(files, _SharedSource(plan, job, memory), _StopsOnRequest(connection), not_removed)
         finally:
             memory.release()
+    except RobustCheckpointError as error:
+        return _Outcome(error.with_traceback(None), not_removed)
+    except BaseException as error:
+        failure = failure_of(rank, error)
+        message = f"in the writer process: {failure.type_name}: {failure.message}\n{failure.traceback_text}".rstrip()
+        return _Outcome(RobustCheckpointError(message), not_removed)
+    return _Outcome(written, not_removed)
 
-    def _check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
-        if self.is_stopped.is_set():
-            raise Stopped("the save has failed elsewhere")
-        now = time.monotonic()
-        with self._sending:
+
+class _StopsOnRequest:
+    """Tells the rank of the progress of a job. Raises if the rank has asked to stop it. Several threads call it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._told_at_seconds = 0.0
+        self._is_stopped = False
+
+    def __call__(self, done_nbytes: int, total_nbytes: int) -> None:
+        with self._lock:
+            if self._connection.poll():
+                try:
+                    self._is_stopped = self._connection.recv_bytes() == _STOP
+                except (EOFError, OSError):
+                    os._exit(0)  # the rank has ended
+            if self._is_stopped:
+                raise Stopped("the save has failed elsewhere")
+            now = time.monotonic()
             if now - self._told_at_seconds >= _PROGRESS_SECONDS:
                 self._told_at_seconds = now
                 self._connection.send((done_nbytes, total_nbytes))
@@ -489,6 +473,8 @@ class _SharedSource(ItemSource):
         return data if isinstance(data, torch.Tensor) else io.BytesIO(data)
 
 
-_PLANS: Table[bytes, _Plan] = CACHE.table(
-    "plans of jobs", lambda pickled, _: 4 * len(pickled), max_nbytes=256 << 20, max_entries=4
-)
+@lru_cache(maxsize=4)
+def _plan(pickled: bytes) -> _Plan:
+    """The plan. The engine keeps the order of writes by the identity of its placements, so equal plans share one."""
+    plan: _Plan = pickle.loads(pickled)  # noqa: S301 (its own parent made it)
+    return plan

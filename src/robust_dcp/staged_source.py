@@ -1,0 +1,253 @@
+"""Copies of the items that a rank writes, so that training may change the tensors while the copies are written.
+
+Owns the copies. There is one for each item that this rank writes, in the order of the plan. Objects may change at any
+time, so the caller's thread pickles them when a ``StagedSource`` is made. If there is no room for a copy of a tensor,
+the tensor is borrowed: the engine writes it first, and until then it must not change.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import accumulate
+
+import torch
+
+from robust_dcp.report import sizes_in_words
+from robust_dcp.staging import (
+    NOT_PINNED,
+    STAGING,
+    StagingBuffer,
+    StagingBuffers,
+    TensorForm,
+    host_address,
+    wait_for_copies,
+)
+from robust_dcp.storage.records.record import is_fixed_size
+from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
+
+__all__ = ["StagedSource"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH_NBYTES = 256 << 20
+"""About so many bytes are copied in one call. After each call the other ranks hear of the progress."""
+
+
+class StagedSource(ItemSource):
+    """An ``ItemSource`` with copies of the items of another source.
+
+    If an item cannot be taken or copied, the error is kept: :meth:`ready` raises it, in an exchange of all ranks.
+
+    Args:
+        make: makes the source of the data. All its items are taken now, and referenced until they have been copied.
+        note_progress: called with the number of bytes copied so far, and the number of bytes of all tensors.
+        buffers: the memory for the copies.
+        limit_nbytes: the most bytes that all copies of tensors may take together; ``None`` for no limit.
+
+    Attributes:
+        are_free: a future that is done when the tensors may change. ``freed_at_seconds``: when that was
+            (``time.perf_counter()``).
+        error: why there are no copies.
+        borrowed: the places of the tensors that are not copied. It is known after :meth:`copy`.
+        copied, forms: the places of the copies in the plan, and their forms, in their order in the memory.
+        how: remarks for the report, if tensors were not copied, or were copied in a slower way.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], ItemSource],
+        note_progress: Callable[[int, int], None],
+        buffers: StagingBuffers = STAGING,
+        *,
+        limit_nbytes: int | None = None,
+    ) -> None:
+        self.are_free: Future[None] = Future()
+        self.freed_at_seconds = 0.0
+        self.error: Exception | None = None
+        self.borrowed: Sequence[int] = ()
+        self.copied: list[int] = []
+        self.forms: list[TensorForm] = []
+        self.how: tuple[str, ...] = ()
+        self._note_progress = note_progress
+        self._buffers = buffers
+        self._limit_nbytes = limit_nbytes
+        self._buffer: StagingBuffer | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._data: list[torch.Tensor | io.BytesIO] = []
+        try:
+            self._take(make())
+        except Exception as error:
+            self.error = error
+
+    def _take(self, source: ItemSource) -> None:
+        """Note the tensors, and pickle all else, as a save that waits does."""
+        places = range(len(source))
+        self._names = [source.name(place) for place in places]
+        self._expected = [source.expected(place) for place in places]
+        self._chunk_offsets = [source.chunk_offset(place) for place in places]
+        has_cuda = False
+        with torch.no_grad(), NamedErrors(source, 0) as errors:
+            for place in places:
+                errors.place = place
+                data = source.resolve(place)
+                if isinstance(data, torch.Tensor):
+                    host_address(data)  # raises if its memory was freed
+                    data = data.detach()
+                    if is_fixed_size(data):
+                        has_cuda = has_cuda or data.is_cuda
+                    else:
+                        data = saved_by_torch(data)
+                self._data.append(data)
+        if has_cuda:
+            # The copies must come after all work that was queued on the device before this call, on any stream.
+            self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self) -> None:
+        """Copy all tensors that are not :attr:`borrowed`.
+
+        When this returns, the copies are complete, and their originals are no longer referenced.
+        """
+        if self.error is None:
+            try:
+                self._copy()
+            except Exception as error:
+                self.error = error
+                if self._stream is not None:
+                    with suppress(Exception):  # no copy under way may reach the memory when the next save has it
+                        self._stream.synchronize()
+        if self.error is not None or not self.borrowed:
+            self._free()
+
+    def _copy(self) -> None:
+        tensors = {place: data for place, data in enumerate(self._data) if isinstance(data, torch.Tensor)}
+        if self._limit_nbytes is not None:  # the largest have no room, so that they are few
+            smallest_first = sorted(tensors, key=lambda place: tensors[place].nbytes)
+            ends = accumulate(tensors[place].nbytes for place in smallest_first)
+            limited = zip(smallest_first, ends, strict=True)
+            self.borrowed = sorted(place for place, end in limited if end > self._limit_nbytes)
+        if self.borrowed:
+            size = sizes_in_words(sum(tensors[place].nbytes for place in self.borrowed))
+            self.how = (f"{size} of it while training waited: they are over staging_nbytes",)
+        places = sorted(tensors.keys() - set(self.borrowed))
+        originals = [tensors[place] for place in places]
+        forms = [(tensor.dtype, tensor.shape) for tensor in originals]
+        total_nbytes, done_nbytes = sum(tensor.nbytes for tensor in originals), 0
+        try:
+            buffer = self._buffers.take(forms, None if self._stream is None else self._stream.device)
+        except (OSError, MemoryError) as error:  # a slow save is better than none
+            why = f"there is no memory for copies of {sizes_in_words(total_nbytes)} ({error})"
+            self._say(f"while training waited: {why}")
+            self.borrowed = sorted(tensors)
+            return
+        self._buffer, self.copied, self.forms = buffer, places, forms
+        if self._stream is not None:
+            buffer.pin()
+            if not buffer.is_pinned:
+                self._say(NOT_PINNED)
+        copies = buffer.tensors(forms)
+        with torch.no_grad(), self.stream():
+            for batch in _batches(originals):
+                self._copy_batch(places[batch], copies[batch], originals[batch])
+                done_nbytes += sum(tensor.nbytes for tensor in originals[batch])
+                self._note_progress(done_nbytes, total_nbytes)
+        if self._stream is not None:
+            wait_for_copies(self._stream)
+        for place, copy in zip(places, copies, strict=True):
+            self._data[place] = copy
+
+    def _copy_batch(self, places: Sequence[int], copies: list[torch.Tensor], originals: list[torch.Tensor]) -> None:
+        try:
+            torch._foreach_copy_(copies, originals, non_blocking=self._stream is not None)
+        except Exception:  # copy one by one, to find out which tensor fails
+            with NamedErrors(self, 0) as errors:
+                for place, copy, original in zip(places, copies, originals, strict=True):
+                    errors.place = place
+                    copy.copy_(original)
+
+    def _say(self, how: str) -> None:
+        self.how = (*self.how, how)
+        _log_once(how.partition(":")[0], how)
+
+    def stream(self) -> AbstractContextManager[object]:
+        """A ``with`` block for work on the device. It runs after all work that was queued when this object was made."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def ready(self) -> StagedSource:
+        """This source, for the writer.
+
+        Raises:
+            Exception: an item could not be taken or copied. A ``RobustCheckpointError`` names it.
+        """
+        if self.error is not None:
+            raise self.error
+        return self
+
+    @property
+    def shared(self) -> StagingBuffer | None:
+        """The memory of the copies, if another process can map it and it holds all of them."""
+        return None if self._buffer is None or self._buffer.fd is None or self.borrowed else self._buffer
+
+    def give_back(self) -> None:
+        """Note that the borrowed tensors have been written."""
+        for place in self.borrowed:
+            self._data[place] = _WRITTEN
+        self._free()
+
+    def release(self) -> None:
+        """Give the memory to the next save: this one is over. The copies must not be used any more."""
+        self._free()
+        self._data = []
+        if self._buffer is not None:
+            self._buffers.give_back(self._buffer)
+            self._buffer = None
+
+    def _free(self) -> None:
+        if not self.are_free.done():
+            self.freed_at_seconds = time.perf_counter()
+            self.are_free.set_result(None)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, place: int) -> str:
+        return self._names[place]
+
+    def expected(self, place: int) -> TensorForm | None:
+        return self._expected[place]
+
+    def chunk_offset(self, place: int) -> tuple[int, ...]:
+        return self._chunk_offsets[place]
+
+    def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
+        return self._data[place]
+
+
+_WRITTEN = io.BytesIO()
+"""Takes the place of a borrowed tensor when it is no longer referenced."""
+
+
+_LOGGED: set[str] = set()
+
+
+def _log_once(kind: str, text: str) -> None:
+    if kind not in _LOGGED:
+        _LOGGED.add(kind)
+        logger.warning("an async save has not gone as it should; said once: %s", text)
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Divide ``tensors`` into ranges of about :data:`_BATCH_NBYTES` bytes."""
+    first, nbytes = 0, 0
+    for place, tensor in enumerate(tensors):
+        nbytes += tensor.nbytes
+        if nbytes >= _BATCH_NBYTES:
+            yield slice(first, place + 1)
+            first, nbytes = place + 1, 0
+    if first < len(tensors):
+        yield slice(first, len(tensors))
