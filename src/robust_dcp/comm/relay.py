@@ -1,7 +1,7 @@
 """Passes bytes from the rank that read them to all other ranks that need them, in buckets, round after round.
 
 This module owns the tree along which a bucket travels, the order in which ranks send and receive, and the checksums of
-what arrives. It never decides who sends what (``plan.readers`` does), nor what the bytes mean. Only
+what arrives. It never decides who sends what (``plan.shared_reads`` does), nor what the bytes mean. Only
 ``Channel.relay`` calls it.
 
 Within a round a bucket reaches all its ranks in ``log2(ranks)`` steps. In step ``t`` each of the first ``2**t`` ranks

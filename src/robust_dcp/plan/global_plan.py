@@ -280,10 +280,13 @@ def by_holders(
     for count in np.unique(counts).tolist():
         members = groups[counts == count]
         holders = ranks[starts[members][:, None] + np.arange(count)]
-        # Ranks ascend within a group, so equal rows are equal sets.
-        order = np.lexsort(holders.T[::-1])
-        cuts = np.flatnonzero((holders[order[1:]] != holders[order[:-1]]).any(axis=1)) + 1
-        for same in np.split(order, cuts):
+        # Ranks ascend within a group, so equal rows are equal sets. Sets are yielded in the order of their ranks.
+        first, which = unique_rows(*holders.T)
+        sets = np.lexsort(holders[first].T[::-1])
+        number = np.empty(len(sets), dtype=np.intp)
+        number[sets] = np.arange(len(sets))
+        order = np.argsort(number[which], kind="stable")
+        for same in np.split(order, np.cumsum(np.bincount(which, minlength=len(sets))[sets])[:-1]):
             yield members[same], holders[same[0]]
 
 

@@ -2,8 +2,9 @@
 
 Replicas on several nodes have each byte read once. And where nodes do not share the directory of the checkpoint, a rank
 that sees a file reads it for the ranks that do not; it is asked for only after a load has failed, so a load from a
-shared directory pays nothing for it. ``readers`` decides who reads what, and ``comm.relay`` moves the bytes. This
-module runs the exchanges in which ranks agree on that, and knows where the bytes are in the tensors of this rank.
+shared directory pays nothing for it. Both are one thing. A *need* is a part of a stored item that some ranks want and
+some may read: in the first case those that want it, in the second one those that see its file. The coordinator gives
+each need a reader (:func:`assign_readers`), and ``comm.relay`` moves the bytes in buckets.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import io
 import logging
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -27,19 +30,28 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from robust_dcp.comm import Agreement, Bucket, Channel, GroupMover, Offer, Relay, node_of
-from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError, UnsafeCheckpoint, ranks_in_words
-from robust_dcp.plan.readers import BUCKET_NBYTES, Box, Needs, Piece, ReadShare, assign_readers, pieces_of
+from robust_dcp.errors import (
+    CorruptCheckpoint,
+    ExchangeError,
+    PlanConflict,
+    RobustCheckpointError,
+    UnsafeCheckpoint,
+    ranks_in_words,
+)
+from robust_dcp.plan.global_plan import by_holders
 from robust_dcp.staging import flat_bytes, parts_in_order
 from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
+from robust_dcp.storage.layouts.places import deal, fill_up
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.reads import Read, is_plain, may_ask_early, target_of
+from robust_dcp.storage.reading.reads import ON_DEVICE, Read, is_plain, may_ask_early, target_of
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
 
 __all__ = [
     "SharedReads",
     "all_have_plans",
+    "assign_readers",
     "find_elsewhere",
     "node_reads_the_same",
     "ranks_share",
@@ -50,12 +62,29 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+BUCKET_NBYTES: Final = 8 << 20
+"""The most bytes that are passed on at once. Smaller items are packed. It is a multiple of every element size."""
+
+ROUND_NBYTES: Final = 64 << 20
+"""The most bytes that a rank has on their way at the same time, in either direction."""
+
+_LARGE_NBYTES: Final = 1 << 20
+"""Smaller items are assigned in the order of their places. So one rank reads items that are next to each other, in one
+read."""
+
 _SHOWN: Final = 8
 _NOTHING: Final = Offer().plan_id
 
 _CAN: Final = 1
 _WISHES: Final = {True: 2, False: 4, None: 8}
 """Flags of an offer. A rank without any of them reads by itself."""
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.intp]
+
+
+# Whether ranks share their reads.
 
 
 def sharing_offer(share_reads: bool | None, rank: int, items: Sequence[ReadItem], *, can_share: bool) -> Offer:
@@ -126,6 +155,326 @@ def ranks_share(agreement: Agreement) -> bool:
     return True in wishes or (None in wishes and not agreement.same_value)
 
 
+# What ranks need, and who reads it.
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A part of a stored item, for a rank that reads it without needing it.
+
+    Attributes:
+        file: the relative path of the file.
+        name, chunk: the stored item: its key, and the offsets of its chunk.
+        offsets, lengths: the part of the stored tensor; both empty for an object.
+        dtype: of the tensor that it is read into, such as ``"bfloat16"``; empty for an object.
+        nbytes: of the result.
+        trusted: whether objects may be of any class.
+        copy: tells boxes of one rank that are otherwise equal from each other.
+    """
+
+    file: str
+    name: str
+    chunk: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    trusted: bool = False
+    copy: int = 0
+
+    def read_item(self, place: int) -> ReadItem:
+        """The item that reads this box. ``place`` tells items of equal boxes from each other."""
+        offset = torch.Size(self.chunk) if self.dtype or self.chunk else None
+        return ReadItem(
+            type=LoadItemType.TENSOR if self.dtype else LoadItemType.BYTE_IO,
+            dest_index=MetadataIndex(str(place)),
+            dest_offsets=torch.Size((0,) * len(self.lengths)),
+            storage_index=MetadataIndex(self.name, offset),
+            storage_offsets=torch.Size(self.offsets),
+            lengths=torch.Size(self.lengths),
+        )
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What a rank needs and could get from another rank: little-endian columns, ascending by (item, box).
+
+    Attributes:
+        node: the number of the rank's node.
+        items: int32 ``[n]``, the place of the stored item in ``.metadata``, which is the same on all ranks.
+        boxes: uint64 ``[n]``, which part of the item. ``ON_DEVICE`` is set if its bytes stay on devices.
+        nbytes: int64 ``[n]``, how many bytes are to be filled.
+        unseen: in the place of the columns, if the rank does not see the files: the boxes, ascending.
+    """
+
+    node: int = 0
+    items: bytes = b""
+    boxes: bytes = b""
+    nbytes: bytes = b""
+    unseen: tuple[Box, ...] = ()
+
+
+class ReadShare(msgspec.Struct, frozen=True):
+    """What the coordinator tells one rank. A transfer is what one rank reads for one set of ranks.
+
+    Attributes:
+        groups: sets of ranks that need the same; the ranks ascend.
+        transfers: for each the place in ``groups``, the rank that reads, and whether the bytes stay on devices.
+        transfer_of: int32 ``[n]``, the transfer of each of the rank's needs; -1 if the rank reads it only for itself.
+        buckets: int64 ``[p, 6]``, in the order in which they are passed on: round, transfer, the first need of the
+            transfer that the bucket holds and the end of these needs, and the first byte and the end of these bytes. A
+            bucket holds several whole needs, or some bytes of one.
+        any_on_device: whether any transfer of any rank stays on devices.
+        to_read: for each transfer of which this rank needs nothing, what it has to read.
+        n_rounds: the number of rounds, if ranks read for others what they do not need; all ranks take part in each.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    transfers: tuple[tuple[int, int, bool], ...]
+    transfer_of: bytes
+    buckets: bytes
+    any_on_device: bool
+    to_read: dict[int, tuple[Box, ...]] = {}
+    n_rounds: int = 0
+
+
+class _Transfer(NamedTuple):
+    """``reader`` reads ``needs`` for all ranks of group ``group``. The needs ascend by (item, box)."""
+
+    group: int
+    reader: int
+    on_device: bool
+    needs: Rows
+
+
+def assign_readers(
+    needs_of_ranks: Sequence[Needs | None],
+    place_of_item: Int64 | None = None,
+    holders: Mapping[str, Sequence[int]] | None = None,
+    *,
+    across_nodes: bool = False,
+) -> list[ReadShare | None]:
+    """Choose readers, and return a share for each rank.
+
+    Readers are chosen so that all ranks read about the same number of bytes, including what only one rank needs.
+
+    Args:
+        needs_of_ranks: what each rank needs; ``None`` for a rank that shares nothing.
+        place_of_item: int64, where each stored item lies; it ascends with the file and the place in the file.
+        holders: in the place of that, if ranks do not see the files of what they need: the ranks that see each file.
+        across_nodes: if true, ranks that are all on one node share nothing.
+
+    Returns:
+        The shares in rank order; ``None`` for a rank that has nothing to do with others.
+
+    Raises:
+        ExchangeError: a rank's columns do not fit together.
+    """
+    needs = _AllNeeds(needs_of_ranks, place_of_item, is_unseen=holders is not None)
+    load = np.zeros(len(needs_of_ranks), dtype=np.int64)
+    if holders is None:
+        alone = needs.counts == 1
+        np.add.at(load, needs.ranks[needs.starts[:-1][alone]], needs.nbytes[alone])
+    nodes = [0 if each is None else each.node for each in needs_of_ranks]
+    groups: list[tuple[int, ...]] = []
+    transfers: list[_Transfer] = []
+    transfer_of_need = np.full(len(needs.counts), -1, dtype=np.int32)
+    for group, ranks in by_holders(needs.ranks, needs.starts, np.flatnonzero(needs.is_shared)):
+        if across_nodes and len({nodes[rank] for rank in ranks.tolist()}) == 1:
+            load[ranks] += needs.nbytes[group].sum()
+            continue
+        by_readers: dict[tuple[int, ...], Any] = {tuple(ranks.tolist()): np.sort(group)}
+        if holders is not None:
+            by_readers = defaultdict(list)
+            for need in np.sort(group).tolist():
+                by_readers[tuple(holders[needs.boxes[need].file])].append(need)
+        for readers, members in by_readers.items():
+            members, some = np.array(members, dtype=np.intp), np.array(readers, dtype=np.intp)
+            reader, load[some] = _balanced(needs.nbytes[members], load[some])
+            for place, rank in enumerate(readers):
+                for on_device in (False, True):
+                    mine = members[(reader == place) & (needs.on_device[members] == on_device)]
+                    if len(mine):
+                        transfer_of_need[mine] = len(transfers)
+                        transfers.append(_Transfer(len(groups), rank, on_device, needs.as_ranks_sort(mine)))
+        groups.append(tuple(ranks.tolist()))
+    buckets = _in_rounds(needs.nbytes, groups, transfers, len(needs_of_ranks))
+    n_rounds = int(buckets[-1, 0]) + 1 if holders is not None and len(buckets) else 0
+    return _shares(needs, groups, transfers, transfer_of_need, buckets, n_rounds)
+
+
+def _shares(
+    needs: _AllNeeds,
+    groups: Sequence[tuple[int, ...]],
+    transfers: Sequence[_Transfer],
+    transfer_of_need: Int32,
+    buckets: Int64,
+    n_rounds: int,
+) -> list[ReadShare | None]:
+    """The share of each rank, which numbers its groups and transfers anew. Replicas get one and the same share."""
+    read_by: dict[int, list[int]] = defaultdict(list)
+    for number, transfer in enumerate(transfers):
+        read_by[transfer.reader].append(number)
+    any_on_device = any(each.on_device for each in transfers)
+    known: dict[tuple[bytes, bytes], ReadShare | None] = {}
+    shares: list[ReadShare | None] = []
+    for rank, of_rank in enumerate(needs.of_rank):
+        transfer_of = transfer_of_need[of_rank]
+        held = np.unique(np.append(transfer_of[transfer_of >= 0], np.array(read_by[rank], dtype=np.int32)))
+        key = transfer_of.tobytes(), held.tobytes()
+        if key not in known and not len(held) and not any_on_device and not n_rounds:
+            known[key] = None
+        elif key not in known:
+            of_held = [transfers[number] for number in held.tolist()]
+            local_group = {group: number for number, group in enumerate(sorted({each.group for each in of_held}))}
+            local_transfer: Int32 = np.full(len(transfers) + 1, -1, dtype=np.int32)  # the last is for transfer -1
+            local_transfer[held] = np.arange(len(held))
+            own_buckets = buckets[local_transfer[buckets[:, 1]] >= 0].copy()
+            own_buckets[:, 1] = local_transfer[own_buckets[:, 1]]
+            known[key] = ReadShare(
+                groups=tuple(groups[group] for group in local_group),
+                transfers=tuple((local_group[each.group], each.reader, each.on_device) for each in of_held),
+                transfer_of=local_transfer[transfer_of].astype("<i4").tobytes(),
+                buckets=own_buckets.astype("<i8").tobytes(),
+                any_on_device=any_on_device,
+                to_read={
+                    number: tuple(needs.boxes[need] for need in each.needs.tolist())
+                    for number, each in enumerate(of_held)
+                    if rank not in groups[each.group]
+                },
+                n_rounds=n_rounds,
+            )
+        shares.append(known[key])
+    return shares
+
+
+class _AllNeeds:
+    """The distinct needs of all ranks, in the order in which their bytes lie in the files.
+
+    Attributes:
+        ranks: int32 ``[K]``, the ranks that need each need, need after need; they ascend within a need.
+        starts: int64 ``[G + 1]``, where each need begins in ``ranks``.
+        counts, nbytes: int64 ``[G]``.
+        is_shared, on_device: bool ``[G]``.
+        of_rank: for each rank int64 ``[n]``, the need of each of its rows.
+        boxes: each need as a box, if ranks do not see the files.
+    """
+
+    def __init__(self, needs_of_ranks: Sequence[Needs | None], place_of_item: Int64 | None, *, is_unseen: bool) -> None:
+        self.boxes = sorted({box for each in needs_of_ranks if each is not None for box in each.unseen})
+        number_of = {box: number for number, box in enumerate(self.boxes)}
+        place_of_item = np.arange(len(self.boxes)) if place_of_item is None else place_of_item
+        rows = [_decoded(rank, each, number_of, len(place_of_item)) for rank, each in enumerate(needs_of_ranks)]
+        sizes = [len(items) for items, _, _ in rows]
+        ranks = np.repeat(np.arange(len(rows), dtype=np.int32), sizes)
+        items, boxes, nbytes = (np.concatenate([row[column] for row in rows]) for column in range(3))
+        order = np.lexsort((ranks, boxes, place_of_item[items]))
+        differs = np.ones(len(order), dtype=np.bool_)
+        differs[1:] = (items[order[1:]] != items[order[:-1]]) | (boxes[order[1:]] != boxes[order[:-1]])
+        first = np.flatnonzero(differs)
+        self.ranks = ranks[order]
+        self.starts = np.append(first, len(order)).astype(np.intp)
+        self.counts = np.diff(self.starts)
+        self.nbytes = nbytes[order[first]]
+        self._items, self._boxes = items[order[first]], boxes[order[first]]
+        self.on_device = self._boxes >= np.uint64(ON_DEVICE)
+        need_of_row = np.empty(len(order), dtype=np.intp)
+        need_of_row[order] = need = np.cumsum(differs) - 1
+        # A rank that needs something twice, or in another size than others, reads it itself.
+        same_rank = ~differs
+        same_rank[1:] &= self.ranks[1:] == self.ranks[:-1]
+        odd = np.zeros(len(first), dtype=np.bool_)
+        odd[need[same_rank]] = True
+        odd[need[nbytes[order] != self.nbytes[need]]] = True
+        self.is_shared = ((self.counts > 1) | is_unseen) & ~odd
+        self.of_rank = np.split(need_of_row, np.cumsum(sizes)[:-1])
+
+    def as_ranks_sort(self, needs: Rows) -> Rows:
+        """``needs`` in the order of :class:`Needs`, which all ranks know."""
+        return needs[np.lexsort((self._boxes[needs], self._items[needs]))]
+
+
+def _decoded(
+    rank: int, needs: Needs | None, number_of: Mapping[Box, int], n_stored: int
+) -> tuple[Int32, npt.NDArray[np.uint64], Int64]:
+    """The columns of what ``rank`` needs: items, boxes, nbytes."""
+    needs = needs or Needs()
+    items = np.frombuffer(needs.items, dtype="<i4").astype(np.int32)
+    nbytes = np.frombuffer(needs.nbytes, dtype="<i8").astype(np.int64)
+    boxes = np.frombuffer(needs.boxes, dtype="<u8").astype(np.uint64)
+    is_sorted = True
+    if needs.unseen:
+        items = np.array([number_of[box] for box in needs.unseen], dtype=np.int32)
+        nbytes = np.array([box.nbytes for box in needs.unseen], dtype=np.int64)
+        boxes, is_sorted = np.zeros(len(items), dtype=np.uint64), bool((np.diff(items) > 0).all())
+    fits = is_sorted and len(items) == len(nbytes) == len(boxes)
+    if not fits or (len(items) and not (items.min() >= 0 and items.max() < n_stored and nbytes.min() > 0)):
+        raise ExchangeError(
+            f"the reads of rank {rank} do not fit the checkpoint's {n_stored} stored items", ranks=[rank]
+        )
+    return items, boxes, nbytes
+
+
+def _balanced(nbytes: Int64, load: Int64) -> tuple[Rows, Int64]:
+    large = nbytes >= _LARGE_NBYTES
+    chosen = np.zeros(len(nbytes), dtype=np.intp)
+    chosen[large], load = deal(nbytes[large], load)
+    if not large.all():
+        chosen[~large] = fill_up(nbytes[~large], load)
+        np.add.at(load, chosen[~large], nbytes[~large])
+    return chosen, load
+
+
+def _in_rounds(nbytes: Int64, groups: Sequence[tuple[int, ...]], transfers: Sequence[_Transfer], n_ranks: int) -> Int64:
+    """The buckets of all transfers, as in :class:`ReadShare`. A rank's round is full at ``ROUND_NBYTES``."""
+    members = [np.union1d(np.array(groups[each.group]), [each.reader]).astype(np.intp) for each in transfers]
+    buckets = [
+        (number, transfer_number, *piece)
+        for transfer_number, transfer in enumerate(transfers)
+        for number, piece in enumerate(
+            # What a rank reads without needing it is cut already.
+            _pieces_of(nbytes[transfer.needs].tolist(), cut=transfer.reader in groups[transfer.group])
+        )
+    ]
+    buckets.sort()
+    round_of = np.zeros(n_ranks, dtype=np.int64)
+    filled = np.zeros_like(round_of)
+    placed = np.empty((len(buckets), 6), dtype=np.int64)
+    for row, (_, transfer_number, *piece) in enumerate(buckets):
+        ranks, bucket_nbytes = members[transfer_number], piece[3] - piece[2]
+        current = int(round_of[ranks].max())
+        is_used = (round_of[ranks] == current) & (filled[ranks] > 0)
+        if (is_used & (filled[ranks] + bucket_nbytes > ROUND_NBYTES)).any():
+            current += 1
+        filled[ranks] = np.where(round_of[ranks] == current, filled[ranks], 0) + bucket_nbytes
+        round_of[ranks] = current
+        placed[row] = current, transfer_number, *piece
+    return placed[np.argsort(placed[:, 0], kind="stable")]
+
+
+def _pieces_of(nbytes: Sequence[int], *, cut: bool) -> Iterator[tuple[int, int, int, int]]:
+    """What the buckets of a transfer with needs of ``nbytes`` each hold: first need, end, first byte, end.
+
+    Args:
+        cut: whether a need that is larger than a bucket is cut into pieces.
+    """
+    first, filled = 0, 0
+    for number, size in enumerate(nbytes):
+        if filled and filled + size > BUCKET_NBYTES:
+            yield first, number, 0, filled
+            filled = 0
+        if cut and size > BUCKET_NBYTES:
+            for begin in range(0, size, BUCKET_NBYTES):
+                yield number, number + 1, begin, min(size, begin + BUCKET_NBYTES)
+            continue
+        if not filled:
+            first = number
+        filled += size
+    if filled:
+        yield first, len(nbytes), 0, filled
+
+
+# The exchanges in which ranks agree on it.
+
+
 class _Needed(NamedTuple):
     """What a rank needs and may get from another rank: for each need the place of its item in the plan, the tensor that
     it goes to (``None`` for an object), and its size.
@@ -168,7 +517,7 @@ def share_reads(
         return Needs(
             node=node_of(channel.rank),
             items=found.items.astype("<i4").tobytes(),
-            boxes=found.boxes.astype("<u8").tobytes() if found.boxes.any() else b"",
+            boxes=found.boxes.astype("<u8").tobytes(),
             nbytes=found.nbytes.astype("<i8").tobytes(),
         )
 
@@ -212,22 +561,14 @@ def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader)
     return list(first.values())
 
 
-class _Files(msgspec.Struct, frozen=True):
-    """Names of data files."""
+class _Missing(msgspec.Struct, frozen=True):
+    """Data files that a rank needs or was asked for, and does not see.
 
-    names: tuple[str, ...]
+    ``nodes`` are those that wrote the checkpoint, if they do not share its directory and this rank knows them.
+    """
 
-
-class _Seen(msgspec.Struct, frozen=True):
-    """For each of some files, whether a rank sees it."""
-
-    are_here: tuple[bool, ...]
-
-
-class _Verdict(msgspec.Struct, frozen=True):
-    """Whether there is something to fetch."""
-
-    is_elsewhere: bool
+    files: tuple[str, ...]
+    nodes: tuple[NodeOfSave, ...] = ()
 
 
 def find_elsewhere(
@@ -249,40 +590,29 @@ def find_elsewhere(
     phase = f"load {checkpoint}"
     reads: list[Read] = []
 
-    def miss() -> _Files:
+    def miss() -> _Missing:
         reads.extend(reader.places_of(plan))
-        return _Files(tuple(reader.missing_files({read.relative_path for read in reads})))
+        return _Missing(tuple(reader.missing_files({read.relative_path for read in reads})))
 
-    missing = channel.all_gather(f"{phase}: missing files", miss, _Files)
-    wanted = sorted({name for each in missing for name in each.names})
+    missing = channel.all_gather(f"{phase}: missing files", miss, _Missing)
+    wanted = sorted({name for each in missing for name in each.files})
     if not wanted:
         return None
-
-    def see() -> _Seen:
-        lacks = set(reader.missing_files(wanted))
-        return _Seen(tuple(name not in lacks for name in wanted))
-
-    seen = channel.gather(f"{phase}: who has them", see, _Seen)
-    holders: dict[str, list[int]] = {}
-
-    def judge() -> _Verdict:
-        for place, name in enumerate(wanted):
-            holders[name] = [rank for rank, each in enumerate(seen or []) if each is not None and each.are_here[place]]
-        lost = [name for name in wanted if not holders[name]]
-        nodes = reader.nodes()
-        if len(lost) == len(wanted) and not nodes:
-            return _Verdict(is_elsewhere=False)  # one directory, from which a file is gone
-        if lost:
-            ranks = [rank for rank, each in enumerate(missing) if not set(lost).isdisjoint(each.names)]
-            raise _lost(reader, lost, ranks, nodes)
-        return _Verdict(is_elsewhere=True)
-
-    if not channel.broadcast(f"{phase}: are they elsewhere", judge, _Verdict).is_elsewhere:
-        return None
+    unseen = channel.all_gather(
+        f"{phase}: who has them", lambda: _Missing(tuple(reader.missing_files(wanted)), reader.nodes()), _Missing
+    )
+    # From here to the next exchange all ranks decide alike, because all have heard the same.
+    holders = {name: [rank for rank, each in enumerate(unseen) if name not in each.files] for name in wanted}
+    lost = [name for name in wanted if not holders[name]]
+    nodes = next((each.nodes for each in unseen if each.nodes), ())
+    if len(lost) == len(wanted) and not nodes:
+        return None  # one directory, from which a file is gone
+    if lost:
+        raise _lost(reader, lost, [rank for rank, each in enumerate(missing) if set(lost) & set(each.files)], nodes)
     needed: list[_Needed] = []
 
     def ask() -> Needs | None:
-        boxes, of_rank = _unseen(reader, planner, reads, set(missing[channel.rank].names))
+        boxes, of_rank = _unseen(reader, planner, reads, set(missing[channel.rank].files))
         needed.append(of_rank)
         return Needs(unseen=boxes) if boxes else None
 
@@ -323,9 +653,8 @@ def _unseen(
             )
         index = read.item.storage_index
         file, name, chunk = read.relative_path, index.fqn, tuple(index.offset or ())
-        number = -1 if index.index is None else index.index
         if read.item.type == LoadItemType.BYTE_IO:
-            add(Box(file, name, chunk, (), (), "", read.nbytes, reader.options.trusted, number=number), place, None)
+            add(Box(file, name, chunk, (), (), "", read.nbytes, reader.options.trusted), place, None)
             continue
         target = target_of(planner, read.item, early=True)
         if not target.numel():
@@ -334,12 +663,10 @@ def _unseen(
         whole = ((0,) * target.dim(), tuple(target.shape))
         dtype = str(target.dtype).removeprefix("torch.")
         for offsets, lengths in _parts_of(target.shape, target.element_size()) if is_plain(target) else [whole]:
-            part = target
-            for axis, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
-                part = part.narrow(axis, first, length)
+            part = target[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))]
             stored = tuple(a + b for a, b in zip(read.item.storage_offsets, offsets, strict=True))
             nbytes = part.numel() * part.element_size()
-            add(Box(file, name, chunk, stored, lengths, dtype, nbytes, number=number), place, part)
+            add(Box(file, name, chunk, stored, lengths, dtype, nbytes), place, part)
     boxes = tuple(sorted(rows))
     places, targets = [rows[box][0] for box in boxes], [rows[box][1] for box in boxes]
     return boxes, _Needed(places, targets, [box.nbytes for box in boxes], frozenset(elsewhere))
@@ -347,9 +674,7 @@ def _unseen(
 
 def _parts_of(lengths: Sequence[int], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut a tensor into parts of at most ``BUCKET_NBYTES``: the offsets and lengths of each."""
-    nbytes = itemsize
-    for length in lengths:
-        nbytes *= length
+    nbytes = itemsize * int(np.prod(lengths, dtype=np.int64))
     if nbytes <= BUCKET_NBYTES:
         yield (0,) * len(lengths), tuple(lengths)
         return
@@ -390,6 +715,9 @@ def _written_on(name: str, nodes: Sequence[NodeOfSave]) -> str:
     return "" if host is None or writer is None else f" (written by rank {writer.rank} on {host})"
 
 
+# Reading, and passing on.
+
+
 class SharedReads:
     """What one rank reads for others, and what it gets from them.
 
@@ -412,49 +740,40 @@ class SharedReads:
         self._rank = rank
         self._reader = reader
         self._items = items
-        self._needed = needed
         self._move_on_device = move_on_device
         self._n_rounds = 0 if share is None else share.n_rounds
-        self._objects: dict[int, torch.Tensor] = {}
-        self._buckets: list[Bucket] = []
-        self._contents: list[tuple[Sequence[int], Piece | None]] = []
-        self._to_read: dict[int, Sequence[Box]] = {}
-        self._read: dict[int, list[torch.Tensor]] = {}
-        self._first = 0
         self._received: set[int] = set(needed.elsewhere)
+        self._objects: dict[int, torch.Tensor] = {}  # by the place of the item
+        self._buckets: list[Bucket] = []
+        self._parts: list[list[torch.Tensor]] = []  # of each bucket: the tensors that it holds, or the parts of one
+        self._to_read: dict[int, Sequence[Box]] = {}
+        self._first = 0
         if share is not None:
-            self._unpack(share)
+            self._unpack(share, needed)
 
-    def _unpack(self, share: ReadShare) -> None:
+    def _unpack(self, share: ReadShare, needed: _Needed) -> None:
         """Find out what each bucket holds: needs of this rank (or a piece of one), or what it only reads."""
-        needed = self._needed
         transfer_of = np.frombuffer(share.transfer_of, dtype="<i4")
         reader = np.array([reader for _, reader, _ in share.transfers] + [self._rank])[transfer_of]  # -1: this rank
         self._received.update(needed.places[number] for number in np.flatnonzero(reader != self._rank).tolist())
+        targets = list(needed.targets)
         for number in np.flatnonzero(transfer_of >= 0).tolist():
-            if needed.targets[number] is None:
-                self._objects[number] = torch.empty(needed.nbytes[number], dtype=torch.uint8)
+            if targets[number] is None:
+                targets[number] = slot = torch.empty(needed.nbytes[number], dtype=torch.uint8)
+                self._objects[needed.places[number]] = slot
         members = [np.flatnonzero(transfer_of == number).tolist() for number in range(len(share.transfers))]
-        are_needed = [reader in share.groups[group] for group, reader, _ in share.transfers]  # by their reader
-        pieces = [
-            pieces_of(
-                [box.nbytes for box in share.to_read[number]]
-                if number in share.to_read
-                else [needed.nbytes[each] for each in members[number]],
-                cut=are_needed[number],
-            )
-            for number in range(len(share.transfers))
-        ]
-        for number_of_round, transfer, number in np.frombuffer(share.buckets, dtype="<i4").reshape(-1, 3).tolist():
+        for row in np.frombuffer(share.buckets, dtype="<i8").reshape(-1, 6).tolist():
+            number_of_round, transfer, first, last, begin, end = row
             group, reader_rank, on_device = share.transfers[transfer]
-            piece = pieces[transfer][number]
             ranks = (reader_rank, *(rank for rank in share.groups[group] if rank != reader_rank))
             if transfer in share.to_read:
-                self._to_read[len(self._buckets)] = share.to_read[transfer][piece.first : piece.last]
-            self._buckets.append(Bucket(number_of_round, ranks, piece.end - piece.begin, on_device))
-            self._contents.append(
-                (members[transfer][piece.first : piece.last], piece if are_needed[transfer] else None)
-            )
+                self._to_read[len(self._buckets)] = share.to_read[transfer][first:last]
+            self._buckets.append(Bucket(number_of_round, ranks, end - begin, on_device))
+            parts: list[Any] = [targets[number] for number in members[transfer][first:last]]
+            if len(parts) == 1 and reader_rank in share.groups[group]:  # it may be cut
+                size = parts[0].element_size()
+                parts = list(parts_in_order(parts[0], begin // size, end // size))
+            self._parts.append(parts)
 
     @property
     def received(self) -> list[ReadItem]:
@@ -467,8 +786,8 @@ class SharedReads:
         if self._received:
             left = [item for place, item in enumerate(self._items) if place not in self._received]
         # The bytes of objects that other ranks need are kept.
-        slots = {self._items[self._needed.places[number]]: slot for number, slot in self._objects.items()}
-        self._reader.read_data(LoadPlan(left), _ObjectsKept(planner, slots) if slots else planner).wait()  # type: ignore[arg-type]
+        slots = {self._items[place]: slot for place, slot in self._objects.items()}
+        self._reader.read_data(LoadPlan(left), _IntoSlots(slots, planner) if slots else planner).wait()  # type: ignore[arg-type]
 
     def share(self, channel: Channel, phase: str, check_stop: Callable[[int, int], None]) -> None:
         """Pass on what this rank has read, and get what others have. All ranks call this together.
@@ -484,15 +803,16 @@ class SharedReads:
         for number in range(self._n_rounds):
             self._first = sum(bucket.round < number for bucket in self._buckets)  # they are in the order of rounds
             buckets = [bucket for bucket in self._buckets if bucket.round == number]
-            channel.barrier(f"{phase}: read for other nodes", partial(self._read_for_others, len(buckets), check_stop))
+            of_round = range(self._first, self._first + len(buckets))
+            channel.barrier(f"{phase}: read for other nodes", partial(self._read_for_others, of_round, check_stop))
             channel.relay(phase, Relay(buckets, self, _checksum_of))
-            self._read.clear()
+            for each in of_round:
+                self._parts[each] = []
 
-    def _read_for_others(self, n_buckets: int, check_stop: Callable[[int, int], None]) -> None:
+    def _read_for_others(self, of_round: range, check_stop: Callable[[int, int], None]) -> None:
         """Read what this rank passes on in a round without needing it."""
-        targets: list[torch.Tensor] = []
-        items: list[ReadItem] = []
-        for number in range(self._first, self._first + n_buckets):
+        slots: dict[ReadItem, torch.Tensor] = {}
+        for number in of_round:
             for box in self._to_read.get(number, ()):
                 if self._reader.options.trusted and not box.dtype and not box.trusted:
                     raise UnsafeCheckpoint(
@@ -502,35 +822,39 @@ class SharedReads:
                         what=f"{box.name!r}, unchecked",
                     )
                 dtype = getattr(torch, box.dtype) if box.dtype else torch.uint8
-                items.append(_item_of(box, len(targets)))
-                targets.append(torch.empty(box.lengths if box.dtype else box.nbytes, dtype=dtype))
-                self._read.setdefault(number, []).append(targets[-1])
-        if items:
+                slot = torch.empty(box.lengths if box.dtype else box.nbytes, dtype=dtype)
+                slots[box.read_item(len(slots))] = slot
+                self._parts[number].append(slot)
+        if slots:
             with self._reader.checking(check_stop):
-                self._reader.read_data(LoadPlan(items), _IntoTargets(targets)).wait()
+                self._reader.read_data(LoadPlan(list(slots)), _IntoSlots(slots)).wait()
 
     def load_objects(self, planner: LoadPlanner, directory: str) -> None:
         """Pass the objects that came from other ranks to ``planner``."""
-        for number, slot in self._objects.items():
-            place = self._needed.places[number]
+        for place, slot in self._objects.items():
             if place in self._received:
                 planner.load_bytes(self._items[place], ObjectBytes(slot.numpy().tobytes(), directory))
 
     # Where the bytes of a bucket are (``comm.relay.RelayContents``). Buckets are counted from the first of the round.
 
     def outgoing(self, number: int) -> torch.Tensor:
-        parts = self._parts(number)
-        buffer = self._buffer(number, parts)
+        buffer, parts = self.incoming(number), self._parts[self._first + number]
         if len(parts) > 1 or buffer.data_ptr() != parts[0].data_ptr():
             for part, where in _side_by_side(parts, buffer):
                 where.copy_(flat_bytes(part))
         return buffer
 
     def incoming(self, number: int) -> torch.Tensor:
-        return self._buffer(number, self._parts(number))
+        """Where a bucket's bytes are while they travel. This is their target itself, if it can be sent from there."""
+        bucket, parts = self._buckets[self._first + number], self._parts[self._first + number]
+        first = parts[0]
+        if len(parts) == 1 and is_plain(first) and first.is_contiguous() and (bucket.on_device or first.is_cpu):
+            return flat_bytes(first)
+        device = first.device if bucket.on_device else torch.device("cpu")
+        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
 
     def arrived(self, number: int, received: torch.Tensor) -> None:
-        parts = self._parts(number)
+        parts = self._parts[self._first + number]
         if len(parts) == 1 and received.data_ptr() == parts[0].data_ptr():
             return
         for part, where in _side_by_side(parts, received):
@@ -541,49 +865,28 @@ class SharedReads:
                 flat_bytes(flat).copy_(where)
                 part.copy_(flat)
 
-    def _parts(self, number: int) -> list[torch.Tensor]:
-        """The tensors that a bucket holds, or the parts of one tensor."""
-        number += self._first
-        if number in self._read:
-            return self._read[number]
-        members, piece = self._contents[number]
-        if len(members) == 1 and piece is not None:
-            whole = self._tensor(members[0])
-            size = whole.element_size()
-            return list(parts_in_order(whole, piece.begin // size, piece.end // size))
-        return [self._tensor(member) for member in members]
 
-    def _tensor(self, number: int) -> torch.Tensor:
-        target = self._needed.targets[number]
-        return self._objects[number] if target is None else target
+class _IntoSlots(DefaultLoadPlanner):
+    """Reads items into tensors of their own, objects as their bytes.
 
-    def _buffer(self, number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Where a bucket's bytes are while they travel. This is their target itself, if it can be sent from there."""
-        bucket, first = self._buckets[self._first + number], parts[0]
-        if len(parts) == 1 and is_plain(first) and first.is_contiguous() and (bucket.on_device or first.is_cpu):
-            return flat_bytes(first)
-        device = first.device if bucket.on_device else torch.device("cpu")
-        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-
-
-class _ObjectsKept(DefaultLoadPlanner):
-    """Passes everything to another planner, and keeps the bytes of some objects.
-
-    ``commit_tensor`` is not passed on. The other planner must have stock's, which does nothing.
+    Args:
+        planner: gets everything, and has the targets of tensors. Its ``commit_tensor`` is not called; it must have
+            stock's, which does nothing.
     """
 
-    def __init__(self, planner: LoadPlanner, slots: dict[ReadItem, torch.Tensor]) -> None:
+    def __init__(self, slots: Mapping[ReadItem, torch.Tensor], planner: LoadPlanner | None = None) -> None:
         super().__init__()
-        self._planner = planner
         self._slots = slots
+        self._planner = planner
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self._planner.resolve_tensor(read_item)
+        return self._slots[read_item] if self._planner is None else self._planner.resolve_tensor(read_item)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if read_item in self._slots:
             self._slots[read_item].copy_(torch.frombuffer(value.getbuffer(), dtype=torch.uint8))
-        self._planner.load_bytes(read_item, value)
+        if self._planner is not None:
+            self._planner.load_bytes(read_item, value)
 
 
 def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -593,32 +896,6 @@ def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterat
         nbytes = part.numel() * part.element_size()
         yield part, buffer[at : at + nbytes]
         at += nbytes
-
-
-def _item_of(box: Box, number: int) -> ReadItem:
-    offset = torch.Size(box.chunk) if box.dtype or box.chunk else None
-    return ReadItem(
-        type=LoadItemType.TENSOR if box.dtype else LoadItemType.BYTE_IO,
-        dest_index=MetadataIndex(str(number)),  # for the planner below
-        dest_offsets=torch.Size((0,) * len(box.lengths)),
-        storage_index=MetadataIndex(box.name, offset, None if box.number < 0 else box.number),
-        storage_offsets=torch.Size(box.offsets),
-        lengths=torch.Size(box.lengths),
-    )
-
-
-class _IntoTargets(DefaultLoadPlanner):
-    """Reads boxes into tensors."""
-
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._targets = targets
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self._targets[int(read_item.dest_index.fqn)]
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.resolve_tensor(read_item).copy_(torch.frombuffer(value.getbuffer(), dtype=torch.uint8))
 
 
 def _checksum_of(tensor: torch.Tensor) -> int:
