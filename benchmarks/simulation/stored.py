@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.storage.index import IndexTemplate
+from robust_dcp.storage.index.build import IndexTemplate
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 

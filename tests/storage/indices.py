@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.storage.index import IndexTemplate
+from robust_dcp.storage.index.build import IndexTemplate
 from robust_dcp.storage.index.form import SECTIONS, SLAB_NBYTES, head_nbytes
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataPickle

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.index import ChunkKind, DamagedIndex, fitting_index, form, index_of
-from robust_dcp.storage.index.form import SECTIONS, head_nbytes
+from robust_dcp.storage.index import form
+from robust_dcp.storage.index.form import SECTIONS, DamagedIndex, head_nbytes
+from robust_dcp.storage.index.stored_index import ChunkKind, fitting_index, index_of
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content, with_fixed_checksums
 from tests.storage.test_index import FLOAT32, _grid

@@ -26,7 +26,7 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError
 from robust_dcp.plan.coverage import first_overlap
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, holds_raw_bytes, is_data_file, locate
-from robust_dcp.storage.index import IndexFile, fit_of_file
+from robust_dcp.storage.index.form import IndexFile, fit_of_file
 from robust_dcp.storage.layouts import PlacedTensor
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, Tail, item_id
 from robust_dcp.storage.layouts.read_head import FileHead, read_head

@@ -44,7 +44,7 @@ from robust_dcp.report import LoadReport
 from robust_dcp.storage.committing.cleaning import remove_data_files
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, directory_path
-from robust_dcp.storage.index import look_up
+from robust_dcp.storage.index.stored_index import look_up
 from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object

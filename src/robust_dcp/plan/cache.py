@@ -26,7 +26,7 @@ from robust_dcp.plan.items import Items
 from robust_dcp.plan.plan import LocalStructure, Plan, Share, stored_plan
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.storage.index import fitting_index
+from robust_dcp.storage.index.stored_index import fitting_index
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.structure_cache import CACHE, Table
 

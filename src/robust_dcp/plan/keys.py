@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.storage.index import index_of
+from robust_dcp.storage.index.stored_index import index_of
 
 __all__ = ["AskedKeys", "asked_keys", "near_names", "renamed_in_words", "unread_in_words", "what_is_saved"]
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.describe import has_own_chunks, own_chunks
-from robust_dcp.storage.index import ChunkKind, StoredChunks, index_of
+from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
 from robust_dcp.storage.reading.reads import WholeTensors, whole_item
 
 __all__ = ["PlannedReads", "plan_reads", "whole_tensors"]
@@ -224,11 +224,10 @@ def _read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMeta
     missing_numel = 0
     for number, chunk in enumerate(held):
         found = saved.overlap(chunk.offsets, chunk.sizes)
-        missing_numel += math.prod(chunk.sizes) - found.numel
+        missing_numel += math.prod(chunk.sizes) - sum(math.prod(lengths) for *_, lengths in found)
         wanted = MetadataIndex(key, chunk.offsets, number)
-        columns = zip(found.chunks, found.offsets, found.in_chunk, found.in_box, found.lengths, strict=True)
         items += [
             ReadItem(LoadItemType.TENSOR, wanted, in_box, MetadataIndex(key, offsets, place), in_chunk, lengths)
-            for place, offsets, in_chunk, in_box, lengths in columns
+            for place, offsets, in_chunk, in_box, lengths in found
         ]
     return PlannedReads(items, set() if missing_numel else {key})

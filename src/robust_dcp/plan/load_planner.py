@@ -25,7 +25,7 @@ from robust_dcp.plan.flatten import flatten
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import PlannedReads, plan_reads, whole_tensors
 from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
-from robust_dcp.storage.index import look_up, stored_items_of
+from robust_dcp.storage.index.stored_index import look_up, stored_items_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems, WholeTensors
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object

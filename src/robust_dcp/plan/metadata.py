@@ -29,7 +29,8 @@ from robust_dcp.report_file import Modules
 from robust_dcp.report_rows import module_sizes
 from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
-from robust_dcp.storage.index import Fragment, IndexTemplate, Section
+from robust_dcp.storage.index.build import IndexTemplate
+from robust_dcp.storage.index.form import Fragment, Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION

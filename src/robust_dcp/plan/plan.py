@@ -32,7 +32,7 @@ from robust_dcp.plan.items import Form, ItemKind, Items, ItemsDecoder, ItemsMess
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
 from robust_dcp.report import PlanOutcome, StructureDiff
-from robust_dcp.storage.index import IndexFile, Section
+from robust_dcp.storage.index.form import IndexFile, Section
 from robust_dcp.storage.layouts import TORCH, ItemColumns, Layout
 from robust_dcp.storage.layouts.places import Placements
 

@@ -50,7 +50,7 @@ from robust_dcp.report_file import Plan as PlanOfReport
 from robust_dcp.report_rows import SaidOfRank, SaveTimes, make_report, said_of_rank
 from robust_dcp.save_queue import SaveQueue, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
-from robust_dcp.storage.index import Section
+from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_room

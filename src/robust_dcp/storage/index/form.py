@@ -265,6 +265,8 @@ class IndexFile:
         path: the path of the file.
         fit: the digest of the ``.metadata`` that the index belongs to.
         identity: 32 bytes. Two files with the same identity have the same contents.
+        data: uint8, the bytes of the file. Those of slabs that were not loaded mean nothing.
+        places: where each section begins, and its length in bytes.
 
     Raises:
         StorageError: the file cannot be read.
@@ -278,14 +280,14 @@ class IndexFile:
         weakref.finalize(self, _close, disk, self._file)
         nbytes = disk.size(self._file)
         # As long as the file, but memory is taken only for what is read.
-        self._data = np.empty(nbytes, dtype=np.uint8)
+        self.data = np.empty(nbytes, dtype=np.uint8)
         self._n_first = 0
         self._n_first = self._fill(0, min(_FIRST_READ_NBYTES, nbytes))
-        data = self._data[: head_nbytes()].tobytes()
+        data = self.data[: head_nbytes()].tobytes()
         head = Head.decode(data, nbytes, path)
         self.fit = head.fit
         self.identity = hashlib.sha256(data).digest()
-        self._places = head.places
+        self.places = head.places
         self._first_slab, n_slabs = {}, 0
         for section, (_, section_nbytes) in head.places.items():
             self._first_slab[section] = n_slabs
@@ -294,7 +296,7 @@ class IndexFile:
         if checksums_nbytes != 4 * n_slabs:
             raise self.damaged(f"it has {checksums_nbytes} bytes of checksums")
         self._fill(start, checksums_nbytes)
-        checksums = self._data[start : start + checksums_nbytes]
+        checksums = self.data[start : start + checksums_nbytes]
         if crc32(checksums.data) != head.checksum:
             raise self.damaged("its checksums do not have their CRC-32")
         self._checksums = checksums.view("<u4")
@@ -307,16 +309,11 @@ class IndexFile:
 
     def nbytes(self, section: str) -> int:
         """Length of a section in bytes."""
-        return self._places[section][1]
+        return self.places[section][1]
 
     def column(self, section: str) -> Column:
         """The numbers of a section."""
         return Column(self, section)
-
-    def values(self, section: str) -> npt.NDArray[Any]:
-        """The numbers of a section. Those of slabs that were not loaded mean nothing."""
-        start, nbytes = self._places[section]
-        return self._data[start : start + nbytes].view(SECTIONS[section])
 
     def load(self, section: str, first: int, end: int) -> None:
         """Make sure that slabs ``first`` to ``end`` of a section are in memory, and are what was written.
@@ -325,7 +322,7 @@ class IndexFile:
             StorageError: they cannot be read.
             DamagedIndex: their bytes are not what was written.
         """
-        start, nbytes = self._places[section]
+        start, nbytes = self.places[section]
         before = self._first_slab[section]
         with self._lock:
             new = [number for number in range(first, end) if not self._is_read[before + number]]
@@ -334,7 +331,7 @@ class IndexFile:
             at, stop = new[0] * SLAB_NBYTES, min(new[-1] * SLAB_NBYTES + SLAB_NBYTES, nbytes)
             self._fill(start + at, stop - at)
             for number in range(new[0], new[-1] + 1):
-                slab = self._data[start + number * SLAB_NBYTES : start + min((number + 1) * SLAB_NBYTES, nbytes)]
+                slab = self.data[start + number * SLAB_NBYTES : start + min((number + 1) * SLAB_NBYTES, nbytes)]
                 if crc32(slab.data) != int(self._checksums[before + number]):
                     raise self.damaged(f"slab {number} of {section} does not have its CRC-32")
                 self._is_read[before + number] = 1
@@ -345,12 +342,12 @@ class IndexFile:
         Raises:
             DamagedIndex: the section has no such bytes, or they are not what was written.
         """
-        first, nbytes = self._places[section]
+        first, nbytes = self.places[section]
         if not 0 <= start <= end <= nbytes:
             raise self.damaged(f"{section} has no bytes {start} to {end}")
         if start < end:
             self.load(section, start // SLAB_NBYTES, (end - 1) // SLAB_NBYTES + 1)
-        return self._data[first + start : first + end].tobytes()
+        return self.data[first + start : first + end].tobytes()
 
     def check_all(self) -> None:
         """Read the whole file. Compare it with its checksums, and the gaps between sections with zeros.
@@ -360,9 +357,9 @@ class IndexFile:
             DamagedIndex: its bytes are not what was written.
         """
         end = head_nbytes()
-        for section, (start, nbytes) in self._places.items():
+        for section, (start, nbytes) in self.places.items():
             self._fill(end, start - end)
-            if self._data[end:start].any():
+            if self.data[end:start].any():
                 raise self.damaged(f"the gap before {section} holds something")
             if section != "checksums":  # compared with their own CRC-32 when the file was opened
                 self.load(section, 0, -(-nbytes // SLAB_NBYTES))
@@ -371,7 +368,7 @@ class IndexFile:
     def _fill(self, offset: int, nbytes: int) -> int:
         """Read bytes of the file to their place in memory."""
         if offset + nbytes > self._n_first:
-            found = self._disk.pread_into(self._file, self._data[offset : offset + nbytes].data, offset)
+            found = self._disk.pread_into(self._file, self.data[offset : offset + nbytes].data, offset)
             if found != nbytes:
                 raise self.damaged(f"it ends after {offset + found} bytes")
         return nbytes
@@ -389,32 +386,33 @@ class Column:
         DamagedIndex: a row is not there, or its slab is not what was written.
     """
 
-    __slots__ = ("_file", "_is_loaded", "_section", "_shift", "_values")
+    __slots__ = ("_file", "_is_read", "_section", "_shift", "_values")
 
     def __init__(self, file: IndexFile, section: str) -> None:
         self._file = file
         self._section = section
-        self._values = file.values(section)
+        start, nbytes = file.places[section]
+        self._values = file.data[start : start + nbytes].view(SECTIONS[section])
         self._shift = (SLAB_NBYTES // self._values.itemsize).bit_length() - 1  # there is a power of two in a slab
-        self._is_loaded = bytearray((len(self._values) >> self._shift) + 1)
+        self._is_read = bytearray((len(self._values) >> self._shift) + 1)
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __getitem__(self, row: int) -> int:
-        if not 0 <= row < len(self._values):
-            raise self._no_such(row)
-        if not self._is_loaded[row >> self._shift]:
-            self._load(row >> self._shift, (row >> self._shift) + 1)
+        if not (0 <= row < len(self._values) and self._is_read[row >> self._shift]):
+            self.rows(row, row + 1)
         value: int = self._values.item(row)
         return value
 
     def rows(self, first: int, end: int) -> npt.NDArray[Any]:
         """Rows ``first`` to ``end``."""
         if not 0 <= first <= end <= len(self._values):
-            raise self._no_such(end)
+            raise self._no_such(end - 1)
         if first < end:
-            self._load(first >> self._shift, (end - 1 >> self._shift) + 1)
+            low, high = first >> self._shift, (end - 1 >> self._shift) + 1
+            self._file.load(self._section, low, high)
+            self._is_read[low:high] = b"\1" * (high - low)
         return self._values[first:end]
 
     def at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -422,12 +420,8 @@ class Column:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._values):
             raise self._no_such(int(rows.max()))
         for slab in np.unique(rows >> self._shift).tolist():
-            self._load(slab, slab + 1)
+            self._file.load(self._section, slab, slab + 1)
         return self._values[rows].astype(np.int64)
-
-    def _load(self, first: int, end: int) -> None:
-        self._file.load(self._section, first, end)
-        self._is_loaded[first:end] = b"\1" * (end - first)
 
     def _no_such(self, row: int) -> DamagedIndex:
         return self._file.damaged(f"{self._section} has {len(self._values)} rows, and row {row} is referred to")

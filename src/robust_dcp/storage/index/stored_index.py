@@ -1,7 +1,10 @@
-"""The contents of an index by name: names, chunks, and where each chunk lies. Entries are decoded when they are wanted.
+"""The contents of an index by name: names, chunks, and where each chunk lies; and DCP's ``Metadata`` on top of them.
+Entries are decoded when somebody asks for them.
 
 This module owns the meaning of the sections, and checks every number before it is used as a reference. That is needed
-because checksums only prove that the file is as somebody wrote it.
+because checksums only prove that the file is as somebody wrote it. Other planners and readers see the same contents as
+in ``.metadata``. Whatever asks for a part of the index that is damaged gets a
+:class:`~robust_dcp.storage.index.form.DamagedIndex`.
 """
 
 from __future__ import annotations
@@ -10,23 +13,45 @@ import logging
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import ge
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, overload
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
 from robust_dcp.storage.index.form import MAX_NAME_NBYTES, IndexFile, IndexMeta, fit_of_file
 from robust_dcp.storage.layouts.places import Places
+from robust_dcp.storage.metadata.metadata_file import StorageInfo
 
-__all__ = ["ChunkKind", "Overlap", "StoredIndex", "StoredName", "WholeChunks", "fitting_index", "opened_index"]
+__all__ = [
+    "ChunkKind",
+    "StoredChunks",
+    "StoredIndex",
+    "StoredItems",
+    "WholeChunks",
+    "fitting_index",
+    "index_of",
+    "lazy_metadata",
+    "look_up",
+    "opened_index",
+    "stored_items_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -57,26 +82,6 @@ class StoredName(NamedTuple):
     first: int
     end: int
     reach: int
-
-
-class Overlap(NamedTuple):
-    """The chunks that overlap with a box. Each list has one entry for each chunk.
-
-    Attributes:
-        chunks: the places of the chunks among the chunks of the tensor.
-        offsets: where the chunks begin in the tensor.
-        in_chunk: where the overlapping parts begin in their chunks.
-        in_box: where the parts begin in the box.
-        lengths: the sizes of the parts.
-        numel: elements of all parts together.
-    """
-
-    chunks: list[int]
-    offsets: list[Size]
-    in_chunk: list[Size]
-    in_box: list[Size]
-    lengths: list[Size]
-    numel: int
 
 
 class ChunkKind(NamedTuple):
@@ -197,31 +202,29 @@ class StoredIndex:
             raise self.file.damaged(f"its section {section} cannot be decoded: {error}") from None
 
     def number(self, name: Any) -> int | None:
-        """The number of a stored name. Answers are remembered."""
-        if not isinstance(name, str):
-            return None
-        if name not in self._numbers:
-            self.look_up([name])
-        return self._numbers[name]
-
-    def look_up(self, names: Iterable[str]) -> None:
-        """Find many names at once. That is faster than finding each when it is asked for."""
-        new = [name for name in names if name not in self._numbers]
-        found = self.find_all(new)
-        self._numbers.update((name, found.get(name)) for name in new)
+        """The number of a stored name."""
+        if name not in self._numbers and isinstance(name, str):
+            self.find_all([name])
+        return self._numbers.get(name)
 
     def find_all(self, names: Iterable[str]) -> dict[str, int]:
-        """The numbers of those of ``names`` that are in the checkpoint."""
-        wanted = {name: name.encode("utf-8", "surrogatepass") for name in names}
+        """The numbers of those of ``names`` that are in the checkpoint. Answers are remembered.
+
+        To find many at once is faster than to find each when it is asked for.
+        """
+        known = self._numbers
+        names = list(names)
+        wanted = {name: name.encode("utf-8", "surrogatepass") for name in names if name not in known}
+        known.update(dict.fromkeys(wanted))
         if _FEW * len(wanted) >= len(self):
-            return {name: number for number, name in enumerate(self.names()) if name in wanted}
-        found, places = {}, range(len(self))
-        at = 0
-        for name, encoded in sorted(wanted.items(), key=lambda each: each[1]):
-            at = bisect_left(places, encoded, at, key=self._name_bytes)
-            if at < len(self) and self._name_bytes(at) == encoded:
-                found[name] = at
-        return found
+            known.update((name, number) for number, name in enumerate(self.names()) if name in wanted)
+        else:
+            at = 0
+            for name, encoded in sorted(wanted.items(), key=lambda each: each[1]):
+                at = bisect_left(range(len(self)), encoded, at, key=self._name_bytes)
+                if at < len(self) and self._name_bytes(at) == encoded:
+                    known[name] = at
+        return {name: number for name in names if (number := known[name]) is not None}
 
     def name(self, number: int) -> str:
         """The name with this number."""
@@ -349,8 +352,12 @@ class StoredIndex:
         at = bisect_left(range(end), tuple(offsets), at, end, key=lambda row: tuple(self.offsets(row)))
         return at - tensor.first if at < end and self.offsets(at) == offsets else None
 
-    def overlap(self, tensor: StoredName, box: Size, lengths: Size) -> Overlap:
+    def overlap(self, tensor: StoredName, box: Size, lengths: Size) -> list[tuple[int, Size, Size, Size, Size]]:
         """The chunks of ``tensor`` that overlap with a box of ``lengths`` at ``box``, in their order.
+
+        Returns:
+            For each: its place among the tensor's chunks; where it begins in the tensor; where the overlapping part
+            begins in the chunk, and in the box; and the size of the part.
 
         Raises:
             DamagedIndex: chunks lie outside of the tensor, or on each other. Our plans never have such chunks.
@@ -365,8 +372,7 @@ class StoredIndex:
 
             first = bisect_left(range(end), box[0] - tensor.reach + 1, first, end, key=begin_of)
             end = bisect_left(range(end), box[0] + lengths[0], first, end, key=begin_of)
-        found = Overlap([], [], [], [], [], 0)
-        numel = 0
+        found = []
         stops = [low + length for low, length in zip(box, lengths, strict=True)]
         for row in range(first, end):
             offsets, sizes = self.offsets(row), self.sizes(row)
@@ -379,17 +385,13 @@ class StoredIndex:
                 min(offset + size, stop) - begin
                 for offset, size, stop, begin in zip(offsets, sizes, stops, begins, strict=True)
             ]
-            if parts and min(parts) <= 0:
-                continue
-            numel += math.prod(parts)
-            found.chunks.append(row - tensor.first)
-            found.offsets.append(offsets)
-            found.in_chunk.append(Size([begin - offset for begin, offset in zip(begins, offsets, strict=True)]))
-            found.in_box.append(Size([begin - low for begin, low in zip(begins, box, strict=True)]))
-            found.lengths.append(Size(parts))
-        if numel > math.prod(lengths):
+            if not parts or min(parts) > 0:
+                in_chunk = Size([begin - offset for begin, offset in zip(begins, offsets, strict=True)])
+                in_box = Size([begin - low for begin, low in zip(begins, box, strict=True)])
+                found.append((row - tensor.first, offsets, in_chunk, in_box, Size(parts)))
+        if sum(math.prod(part[-1]) for part in found) > math.prod(lengths):
             raise self.file.damaged(f"chunks of name {tensor.number} overlap")
-        return found._replace(numel=numel)
+        return found
 
     def find_whole(self, names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int]) -> WholeChunks:
         """Find those of ``names`` that have a saved chunk exactly like the wanted one, without objects for them.
@@ -494,3 +496,225 @@ def _decoded_properties(data: bytes) -> list[tuple[torch.dtype, torch.layout, bo
             raise ValueError(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
         found.append((dtype, layout, requires_grad))
     return found
+
+
+# --- DCP's Metadata on top of an index
+
+
+def lazy_metadata(index: StoredIndex) -> Metadata:
+    """A ``Metadata`` that decodes entries of the index when somebody asks for them.
+
+    Raises:
+        DamagedIndex: a part that has to be decoded at once is not what was written.
+    """
+    meta = index.meta.storage_meta
+    metadata = Metadata(
+        state_dict_metadata=_Entries(index),  # type: ignore[arg-type]
+        planner_data=_Paths(index) if index.meta.has_paths else None,
+        storage_data=StoredItems(index),
+        storage_meta=meta and StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules)),
+    )
+    metadata.version = index.meta.version  # torch 2.7 has no such argument
+    return metadata
+
+
+def index_of(metadata: Metadata) -> StoredIndex | None:
+    """The index that ``metadata`` comes from, if there is one."""
+    entries = metadata.state_dict_metadata
+    return entries._index if isinstance(entries, _Entries) else None
+
+
+def stored_items_of(metadata: Metadata) -> StoredItems | None:
+    """The items of ``metadata`` if it comes from an index; else ``None``."""
+    return metadata.storage_data if isinstance(metadata.storage_data, StoredItems) else None
+
+
+def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
+    """Find many names at once. That is faster than finding each when it is asked for.
+
+    Returns:
+        whether ``metadata`` comes from an index. If it does not, nothing was done.
+    """
+    index = index_of(metadata)
+    if index is not None:
+        index.find_all(names)
+    return index is not None
+
+
+class _ByName(Mapping[str, Any]):
+    """A mapping from names to what the index has for them."""
+
+    def __init__(self, index: StoredIndex) -> None:
+        self._index = index
+
+    def __contains__(self, name: object) -> bool:
+        return self._index.number(name) is not None
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._index.names()
+
+    def _number(self, name: str) -> int:
+        number = self._index.number(name)
+        if number is None:
+            raise KeyError(name)
+        return number
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class _Paths(_ByName):
+    """``Metadata.planner_data``."""
+
+    def __getitem__(self, name: str) -> tuple[str | int, ...]:
+        return self._index.path(self._number(name))
+
+
+class _Entries(_ByName):
+    """``Metadata.state_dict_metadata``. It remembers entries, so that it returns the same object each time, as a dict
+    does.
+    """
+
+    def __init__(self, index: StoredIndex) -> None:
+        super().__init__(index)
+        self._known: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = self._entry(name)
+        return known
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The ``get`` of a dict. A load calls it for each tensor, so it avoids raising and catching an exception."""
+        known = self._known.get(name)
+        return super().get(name, default) if known is None else known
+
+    def _entry(self, name: str) -> Any:
+        stored = self._index.stored(self._number(name))
+        if stored.size is None:
+            return BytesStorageMetadata()
+        dtype, layout, requires_grad = self._index.properties[stored.properties]
+        properties = TensorProperties(dtype=dtype, layout=layout, requires_grad=requires_grad)
+        chunks: Any = StoredChunks(self._index, stored)
+        return TensorStorageMetadata(properties=properties, size=stored.size, chunks=chunks)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} names of {self._index.file.path}>"
+
+
+class StoredChunks(Sequence[ChunkStorageMetadata]):
+    """``TensorStorageMetadata.chunks``: a list that makes its elements when they are asked for.
+
+    DCP's planner walks through all of them several times. It gets the same list each time.
+    """
+
+    __slots__ = ("_all", "_index", "_stored")
+
+    def __init__(self, index: StoredIndex, stored: StoredName) -> None:
+        self._index = index
+        self._stored = stored
+        self._all: list[ChunkStorageMetadata] | None = None
+
+    def __len__(self) -> int:
+        return self._stored.end - self._stored.first
+
+    @overload
+    def __getitem__(self, place: int) -> ChunkStorageMetadata: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[ChunkStorageMetadata]: ...
+
+    def __getitem__(self, place: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
+        if self._all is not None:
+            return self._all[place]
+        rows = range(self._stored.first, self._stored.end)[place]
+        return self._chunk(rows) if isinstance(rows, int) else list(map(self._chunk, rows))
+
+    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
+        if self._all is None:
+            self._all = self[:]
+        return iter(self._all)
+
+    def _chunk(self, row: int) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=self._index.offsets(row), sizes=self._index.sizes(row))
+
+    def find(self, offsets: Size) -> int | None:
+        """The place of the chunk that begins at ``offsets``; ``None`` if there is no such chunk."""
+        return self._index.find_chunk(self._stored, offsets)
+
+    def overlap(self, offsets: Size, sizes: Size) -> list[tuple[int, Size, Size, Size, Size]]:
+        """The chunks that overlap with a box; see :meth:`StoredIndex.overlap`."""
+        return self._index.overlap(self._stored, offsets, sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
+
+
+class StoredItems(Mapping[MetadataIndex, Any]):
+    """``Metadata.storage_data``. It remembers places, because a load asks for them again when it reads."""
+
+    def __init__(self, index: StoredIndex) -> None:
+        self._index = index
+        self._known: dict[MetadataIndex, Any] = {}
+
+    def __getitem__(self, item: MetadataIndex) -> Any:
+        known = self._known.get(item)
+        if known is None:
+            row = self.row(item)
+            if row is None:
+                raise KeyError(item)
+            known = self._known[item] = StorageInfo(*self._index.place(row))
+        return known
+
+    def __contains__(self, item: object) -> bool:
+        return isinstance(item, MetadataIndex) and self.row(item) is not None
+
+    def __len__(self) -> int:
+        return self._index.n_rows
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        index = self._index
+        for number, name in enumerate(index.names()):
+            stored = index.stored(number)
+            if stored.size is None:
+                yield MetadataIndex(name)
+                continue
+            offsets = list(map(index.offsets, range(stored.first, stored.end)))
+            if any(tuple(before) >= tuple(behind) for before, behind in pairwise(offsets)):
+                raise index.file.damaged(f"the chunks of name {number} do not ascend")
+            yield from (MetadataIndex(name, each) for each in offsets)
+
+    def row(self, item: MetadataIndex) -> int | None:
+        """The place of an item among all items, which are sorted by name and offsets. So all ranks call it the same."""
+        number = self._index.number(item.fqn)
+        if number is None:
+            return None
+        stored = self._index.stored(number)
+        offsets, hint = item.offset, item.index
+        if stored.size is None or offsets is None:
+            return stored.first if stored.size is None and offsets is None else None
+        if hint is not None and 0 <= hint < stored.end - stored.first:
+            row = stored.first + hint
+            if self._index.offsets(row) == offsets:
+                return row
+        place = self._index.find_chunk(stored, offsets)
+        return None if place is None else stored.first + place
+
+    def order_in_files(self) -> Int64:
+        """The place of each item when all are sorted by file and by where they begin in it: int64 ``[n]``."""
+        return self._index.order_in_files()
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)

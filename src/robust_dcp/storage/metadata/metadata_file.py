@@ -39,8 +39,8 @@ from robust_dcp.storage.layouts.read_head import StoredTensor, read_head, unusab
 from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, without_garbage_collection
 from robust_dcp.storage.metadata.unpickling import all_of, unpickled
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.names import registered_by_user
 from robust_dcp.storage.records.torch_kinds import constant, layout_named
+from robust_dcp.storage.records.unpickler import registered_by_user
 
 __all__ = [
     "FORMAT_VERSION",

@@ -22,7 +22,7 @@ from typing import IO, Any, Final, cast
 
 from robust_dcp.errors import UnsafeCheckpoint
 from robust_dcp.storage.metadata.stored_pickle import corrupt, pickle_in, without_garbage_collection
-from robust_dcp.storage.records import program_kinds, python_kinds
+from robust_dcp.storage.records import kinds
 from robust_dcp.storage.records.limits import Budget
 
 __all__ = ["ClassName", "all_of", "check_metadata", "unpickled"]
@@ -172,7 +172,7 @@ class _Bounded:
 
     def __call__(self, *arguments: Any) -> Any:
         given = tuple(argument.kind if isinstance(argument, _Bounded) else argument for argument in arguments)
-        found = python_kinds.BUILT_BY_CALL[self.kind](tuple(map(_plain_dicts, given)), self._budget)
+        found = kinds.BUILT_BY_CALL[self.kind](tuple(map(_plain_dicts, given)), self._budget)
         if not isinstance(found, dict):
             return found
         checked = _CheckedDict(self._budget)  # more items may follow
@@ -230,7 +230,7 @@ class _Unpickler(pickle.Unpickler):
         if path not in self._registered:
             self._watch(found)
         if isinstance(found, enum.EnumMeta):  # its own code would hash and print the value
-            return partial(lambda kind, *arguments: program_kinds.member_of(kind, arguments), found)
+            return partial(lambda kind, *arguments: kinds.member_of(kind, arguments), found)
         return found
 
     def _watch(self, found: Any) -> None:

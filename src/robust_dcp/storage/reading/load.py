@@ -30,7 +30,7 @@ from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.staging import Block, BlockPool, DeviceCopies, copy_each
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
-from robust_dcp.storage.index import ChunkKind
+from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.footer import Footer
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.data_file import DataFile

@@ -19,15 +19,8 @@ from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
-from robust_dcp.storage.index import (
-    DamagedIndex,
-    StoredIndex,
-    fit_of,
-    fit_of_file,
-    fitting_index,
-    lazy_metadata,
-    opened_index,
-)
+from robust_dcp.storage.index.form import DamagedIndex, fit_of, fit_of_file
+from robust_dcp.storage.index.stored_index import StoredIndex, fitting_index, lazy_metadata, opened_index
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 from robust_dcp.storage.metadata.unpickling import check_metadata

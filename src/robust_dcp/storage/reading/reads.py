@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.staging import host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
-from robust_dcp.storage.index import ChunkKind, WholeChunks, stored_items_of
+from robust_dcp.storage.index.stored_index import ChunkKind, WholeChunks, stored_items_of
 from robust_dcp.storage.layouts.footer import item_id, seed_of
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo

@@ -8,7 +8,7 @@
 | Is this record like one that is known, and what is its checksum? | ``Record.crc32_in_header``, ``Record.crc32_in`` |
 | Where are the members of an archive? | ``record.zip_members`` |
 | Which value does a pickle hold, if it is data? | ``unpickler.Unpickler`` |
-| What does a name in it stand for, and what may be done with it? | ``names.Names``, with the four ``…_kinds`` |
+| What does a name in it stand for, and what may be done with it? | ``unpickler``, with ``kinds`` and ``torch_kinds`` |
 | Which object do the bytes of an item hold? | ``objects.load_object`` |
 | May ``torch.load`` have them? | ``objects.check_object`` |
 | Would a load refuse what was just pickled? | ``objects.refusal_of`` |

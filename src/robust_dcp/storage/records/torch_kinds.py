@@ -18,9 +18,8 @@ from torch import _utils as torch_utils
 from torch.serialization import StorageType, _get_layout
 from torch.storage import TypedStorage, UntypedStorage
 
+from robust_dcp.storage.records.kinds import exactly, set_attributes
 from robust_dcp.storage.records.limits import Budget, Builder, Malformed, NotData, expect
-from robust_dcp.storage.records.program_kinds import set_attributes
-from robust_dcp.storage.records.python_kinds import exactly
 
 __all__ = [
     "BUILT_BY_CALL",
