@@ -88,7 +88,7 @@ class _Writer(RobustWriter):
 
     def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
         with self._watch.paused():
-            self.directory.begin(overwrite=True, announces=True)
+            self.directory.begin(announces=True)
             return written_files(self._items, self.kept, rank)
 
     def check_own(self) -> None:
@@ -96,7 +96,7 @@ class _Writer(RobustWriter):
 
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
         self._watch.lap("metadata")
-        self.directory.check_own = lambda names: None  # type: ignore[method-assign]  # other ranks have no files
+        self.directory.check_own = lambda names=None: None  # type: ignore[method-assign]  # other ranks have no files
         self.directory.publish(metadata, are_checked=True)
         self._watch.lap("commit")
 

@@ -226,9 +226,6 @@ class SimulatedDisk(Disk):
     def is_at(self, file: OpenFile, path: str) -> bool:
         return self.exists(path) and self._inode(path, "look at") is self._open[file.fd]
 
-    def unlock(self, file: OpenFile) -> None:
-        self._locked.discard(file.fd)
-
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
         inode = self._open[file.fd]
         if any(self._open.get(fd) is inode for fd in self._locked - {file.fd}):

@@ -63,7 +63,6 @@ def commit_on_nodes(
     directory: Save,
     *,
     leads_directory: bool,
-    check_own: Callable[[], None],
     make_metadata: Callable[[], MetadataToPublish],
 ) -> None:
     """Commit on all nodes. Afterwards the ranks that lead call ``Save.tidy_up``.
@@ -72,7 +71,6 @@ def commit_on_nodes(
         phase: makes the name of an exchange.
         directory: this rank's directory.
         leads_directory: whether this rank leads in another directory than the coordinator's.
-        check_own: makes sure that the files of this rank are as it wrote them.
         make_metadata: makes the metadata; called on the coordinator.
 
     Raises:
@@ -100,7 +98,7 @@ def commit_on_nodes(
         nodes.extend(told.nodes)
 
     def prepare() -> None:
-        check_own()
+        directory.check_own()
         if leads:
             directory.prepare(own[0], directory.among(own[0].files))
 

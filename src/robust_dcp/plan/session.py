@@ -232,9 +232,9 @@ class SaveSession:
                     # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait
                     # for it, because they look for the announcement before they write.
                     if self.channel.coordinator_rank != 0:
-                        self.channel.barrier(self.phase("announce"), then=self.writer.announce)
+                        self.channel.barrier(self.phase("announce"), then=self.writer.directory.announce)
                     elif self.channel.is_coordinator:
-                        self.writer.announce()
+                        self.writer.directory.announce()
         except BaseException:
             # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
             for queue in self.queues[1:]:
@@ -400,7 +400,7 @@ class SaveSession:
             raise ValueError("this save was planned for another storage writer")
         if self.channel.size > 1 and not self._has_joined:
             self._has_joined = True
-            self.leads_directory = self.writer.join()
+            self.leads_directory = self.writer.directory.join()
         return self.writer, self.placements
 
     @property
@@ -415,7 +415,7 @@ class SaveSession:
 
     def _own_room(self) -> RoomOfRank:
         writer, placements = self._joined()
-        return writer.room(self.rank, placements, self._known_places)
+        return writer.room(self.rank, placements, self._known_places, is_alone=self.channel.size == 1)
 
     def _write_own(self, source: Callable[[], ItemSource]) -> Written | None:
         """Write this rank's files. Returns what the coordinator does not know of them."""
@@ -426,7 +426,7 @@ class SaveSession:
         self.own_write_seconds = time.perf_counter() - started_seconds
         self.unloadable.raise_if_forbidden(self.checkpoint)
         said = None
-        if writer.leaves_report:
+        if writer.options.report:
             said = said_of_rank(self.rank, self._times(), written.nbytes, len(written.names), written.how)
         return written_message(written.variable_places, known_places, self.unloadable.found, said)
 
@@ -493,11 +493,12 @@ class SaveSession:
                         self.phase,
                         writer.directory,
                         leads_directory=self.leads_directory,
-                        check_own=writer.check_own,
                         make_metadata=lambda: self._make_metadata(writer),
                     )
                 elif self.commits_together:
-                    self.channel.barrier(self.phase("commit"), writer.check_own, then=lambda: self._publish(writer))
+                    self.channel.barrier(
+                        self.phase("commit"), writer.directory.check_own, then=lambda: self._publish(writer)
+                    )
                 elif self.channel.is_coordinator:  # the writer checks the files of all ranks
                     self._publish(writer)
         except BaseException as error:
@@ -506,15 +507,15 @@ class SaveSession:
             self._clean_up_commit(writer, error)
             raise
         self._keep_plan(confirmed=self.commits_together)
-        if self.channel.is_coordinator:
-            writer.leave_report(self._saved_report)
+        if self.channel.is_coordinator and writer.options.report:
+            writer.directory.leave_report(self._saved_report)
         if self.channel.is_coordinator or self.leads_directory:
-            writer.clean_up()
+            writer.directory.tidy_up()
         if self.queues:
             self._copy_and_tell(writer)
 
     def _publish(self, writer: RobustWriter) -> None:
-        writer.publish(self._make_metadata(writer), are_checked=self.commits_together)
+        writer.directory.publish(self._make_metadata(writer), are_checked=self.commits_together)
 
     def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
         """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
@@ -701,7 +702,7 @@ class SaveSession:
                 if message is not None and message.row
             ],
             self._times(),
-            checkpoint=self.checkpoint,
+            checkpoint=(self.writer.known_as if self.writer else None) or self.checkpoint,
             save_id=save_id,
             world_size=self.channel.size,
             coordinator_rank=self.rank,

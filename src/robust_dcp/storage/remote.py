@@ -488,9 +488,6 @@ class RemoteDisk(Disk):
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
         return None
 
-    def unlock(self, file: OpenFile) -> None:
-        return None
-
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         return None
 

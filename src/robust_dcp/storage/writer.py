@@ -106,7 +106,6 @@ class RobustWriter(StorageWriter):
         self._is_coordinator = False
         self._begun = False
         self._announces = False
-        self._uncommitted_names: tuple[str, ...] = ()
         self._times = SaveTimes()
         self._planner_name = ""
 
@@ -126,7 +125,7 @@ class RobustWriter(StorageWriter):
         """Make the directory, see what is in it, and announce the save there. Called before any rank writes.
 
         Args:
-            announces: ``False`` if :meth:`announce` will be called.
+            announces: ``False`` if ``directory.announce`` will be called.
 
         Raises:
             StorageError: there is a checkpoint and ``overwrite`` is false; the directory holds files that may not lie
@@ -137,7 +136,7 @@ class RobustWriter(StorageWriter):
         if not is_coordinator:
             return
         try:
-            self.directory.begin(overwrite=self.options.overwrite, announces=announces)
+            self.directory.begin(announces=announces)
         except BaseException:
             self.directory.give_up()
             raise
@@ -153,35 +152,13 @@ class RobustWriter(StorageWriter):
             self.save_id = f"{mark:016x}"
             self._directory = None
 
-    def announce(self) -> None:
-        """Called on the coordinator before any rank writes: announce the save, so that its files can be told from
-        others.
-
-        Raises:
-            StorageError: as :meth:`begin`.
-        """
-        if not self.directory.is_announced:
-            self.directory.announce()
-
-    def join(self) -> bool:
-        """Called on each rank before it writes: find the announcement of the save in the directory that this rank sees.
-
-        Returns:
-            whether this rank sees another directory than the coordinator, and has announced the save there. It then
-            leads the commit in that directory.
-
-        Raises:
-            StorageError: as :meth:`begin`.
-        """
-        if self.directory.is_announced:
-            return False
-        return self.directory.join(overwrite=self.options.overwrite)
-
     @property
     def directory(self) -> Save:
         """What this save has found and made in its directory."""
         if self._directory is None:
-            self._directory = Save(self.disk, self.path, save_id=self.save_id, layout=self.layout)
+            self._directory = Save(
+                self.disk, self.path, save_id=self.save_id, layout=self.layout, overwrite=self.options.overwrite
+            )
         return self._directory
 
     def has_ample_room(self, nbytes: int) -> bool:
@@ -189,8 +166,14 @@ class RobustWriter(StorageWriter):
         places = (self.path, *stripe_directories(self.disk, self.path, self.options.stripes))
         return all(self.disk.room(place)[1] > 2 * nbytes + (1 << 30) for place in places)
 
-    def room(self, rank: int, placements: Placements, known_places: npt.NDArray[np.int64] | None) -> RoomOfRank:
-        """How much room this rank needs on which file systems, and how much is free. Called before any rank writes."""
+    def room(
+        self, rank: int, placements: Placements, known_places: npt.NDArray[np.int64] | None, *, is_alone: bool
+    ) -> RoomOfRank:
+        """How much room this rank needs on which file systems, and how much is free. Called before any rank writes.
+
+        Args:
+            is_alone: whether there is no other rank, which may see another directory.
+        """
         return room_of_rank(
             self.disk,
             self.path,
@@ -198,7 +181,7 @@ class RobustWriter(StorageWriter):
             placements,
             known_places,
             stripes=stripe_directories(self.disk, self.path, self.options.stripes),
-            shared_as=identity(self.disk, self.path, self.save_id),
+            shared_as="" if is_alone else identity(self.disk, self.path, self.save_id),
             node=str(node_of(rank)),
         )
 
@@ -227,51 +210,8 @@ class RobustWriter(StorageWriter):
             self.directory.make(place)
         written = self.write_files(files, source, check_stop, self.directory.not_removed)
         self.directory.own.update(written.uncommitted_names, written.names)
-        self._uncommitted_names = written.uncommitted_names
+        self.directory.written = written.uncommitted_names
         return written
-
-    def check_own(self) -> None:
-        """Make sure, right before the commit, that nobody has touched the files that this rank has written.
-
-        Raises:
-            StorageError: somebody has touched one.
-        """
-        self.directory.check_own(self._uncommitted_names)
-
-    def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
-        """Commit, on the coordinator.
-
-        Args:
-            are_checked: whether all ranks have called :meth:`check_own`.
-
-        Raises:
-            StorageError: as ``Save.publish``.
-        """
-        self.directory.publish(metadata, are_checked=are_checked)
-
-    @property
-    def leaves_report(self) -> bool:
-        """Whether a committed save leaves a report beside the checkpoint."""
-        return self.options.report
-
-    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
-        """Called on the coordinator after the commit: leave a report beside the checkpoint, unless the options say
-        otherwise. If that fails, it is logged.
-
-        Args:
-            make: makes the report, from the id of the save and what its commit went without.
-        """
-        if self.leaves_report:
-            place = self.known_as
-            self.directory.leave_report(
-                make if place is None else lambda *known: msgspec.structs.replace(make(*known), checkpoint=place)
-            )
-
-    def clean_up(self) -> None:
-        """Remove the files that the committed checkpoint replaces. A file that cannot be removed stays, and is
-        logged.
-        """
-        self.directory.tidy_up()
 
     # The hooks of `torch.distributed.checkpoint.save`, in the order in which it calls them.
 
@@ -286,7 +226,7 @@ class RobustWriter(StorageWriter):
         self.write_files = write_files
 
     def storage_meta(self) -> WriterMeta:
-        return WriterMeta(checkpoint_id=self.known_as or self.path, save_id=self.save_id, writer=self)
+        return WriterMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id, writer=self)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self.drain_to is not None:
@@ -313,7 +253,7 @@ class RobustWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._announces:
-            self.announce()
+            self.directory.announce()
         return [replace(plan, storage_data=Share(rank, self.mark)) for rank, plan in enumerate(plans)]
 
     @entry_point
@@ -356,7 +296,7 @@ class RobustWriter(StorageWriter):
             WriteResult(item.index, nbytes, StorageInfo(written.names[file], offset, nbytes))
             for item, (file, (offset, nbytes)) in zip(plan.items, places, strict=True)
         ]
-        if results and self.leaves_report:  # a rank that has written nothing tells nothing
+        if results and self.options.report:  # a rank that has written nothing tells nothing
             last = results.pop()
             said = said_of_rank(rank, self._times, written.nbytes, len(written.names), written.how)
             results.append(_TellingResult(last.index, last.size_in_bytes, last.storage_data, said))
@@ -364,7 +304,7 @@ class RobustWriter(StorageWriter):
 
     def _refuse_another_directory(self, rank: int) -> None:
         """Make sure, on a rank that does not commit, that it writes into the coordinator's directory."""
-        if self.join():
+        if self.directory.join():
             error = not_one_directory(self.path, f"rank {rank}", "A save by torch.distributed.checkpoint")
             self.directory.roll_back(error)
             raise error
@@ -385,8 +325,9 @@ class RobustWriter(StorageWriter):
             self.directory.roll_back(error)
             raise
         self._times.ends("commit")
-        self.leave_report(lambda save_id, fallbacks: self._report_of(results, save_id, fallbacks))
-        self.clean_up()
+        if self.options.report:
+            self.directory.leave_report(lambda save_id, fallbacks: self._report_of(results, save_id, fallbacks))
+        self.directory.tidy_up()
 
     def _report_of(
         self, results: Sequence[Sequence[WriteResult]], save_id: str, fallbacks: Sequence[str]
@@ -400,7 +341,7 @@ class RobustWriter(StorageWriter):
         return make_report(
             [(rank, last.said) for rank, last in lasts if isinstance(last, _TellingResult) and last.said is not None],
             self._times,
-            checkpoint=self.path,
+            checkpoint=self.checkpoint_id,
             save_id=save_id,
             world_size=len(results),
             coordinator_rank=0,
@@ -411,11 +352,12 @@ class RobustWriter(StorageWriter):
 
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
-        return StorageMeta(checkpoint_id=self.known_as or self.path, save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @property
     def checkpoint_id(self) -> str:
-        return self.path
+        """The place that the checkpoint and its report name as their own."""
+        return self.known_as or self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -26,8 +26,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -54,18 +54,11 @@ from robust_dcp.storage.layouts import FileName, Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.structure_cache import CACHE, Table
 
-__all__ = [
-    "NO_INDEX",
-    "MetadataToPublish",
-    "NodeOfSave",
-    "Save",
-    "not_one_directory",
-    "read_nodes",
-]
+__all__ = ["MetadataToPublish", "NodeOfSave", "Save", "not_one_directory", "read_nodes"]
 
 logger = logging.getLogger(__name__)
 
-NO_INDEX: Final = "the checkpoint has no index, as it could not be written; a load takes longer"
+_NO_INDEX: Final = "the checkpoint has no index, as it could not be written; a load takes longer"
 
 _FEW_FILES: Final = 64
 _MAX_NODES_NBYTES: Final = 64 << 20
@@ -94,28 +87,19 @@ class MetadataToPublish:
     index: Sequence[bytes | memoryview] = ()
 
 
-# What is committed in a directory already.
-
-_STAMP_NBYTES: Final = 20
-"""The length of what we write after the pickle, with the pickle's CRC-32. The pickle holds the id of its save."""
-
-
-@dataclass(frozen=True)
-class _Committed:
+class _Committed(NamedTuple):
     """What a ``.metadata`` says.
 
     Attributes:
-        stamp: its length and last bytes.
+        fingerprint: see ``Disk.fingerprint``. If it differs later, somebody has written the file.
         files: the data files that it names and that lie in its own directory, without others; ``None`` if it could not
             be decoded: nobody knows which files it needs.
         save_id: the id of the save that wrote it.
-        fingerprint: see ``Disk.fingerprint``. If it differs later, somebody has written the file.
     """
 
-    stamp: tuple[int, bytes]
-    files: frozenset[str] | None = frozenset()
-    save_id: str | None = None
-    fingerprint: tuple[int, int, int] | None = None
+    fingerprint: tuple[int, int, int]
+    files: frozenset[str] | None
+    save_id: str | None
 
 
 # By path: what this process has committed. So a save that replaces that does not have to decode it.
@@ -126,37 +110,37 @@ _COMMITTED: Table[str, _Committed] = CACHE.table(
 )
 
 
+def _fingerprint(disk: Disk, path: str) -> tuple[int, int, int] | None:
+    """``Disk.fingerprint``; ``None`` if there is no such file."""
+    try:
+        return disk.fingerprint(path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return None
+
+
 def _committed_in(disk: Disk, path: str) -> _Committed | None:
     """Read what the ``.metadata`` at ``path`` names; ``None`` if there is none.
 
     Raises:
         StorageError: it cannot be read.
     """
-    try:
-        fingerprint = disk.fingerprint(path)
-        stamp = disk.read_end(path, _STAMP_NBYTES)
-        known = _COMMITTED.get(os.path.realpath(path))
-        if known is not None and known.stamp == stamp:
-            return replace(known, fingerprint=fingerprint)
-        data = disk.read_file(path)
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
+    fingerprint = _fingerprint(disk, path)
+    known = _COMMITTED.get(os.path.realpath(path))
+    if fingerprint is None or (known is not None and known.fingerprint == fingerprint):
+        return None if fingerprint is None else known
+    data = disk.read_file(path)
     if data is None:
         return None
     try:
         metadata = decode_metadata(data, path)
     except RobustCheckpointError as error:
         logger.warning("%s cannot be read, so no file that it may name is removed: %s", path, error.message)
-        return _Committed(stamp, None, fingerprint=fingerprint)
+        return _Committed(fingerprint, None, None)
     save_id = getattr(metadata.storage_meta, "save_id", None)
-    return _Committed(
-        stamp,
-        frozenset(filter(is_data_file, referenced_files(metadata))),
-        save_id if isinstance(save_id, str) else None,
-        fingerprint,
-    )
+    files = frozenset(filter(is_data_file, referenced_files(metadata)))
+    return _Committed(fingerprint, files, save_id if isinstance(save_id, str) else None)
 
 
 class NodeOfSave(msgspec.Struct, frozen=True):
@@ -213,32 +197,36 @@ class Save:
         path: the checkpoint's directory.
         save_id: the id of the save, which ``.metadata`` will hold.
         layout: the layout of the data files.
+        overwrite: whether a committed checkpoint in the directory may be replaced.
 
     Attributes:
         names: the names in the directory before this save wrote anything.
         earlier: the checkpoint that was there; ``None`` if there was none, or this rank has not announced the save.
         left_overs: what other saves have left there.
+        written: the names of the files that this rank has written, before the commit.
         own: the names of the files that this rank has made, or that it commits.
         not_removed: paths of files that this rank made and could not remove. Whoever fails to remove one adds it here.
         may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed unless
             :meth:`withdraw` is called.
     """
 
-    def __init__(self, disk: Disk, path: str, *, save_id: str, layout: Layout) -> None:
+    def __init__(self, disk: Disk, path: str, *, save_id: str, layout: Layout, overwrite: bool = True) -> None:
         self.path = path
         self.save_id = save_id
         self.names: tuple[str, ...] = ()
         self.earlier: _Committed | None = None
         self.left_overs = LeftOvers()
+        self.written: tuple[str, ...] = ()
         self.own: set[str] = set()
         self.not_removed: list[str] = []
         self.may_be_committed = False
         self._disk = disk
         self._layout = layout
-        self._overwrite = True
+        self._overwrite = overwrite
         self._made: list[str] = []
         self._saving: SavingFile | None = None
-        self._is_prepared = self._has_index = self._asked_for_index = self._has_report = False
+        self._beside: set[str] = set()  # the index and the like, as far as the new checkpoint has them
+        self._lacks_index = False
         self._nodes: Sequence[NodeOfSave] = ()
         self._checked_at_seconds = -math.inf
 
@@ -248,7 +236,7 @@ class Save:
         """Make a directory that the save needs. It is removed if the save fails."""
         self._made += self._disk.mkdirs(path)
 
-    def begin(self, *, overwrite: bool, announces: bool) -> None:
+    def begin(self, *, announces: bool) -> None:
         """Make the checkpoint's directory and see what is in it.
 
         Args:
@@ -258,7 +246,6 @@ class Save:
             StorageError: there is a checkpoint that must not be replaced, or a call to the file system failed.
         """
         self.make(self.path)
-        self._overwrite = overwrite
         if announces:
             self.announce()
         else:
@@ -266,28 +253,31 @@ class Save:
 
     def _look(self) -> None:
         self.names = tuple(self._disk.list_directory(self.path))
-        is_committed = METADATA_NAME in self.names
-        if is_committed and not self._overwrite:
+        if METADATA_NAME not in self.names:
+            return
+        if not self._overwrite:
             raise StorageError(
                 f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
                 path=self.path,
                 operation="begin",
             )
-        if is_committed and not self._layout.may_share_directory:
+        if not self._layout.may_share_directory:
             raise self._cannot_share("a committed checkpoint")
 
     def announce(self) -> None:
-        """Claim the directory, and find out what earlier saves have left.
+        """Claim the directory, unless that is done, and find out what earlier saves have left.
 
         Raises:
             StorageError: another save is running into the directory; it holds files that may not lie beside those of
                 the layout; the errno is EEXIST if another rank has announced this save; or a call failed.
         """
+        if self._saving is not None:
+            return
         self._look()  # another save may have ended since ``begin``
-        self.earlier = _committed_in(self._disk, self._path_of(METADATA_NAME))
+        self.earlier = _committed_in(self._disk, self._path_of(METADATA_NAME)) if METADATA_NAME in self.names else None
         needed = frozenset() if self.earlier is None else self.earlier.files
         replaces = (needed or frozenset()) & set(self.names)
-        self._saving = SavingFile.create(self._disk, self.path, save_id=self.save_id, replaces=replaces)
+        saving = SavingFile.create(self._disk, self.path, save_id=self.save_id, replaces=replaces)
         try:
             saves = others_in(self._disk, self.path, mark=mark_of(self.save_id))
             committed_by = None if self.earlier is None else self.earlier.save_id
@@ -297,12 +287,12 @@ class Save:
                     if name.endswith(SAFETENSORS_SUFFIX) and name not in self.left_overs.files:
                         raise self._cannot_share(name)
         except BaseException:
-            self._saving.remove()
-            self._saving = None
+            saving.remove()
             raise
+        self._saving = saving
 
-    def join(self, *, overwrite: bool) -> bool:
-        """Find the announcement of this save in the directory. Called on each other rank before it writes.
+    def join(self) -> bool:
+        """Find the announcement of this save in the directory. Called on each rank before it writes.
 
         If it is not there, this rank and the coordinator have different directories under the same path. Then this rank
         announces the save in its own. The file is created with ``O_EXCL``: the server of a network file system decides
@@ -310,15 +300,15 @@ class Save:
         another one, and of several ranks on a node exactly one announces.
 
         Returns:
-            whether this rank has announced the save. It then leads the commit in this directory.
+            whether this rank has announced the save now. It then leads the commit in this directory.
 
         Raises:
             StorageError: as :meth:`begin` and :meth:`announce`.
         """
-        if is_announced(self._disk, self.path, self.save_id):
+        if self._saving is not None or is_announced(self._disk, self.path, self.save_id):
             return False
         try:
-            self.begin(overwrite=overwrite, announces=True)
+            self.begin(announces=True)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
@@ -338,21 +328,17 @@ class Save:
             operation="begin",
         )
 
-    @property
-    def is_announced(self) -> bool:
-        """Whether this rank has announced the save."""
-        return self._saving is not None
-
     # The commit.
 
-    def check_own(self, names: Collection[str]) -> None:
-        """Make sure, right before the commit, that data files of this save are still there.
+    def check_own(self, names: Collection[str] | None = None) -> None:
+        """Make sure, right before the commit, that data files of this save are still there: those that this rank has
+        written, or ``names``.
 
         Raises:
             StorageError: one is gone.
         """
         self._checked_at_seconds = time.monotonic()
-        paths = [self._path_of(name) for name in sorted(names)]
+        paths = [self._path_of(name) for name in sorted(self.written if names is None else names)]
         if len(paths) <= _CHECK_THREADS:  # most ranks have two or three, for which no threads are worth it
             are_there = [self._disk.exists(path) for path in paths]
         else:
@@ -377,9 +363,6 @@ class Save:
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
         """Commit, durably and in one step. Call :meth:`tidy_up` afterwards.
 
-        It looks once more for the data files of all ranks if there are few, or if the last look was long ago: this
-        process may have been paused since.
-
         Args:
             are_checked: whether all ranks have called :meth:`check_own`.
 
@@ -398,7 +381,9 @@ class Save:
         Raises:
             StorageError: a call failed. Nothing is committed.
         """
-        if self._saving is not None and not self._saving.is_there():
+        if self._saving is None:
+            raise ValueError("a save is announced before it is committed")
+        if not self._saving.is_there():
             raise StorageError(
                 f"{self._saving.path} is gone: another save took this one for one that is over, and may have removed "
                 "files of it; nothing is committed, save again",
@@ -411,48 +396,41 @@ class Save:
             remove_data_files(self._disk, self.path, self.left_overs.files)
         disk = self._disk
         disk.write_file(self._unfinished(METADATA_NAME), metadata.fragments)
-        self._asked_for_index = bool(metadata.index)
-        self._has_index = self._asked_for_index and self._index_works(
-            lambda: disk.write_file(self._unfinished(INDEX_NAME), metadata.index)
-        )
+        if metadata.index:
+            self._beside.add(INDEX_NAME)
+            self._try_index(lambda: disk.write_file(self._unfinished(INDEX_NAME), metadata.index))
         for name in metadata.renames:
             disk.rename(self._path_of(name.written), self._path_of(name.committed))
         if metadata.renames:  # all other names were made durable by the ranks that gave them
             disk.fsync_directory(self.path)
-        self._is_prepared = True
 
     def finish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
         """Commit what :meth:`prepare` has prepared. The arguments and errors are those of :meth:`publish`."""
-        if not self._is_prepared or self._saving is None:
-            raise ValueError("a save is announced and its commit prepared before it is finished")
-        disk, path = self._disk, self._path_of(METADATA_NAME)
-        if _committed_in(disk, path) != self.earlier:
+        disk, path, unfinished = self._disk, self._path_of(METADATA_NAME), self._unfinished(METADATA_NAME)
+        if _fingerprint(disk, path) != (None if self.earlier is None else self.earlier.fingerprint):
             raise self._interfered(f"{path} is not the one that was there at the beginning")
         files = self.among(metadata.files) if self._nodes else metadata.files
         is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
-        if not are_checked or not is_recent or len(files) <= _FEW_FILES:
+        # This process may have been paused since the last look. If there are few files, another one costs nothing.
+        if not are_checked or not is_recent or len(self.written) < len(files) <= _FEW_FILES:
             self.check_own(files)
-        self._has_index = self._has_index and self._index_works(
-            lambda: disk.rename(self._unfinished(INDEX_NAME), self._path_of(INDEX_NAME))
-        )
+        if INDEX_NAME in self._beside:
+            self._try_index(lambda: disk.rename(self._unfinished(INDEX_NAME), self._path_of(INDEX_NAME)))
+        new = _Committed(disk.fingerprint(unfinished), frozenset(metadata.files), self.save_id)
         self.may_be_committed = True  # from here on, whatever fails
-        disk.rename(self._unfinished(METADATA_NAME), path)
+        disk.rename(unfinished, path)
         disk.fsync_directory(self.path)
-        stamp = b"".join(metadata.fragments[-2:])[-_STAMP_NBYTES:]
-        _COMMITTED.put(
-            os.path.realpath(path),
-            _Committed((sum(map(len, metadata.fragments)), stamp), frozenset(metadata.files), self.save_id),
-        )
+        _COMMITTED.put(os.path.realpath(path), new)
 
-    def _index_works(self, step: Callable[[], None]) -> bool:
-        """Do one step of writing the index. Returns whether it succeeded; if not, nothing of it stays."""
+    def _try_index(self, step: Callable[[], None]) -> None:
+        """Do one step of writing the index. If it fails, nothing of it stays, and the checkpoint has none."""
         try:
             step()
         except StorageError as error:
             logger.warning("the checkpoint gets no index, so a load takes longer: %s", error.message)
             is_gone(self._disk.unlink, self._unfinished(INDEX_NAME), tells=True)
-            return False
-        return True
+            self._beside.discard(INDEX_NAME)
+            self._lacks_index = True
 
     def is_one_of_several(self, nodes: Sequence[NodeOfSave]) -> None:
         """Note that nodes commit this save together, each in a directory of its own. Called before the first commits.
@@ -466,15 +444,14 @@ class Save:
 
     def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
         """Put a report beside the checkpoint, wholly or not at all, in the place of an older one. Nothing waits for the
-        device: after a power cut the file may be empty or missing.
+        device: after a power cut the file may be empty or missing. If that fails, it is logged.
 
         Args:
             make: makes the report, from the id of the save and what its commit went without.
         """
         try:
-            without = (NO_INDEX,) if self._asked_for_index and not self._has_index else ()
-            self._put_beside(REPORT_NAME, encode_report(make(self.save_id, without)))
-            self._has_report = True
+            report = make(self.save_id, (_NO_INDEX,) if self._lacks_index else ())
+            self._put_beside(REPORT_NAME, encode_report(report))
         except Exception as error:
             logger.warning("%s is committed, but has no report of its save: %s", self.path, error)
 
@@ -487,6 +464,7 @@ class Save:
         except StorageError:
             is_gone(self._disk.unlink, unfinished)
             raise
+        self._beside.add(name)
 
     def tidy_up(self) -> None:
         """Remove the files that the commit replaces, and the announcement. A file that cannot be removed stays, and is
@@ -494,16 +472,21 @@ class Save:
         """
         try:
             if self._nodes:
-                nodes = _Nodes(mark_of(self.save_id), tuple(self._nodes))
-                self._put_beside(NODES_NAME, msgspec.json.encode(nodes))
-            left = self._remove_superseded()
+                self._put_beside(NODES_NAME, msgspec.json.encode(_Nodes(mark_of(self.save_id), tuple(self._nodes))))
+            # The index, the report and the like of the earlier checkpoint, and what killed saves have left of them.
+            beside = {INDEX_NAME, REPORT_NAME, NODES_NAME} - self._beside
+            beside = {name for name in self.names if name in beside or name.startswith(f"{NODES_NAME}.")}
+            earlier = frozenset[str]() if self.earlier is None else self.earlier.files or frozenset()
+            superseded = ((earlier | self.left_overs.files) - self.own) | beside
+            left = remove_data_files(self._disk, self.path, superseded, keep=self.own)
+            self.left_overs.tell_what_stays(self.path, set(self.names) - self.own - superseded)
             if self._saving is None:
                 return
             # The announcement stays while a file that it accounts for could not be removed. The next save tries again.
             for name, files_left in self.left_overs.by_save.items():
                 if files_left.isdisjoint(left):
                     is_gone(self._disk.unlink, self._path_of(name))
-            if self.earlier is None or not self.earlier.files or self.earlier.files.isdisjoint(left):
+            if earlier.isdisjoint(left):
                 self._saving.remove()
             self._saving.release()
             if self.names:  # else a power cut brings back nothing but the announcement, which the next save removes
@@ -511,20 +494,6 @@ class Save:
         except Exception as error:
             logger.warning("%s is committed, but not tidied up: %s", self.path, error)
             self.release()
-
-    def _remove_superseded(self) -> list[str]:
-        """Remove the files that no checkpoint in the directory needs any more. Returns those that are still there."""
-        old = frozenset() if self.earlier is None else self.earlier.files or frozenset()
-        superseded = ((old | self.left_overs.files) - self.own).union(self._superseded_beside())
-        left = remove_data_files(self._disk, self.path, superseded, keep=self.own)
-        self.left_overs.tell_what_stays(self.path, set(self.names) - self.own - superseded)
-        return left
-
-    def _superseded_beside(self) -> set[str]:
-        """The index, the report and the like of the earlier checkpoint, and what killed saves have left of them."""
-        is_new = {INDEX_NAME: self._has_index, REPORT_NAME: self._has_report, NODES_NAME: bool(self._nodes)}
-        unfinished = {name for name in self.names if name.startswith(f"{NODES_NAME}.")}
-        return unfinished | {name for name in self.names if not is_new.get(name, True)}
 
     # After a failure.
 

@@ -157,11 +157,9 @@ def _lock(disk: Disk, file: OpenFile) -> None:
 
 
 def _release(disk: Disk, file: OpenFile, pid: int) -> None:
-    if os.getpid() != pid:
-        return
-    with contextlib.suppress(Exception):
-        disk.unlock(file)  # a process that was forked meanwhile has the file open, too, and would keep the lock
-        disk.close(file)
+    if os.getpid() == pid:
+        with contextlib.suppress(Exception):
+            disk.close(file)
 
 
 # Loads: a lock on ``.metadata``, which exists anyway. So nothing is written into a checkpoint, which may be read-only.

@@ -54,7 +54,8 @@ def storage_error(operation: str, path: str, error: OSError) -> errors.StorageEr
 
 
 class OpenFile:
-    """An open file: its path (for error messages), its descriptor, its alignment, and whether it was given up.
+    """An open file: its path (for error messages), its descriptor, its alignment, whether it was given up, and which
+    process has locked it.
 
     ``alignment`` is what direct I/O on the file needs. It is ``None`` while bytes go through the page cache;
     ``why_buffered`` says why, if direct I/O was asked for.
@@ -63,7 +64,7 @@ class OpenFile:
     second fsync would succeed although the data is not on disk. So such a file is only closed, and written anew.
     """
 
-    __slots__ = ("alignment", "fd", "given_up", "path", "why_buffered")
+    __slots__ = ("alignment", "fd", "given_up", "locked_by", "path", "why_buffered")
 
     def __init__(self, path: str, fd: int, alignment: Alignment | None = None) -> None:
         self.path = path
@@ -71,6 +72,7 @@ class OpenFile:
         self.alignment = alignment
         self.why_buffered = ""
         self.given_up = False
+        self.locked_by = 0
 
     def __repr__(self) -> str:
         return f"OpenFile({self.path!r}, fd={self.fd})"
@@ -190,11 +192,17 @@ class Disk:
         file.alignment, file.why_buffered = None, why
 
     def close(self, file: OpenFile) -> None:
-        """Close ``file``; a second close does nothing."""
+        """Close ``file`` and release its lock, even if a forked process has it open, too. A second close does
+        nothing.
+        """
         fd, file.fd = file.fd, -1
-        if fd >= 0:
-            # On Linux the descriptor is gone even after an error. Closing it again could close another thread's file.
-            _call("close", file.path, os.close, fd)
+        if fd < 0:
+            return
+        if file.locked_by == os.getpid():
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        # On Linux the descriptor is gone even after an error. Closing it again could close another thread's file.
+        _call("close", file.path, os.close, fd)
 
     def pwrite(self, file: OpenFile, data: Buffer | Sequence[Buffer], offset: int) -> None:
         """Write all of ``data`` (one buffer, or several one after the other) at ``offset`` bytes."""
@@ -357,7 +365,16 @@ class Disk:
         """Inode, size and time of the last write in nanoseconds: at least one changes when a file is written or
         replaced.
         """
-        status: os.stat_result = _call("look at", path, os.stat, path)
+        # Opened, because a network file system then asks its server, and else tells what was so a minute ago.
+        try:
+            file = _open(path, os.O_RDONLY | os.O_NONBLOCK, "look at")
+        except errors.StorageError as error:
+            if error.errno != errno.EACCES:
+                raise
+            status: os.stat_result = _call("look at", path, os.stat, path)
+        else:
+            status = os.fstat(file.fd)
+            self.close(file)
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def is_at(self, file: OpenFile, path: str) -> bool:
@@ -370,10 +387,6 @@ class Disk:
             raise storage_error("look at", path, error) from error
         own: os.stat_result = _call("look at", file.path, os.fstat, file.fd)
         return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
-
-    def unlock(self, file: OpenFile) -> None:
-        """Release the lock on ``file``, even if a forked process has the file open, too."""
-        _call("unlock", file.path, fcntl.flock, file.fd, fcntl.LOCK_UN)
 
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
         """Lock ``file`` until it is closed or this process ends. Does not wait. A lock that we hold already is
@@ -391,6 +404,7 @@ class Disk:
             return False
         except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP, EBADF, …: it depends on the file system
             return None
+        file.locked_by = os.getpid()
         return True
 
     def is_of_this_machine(self, path: str) -> bool:
