@@ -23,7 +23,8 @@ from robust_dcp.plan.items import Form, Items
 from robust_dcp.plan.plan import PlanReply, Rows, unpack_places
 from robust_dcp.plan.session import MATCHES, Digests
 from robust_dcp.plan.written import Written, written_message, written_offer
-from robust_dcp.report_rows import SaveTimes, said_of_rank
+from robust_dcp.report import PhaseReport
+from robust_dcp.report_rows import PhaseClock, said_of_rank
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
@@ -89,7 +90,7 @@ class OtherRanks:
             written = written_files(self._items()[rank], self.kept[rank], rank)
             places = written.variable_places
             self.written.append(written_offer(places))
-            said = said_of_rank(rank, _times(rank), written.nbytes, len(written.names), written.how)
+            said = said_of_rank(rank, _clock(rank), written.nbytes, len(written.names), written.how)
             message = written_message(places, places if save == "repeated" else None, said=said)
             if message is not None:
                 mailbox.post(rank, message)
@@ -106,10 +107,10 @@ def written_files(items: Items, kept: Rows, rank: int) -> WrittenFiles:
     return WrittenFiles(variable_places=places, names=(), nbytes=0)
 
 
-def _times(rank: int) -> SaveTimes:
+def _clock(rank: int) -> PhaseClock:
     """Times that differ from rank to rank, so that their rows cannot be merged."""
     draw = random.Random(rank)
-    return SaveTimes(seconds={"plan": draw.random()}, own_write_seconds=10 + draw.random())
+    return PhaseClock(records=[PhaseReport("plan", draw.random())], own_write_seconds=10 + draw.random())
 
 
 def _length(rank: int, number: int) -> int:

@@ -26,12 +26,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.drain.drain import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.hooks.progress_bar import watch_in_terminal
+from robust_dcp.hooks import watch_in_terminal
 from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner
-from robust_dcp.plan.phases import PhaseClock
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.session import SaveSession
@@ -46,6 +45,7 @@ from robust_dcp.plan.shared_reads import (
     sharing_offer,
 )
 from robust_dcp.report import LoadReport, SaveReport
+from robust_dcp.report_rows import PhaseClock
 from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for, state_dicts_of
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader

@@ -28,7 +28,7 @@ from robust_dcp.report import SaveReport
 from robust_dcp.save_queue import SaveFuture, finish_all
 from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging import SHARED_STAGING, STAGING
-from robust_dcp.writer_process import WRITERS, refuse_disk, write_in_process
+from robust_dcp.writer_process import WRITERS, write_in_process
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -235,8 +235,7 @@ def async_save(
         kind=kind,
         on_commit=on_commit,
     )
-    if executor == "process" and (writer := session.writer) is not None:
-        refuse_disk(writer.disk)  # now, and not later on a thread
+    if executor == "process":
         WRITERS.prepare()
     queue = session.queues[0]
     if when_busy == "wait":
@@ -318,7 +317,7 @@ def _finish(
                 _copy(session, staged)
             if executor == "process" and session.writer is not None:
                 session.writer.write_files = partial(write_in_process, session.channel.stop_if_announced)
-            session.remarks = staged.how
+            session.clock.remarks = staged.how
             with staged.stream():
                 session.write(staged.ready)  # tensors without a copy are written first
             session.commit()

@@ -23,15 +23,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
+import msgspec
+import numpy
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
-
-from robust_dcp.tracebacks import user_stack
 
 __all__ = [
     "CorruptCheckpoint",
@@ -59,6 +62,8 @@ _MAX_KINDS_SHOWN = 8
 """How many different failures a message describes in full."""
 
 _BRIEF_CHARS = 80
+_MAX_FRAMES = 20
+_MAX_CAUSES = 4
 _DIGIT = re.compile(r"\d")
 
 
@@ -242,8 +247,7 @@ def error_from_fields(
 def failure_of(rank: int, error: BaseException) -> RankFailure:
     """Describe ``error``, which was caught on ``rank``, as text."""
     message = error.message if isinstance(error, RobustCheckpointError) else str(error)
-    stack = user_stack(error, expected=RobustCheckpointError)
-    return RankFailure(rank=rank, type_name=type(error).__name__, message=message, traceback_text=stack)
+    return RankFailure(rank, type(error).__name__, message, _user_stack(error))
 
 
 def alike(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
@@ -297,3 +301,73 @@ def entry_point(function: Callable[P, R]) -> Callable[P, R]:
             raise error.with_traceback(None) from None
 
     return robust_dcp
+
+
+def _user_stack(error: BaseException) -> str:
+    """Format the frames of user code from the traceback of ``error`` and of the exceptions that led to it.
+
+    No frame of robust_dcp or torch is shown if there are such frames, and none if ``error`` is ours: its message says
+    everything. Another error without user code is a bug of ours or of a library that we call. Then all are shown.
+    """
+    lines: list[str] = []
+    text = _one_line(error)
+    for how, each in _chain(error):
+        frames = [frame for frame in traceback.extract_tb(each.__traceback__) if _is_user_code(frame.filename)]
+        if not frames and each is error and not isinstance(each, RobustCheckpointError):
+            frames = list(traceback.extract_tb(each.__traceback__))
+        what = _one_line(each)
+        if how and frames and what not in text:
+            lines.append(f"{how} {what}")
+        lines += _formatted(frames)
+    return "\n".join(lines)
+
+
+def _chain(error: BaseException) -> Iterator[tuple[str, BaseException]]:
+    """``error`` and the exceptions that led to it, latest first, each with the words that connect it to the last."""
+    how, each = "", error
+    seen: set[int] = set()
+    while len(seen) < _MAX_CAUSES and id(each) not in seen:
+        seen.add(id(each))
+        yield how, each
+        if each.__cause__ is not None:
+            how, each = "caused by", each.__cause__
+        elif each.__context__ is not None and not each.__suppress_context__:
+            how, each = "while handling", each.__context__
+        else:
+            return
+
+
+def _one_line(error: BaseException) -> str:
+    """The type and message, as Python prints them."""
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
+
+
+def _formatted(frames: list[traceback.FrameSummary]) -> list[str]:
+    left_out = len(frames) - _MAX_FRAMES
+    if left_out > 0:
+        frames = frames[: _MAX_FRAMES // 2] + frames[-(_MAX_FRAMES // 2) :]
+    lines = []
+    for place, frame in enumerate(frames):
+        if left_out > 0 and place == _MAX_FRAMES // 2:
+            lines.append(f"[{left_out} calls left out]")
+        lines.append(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}')
+        if frame.line:
+            lines.append(f"  {frame.line}")
+    return lines
+
+
+@cache
+def _is_user_code(filename: str) -> bool:
+    """Whether a file belongs neither to robust_dcp, nor to Python, nor to a package that robust_dcp builds on."""
+    if filename.startswith("<frozen") or filename.startswith(_PACKAGES):
+        return False
+    is_installed = "site-packages" in filename or "dist-packages" in filename
+    return is_installed or not filename.startswith(_PYTHON)
+
+
+def _directory_of(file: str | None) -> str:
+    return os.path.join(os.path.dirname(os.path.abspath(file or "")), "")
+
+
+_PACKAGES = tuple(map(_directory_of, (__file__, torch.__file__, numpy.__file__, msgspec.__file__)))
+_PYTHON = _directory_of(os.__file__)

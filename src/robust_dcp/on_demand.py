@@ -36,7 +36,7 @@ else:
 def names_from(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` for a package whose names are imported when they are used.
+    """``__getattr__``, with ``__all__``, and ``__dir__`` for a package whose names are imported when they are used.
 
     Args:
         package: the name of the package.
@@ -46,6 +46,8 @@ def names_from(
     homes = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> Any:
+        if name == "__all__":
+            return names()
         if name not in homes and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
             return importlib.import_module(f"{package}.{name}")  # robust_dcp.storage, as if the package had imported it
         if name not in homes:

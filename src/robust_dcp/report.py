@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Final, Literal
 
@@ -103,19 +103,12 @@ class _Report:
         """Wall time of the whole call, in seconds."""
         return sum(phase.seconds for phase in self.phases)
 
-    def _json(self, kind: str, rest: dict[str, Any]) -> str:
-        known = {
-            "version": _JSON_VERSION,
-            "kind": kind,
-            "checkpoint": self.checkpoint_id,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "seconds": self.seconds,
-            "items": self.items,
-            "nbytes": self.nbytes,
-            "phases": [asdict(phase) for phase in self.phases],
-        }
-        return json.dumps({**known, **rest})
+    def _json(self, kind: str, without: Sequence[str] = (), **replaced: Any) -> str:
+        names = [each.name for each in fields(self) if not each.name.startswith("_") and each.name not in without]
+        shown = {name: getattr(self, name) for name in names}
+        shown["checkpoint"] = shown.pop("checkpoint_id")
+        shown["phases"] = [asdict(phase) for phase in self.phases]
+        return json.dumps({"version": _JSON_VERSION, "kind": kind, "seconds": self.seconds, **shown, **replaced})
 
     def _lines(self, headline: str, stragglers: Sequence[str]) -> str:
         rows = [headline, f"  {'phase':<8}{'seconds':>9}{'exchanges':>11}{'messages':>10}{'bytes sent':>12}"]
@@ -179,26 +172,9 @@ class SaveReport(_Report):
         ``plan`` has the outcome, the reason, and the changes: how many keys, and the first 100 of each kind. The other
         names are those of the attributes.
         """
-        changes = None if self.changes is None else Changes.of(self.changes)
-        return self._json(
-            "save",
-            {
-                "blocked_seconds": self.blocked_seconds,
-                "plan": {
-                    "outcome": self.plan,
-                    "reason": self.reason,
-                    "changes": None if changes is None else msgspec.to_builtins(changes),
-                },
-                "total_nbytes": self.total_nbytes,
-                "files": self.files,
-                "how": self.how,
-                "peak_buffer_nbytes": self.peak_buffer_nbytes,
-                "leads_directory": self.leads_directory,
-                "stragglers": self.stragglers,
-                "differing_replicas": self.differing_replicas,
-                "unloadable_objects": self.unloadable_objects,
-            },
-        )
+        changes = None if self.changes is None else msgspec.to_builtins(Changes.of(self.changes))
+        plan = {"outcome": self.plan, "reason": self.reason, "changes": changes}
+        return self._json("save", without=("reason", "changes"), plan=plan)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read_metadata": None}
@@ -242,16 +218,7 @@ class LoadReport(_Report):
 
         It does not have the unread keys, which would have to be looked up first.
         """
-        return self._json(
-            "load",
-            {
-                "missing_keys": self.missing_keys,
-                "shared_nbytes": self.shared_nbytes,
-                "peak_buffer_nbytes": self.peak_buffer_nbytes,
-                "unverified_nbytes": self.unverified_nbytes,
-                "stragglers": self.stragglers,
-            },
-        )
+        return self._json("load")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "unread_keys": self.unread_keys, "_find_unread_keys": tuple}

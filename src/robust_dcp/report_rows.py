@@ -1,4 +1,4 @@
-"""What a save leaves as its report: each rank's row, the sizes of modules, and the report that the coordinator makes.
+"""What a save or load notes while it runs, and what a save leaves as its report: each rank's row, the sizes of modules.
 
 A row travels with what a rank sends after it has written, so it takes no exchange of its own. ``report_file`` has the
 form of the file.
@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import heapq
 import platform
-import struct
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.comm import node_name
+from robust_dcp.comm import Channel, node_name
+from robust_dcp.events import Event, EventName, is_heard, tell
+from robust_dcp.report import PhaseReport
 from robust_dcp.report_file import Modules, Phase, Plan, Ranks, SavedReport, find_stragglers, shortened
 from robust_dcp.version import __version__
 
-__all__ = ["RankRow", "SaidOfRank", "SaveTimes", "make_report", "module_sizes", "said_of_rank"]
+__all__ = ["AT_PHASE", "PhaseClock", "SaidOfRank", "make_report", "module_sizes", "said_of_rank"]
 
-_ROW: Final = struct.Struct("<fffQI")
+AT_PHASE: list[Callable[[Channel, str], None]] = []
+"""Functions to call when a rank begins a phase, with its name. Tests inject faults here."""
+
+_ROW: Final = np.dtype(
+    [("plan_seconds", "<f4"), ("stage_seconds", "<f4"), ("write_seconds", "<f4"), ("nbytes", "<u8"), ("files", "<u4")]
+)
+"""What a rank tells of its part of a save, as in ``report_file.Ranks``: as many bytes as in the save before."""
+
 _LINE_LENGTH: Final = 300
 _TEXT_LENGTH: Final = 160
 _MOST_TEXTS: Final = 8
@@ -35,61 +43,61 @@ _NODE_LENGTH: Final = 64
 _PATH_LENGTH: Final = 4096
 
 
-class RankRow(NamedTuple):
-    """What a rank tells of its part of a save, in 24 bytes.
-
-    Attributes:
-        plan_seconds, stage_seconds, write_seconds, nbytes, files: as in ``report_file.Ranks``.
-    """
-
-    plan_seconds: float
-    stage_seconds: float
-    write_seconds: float
-    nbytes: int
-    files: int
-
-    def encode(self) -> bytes:
-        """Bytes of a fixed number, so that a save sends as much as the one before."""
-        return _ROW.pack(*self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> RankRow:
-        """The inverse of :meth:`encode`. Times are rounded to microseconds."""
-        plan, stage, write, *sizes = _ROW.unpack(data)
-        return cls(round(plan, 6), round(stage, 6), round(write, 6), *sizes)
-
-
 class SaidOfRank(NamedTuple):
-    """A rank's :class:`RankRow`, encoded, the name of its node, and how it wrote."""
+    """A rank's row, the name of its node, and how it wrote."""
 
     row: bytes
     node: str
     how: tuple[str, ...]
 
 
-@dataclass
-class SaveTimes:
-    """How long the parts of a save took on this rank, in seconds.
+@dataclass(eq=False)
+class PhaseClock:
+    """The phases of one call on one channel, in order.
 
     Attributes:
-        began_seconds: when it began (``time.perf_counter()``).
-        seconds: each phase, with the wait for other ranks.
-        stage_seconds: how long this rank copied what it saves, in an async save.
+        channel: the ranks and the operation; ``None`` where a planner of others plans, which has none.
+        tells: whether listeners hear of this call. They do not of the saves of stock, which calls our hooks only.
+        is_async: whether training goes on meanwhile.
+        records: the phases that are over.
+        started_seconds: when the call began (``time.perf_counter()``).
         own_write_seconds: how long this rank wrote, without the wait for others.
-        remarks: how the data got to the writer, if there is something to say of that.
-        is_async: whether the caller goes on while the save writes.
+        remarks: how the data of a save got to the writer, if there is something to say of that.
     """
 
-    began_seconds: float = field(default_factory=time.perf_counter)
-    seconds: dict[str, float] = field(default_factory=dict)
-    stage_seconds: float = 0.0
+    channel: Channel | None = None
+    tells: bool = True
+    is_async: bool = False
+    records: list[PhaseReport] = field(default_factory=list)
+    started_seconds: float = field(default_factory=time.perf_counter)
     own_write_seconds: float = 0.0
     remarks: tuple[str, ...] = ()
-    is_async: bool = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the phase that runs in the block. A phase that fails is not recorded."""
+        started = time.perf_counter()
+        if self.channel is None:
+            raise ValueError("there is no channel to run a phase on")
+        with self.channel.recording() as stats:
+            self.tell("phase_started", phase=name)
+            for each in AT_PHASE:
+                each(self.channel, name)
+            yield
+        report = PhaseReport(
+            name,
+            time.perf_counter() - started,
+            stats.exchanges,
+            stats.messages_sent,
+            stats.header_nbytes_sent,
+            stats.payload_nbytes_sent,
+        )
+        self.records.append(report)
+        self.tell("phase_ended", phase=name, seconds=report.seconds)
 
     def ends(self, name: str) -> None:
-        """A phase ends now. It began when the one before ended."""
-        self.seconds[name] = time.perf_counter() - self.began_seconds - sum(self.seconds.values())
+        """Without a channel: a phase ends now. It began when the one before ended."""
+        self.records.append(PhaseReport(name, self.seconds - sum(record.seconds for record in self.records)))
 
     @contextmanager
     def own_write(self) -> Iterator[None]:
@@ -98,21 +106,46 @@ class SaveTimes:
         yield
         self.own_write_seconds = time.perf_counter() - started
 
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Tell listeners if the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell("failed", error=error, seconds=self.seconds)
+            raise
 
-def said_of_rank(rank: int, times: SaveTimes, nbytes: int, files: int, how: Sequence[str]) -> SaidOfRank:
+    @property
+    def seconds(self) -> float:
+        """Wall time since the call, in seconds."""
+        return time.perf_counter() - self.started_seconds
+
+    def seconds_of(self, name: str) -> float:
+        """How long the phases of this name have taken together."""
+        return sum(record.seconds for record in self.records if record.name == name)
+
+    def tell(self, name: EventName, **more: Any) -> None:
+        """Tell listeners what happened in this call."""
+        channel = self.channel
+        if channel is not None and self.tells and is_heard():
+            tell(Event(name, channel.operation, channel.rank, channel.size, is_async=self.is_async, **more))
+
+
+def said_of_rank(rank: int, clock: PhaseClock, nbytes: int, files: int, how: Sequence[str]) -> SaidOfRank:
     """What a rank tells the coordinator for the report. Its texts have bounded lengths.
 
     Args:
         nbytes, files, how: what it has written, into how many files, and in which ways.
     """
-    row = RankRow(times.seconds.get("plan", 0.0), times.stage_seconds, times.own_write_seconds, nbytes, files)
-    how = tuple(shortened(text, _TEXT_LENGTH) for text in (*how, *times.remarks)[:_MOST_TEXTS])
-    return SaidOfRank(row.encode(), shortened(node_name(rank), _NODE_LENGTH), how)
+    seconds = (clock.seconds_of("plan"), clock.seconds_of("stage"), clock.own_write_seconds)
+    row = np.array([(*seconds, nbytes, files)], dtype=_ROW).tobytes()
+    how = tuple(shortened(text, _TEXT_LENGTH) for text in (*how, *clock.remarks)[:_MOST_TEXTS])
+    return SaidOfRank(row, shortened(node_name(rank), _NODE_LENGTH), how)
 
 
 def make_report(
     said: Sequence[tuple[int, SaidOfRank]],
-    times: SaveTimes,
+    clock: PhaseClock,
     *,
     checkpoint: str,
     save_id: str,
@@ -127,28 +160,28 @@ def make_report(
 
     Args:
         said: each rank that has told something, and what.
-        times: those of the coordinator.
+        clock: that of the coordinator.
         waits, fallbacks: as in :class:`SavedReport`, of any length.
     """
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
     ranks = _columns_of(said, nodes, ways)
-    seconds = {"plan": 0.0, "stage": times.stage_seconds, "write": 0.0, "commit": 0.0, **times.seconds}
+    seconds = {name: round(clock.seconds_of(name), 6) for name in ("plan", "stage", "write", "commit")}
     return SavedReport(
         checkpoint=shortened(checkpoint, _PATH_LENGTH),
         save_id=save_id,
         saved_at_seconds=round(time.time(), 3),
-        seconds=round(time.perf_counter() - times.began_seconds, 6),
+        seconds=round(clock.seconds, 6),
         world_size=world_size,
         coordinator_rank=coordinator_rank,
-        is_async=times.is_async,
+        is_async=clock.is_async,
         total_nbytes=sum(ranks.nbytes),
         versions={
             "robust_dcp": __version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        phases=tuple(Phase(name, round(each, 6)) for name, each in seconds.items() if name != "stage" or each),
+        phases=tuple(Phase(name, each) for name, each in seconds.items() if name != "stage" or each),
         plan=plan,
         nodes=tuple(nodes),
         ways=tuple(ways),
@@ -164,17 +197,17 @@ def _columns_of(
     said: Sequence[tuple[int, SaidOfRank]], nodes: dict[str, int], ways: dict[tuple[str, ...], int]
 ) -> Ranks:
     """The columns of all ranks. Nodes and ways get their places when they are first seen."""
-    rows = [RankRow.decode(each.row) for _, each in said]
+    rows = np.frombuffer(b"".join(each.row for _, each in said), dtype=_ROW)
+    columns = {name: tuple(rows[name].tolist()) for name in ("nbytes", "files")}
+    for name in ("plan_seconds", "stage_seconds", "write_seconds"):
+        columns[name] = tuple(rows[name].astype(np.float64).round(6).tolist())
+    speeds = rows["nbytes"] / np.maximum(rows["write_seconds"], 1e-6)
     return Ranks(
         rank=tuple(rank for rank, _ in said),
         node=tuple(nodes.setdefault(each.node, len(nodes)) for _, each in said),
-        plan_seconds=tuple(row.plan_seconds for row in rows),
-        stage_seconds=tuple(row.stage_seconds for row in rows),
-        write_seconds=tuple(row.write_seconds for row in rows),
-        nbytes=tuple(row.nbytes for row in rows),
-        files=tuple(row.files for row in rows),
-        write_nbytes_per_second=tuple(int(row.nbytes / max(row.write_seconds, 1e-6)) for row in rows),
+        write_nbytes_per_second=tuple(speeds.astype(np.int64).tolist()),
         how=tuple(ways.setdefault(each.how, len(ways)) for _, each in said),
+        **columns,
     )
 
 

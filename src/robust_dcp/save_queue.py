@@ -36,29 +36,19 @@ class SaveFuture(Future[T]):
     """The outcome of one save. If nobody asks this future for its outcome, the next save raises its error.
 
     Args:
-        saved: the future from which this one was made, if any. If one of the two was asked, the other counts as asked.
+        asked: that of the future from which this one was made, if any. If one was asked, the other counts as asked.
+
+    Attributes:
+        asked: set once somebody has asked for the outcome, and so knows of an error.
     """
 
-    def __init__(self, saved: SaveFuture[Any] | None = None) -> None:
+    def __init__(self, asked: threading.Event | None = None) -> None:
         super().__init__()
-        self._saved = saved
-        self._was_told = False
-
-    @property
-    def was_told(self) -> bool:
-        """Whether somebody has asked for the outcome, and so knows of an error."""
-        return self._was_told if self._saved is None else self._saved.was_told
-
-    @was_told.setter
-    def was_told(self, was_told: bool) -> None:
-        if self._saved is None:
-            self._was_told = was_told
-        else:
-            self._saved.was_told = was_told
+        self.asked = asked or threading.Event()
 
     def then(self, convert: Callable[[T], R]) -> SaveFuture[R]:
         """A future of ``convert(result)``."""
-        made: SaveFuture[R] = SaveFuture(self)
+        made: SaveFuture[R] = SaveFuture(self.asked)
         made.set_running_or_notify_cancel()
 
         def take(_: Future[T]) -> None:
@@ -78,11 +68,12 @@ class SaveFuture(Future[T]):
         try:
             return super().result(timeout)
         finally:
-            self.was_told |= self.done()
+            if self.done():
+                self.asked.set()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self.was_told = True
+        self.asked.set()
         return error
 
 
@@ -94,17 +85,12 @@ class SaveQueue:
     """
 
     def __init__(self, what: str = "async save") -> None:
-        self._what = what
+        self.what = what
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"robust_dcp-{what.replace(' ', '-')}")
         self._changed = threading.Condition()
         self._under_way: list[SaveFuture[Any]] = []
         self._failed: list[SaveFuture[Any]] = []
         self._thread = 0
-
-    @property
-    def what(self) -> str:
-        """What is run."""
-        return self._what
 
     @property
     def n_under_way(self) -> int:
@@ -124,7 +110,7 @@ class SaveQueue:
         """
         if self._thread == threading.get_ident() and self.n_under_way >= below:
             raise RuntimeError(
-                f"a listener or callback of an {self._what} saves or waits for saves, and they wait for it to return; "
+                f"a listener or callback of an {self.what} saves or waits for saves, and they wait for it to return; "
                 "do that in a thread of your own"
             )
         with self._changed:
@@ -151,9 +137,9 @@ class SaveQueue:
         """The errors of earlier saves, if nobody has asked for their outcomes. The log says which follow the first."""
         with self._changed:
             failed, self._failed = self._failed, []
-        errors = [error for future in failed if not future.was_told and (error := future.exception()) is not None]
+        errors = [error for future in failed if not future.asked.is_set() and (error := future.exception()) is not None]
         for error in errors[1:]:
-            logger.error("another %s failed before: %s", self._what, error)
+            logger.error("another %s failed before: %s", self.what, error)
         return errors
 
     def forget_unreported(self) -> None:
@@ -181,7 +167,7 @@ class SaveQueue:
         try:
             value = run()
         except BaseException as error:
-            logger.error("%s failed: %s", self._what, error)
+            logger.error("%s failed: %s", self.what, error)
             with self._changed:
                 self._failed.append(future)
             future.set_exception(error)
@@ -192,44 +178,18 @@ class SaveQueue:
             self._changed.notify_all()
 
 
-class _Queues:
-    """The save queues of this process, by what they run and the global ranks of their group.
-
-    Attributes:
-        grace_ends_at: until when this process goes on with its saves, once it was told to end.
-    """
-
-    grace_ends_at: float | None = None
-
-    def __init__(self) -> None:
-        self._queues: dict[tuple[str, tuple[int, ...]], SaveQueue] = {}
-        # The handler of SIGTERM runs on the main thread, which may hold this lock.
-        self._lock = threading.RLock()
-
-    def of(self, ranks: tuple[int, ...], what: str) -> SaveQueue:
-        with self._lock:
-            if (what, ranks) not in self._queues:
-                self._queues[what, ranks] = SaveQueue(what)
-            return self._queues[what, ranks]
-
-    def all(self) -> list[SaveQueue]:
-        """All queues, saves first: a save that ends may begin a drain."""
-        with self._lock:
-            return [queue for _, queue in sorted(self._queues.items(), key=lambda item: item[0])]
-
-    def forget_all(self) -> None:
-        """Forget all queues in a forked child, because it has none of their threads."""
-        self._lock = threading.RLock()
-        self._queues = {}
-        self.grace_ends_at = None
-
-
-_QUEUES: Final = _Queues()
+_QUEUES: Final[dict[tuple[str, tuple[int, ...]], SaveQueue]] = {}
+"""The save queues of this process, by what they run and the global ranks of their group."""
 
 
 def queue_of(ranks: tuple[int, ...], what: str = "async save") -> SaveQueue:
     """The save queue of the group of these global ranks, or its queue of drains."""
-    return _QUEUES.of(ranks, what)
+    return _QUEUES.get((what, ranks)) or _QUEUES.setdefault((what, ranks), SaveQueue(what))
+
+
+def _all_queues() -> list[SaveQueue]:
+    """Saves first: a save that ends may begin a drain."""
+    return [queue for _, queue in sorted(_QUEUES.copy().items(), key=lambda item: item[0])]
 
 
 def finish_all(timeout_seconds: float | None = None) -> bool:
@@ -242,7 +202,7 @@ def finish_all(timeout_seconds: float | None = None) -> bool:
         RobustCheckpointError: a save has failed, and nobody has asked for its outcome. The first such error is raised.
     """
     ends_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    queues = _QUEUES.all()
+    queues = _all_queues()
     are_over = all(
         queue.wait_for_callbacks(None if ends_at is None else max(0.0, ends_at - time.monotonic())) for queue in queues
     )
@@ -252,15 +212,15 @@ def finish_all(timeout_seconds: float | None = None) -> bool:
 
 
 def _finish_at_exit() -> None:
-    if any(queue.n_under_way for queue in _QUEUES.all()):
+    if any(queue.n_under_way for queue in _all_queues()):
         logger.warning("this process ends after the async saves and drains that are under way")
-    for queue in _QUEUES.all():
+    for queue in _all_queues():
         queue.wait_for_callbacks()
 
 
 def _end_with_unreported() -> None:
     """If a save has failed and nobody has asked for its outcome, end the process as an uncaught exception does."""
-    errors = [error for queue in _QUEUES.all() for error in queue.take_unreported()]
+    errors = [error for queue in _all_queues() for error in queue.take_unreported()]
     if not errors:
         return
     for error in errors:
@@ -278,13 +238,14 @@ def _end_well_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
+_ENDS_AT: list[float] = []
+"""Until when this process goes on with its saves, once it was told to end."""
+
+
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    # A launcher may say it more than once, and this be called within itself.
-    if _QUEUES.grace_ends_at is None:
-        _QUEUES.grace_ends_at = time.monotonic() + GRACE_SECONDS
-    ends_at = _QUEUES.grace_ends_at
-    for queue in _QUEUES.all():
-        if not queue.wait(timeout_seconds=max(0.0, ends_at - time.monotonic())):
+    _ENDS_AT.append(time.monotonic() + GRACE_SECONDS)  # a launcher may say it more than once: the first time counts
+    for queue in _all_queues():
+        if not queue.wait(timeout_seconds=max(0.0, _ENDS_AT[0] - time.monotonic())):
             logger.error(
                 "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is still "
                 "there",
@@ -295,9 +256,15 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _forget_all() -> None:
+    """A forked child has none of the threads."""
+    _QUEUES.clear()
+    _ENDS_AT.clear()
+
+
 # What is registered later runs before: the writer processes have ended then.
 atexit.register(_end_with_unreported)
 # A running save may still need to start threads, so this must run before concurrent.futures shuts down. `atexit` would
 # run after it, and there is no public way to run before it. Functions that are registered later run earlier.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_QUEUES.forget_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,36 +1,287 @@
 """Handles values in a state dict that have a state dict of their own, such as modules and optimizers.
 
-Owns the test for DCP's ``Stateful``, and the stand-in that is saved or loaded in place of such a value. It also refuses
-a state dict that is not a dict. Called by ``api`` and ``started_save``.
+Owns the stand-in that is saved or loaded in place of such a value, and the names of modules and optimizers in a
+checkpoint. They are those of ``get_model_state_dict`` and ``get_optimizer_state_dict``
+(``torch/distributed/checkpoint/state_dict.py``), so they are the same under DDP, FSDP2, tensor parallelism and
+``torch.compile``. It also refuses a state dict that is not a dict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import Any, Protocol
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as named
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from robust_dcp.errors import RobustCheckpointError
-from robust_dcp.module_states import ModuleStates, OptimizerStates, modules_in, optimizers_in, with_modules
 
-__all__ = ["AsStock", "StandIn", "refuse_other_than_dict", "stand_ins_for", "state_dicts_of", "with_names_of_stock"]
+__all__ = [
+    "KeepsItsNames",
+    "StandIn",
+    "refuse_other_than_dict",
+    "stand_ins_for",
+    "state_dicts_of",
+    "with_names_of_stock",
+]
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
+StateDict = dict[str, Any]
 
-class StandIn(Protocol):
-    """Takes the place of a module, optimizer or other ``Stateful`` value while it is saved or loaded."""
 
-    @property
-    def values(self) -> Any:
-        """The state dict."""
+def _all_of(value: Any, kind: type[Any]) -> list[Any]:
+    """The modules, or the optimizers, in a value of a state dict: it is one, or a list of them (pipeline stages).
 
-    def put_back(self, loaded: Any) -> None:
-        """Load the state into the value."""
+    Those with a ``state_dict`` of their own are left out. It has its own names, which we keep.
+    """
+    values = value if isinstance(value, list | tuple) else [value]
+    if not values or not isinstance(values[0], kind) or not all(isinstance(each, kind) for each in values):
+        return []
+    return [each for each in values if type(each).state_dict is kind.state_dict and "state_dict" not in vars(each)]
+
+
+class ModuleStates:
+    """The parameters and buffers of the modules under one key of a state dict.
+
+    Args:
+        key: the prefix of their names in the checkpoint.
+        modules: one module, or the pipeline stages that this rank holds.
+        stored: the names in the checkpoint to load; ``None`` for a save.
+    """
+
+    def __init__(self, key: str, modules: list[nn.Module], stored: Container[str] | None = None) -> None:
+        self._modules = modules
+        self.values: StateDict = {}
+        for module in modules:
+            self.values.update(named.get_model_state_dict(module))
+        self._is_as_held = False
+        if stored is None or _any_stored(key, self.values, stored):
+            return
+        as_held = {name: value for module in modules for name, value in module.state_dict().items()}
+        if _any_stored(key, as_held, stored):  # stock's save({"model": DDP(model)}) names a parameter "module.weight"
+            self._is_as_held, self.values = True, as_held
+
+    def put_back(self, loaded: StateDict) -> None:
+        """Load the state into the modules."""
+        for module in self._modules:
+            if self._is_as_held:
+                module.load_state_dict(loaded)
+                continue
+            own = loaded
+            if len(self._modules) > 1:
+                own = {name: loaded[name] for name in named.get_model_state_dict(module)}
+            named.set_model_state_dict(module, own)
+
+
+class OptimizerStates:
+    """The states and parameter groups of the optimizers under one key of a state dict.
+
+    A parameter has a state from its first step with a gradient on. So an optimizer may have a state for none of its
+    parameters, or only for some: an expert without tokens has had no gradient. Such states are saved as they are. A
+    load asks for what the checkpoint has, whatever the optimizer has. Parameters without a state there have none
+    afterwards, as in a new optimizer.
+
+    ``get_optimizer_state_dict`` makes an optimizer without state step with a learning rate of zero. States that are
+    made only to be saved or to be read into are taken out of the optimizer at once, or training would go on with a step
+    count of one.
+
+    Args:
+        key: the prefix of their names in the checkpoint.
+        optimizers: each with the module that has its parameters. Without such a module the state is named by the
+            numbers of the parameters, as in ``Optimizer.state_dict``.
+        by_parameter: whether the options of parameter groups are named by parameter too. torchtitan does this for
+            pipeline stages, because their groups differ between ranks.
+        stored: the names in the checkpoint to load; ``None`` for a save.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        optimizers: list[tuple[Optimizer, nn.Module | None]],
+        *,
+        by_parameter: bool = False,
+        stored: Container[str] | None = None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._options = named.StateDictOptions(flatten_optimizer_state_dict=by_parameter)
+        self._is_as_held = False
+        self.values: StateDict = {}
+        self._made: list[dict[torch.Tensor, Any]] = []
+        self._without_state: list[tuple[Optimizer, nn.Parameter]] = []
+        self._unstored: StateDict = {}
+        before = [set(optimizer.state) for optimizer, _ in optimizers]
+        for optimizer, module in optimizers:
+            if stored is not None:
+                _make_missing_state(optimizer)
+            if stored is not None or optimizer.state:
+                own = self._named(optimizer, module)
+            else:
+                own = _without_state(self._named(optimizer, module))
+            _merge(self.values, own)
+        if stored is not None:
+            self._choose_names(key, stored)
+        for (optimizer, _), had in zip(optimizers, before, strict=True):
+            made = [parameter for parameter in optimizer.state if parameter not in had]
+            self._made.append({parameter: optimizer.state.pop(parameter) for parameter in made})
+
+    def _named(self, optimizer: Optimizer, module: nn.Module | None) -> StateDict:
+        with _gradients_put_aside(optimizer):
+            if module is not None:
+                return dict(named.get_optimizer_state_dict(module, optimizer, options=self._options))
+            parameters = nn.ParameterList(_parameters(optimizer))
+            named.get_optimizer_state_dict(parameters, optimizer)  # makes the state if there is none
+        self._is_as_held = True
+        return dict(optimizer.state_dict())
+
+    def _choose_names(self, key: str, stored: Container[str]) -> None:
+        """Use the names that the checkpoint has: those of parameters, or numbers. Ask for no state that it lacks."""
+        if not _any_stored(key, _names_of_states(self.values), stored):
+            as_held = dict(self._optimizers[0][0].state_dict())
+            if _any_stored(key, _names_of_states(as_held), stored):  # stock saved {"optimizer": optimizer}
+                self._is_as_held, self.values = True, as_held
+        for optimizer, module in self._optimizers:
+            for name, parameter in self._parameters_by_name(optimizer, module):
+                leaves = [f"state.{name}.{leaf}" for leaf in _leaf_names(optimizer.state.get(parameter, {}))]
+                if leaves and not _any_stored(key, leaves, stored):
+                    self._leave_out(name, leaves)
+                    self._without_state.append((optimizer, parameter))
+
+    def _parameters_by_name(
+        self, optimizer: Optimizer, module: nn.Module | None
+    ) -> list[tuple[str | int, nn.Parameter]]:
+        """The parameters with the names that their states have in :attr:`values`.
+
+        The list is empty if they cannot be told apart: FSDP1 puts many into one.
+        """
+        parameters = _parameters(optimizer)
+        if module is None or self._is_as_held:
+            return list(enumerate(parameters))
+        groups: Any = named.get_optimizer_state_dict(module, optimizer)["param_groups"]
+        names = [name for group in groups for name in group["params"]]
+        return list(zip(names, parameters, strict=True)) if len(names) == len(parameters) else []
+
+    def _leave_out(self, name: str | int, leaves: list[str]) -> None:
+        """Do not ask for the state of a parameter, and keep it for torch, which sets the states of all parameters."""
+        if "state" in self.values:
+            self.values["state"] = dict(self.values["state"])
+            self._unstored[name] = self.values["state"].pop(name)  # type: ignore[index]
+        else:
+            self._unstored.update({leaf: self.values.pop(leaf) for leaf in leaves})
+
+    def put_back(self, loaded: StateDict) -> None:
+        """Load the state into the optimizers."""
+        if "state" in self.values:
+            loaded = {**loaded, "state": {**loaded.get("state", {}), **self._unstored}}
+        else:
+            loaded = {**loaded, **self._unstored}
+        for (optimizer, module), made in zip(self._optimizers, self._made, strict=True):
+            optimizer.state.update(made)
+            if module is None or self._is_as_held:
+                optimizer.load_state_dict(loaded)
+            else:
+                named.set_optimizer_state_dict(module, optimizer, loaded, options=self._options)
+        for optimizer, parameter in self._without_state:
+            optimizer.state.pop(parameter, None)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _make_missing_state(optimizer: Optimizer) -> None:
+    """Make states for the parameters that have none, if others have one, as torch makes them if no parameter has one:
+    by a step with gradients of zero and a learning rate of zero."""
+    missing = [each for each in _parameters(optimizer) if each.requires_grad and each not in optimizer.state]
+    if not optimizer.state or not missing:
+        return
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    with _gradients_put_aside(optimizer):
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
+        try:
+            optimizer.step()
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if "lr" in group:
+                    group["lr"] = rate
+
+
+@contextmanager
+def _gradients_put_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Hide the gradients from a step that only makes states. Where torch finds gradients it makes no state, so a load
+    after ``backward()`` would ask for none, and the state in the checkpoint would be dropped."""
+    gradients = [(parameter, parameter.grad) for parameter in _parameters(optimizer)]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _with_modules(
+    key: str, optimizers: list[Optimizer], modules: list[nn.Module]
+) -> list[tuple[Optimizer, nn.Module | None]]:
+    """Find for each optimizer the module that has its parameters.
+
+    Raises:
+        RobustCheckpointError: there are several optimizers under ``key``, and no module has the parameters of one.
+    """
+    parameters = [{id(parameter) for parameter in module.parameters()} for module in modules]
+    found: list[tuple[Optimizer, nn.Module | None]] = []
+    for number, optimizer in enumerate(optimizers):
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        module = next((module for module, held in zip(modules, parameters, strict=True) if own <= held), None)
+        if module is None and len(optimizers) > 1:
+            raise RobustCheckpointError(
+                f"optimizer {key}[{number}] has parameters that are in no module of the state dict, so they have no "
+                'names: pass the module as well, {"model": model, "optimizers": optimizers}'
+            )
+        found.append((optimizer, module))
+    return found
+
+
+def _merge(values: StateDict, more: StateDict) -> None:
+    """Add the state dict of another optimizer to ``values``."""
+    for name, value in more.items():
+        if name == "state" and name in values:
+            values[name].update(value)
+        elif name == "param_groups" and name in values:
+            values[name].extend(value)
+        else:
+            values[name] = value
+
+
+def _without_state(values: StateDict) -> StateDict:
+    if "state" in values:
+        return {**values, "state": {}}
+    return {name: value for name, value in values.items() if not name.startswith("state.")}
+
+
+def _names_of_states(values: StateDict) -> Iterator[str]:
+    return (name for name in _leaf_names(values) if name.startswith("state."))
+
+
+def _any_stored(key: str, names: Iterable[str], stored: Container[str]) -> bool:
+    return any(f"{key}.{name}" in stored for name in names)
+
+
+def _leaf_names(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """The names that the leaves of nested dicts have in a checkpoint."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaf_names(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 class AsStock:
@@ -42,6 +293,11 @@ class AsStock:
 
     def put_back(self, loaded: Any) -> None:
         self._value.load_state_dict(loaded)
+
+
+StandIn = ModuleStates | OptimizerStates | AsStock
+"""Takes the place of a module, optimizer or other ``Stateful`` value while it is saved or loaded. Its ``values`` are
+the state dict, and ``put_back`` loads what was read into them."""
 
 
 class KeepsItsNames:
@@ -95,15 +351,15 @@ def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None =
         RobustCheckpointError: there are several optimizers under a key, and no module has the parameters of one.
     """
     candidates = {key: value for key, value in state_dict.items() if type(value) not in _TENSORS}
-    modules = {key: modules_in(value) for key, value in candidates.items()}
+    modules = {key: _all_of(value, nn.Module) for key, value in candidates.items()}
     all_modules = [module for key in sorted(modules, key=str) for module in modules[key]]
     has_stages = any(isinstance(candidates[key], list | tuple) for key in modules if modules[key])
     found: dict[str, StandIn] = {}
     for key, value in candidates.items():
         if modules[key]:
             found[key] = ModuleStates(key, modules[key], stored)
-        elif optimizers := optimizers_in(value):
-            owned = with_modules(key, optimizers, all_modules)
+        elif optimizers := _all_of(value, Optimizer):
+            owned = _with_modules(key, optimizers, all_modules)
             found[key] = OptimizerStates(key, owned, by_parameter=has_stages, stored=stored)
         elif _is_stateful(value):
             found[key] = AsStock(value)

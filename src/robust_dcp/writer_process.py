@@ -35,12 +35,11 @@ from robust_dcp.comm import Stopped
 from robust_dcp.errors import RobustCheckpointError, failure_of
 from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging import StagingBuffer, TensorForm, stay_near
-from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, remove_files_of, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 
-__all__ = ["WRITERS", "WriterProcess", "WriterProcesses", "refuse_disk", "write_in_process"]
+__all__ = ["WRITERS", "WriterProcess", "WriterProcesses", "write_in_process"]
 
 _LOOK_SECONDS: Final = 0.05
 """While its writer process writes, a rank checks this often whether another rank has given up the save."""
@@ -337,23 +336,6 @@ def _records(source: StagedSource) -> dict[int, bytes]:
             record = saved_by_torch(data) if isinstance(data, torch.Tensor) else data
             records[place] = record.getvalue()
     return records
-
-
-def refuse_disk(disk: Disk) -> None:
-    """Refuse a disk that the writer process cannot have.
-
-    Raises:
-        ValueError: it cannot be pickled, or its class is in the user's script.
-    """
-    try:
-        if type(disk).__module__ == "__main__":
-            raise pickle.PicklingError("its class is in the script, which the writer process does not run")
-        pickle.dumps(disk)
-    except Exception as error:  # pickle raises AttributeError and TypeError, too
-        raise ValueError(
-            f'executor="process" sends the disk to the writer process, and {type(disk).__qualname__} cannot be sent: '
-            f'{error}; pass executor="thread", or a disk that can be pickled'
-        ) from error
 
 
 atexit.register(WRITERS.close)  # at that time the async saves are over

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from robust_dcp.comm import Channel
-from robust_dcp.plan.phases import AT_PHASE
+from robust_dcp.report_rows import AT_PHASE
 
 __all__ = ["delay_in", "fail_in", "kill_in"]
 

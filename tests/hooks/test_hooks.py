@@ -14,10 +14,8 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp import Event, on_event
-from robust_dcp.hooks import progress_bar
-from robust_dcp.hooks.logs import LoggingHook
-from robust_dcp.hooks.progress_bar import ProgressBar
+from robust_dcp import Event, hooks, on_event
+from robust_dcp.hooks import LoggingHook, ProgressBar
 from robust_dcp.report import LoadReport, PhaseReport
 
 
@@ -89,7 +87,7 @@ def test_the_bar_of_an_async_save_or_of_another_rank_is_not_drawn(monkeypatch: p
 PROGRAM = """
     import sys
     from robust_dcp import events
-    from robust_dcp.hooks.progress_bar import watch_in_terminal
+    from robust_dcp.hooks import watch_in_terminal
     watch_in_terminal()
     sys.exit(10 + len(events._LISTENERS))
 """
@@ -109,6 +107,6 @@ def test_a_process_in_a_terminal_shows_bars_unless_told_not_to(asked: str, liste
 def test_without_a_terminal_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     heard: list[object] = []
-    monkeypatch.setattr(progress_bar, "on_event", heard.append)
-    progress_bar.watch_in_terminal.__wrapped__()
+    monkeypatch.setattr(hooks, "on_event", heard.append)
+    hooks.watch_in_terminal.__wrapped__()
     assert not heard

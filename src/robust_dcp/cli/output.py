@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from robust_dcp.hooks.progress_bar import ProgressLine
+from robust_dcp.hooks import ProgressLine
 
 __all__ = ["FOUND", "CommandFailed", "Output", "age", "number", "safe_text", "size"]
 

@@ -42,7 +42,7 @@ class BackgroundSave:
 
     def __init__(self, future: SaveFuture[SaveReport]) -> None:
         # The finalizer of this request raises the error. The next save is another request and must not raise it again.
-        future.was_told = True
+        future.asked.set()
         self._future = future
         self._last: SaveFuture[Any] = future
 
@@ -58,7 +58,7 @@ class BackgroundSave:
         """
         saved = self._future
         done = queue_of(ranks).submit(lambda: work(saved.result()) if saved.exception() is None else None)
-        done.was_told = True
+        done.asked.set()
         self._last = done
         return cast(Callable[[], T], done.result)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.items import ItemsMessage
 from robust_dcp.plan.node_commit import commit_on_nodes
-from robust_dcp.plan.phases import PhaseClock
 from robust_dcp.plan.plan import (
     Gathered,
     LocalStructure,
@@ -47,7 +45,7 @@ from robust_dcp.plan.written import LEADS_DIRECTORY, Places, Written, places_of_
 from robust_dcp.report import PlanOutcome, SaveReport, StructureDiff
 from robust_dcp.report_file import Changes, SavedReport, shortened
 from robust_dcp.report_file import Plan as PlanOfReport
-from robust_dcp.report_rows import SaidOfRank, SaveTimes, make_report, said_of_rank
+from robust_dcp.report_rows import PhaseClock, SaidOfRank, make_report, said_of_rank
 from robust_dcp.save_queue import SaveQueue, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.index.form import Section
@@ -126,8 +124,6 @@ class SaveSession:
         differing_replicas: values with contents that differ between ranks, and the ranks that hold them. They are
             compared only when a plan is made.
         clock: how long the phases of this save took on this rank, with the wait for other ranks.
-        own_write_seconds: how long this rank wrote, without the wait for others.
-        remarks: how the data got to the writer, if there is something to say of that.
         messages: on the coordinator, what each rank has said of what it has written.
     """
 
@@ -160,8 +156,6 @@ class SaveSession:
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     leads_directory: bool = field(default=False, init=False)
     clock: PhaseClock = field(init=False)
-    own_write_seconds: float = field(default=0.0, init=False)
-    remarks: tuple[str, ...] = field(default=(), init=False)
     messages: Sequence[Written | None] = field(default=(), init=False)
     _known: KnownPlan | None = field(default=None, init=False)
     _kind: str = field(default="", init=False)
@@ -421,13 +415,12 @@ class SaveSession:
         """Write this rank's files. Returns what the coordinator does not know of them."""
         writer, placements = self._joined()
         known_places = self._known_places
-        started_seconds = time.perf_counter()
-        self.written = written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
-        self.own_write_seconds = time.perf_counter() - started_seconds
+        with self.clock.own_write():
+            self.written = written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
         self.unloadable.raise_if_forbidden(self.checkpoint)
         said = None
         if writer.options.report:
-            said = said_of_rank(self.rank, self._times(), written.nbytes, len(written.names), written.how)
+            said = said_of_rank(self.rank, self.clock, written.nbytes, len(written.names), written.how)
         return written_message(written.variable_places, known_places, self.unloadable.found, said)
 
     def _written_offer(self) -> Offer:
@@ -667,7 +660,7 @@ class SaveSession:
             unloadable_objects=self.unloadable_objects,
             total_nbytes=None if self.plan is None else self.plan.nbytes,
             files=() if written is None else written.names,
-            how=(*(() if written is None else written.how), *self.remarks, *self._moved_remarks),
+            how=(*(() if written is None else written.how), *self.clock.remarks, *self._moved_remarks),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
             stragglers=self.channel.stragglers,
             leads_directory=self.leads_directory,
@@ -675,17 +668,6 @@ class SaveSession:
         )
         self.clock.tell("ended", report=report, seconds=self.clock.seconds)
         return report
-
-    def _times(self) -> SaveTimes:
-        """What the report of this save says of this rank's times."""
-        return SaveTimes(
-            self.clock.started_seconds,
-            {record.name: record.seconds for record in self.clock.records},
-            self.clock.seconds_of("stage"),
-            self.own_write_seconds,
-            self.remarks,
-            self.clock.is_async,
-        )
 
     def _saved_report(self, save_id: str, fallbacks: tuple[str, ...]) -> SavedReport:
         """The report beside the checkpoint, on the coordinator.
@@ -701,7 +683,7 @@ class SaveSession:
                 for rank, message in enumerate(self.messages)
                 if message is not None and message.row
             ],
-            self._times(),
+            self.clock,
             checkpoint=(self.writer.known_as if self.writer else None) or self.checkpoint,
             save_id=save_id,
             world_size=self.channel.size,

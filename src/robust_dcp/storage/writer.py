@@ -26,7 +26,7 @@ from torch.futures import Future
 from robust_dcp.comm import node_of
 from robust_dcp.errors import StorageError, entry_point, ranks_in_words
 from robust_dcp.report_file import Plan, SavedReport
-from robust_dcp.report_rows import SaidOfRank, SaveTimes, make_report, module_sizes, said_of_rank
+from robust_dcp.report_rows import PhaseClock, SaidOfRank, make_report, module_sizes, said_of_rank
 from robust_dcp.storage.committing.cleaning import stripe_directories, stripe_of
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
@@ -106,7 +106,7 @@ class RobustWriter(StorageWriter):
         self._is_coordinator = False
         self._begun = False
         self._announces = False
-        self._times = SaveTimes()
+        self._clock = PhaseClock()
         self._planner_name = ""
 
     @property
@@ -235,7 +235,7 @@ class RobustWriter(StorageWriter):
                 "of it. Call one of these, or copy the checkpoint afterwards with robust_dcp.copy_checkpoint"
             )
         self._begun = self._announces = False
-        self._times = SaveTimes()
+        self._clock = PhaseClock()
         self._planner_name = ""
         self._is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
@@ -286,9 +286,9 @@ class RobustWriter(StorageWriter):
         if isinstance(plan.storage_data, Share) and not self._is_coordinator:
             self._refuse_another_directory(rank)
         self._planner_name = type(planner).__name__
-        self._times.ends("plan")
+        self._clock.ends("plan")
         placements = place_as_they_come([_data_nbytes(item) for item in plan.items], files=self.files_per_rank)
-        with self._times.own_write():
+        with self._clock.own_write():
             source = WriteItemSource(plan.items, planner.resolve_data)
             written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
         places = zip(placements.file.tolist(), written.variable_places.tolist(), strict=True)
@@ -298,7 +298,7 @@ class RobustWriter(StorageWriter):
         ]
         if results and self.options.report:  # a rank that has written nothing tells nothing
             last = results.pop()
-            said = said_of_rank(rank, self._times, written.nbytes, len(written.names), written.how)
+            said = said_of_rank(rank, self._clock, written.nbytes, len(written.names), written.how)
             results.append(_TellingResult(last.index, last.size_in_bytes, last.storage_data, said))
         return results
 
@@ -318,13 +318,13 @@ class RobustWriter(StorageWriter):
         metadata.storage_meta = self.plain_meta()
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.version = FORMAT_VERSION
-        self._times.ends("write")
+        self._clock.ends("write")
         try:
             self.directory.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
         except BaseException as error:
             self.directory.roll_back(error)
             raise
-        self._times.ends("commit")
+        self._clock.ends("commit")
         if self.options.report:
             self.directory.leave_report(lambda save_id, fallbacks: self._report_of(results, save_id, fallbacks))
         self.directory.tidy_up()
@@ -340,7 +340,7 @@ class RobustWriter(StorageWriter):
         lasts = [(rank, part[-1]) for rank, part in enumerate(results) if part]
         return make_report(
             [(rank, last.said) for rank, last in lasts if isinstance(last, _TellingResult) and last.said is not None],
-            self._times,
+            self._clock,
             checkpoint=self.checkpoint_id,
             save_id=save_id,
             world_size=len(results),

@@ -1,1 +1,0 @@
-"""Listeners that send what saves and loads tell to monitoring systems. Each needs only its own package."""
