@@ -27,7 +27,8 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from benchmarks.measuring import Row, show, write_json
-from robust_dcp.staging import POOL, STAGING, Block
+from robust_dcp.staging.blocks import POOL, Block
+from robust_dcp.staging.staging_buffers import STAGING
 
 __all__ = ["main"]
 

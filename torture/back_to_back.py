@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp.staging import SHARED_STAGING, STAGING
+from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
 from robust_dcp.structure_cache import CACHE
 from tests.harness.ranks import run_ranks, values
 from torture.generations import child_pids, files_not_named, writer_pids

@@ -27,7 +27,7 @@ from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport
 from robust_dcp.save_queue import SaveFuture, finish_all
 from robust_dcp.staged_source import StagedSource
-from robust_dcp.staging import SHARED_STAGING, STAGING
+from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
 from robust_dcp.writer_process import WRITERS, write_in_process
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ import torch
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import RobustCheckpointError, failure_of
 from robust_dcp.staged_source import StagedSource
-from robust_dcp.staging import StagingBuffer, TensorForm, stay_near
+from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_near
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, remove_files_of, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch

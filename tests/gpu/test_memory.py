@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp.staging import NOT_PINNED, POOL, STAGING, Block
+from robust_dcp.staging.blocks import NOT_PINNED, POOL, Block
+from robust_dcp.staging.staging_buffers import STAGING
 from tests.gpu.device import DEVICE, needs_cuda, synchronize
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from robust_dcp.staging import Block, BlockPool
+from robust_dcp.staging.blocks import Block, BlockPool
 
 
 def test_blocks_begin_at_a_page() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from robust_dcp.staging.blocks import Block
-from robust_dcp.staging.device import DeviceCopies
-from robust_dcp.staging.tensor_bytes import TensorBytes
+from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes
 
 
 class Runtime:

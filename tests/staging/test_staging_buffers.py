@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from robust_dcp.staging import StagingBuffer, StagingBuffers, TensorForm
+from robust_dcp.staging.staging_buffers import StagingBuffer, StagingBuffers, TensorForm, cpus_near
 
 FORMS: list[TensorForm] = [
     (torch.uint8, torch.Size([7])),
@@ -48,3 +51,40 @@ def test_a_released_buffer_leaves_no_file_open() -> None:
     buffers.give_back(buffers.take(FORMS))
     buffers.release()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("are_shared", [False, True])
+def test_all_pages_of_new_memory_are_there_before_anything_is_copied(are_shared: bool) -> None:
+    buffer = StagingBuffers(are_shared=are_shared).take([(torch.uint8, torch.Size([64 << 20]))])
+    if buffer.fd is None:
+        address = buffer.tensors([(torch.uint8, torch.Size([1]))])[0].data_ptr()
+        areas = re.split(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+        (held,) = (
+            text
+            for begin, end, text in zip(areas[1::3], areas[2::3], areas[3::3], strict=True)
+            if int(begin, 16) <= address < int(end, 16)
+        )
+        assert int(held.partition("Rss:")[2].split()[0]) * 1024 == buffer.nbytes
+    else:  # pages of a file are there without being mapped
+        assert os.fstat(buffer.fd).st_blocks * 512 == buffer.nbytes
+    buffer.release()
+
+
+@pytest.mark.parametrize("node", ["1", "0", "-1", "what?"])
+def test_processors_near_a_device_are_those_of_its_node_that_this_process_may_use(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No machine with two nodes was there, so they are described as the kernel would."""
+    own = frozenset(os.sched_getaffinity(0))
+    for number, cpus in enumerate(("9000-9003", f"{min(own)},9004-9007")):
+        folder = tmp_path / f"devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(f"{node}\n")
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    near = cpus_near(torch.device("cuda"), tmp_path)
+    assert near == ({min(own)} if node == "1" else own)  # of node 0 this process may use none
+    assert cpus_near(None, tmp_path) == own

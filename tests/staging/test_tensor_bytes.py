@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.staging import Block, TensorBytes, memory_at
+from robust_dcp.staging.blocks import Block, memory_at
+from robust_dcp.staging.tensor_bytes import TensorBytes
 from robust_dcp.storage.records.record import bytes_of
 from tests.storage.test_engine import tensors
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
-from robust_dcp.staging import BlockLease, BlockPool
+from robust_dcp.staging.blocks import BlockLease, BlockPool
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.data_file import DataFile

@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
-from robust_dcp.staging import Block, DeviceCopies, TensorBytes, tensor_bytes
+from robust_dcp.staging import tensor_bytes
+from robust_dcp.staging.blocks import Block
+from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.layouts.places import LARGE_NBYTES
 from robust_dcp.storage.writing import engine

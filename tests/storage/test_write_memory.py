@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from robust_dcp.staging import POOL
+from robust_dcp.staging.blocks import POOL
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
 from robust_dcp.storage.records.checksum import crc32

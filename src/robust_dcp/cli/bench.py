@@ -37,20 +37,20 @@ def run(path: str, *, seconds: float) -> None:
     if not os.access(directory, os.W_OK | os.X_OK):
         raise CommandFailed(f"{directory} cannot be written to: check who owns it, and give another directory")
     Output.note(f"{directory}: writes and reads for about {seconds:g} s")
-    from robust_dcp.storage.tuning import tune
+    from robust_dcp.storage.tuning import choose, tune
 
     tuned = tune(directory, seconds=seconds)
-    tables = {"write": (tuned.table, tuned.writing), "read": (tuned.read_table, tuned.reading)}
+    tables = {"write": tuned.table, "read": tuned.read_table}
     measured: list[dict[str, Any]] = [
         {
             "what": what,
-            "direct": row.setting.direct,
-            "threads": row.setting.depth,
+            "direct": row.direct,
+            "threads": row.threads,
             "nbytes": row.nbytes,
             "seconds": row.seconds,
             "cpu_seconds": row.cpu_seconds,
         }
-        for what, (table, _) in tables.items()
+        for what, table in tables.items()
         for row in table
     ]
     threads = tuned.writer_options["threads"]
@@ -64,12 +64,13 @@ def run(path: str, *, seconds: float) -> None:
             "measured": measured,
         }
     )
+    chosen = {what: choose(table) for what, table in tables.items()}
     rows = [
         (
             *(each["what"], "direct" if each["direct"] else "buffered", each["threads"]),
             f"{size(each['nbytes'] / max(each['seconds'], 1e-9))}/s",
             f"{each['cpu_seconds'] / each['nbytes'] * (1 << 30):.2f}",
-            "chosen" if tables[each["what"]][1] == (each["direct"], each["threads"]) else None,
+            "chosen" if chosen[each["what"]][:2] == (each["direct"], each["threads"]) else None,
         )
         for each in measured
     ]

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from robust_dcp.comm import Channel
-from robust_dcp.staging import on_cpu
+from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.records.objects import Refusal, refusal_of
 

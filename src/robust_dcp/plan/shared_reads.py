@@ -39,7 +39,7 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 from robust_dcp.plan.global_plan import by_holders
-from robust_dcp.staging import flat_bytes, parts_in_order
+from robust_dcp.staging.tensor_bytes import flat_bytes, parts_in_order
 from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
 from robust_dcp.storage.layouts.places import deal, fill_up

@@ -30,7 +30,7 @@ from robust_dcp.plan.items import (
     sorted_places,
 )
 from robust_dcp.plan.signature import PlanContext, StructureSignature
-from robust_dcp.staging import on_cpu
+from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import CACHE, Table

@@ -54,29 +54,22 @@ _view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_of_memory.restype = ctypes.py_object
 
 
-def _block_memory(nbytes: int, *, stays_at_fork: bool, fd: int | None) -> mmap.mmap:
+def _memory(nbytes: int, *, stays_at_fork: bool, fd: int | None) -> mmap.mmap:
     """Memory that begins at a page and is reused, in huge pages if the kernel has them.
 
     Huge pages are faster: each page costs a fault when it is first touched, and has to be pinned for each direct read
     or write.
     """
-    memory = _pages(nbytes) if fd is None else mmap.mmap(fd, nbytes)
-    _advise(memory, "MADV_HUGEPAGE")
-    if stays_at_fork:
-        _advise(memory, "MADV_DONTFORK")
-    return memory
-
-
-def _advise(memory: mmap.mmap, advice: str) -> None:
-    if hasattr(mmap, advice):
-        with contextlib.suppress(OSError):  # this kernel does not support it
+    if fd is None:
+        # Private, so that a forked process has its own blocks and does not write into ours. mmap's default is shared
+        # memory, which gets huge pages only if the whole machine is set to that.
+        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        memory = mmap.mmap(fd, nbytes)
+    for advice in ("MADV_HUGEPAGE", *(("MADV_DONTFORK",) if stays_at_fork else ())):
+        with contextlib.suppress(OSError, AttributeError):  # this kernel, or this Python, does not support it
             memory.madvise(getattr(mmap, advice))
-
-
-def _pages(nbytes: int) -> mmap.mmap:
-    # The memory is private, so that a forked process has its own blocks and does not write into ours. mmap's default is
-    # shared memory, which gets huge pages only if the whole machine is set to that.
-    return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memory
 
 
 class Block:
@@ -105,7 +98,7 @@ class Block:
     __slots__ = ("address", "data", "is_pinned", "memory", "pin_was_refused", "tensor", "view")
 
     def __init__(self, nbytes: int, *, stays_at_fork: bool = False, fd: int | None = None) -> None:
-        self.memory = _block_memory(nbytes, stays_at_fork=stays_at_fork, fd=fd)
+        self.memory = _memory(nbytes, stays_at_fork=stays_at_fork, fd=fd)
         self.view = memoryview(self.memory)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)[:nbytes]
         self.tensor = torch.from_numpy(self.data)
@@ -118,13 +111,16 @@ class Block:
         as well, and is not tried again before :meth:`unpin`.
         """
         if not self.is_pinned and not self.pin_was_refused:
-            self.is_pinned = pin(self.address, len(self.data))
-            self.pin_was_refused = not self.is_pinned
+            # 0 means that it worked.
+            self.pin_was_refused = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.data), 0)) != 0
+            self.is_pinned = not self.pin_was_refused
+            if self.pin_was_refused:
+                _forget_error()
 
     def unpin(self) -> None:
         """Undo :meth:`pin`. Call this before the memory is freed."""
-        if self.is_pinned:
-            unpin(self.address)
+        if self.is_pinned and int(torch.cuda.cudart().cudaHostUnregister(self.address)) != 0:
+            _forget_error()
         self.is_pinned = self.pin_was_refused = False
 
 
@@ -234,28 +230,12 @@ POOL = BlockPool()
 NOT_PINNED: Final = "copied slowly: the system does not lock memory for the device"
 """What a report says of a save whose memory could not be locked."""
 
-_FORGETS_ERROR: Final = ("cudaGetLastError", "hipGetLastError")
-"""Functions that return the error which the runtime keeps for the calling thread, and forget it."""
-
-
-def pin(address: int, nbytes: int) -> bool:
-    """Lock memory. Returns whether that worked."""
-    if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
-        return True
-    _forget_error()
-    return False
-
-
-def unpin(address: int) -> None:
-    """Undo :func:`pin`. Call this before the memory is freed."""
-    if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
-        _forget_error()
-
 
 def _forget_error() -> None:
+    """Let the runtime forget the error that it keeps for the calling thread."""
     # PyTorch loads the runtime's library so that its functions are found among those of the process.
     process = ctypes.CDLL(None)
-    for name in _FORGETS_ERROR:
+    for name in ("cudaGetLastError", "hipGetLastError"):
         if hasattr(process, name):
             getattr(process, name)()
             return

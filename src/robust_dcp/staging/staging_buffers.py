@@ -1,25 +1,28 @@
 """Memory for copies of tensors that a save writes while training goes on. It is kept between saves, and pinned for a
 GPU.
 
-This module owns the memory and the tensors in it. A repeated save finds the tensors of the save before, so it only has
-to copy. New memory is taken on the NUMA node of the device, or processor, that copies. If another process writes the
-copies, the memory belongs to a file without a name, which goes away with the last process that has it open.
-``staged_source`` calls this module.
+A repeated save finds the tensors of the save before, so it only has to copy. If another process writes the copies, the
+memory belongs to a file without a name, which goes away with the last process that has it open.
+
+Linux places a page of memory when it is first touched, on the NUMA node of the processor that touches it. So new memory
+is touched by threads that run near the device.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from robust_dcp.staging.blocks import Block
-from robust_dcp.staging.numa import cpus_near, pci_address, run_near
 
-__all__ = ["SHARED_STAGING", "STAGING", "StagingBuffer", "StagingBuffers", "TensorForm"]
+__all__ = ["SHARED_STAGING", "STAGING", "StagingBuffer", "StagingBuffers", "TensorForm", "cpus_near", "stay_near"]
 
 TensorForm = tuple[torch.dtype, torch.Size]
 """Dtype and size of a tensor. Its place in a buffer depends on nothing else."""
@@ -38,6 +41,11 @@ _ROUNDED_TO: Final = 2 << 20
 
 _TOUCHED_NBYTES: Final = 32 << 20
 """One thread touches so much at a time, which takes some milliseconds."""
+
+_THREADS: Final = 4
+"""More threads would not be faster, because the memory of a node limits them. And other ranks start beside this one."""
+
+_SYS: Final = Path("/sys")
 
 
 class StagingBuffer:
@@ -84,7 +92,7 @@ class StagingBuffer:
         def touch_pages(begin: int, end: int) -> None:
             data[begin:end:_PAGE_NBYTES] = 0
 
-        run_near(self.cpus, touch_pages, len(data), _TOUCHED_NBYTES)
+        _run_near(self.cpus, touch_pages, len(data))
 
     def tensors(self, forms: Sequence[TensorForm]) -> list[torch.Tensor]:
         """One contiguous CPU tensor for each form, in this memory. They hold whatever was there last."""
@@ -146,7 +154,7 @@ class StagingBuffers:
         for buffer in dropped:
             buffer.release()
         del dropped
-        cpus = cpus_near(None if device is None else pci_address(device))
+        cpus = cpus_near(device)
         if self._are_shared:
             return _shared_buffer(nbytes, cpus)
         buffer = StagingBuffer(nbytes, cpus=cpus)
@@ -185,7 +193,7 @@ def _shared_buffer(nbytes: int, cpus: frozenset[int]) -> StagingBuffer:
     fd = os.memfd_create("robust_dcp-staging")
     try:
         # Reserve the memory now. If it ran short later, the first access to a page would kill the process (SIGBUS).
-        run_near(cpus, lambda begin, end: os.posix_fallocate(fd, begin, end - begin), nbytes, _TOUCHED_NBYTES)
+        _run_near(cpus, lambda begin, end: os.posix_fallocate(fd, begin, end - begin), nbytes)
         return StagingBuffer(nbytes, fd=fd, cpus=cpus)
     except BaseException:
         os.close(fd)
@@ -207,3 +215,48 @@ def _ends(forms: Sequence[TensorForm]) -> list[int]:
         at = -(-at // _ALIGNMENT) * _ALIGNMENT + nbytes
         ends.append(at)
     return ends
+
+
+# NUMA nodes.
+
+
+def cpus_near(device: torch.device | None, root: Path = _SYS) -> frozenset[int]:
+    """The processors on the node of a CUDA device that this process may use.
+
+    Args:
+        root: the directory in which the kernel describes its devices.
+
+    Returns:
+        All processors of this process if the node is not known, or if this process may use none of its processors.
+    """
+    own = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+    known: Any = None if device is None else torch.cuda.get_device_properties(device)
+    if not hasattr(known, "pci_bus_id"):
+        return own
+    address = f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
+    cpus: set[int] = set()
+    with suppress(OSError, ValueError):  # a machine with one node may say that the node is -1
+        node = int((root / "bus/pci/devices" / address / "numa_node").read_text())
+        for part in (root / f"devices/system/node/node{node}/cpulist").read_text().strip().split(","):  # 0-3,8
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return own & cpus or own
+
+
+def stay_near(cpus: Iterable[int]) -> None:
+    """Let the calling thread, and threads that it starts later, run on these processors only."""
+    if cpus:
+        with suppress(OSError, AttributeError):  # this process has lost some of them meanwhile, or this is not Linux
+            os.sched_setaffinity(0, cpus)
+
+
+def _run_near(cpus: frozenset[int], work: Callable[[int, int], Any], nbytes: int) -> None:
+    """Do work on parts of ``nbytes`` bytes with a few threads that run on these processors.
+
+    Args:
+        work: called with the begin and the end of each part. It must release the GIL. What it raises is raised.
+    """
+    begins = range(0, nbytes, _TOUCHED_NBYTES)
+    threads = max(min(len(begins), len(cpus), _THREADS), 1)
+    with ThreadPoolExecutor(threads, "robust_dcp-touch", stay_near, (cpus,)) as pool:
+        list(pool.map(lambda begin: work(begin, min(begin + _TOUCHED_NBYTES, nbytes)), begins))

@@ -1,4 +1,5 @@
-"""The bytes of tensors on any device and with any strides: where they are in memory, a range of them, many at once.
+"""The bytes of tensors on any device and with any strides: where they are in memory, a range of them, many at once, and
+copies that run beside other work.
 
 It never keeps a buffer. ``Tensor.cpu()`` and ``Stream.synchronize()`` wait for a whole stream, and PyTorch counts them
 as synchronizing calls, which a training loop may have forbidden (``torch.cuda.set_sync_debug_mode``). So everything in
@@ -7,14 +8,16 @@ this package waits for events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
 
-from robust_dcp.staging.blocks import Block, copy_bytes
+from robust_dcp.staging.blocks import NOT_PINNED, Block, copy_bytes
 
 __all__ = [
+    "DeviceCopies",
     "TensorBytes",
     "flat_bytes",
     "host_address",
@@ -212,3 +215,64 @@ def to_host_together(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for place, copy in zip(places, copies, strict=True):
             on_host[place] = copy
     return on_host
+
+
+class DeviceCopies:
+    """The copies of one save or load. All its threads share one stream.
+
+    Work that was queued on the current stream when this object is made comes before the copies: they have the contents
+    of that moment. Later work does not wait for them. If a planner computes a tensor in one thread, it is ready when
+    another thread copies it.
+
+    Attributes:
+        how: remarks for the report, if copies were slower than they could be.
+    """
+
+    def __init__(self) -> None:
+        self.how: tuple[str, ...] = ()
+        self._stream: torch.cuda.Stream | None = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def in_this_thread(self) -> AbstractContextManager[object]:
+        """A ``with`` block in which the calling thread uses the stream of the copies."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def can_run_ahead(self, data: TensorBytes | torch.Tensor) -> bool:
+        """Whether a copy of ``data``, or to it, runs by itself once it has begun."""
+        return self._stream is not None and data.device == self._stream.device
+
+    def begin(self, data: TensorBytes, begin: int, end: int, block: Block, at: int) -> Callable[[], None]:
+        """Begin to copy bytes ``begin`` to ``end`` of ``data`` to ``at`` in ``block``.
+
+        Returns:
+            A function that waits for the copy. Call it before you read the block.
+        """
+        if self._stream is None or not self.can_run_ahead(data):
+            data.copy(begin, end, block, at)
+            return lambda: None
+        block.pin()
+        if not block.is_pinned:
+            self.how = (NOT_PINNED,)
+        data.copy(begin, end, block, at, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return copied.synchronize
+
+    def fill(self, target: torch.Tensor, block: Block, at: int) -> None:
+        """Fill ``target``, uint8 ``[n]``, from ``block`` at ``at``. The copy is done when this returns, so the block is
+        free.
+
+        Other threads may read and copy meanwhile: this thread waits only for its own copy, without the GIL.
+        """
+        source = block.tensor[at : at + len(target)]
+        if self._stream is None or not self.can_run_ahead(target):
+            target.copy_(source)
+            return
+        block.pin()
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            copied.record(self._stream)
+        copied.synchronize()

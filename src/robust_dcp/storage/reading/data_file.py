@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.staging import Block, BlockLease, copy_bytes
+from robust_dcp.staging.blocks import Block, BlockLease, copy_bytes
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.kernel import BUFFERED, Alignment
 from robust_dcp.storage.files.paths import holds_raw_bytes

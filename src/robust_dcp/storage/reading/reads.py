@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
-from robust_dcp.staging import host_address
+from robust_dcp.staging.tensor_bytes import host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.index.stored_index import ChunkKind, WholeChunks, stored_items_of
 from robust_dcp.storage.layouts.footer import item_id, seed_of

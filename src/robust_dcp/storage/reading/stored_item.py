@@ -15,7 +15,8 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.staging import BlockLease, DeviceCopies
+from robust_dcp.staging.blocks import BlockLease
+from robust_dcp.staging.tensor_bytes import DeviceCopies
 from robust_dcp.storage.layouts.read_head import StoredTensor
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, crc32_of_both

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
-from robust_dcp.staging import on_cpu
+from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.record import Record
 
 __all__ = [
