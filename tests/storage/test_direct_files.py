@@ -61,30 +61,12 @@ def test_any_mix_of_tensors_in_any_blocks_by_any_threads(
         assert written_to(directory, values, **options)[1] == expected
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.binary(max_size=9000), min_size=1, max_size=20), st.sampled_from([4096, 1 << 20]))
-def test_objects_go_out_in_whole_pages_too(objects: list[bytes], block_bytes: int) -> None:
-    disk = SimulatedDisk()
-    values = [*objects, *MIX[:2]]
-    placements = placed(values, files=1)
-    written = write(ListSource(values), placements, disk, block_bytes=block_bytes)
-    content = content_of(disk, written.names[-1])
-    for value, (offset, nbytes) in zip(objects, written.variable_places.tolist(), strict=True):
-        assert content[offset : offset + nbytes] == value
-    assert len(content) == written.variable_places.sum(axis=1).max()
-
-
 def test_files_that_may_be_direct_are_and_say_so(tmp_path: Path) -> None:
     how, contents = written_to(str(tmp_path), MIX)
     assert contents == framed_one_by_one(MIX, placed(MIX, files=2))
     can = Disk().open_new(str(tmp_path / "asked"), direct=True)
     assert how == ("direct",) if can.alignment is not None else how[0].startswith("buffered: ")
     Disk().close(can)
-
-
-def test_the_page_cache_is_used_where_it_is_asked_for(tmp_path: Path) -> None:
-    how, contents = written_to(str(tmp_path), MIX, direct=False)
-    assert (how, contents) == (("buffered",), framed_one_by_one(MIX, placed(MIX, files=2)))
 
 
 def test_a_disk_without_direct_io_is_written_through_the_page_cache() -> None:

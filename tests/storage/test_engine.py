@@ -10,14 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from robust_dcp.errors import PlanConflict
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.kernel import Alignment
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
-from robust_dcp.storage.writing.item_source import WriteItemSource
 from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, placed_at, write
 from tests.storage.test_record import DTYPES, shapes, tensor_of
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk
@@ -149,15 +145,6 @@ def test_tensors_of_some_mib_share_writes_wherever_they_lie_in_memory(page_offse
     assert in_place >= total - 2 * 4096 * len(values) - 2 * LARGE_NBYTES if page_offset == 64 else in_place == 0
 
 
-def test_file_systems_that_want_larger_pages_get_them() -> None:
-    values = [torch.full((300,), float(n)) for n in range(1000)]
-    placements = placed(values, files=1)
-    disk = SimulatedDisk(alignment=Alignment(512, 65_536))
-    written = write(ListSource(values), placements, disk, block_bytes=65_536)
-    assert [content_of(disk, name) for name in written.names] == framed_one_by_one(values, placements)
-    assert written.how == ("direct",)
-
-
 def test_objects_and_tensors_of_unknown_length_are_placed_as_they_come() -> None:
     values: list[Any] = [
         b"an object",
@@ -193,56 +180,3 @@ def test_objects_keep_their_slots_and_move_nothing_that_is_planned() -> None:
     for value, (offset, nbytes) in zip([grown[0], grown[2]], again.variable_places.tolist(), strict=True):
         assert content[offset : offset + nbytes] == value
     assert content_of(disk, again.names[0]) == content_of(disk, first.names[0])
-
-
-def test_a_plan_is_put_in_order_once() -> None:
-    values = [torch.full((n % 7,), float(n)) for n in range(50)]
-    placements = placed(values, files=2)
-    source = ListSource(values)
-    write(source, placements)
-    assert sorted(source.asked) == list(range(50))
-    write(source, placements)
-    assert len(source.asked) == 50
-
-
-def test_a_plan_is_not_used_for_tensors_of_another_size_and_equal_length() -> None:
-    placements = placed([torch.zeros(2, 3), torch.zeros(4)], files=1)
-    write(ListSource([torch.zeros(2, 3), torch.zeros(4)]), placements)
-    with pytest.raises(PlanConflict, match=r"\[3, 2\] for 'item 0', the plan says torch.float32 \[2, 3\]"):
-        write(ListSource([torch.zeros(3, 2), torch.zeros(4)]), placements)
-
-
-def test_data_is_asked_for_without_grad_mode_and_once() -> None:
-    values = [torch.ones(3, requires_grad=True) for _ in range(20)]
-    source = ListSource([*values, b"object"])
-    write(source, placed(source.values, files=3), threads=3)
-    assert sorted(place for place, _, _ in source.resolved) == list(range(21))
-    assert not any(grad for _, grad, _ in source.resolved)
-
-
-def test_no_items_need_no_files() -> None:
-    written = write(ListSource([]), placed([], files=2))
-    assert (written.names, written.nbytes, written.variable_places.shape) == ((), 0, (0, 2))
-
-
-def test_write_items_are_a_source() -> None:
-    tensor = torch.arange(6.0)
-    chunk = ChunkStorageMetadata(torch.Size([0]), tensor.shape)
-    items = [
-        WriteItem(
-            MetadataIndex("w"),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), tensor.shape),
-        ),
-        WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO),
-    ]
-    source = WriteItemSource(items, lambda item: tensor if item is items[0] else io.BytesIO(b"object"))
-    assert (len(source), source.name(1)) == (2, "o")
-    assert (source.expected(0), source.expected(1)) == ((torch.float32, torch.Size([6])), None)
-    assert source.resolve(0) is tensor
-    disk = SimulatedDisk()
-    placements = placed([tensor, b""], files=1)
-    written = write(source, placements, disk)
-    fixed = framed_one_by_one([tensor], placed([tensor], files=1))
-    assert [content_of(disk, name) for name in written.names] == [*fixed, b"object"]
-    assert np.array_equal(written.variable_places, [[0, 6]])

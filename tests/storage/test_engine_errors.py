@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
 from robust_dcp.storage.layouts.places import LARGE_NBYTES
 from tests.storage.sources import DIRECTORY, ListSource, placed, write
@@ -61,39 +60,6 @@ def test_a_tensor_whose_memory_was_freed_is_named(disk: SimulatedDisk) -> None:
     values = [torch.zeros(2), freed, torch.zeros(7)]
     with pytest.raises(RobustCheckpointError, match="cannot save 'item 1': RuntimeError"):
         write(ListSource(values), placed(values, files=1), disk)
-
-
-def test_a_tensor_without_data_is_named(disk: SimulatedDisk) -> None:
-    values = [torch.zeros(2), torch.zeros(2), torch.zeros(7)]
-    source = ListSource(values, {1: torch.empty(2, device="meta")})
-    with pytest.raises(RobustCheckpointError, match="cannot save 'item 1': NotImplementedError"):
-        write(source, placed(values, files=1), disk)
-
-
-@pytest.mark.parametrize("other", [torch.zeros(400), b"an object"])
-def test_an_item_that_was_placed_as_another_is_refused(other: Any) -> None:
-    placements = placed([torch.zeros(4), torch.zeros(4)], files=1)
-    with pytest.raises(PlanConflict, match="the record of 'item 1' is not the one that was planned") as caught:
-        write(ListSource([torch.zeros(4), other]), placements)
-    assert caught.value.key == "item 1"
-
-
-def test_there_must_be_an_item_for_each_place() -> None:
-    with pytest.raises(ValueError, match="expected 2 items, as many as the plan has places, got 1"):
-        write(ListSource([torch.zeros(4)]), placed([torch.zeros(4)] * 2, files=1))
-
-
-def test_a_save_that_is_given_up_elsewhere_stops_between_blocks(disk: SimulatedDisk) -> None:
-    values = [torch.zeros(256)] * 100
-    source = ListSource(values)
-
-    def stop(done_nbytes: int, total_nbytes: int) -> None:
-        if len(source.resolved) > 20:
-            raise Stopped("rank 7 failed")
-
-    with pytest.raises(Stopped, match="rank 7"):
-        write(source, placed(values, files=1), disk, check_stop=stop, block_bytes=16 << 10)
-    assert 20 < len(source.resolved) < 35
 
 
 def test_the_error_of_one_thread_stops_the_others_and_is_the_one_raised(disk: SimulatedDisk) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
 import sys
 import types
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -66,27 +65,6 @@ def test_we_read_what_we_and_what_stock_write() -> None:
     assert referenced_files(metadata_of()) == {"__0_0.distcp", "__1_0.distcp"}
 
 
-def test_every_flipped_bit_and_every_truncation_is_noticed() -> None:
-    encoded = encode_metadata(metadata_of())
-    for bit in range(len(encoded) * 8):
-        damaged = bytearray(encoded)
-        damaged[bit // 8] ^= 1 << (bit % 8)
-        with pytest.raises((CorruptCheckpoint, UnsafeCheckpoint)):
-            decode_metadata(bytes(damaged), ".metadata")
-    for nbytes in range(len(encoded) - 20):
-        with pytest.raises(CorruptCheckpoint):
-            decode_metadata(encoded[:nbytes], ".metadata")
-
-
-def test_a_damaged_file_by_stock_raises_our_errors_only() -> None:
-    encoded = pickle.dumps(metadata_of())
-    for bit in range(len(encoded) * 8):
-        damaged = bytearray(encoded)
-        damaged[bit // 8] ^= 1 << (bit % 8)
-        with contextlib.suppress(CorruptCheckpoint, UnsafeCheckpoint):
-            decode_metadata(bytes(damaged), ".metadata")
-
-
 def test_the_empty_file_of_a_power_cut_is_explained() -> None:
     with pytest.raises(CorruptCheckpoint, match="empty file"):
         decode_metadata(b"", "/checkpoint/.metadata")
@@ -96,16 +74,6 @@ def six_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this torch pickle one value more than it does, as a later one may."""
     state: Any = TensorProperties.__getstate__
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*state(self)[:5], (3, 1)))
-
-
-def test_properties_of_a_newer_torch_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    six_values(monkeypatch)
-    encoded = pickle.dumps(metadata_of())
-    monkeypatch.undo()
-    expected = metadata_of()
-    for later in fields(TensorProperties)[5:]:  # torch 2.15 and newer
-        setattr(expected.state_dict_metadata["weight"].properties, later.name, (3, 1))
-    assert decode_metadata(encoded, ".metadata") == expected
 
 
 def test_properties_are_written_with_the_values_that_every_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,11 +196,3 @@ def test_values_that_no_reader_can_use_are_refused(change: str) -> None:
 def test_places_that_are_no_places_are_refused(offset: Any, length: Any) -> None:
     with pytest.raises(CorruptCheckpoint, match="offset and length"):
         decode_metadata(encode_metadata(metadata_of(offset=offset, length=length)), ".metadata")
-
-
-@pytest.mark.parametrize(
-    "value", [b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(None), pickle.dumps(metadata_of()) + b"x"]
-)
-def test_what_is_no_metadata_is_corrupt(value: bytes) -> None:
-    with pytest.raises(CorruptCheckpoint):
-        decode_metadata(value, ".metadata")

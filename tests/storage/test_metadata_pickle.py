@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.pickled import SLAB_ROWS, MetadataColumns, MetadataPickle
 
@@ -217,14 +214,6 @@ def test_every_reader_finds_what_stock_would_have_written(reader: str, content: 
     assert in_full(found) == in_full(decode_metadata(encode_metadata(expected), ".metadata"))
 
 
-@settings(max_examples=60)
-@given(contents())
-def test_it_is_a_well_formed_pickle_of_the_announced_length(content: Content) -> None:
-    encoded = MetadataPickle(content.columns()).encode(names_of(content.n_files), content.variable_places(), None)
-    data = joined(encoded)
-    pickletools.dis(data, out=io.StringIO())  # raises where the memo or the stack is not as the opcodes need it
-
-
 def test_a_tensor_of_more_chunks_than_a_slab_has_rows_stays_in_one_piece() -> None:
     chunks = tuple(Chunk((n,), (1,), 0, (n << 20, 1 << 20)) for n in range(2 * SLAB_ROWS + 1))
     float32 = (torch.float32, torch.strided, False)
@@ -233,75 +222,6 @@ def test_a_tensor_of_more_chunks_than_a_slab_has_rows_stays_in_one_piece() -> No
     content = Content((small[0], huge, small[1]), n_files=1)
     encoded = MetadataPickle(content.columns()).encode(names_of(1), content.variable_places(), None)
     assert pickle.loads(joined(encoded)) == content.stock(names_of(1), None)
-
-
-def test_more_names_than_parts_of_paths_are_shared() -> None:
-    entries = [
-        Entry(f"m.ü.{n}", None, (), (Chunk((), (), 0, (n, n), n % 2 == 0),), ("m", f"ü.{n}")) for n in range(70_000)
-    ]
-    content = Content(tuple(entries), n_files=1)
-    encoded = MetadataPickle(content.columns()).encode(names_of(1), content.variable_places(), None)
-    assert pickle.loads(joined(encoded)) == content.stock(names_of(1), None)
-
-
-def test_changing_the_properties_of_one_tensor_changes_no_other() -> None:
-    encoded = MetadataPickle(example().columns()).encode(names_of(2), example().variable_places(), None)
-    found = pickle.loads(joined(encoded))
-    first, *others = [e for e in found.state_dict_metadata.values() if isinstance(e, TensorStorageMetadata)]
-    first.properties.requires_grad = True
-    first.properties.dtype = torch.int8
-    first.chunks.clear()
-    found.storage_data[MetadataIndex("layers.0.w", (0, 0))].relative_path = "elsewhere"
-    expected = example().stock(names_of(2), None)
-    for name, entry in zip(("layers.1.w", "layers.2.w"), others, strict=True):
-        assert entry == expected.state_dict_metadata[name]
-        index = MetadataIndex(name, (0, 0))
-        assert found.storage_data[index] == expected.storage_data[index]
-
-
-def test_every_flipped_bit_and_every_truncation_is_noticed() -> None:
-    content = example(n_tensors=1)
-    data = joined(MetadataPickle(content.columns()).encode(names_of(2), content.variable_places(), StorageMeta("id")))
-    for bit in range(len(data) * 8):
-        damaged = bytearray(data)
-        damaged[bit // 8] ^= 1 << (bit % 8)
-        with pytest.raises((CorruptCheckpoint, UnsafeCheckpoint)):
-            decode_metadata(bytes(damaged), ".metadata")
-    for nbytes in range(len(data) - 20):
-        with pytest.raises(CorruptCheckpoint):
-            decode_metadata(data[:nbytes], ".metadata")
-
-
-def test_checkpoints_of_one_plan_share_all_that_the_plan_determines() -> None:
-    content = example(n_tensors=2000)
-    compiled = MetadataPickle(content.columns())
-    first = compiled.encode(names_of(2), content.variable_places(), StorageMeta("1"))
-    second = compiled.encode(names_of(2, generation=1), content.variable_places(shift=1000), StorageMeta("2"))
-    for encoded, shift, generation, meta in ((first, 0, 0, "1"), (second, 1000, 1, "2")):
-        expected = content.stock(names_of(2, generation), StorageMeta(meta), shift)
-        assert decode_metadata(joined(encoded), ".metadata") == expected
-    kept = {id(fragment) for fragment in first}
-    shared = sum(len(fragment) for fragment in second if id(fragment) in kept)
-    assert len(joined(second)) - shared < 2000
-    assert shared <= compiled.nbytes < shared + 1000
-
-
-def test_threads_that_save_by_one_plan_do_not_see_each_other() -> None:
-    content = example(n_tensors=50)
-    compiled = MetadataPickle(content.columns())
-
-    def encode(save: int) -> bytes:
-        places = content.variable_places(shift=save)
-        return joined(compiled.encode(names_of(2, save), places, StorageMeta(str(save))))
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(encode, range(200)))
-    assert found == [encode(save) for save in range(200)]
-
-
-def test_what_was_emitted_cannot_be_written_to() -> None:
-    encoded = MetadataPickle(example().columns()).encode(names_of(2), example().variable_places(), None)
-    assert all(isinstance(fragment, bytes) or fragment.readonly for fragment in encoded)
 
 
 def test_the_place_of_an_item_of_variable_size_is_the_one_of_its_row() -> None:

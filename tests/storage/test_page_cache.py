@@ -21,7 +21,6 @@ from tests.support.simulated_disk import WatchedDisk
 
 PAGE_NBYTES = os.sysconf("SC_PAGESIZE")
 FILE_NBYTES = (6 << 20) + 1234
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -67,29 +66,6 @@ def test_the_pages_that_were_read_are_cached_and_no_others(
     assert ask(fd, FILE_NBYTES - 100, 100) == 100
     assert ask(fd, FILE_NBYTES + PAGE_NBYTES, 100) == 0
     assert ask(fd, 0, 0) == 0
-
-
-@pytest.mark.parametrize("ask", [cached_nbytes, by_mincore])
-def test_to_ask_puts_nothing_into_the_cache(file: Path, fd: int, ask: Callable[[int, int, int], int]) -> None:
-    before = ask(fd, 0, FILE_NBYTES)
-    for offset in range(0, FILE_NBYTES, 1 << 20):
-        ask(fd, offset, 1 << 20)
-    assert ask(fd, 0, FILE_NBYTES) == before
-
-
-def cached_of_a_strangers_file(path: str) -> tuple[int | None, float]:
-    """(what cachestat says of a file, how much of it we take for cached), by a user who may only read it."""
-    opened = os.open(path, os.O_RDONLY)
-    nbytes = os.fstat(opened).st_size
-    if os.geteuid() == 0:
-        os.seteuid(NOBODY)
-    return kernel._by_cachestat(opened, 0, nbytes), cached_nbytes(opened, 0, nbytes) / nbytes
-
-
-def test_what_a_user_may_not_know_is_read_through_the_cache(file: Path) -> None:
-    path = str(file) if os.geteuid() == 0 else os.path.realpath("/bin/sh")
-    ((told, found),) = values(run_ranks(1, cached_of_a_strangers_file, path))
-    assert told is not None or found == 1.0
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -108,28 +108,11 @@ def test_an_answer_that_was_cut_off_is_asked_for_again(monkeypatch: pytest.Monke
     assert bytes(piece) == DATA[:10] and [len(answer) for answer in answers] == [9, 10]
 
 
-def test_an_open_file_keeps_its_size_and_tells_that_it_was_replaced() -> None:
-    store, disk = fsspec.filesystem("memory"), RemoteDisk(URL)
-    path = f"{URL}/replaced"
-    store.pipe_file(path, b"before")
-    file, first = disk.open_read(path), disk.fingerprint(path)
-    assert disk.fingerprint(path) == first
-    store.pipe_file(path, b"afterwards")
-    assert disk.size(file) == len(b"before") and disk.fingerprint(path) != first
-    assert disk.read_file(path) == b"afterwards"
-
-
 @pytest.mark.parametrize(("name", "number"), [("below", errno.EISDIR), ("nothing", errno.ENOENT)])
 def test_what_is_no_file_cannot_be_opened(name: str, number: int) -> None:
     with pytest.raises(StorageError, match=name) as caught:
         RemoteDisk(URL).open_read(f"{URL}/{name}")
     assert caught.value.errno == number and caught.value.path == f"{URL}/{name}"
-
-
-def test_a_file_of_unknown_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryFileSystem, "info", lambda _self, path: {"name": path, "size": None, "type": "file"})
-    with pytest.raises(StorageError, match="the store does not say how long it is"):
-        RemoteDisk(URL).open_read(f"{URL}/.metadata")
 
 
 PATH = f"{URL}/.metadata"

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustWriter, StorageError
-from robust_dcp.storage.committing.cleaning import remove_target, stripe_of
+from robust_dcp.storage.committing.cleaning import remove_target
 from robust_dcp.storage.files.disk import Disk
 from tests.support.simulated_disk import WatchedDisk
 
@@ -75,13 +75,6 @@ def test_the_next_commit_removes_files_and_links_of_the_last(tmp_path: Path, str
     assert set.union(*[files_below(path) for path in stripes]) == set()
 
 
-def test_checkpoints_of_one_name_do_not_meet(tmp_path: Path, stripes: list[Path]) -> None:
-    for run in ("a", "b"):
-        save(tmp_path / run / "step-1", ord(run), stripes)
-    check_loads(tmp_path / "a" / "step-1", ord("a"))
-    check_loads(tmp_path / "b" / "step-1", ord("b"))
-
-
 def test_a_copy_of_the_links_does_not_own_their_targets(tmp_path: Path, stripes: list[Path]) -> None:
     save(tmp_path / "checkpoint", 1, stripes)
     shutil.copytree(tmp_path / "checkpoint", tmp_path / "copy", symlinks=True)
@@ -116,14 +109,6 @@ def test_whichever_call_before_the_commit_fails_the_old_checkpoint_loads_and_not
     assert number > 20
 
 
-def test_stripes_are_durable_before_the_commit(tmp_path: Path, stripes: list[Path]) -> None:
-    disk = WatchedDisk(Disk())
-    save(tmp_path / "checkpoint", 1, stripes, disk=disk)
-    rename = disk.operations.index("rename")
-    synced = {path for operation, path in disk.calls[:rename] if operation == "fsync_directory"}
-    assert {os.path.dirname(os.path.realpath(path)) for path in (tmp_path / "checkpoint").glob("*.distcp")} <= synced
-
-
 def test_only_links_to_data_files_of_this_checkpoint_are_followed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     for name in ("__0_0.distcp", "precious"):
@@ -132,10 +117,3 @@ def test_only_links_to_data_files_of_this_checkpoint_are_followed(tmp_path: Path
     for name in ("__0_0.distcp", "precious", "__0_1.distcp"):
         remove_target(Disk(), str(tmp_path / "checkpoint"), name)
     assert files_below(tmp_path) == {"__0_0.distcp", "precious"}
-
-
-def test_each_rank_begins_at_another_stripe() -> None:
-    assert [[stripe_of(rank, number, ["a", "b", "c"]) for number in range(3)] for rank in range(2)] == [
-        ["a", "b", "c"],
-        ["b", "c", "a"],
-    ]

@@ -44,19 +44,6 @@ def test_the_blocks_of_a_save_serve_the_next_and_no_more_of_them_are_kept() -> N
     assert POOL.kept_nbytes == 0
 
 
-def test_threads_and_blocks_shrink_to_keep_the_bound() -> None:
-    assert WriteOptions(threads=4, buffer_bytes=64 * MIB).fitted(4096) == (4, 8 * MIB)
-    assert WriteOptions(threads=4, buffer_bytes=10 * MIB).fitted(4096) == (4, 5 * MIB // 4)
-    assert WriteOptions(threads=4, buffer_bytes=3 * 8192).fitted(4096) == (3, 4096)
-    assert WriteOptions(threads=4, buffer_bytes=8192).fitted(65536) == (1, 65536)
-
-
-@pytest.mark.parametrize("name", ["threads", "buffer_bytes"])
-def test_options_that_allow_nothing_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least"):
-        WriteOptions(**{name: 0})
-
-
 @pytest.mark.parametrize("ranks", ["1", "8", "1000", "", "eight"])
 def test_defaults_fit_the_machine_and_the_ranks_on_it(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

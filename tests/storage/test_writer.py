@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 import robust_dcp
-from robust_dcp import RobustPlanner, RobustWriter
+from robust_dcp import RobustPlanner, RobustWriter, WriteOptions
 from robust_dcp.storage.files.disk import Disk
 from tests.support.simulated_disk import WatchedDisk
 
@@ -24,10 +24,12 @@ def test_a_plan_depends_on_the_number_of_files_alone(options: dict[str, Any], fi
     assert RobustWriter("unused", **options).plan_options == {"layout": "torch", "files_per_rank": files}
 
 
-@pytest.mark.parametrize("name", ["threads", "files_per_rank", "buffer_bytes"])
-def test_nothing_is_no_option(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least"):
-        RobustWriter("unused", **{name: 0})
+@pytest.mark.parametrize(
+    "wrong", [{"layout": "parquet"}, {"files_per_rank": 0}, {"stripe_paths": ["s3://bucket/x"]}], ids=str
+)
+def test_what_cannot_be_is_refused_when_options_are_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"layout must be one of|at least|://"):
+        WriteOptions(**wrong)
 
 
 def test_a_report_says_how_files_were_written_and_what_memory_that_took(tmp_path: Path) -> None:

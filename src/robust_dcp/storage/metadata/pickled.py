@@ -101,42 +101,6 @@ class MetadataColumns:
     nbytes: Int64
     n_files: int
 
-    def check(self) -> None:
-        """Make sure that the columns fit together: a wrong place would silently give a tensor another tensor's size.
-
-        Raises:
-            ValueError: the message says which column is wrong.
-        """
-        n_names, n_rows, n_sizes = len(self.names), len(self.name), len(self.sizes)
-        steps = np.diff(self.name, prepend=-1, append=n_names)
-        is_object = self.name_properties < 0
-        of_object = is_object[self.name]
-        expected: dict[str, tuple[int, int, npt.NDArray[np.bool_] | None]] = {
-            "name_properties": (n_names, len(self.properties), is_object),
-            "name_size": (n_names, n_sizes, is_object),
-            "offset": (n_rows, n_sizes, of_object),
-            "size": (n_rows, n_sizes, of_object),
-            "file": (n_rows, self.n_files, None),
-        }
-        wrong = [
-            column
-            for column, (length, end, none) in expected.items()
-            if len(places := getattr(self, column)) != length
-            or (places >= end).any()
-            or ((places < 0) != (False if none is None else none)).any()
-        ]
-        is_again = steps[1:-1] == 0
-        facts = {
-            "name": ((steps == 0) | (steps == 1)).all() and steps[-1] == 1 and not (is_again & of_object[1:]).any(),
-            "size_ndims": len(self.size_ndims) == n_sizes and self.size_ndims.max(initial=0) <= self.sizes.shape[1],
-            "start": len(self.start) == n_rows,
-            "nbytes": len(self.nbytes) == n_rows and np.array_equal(self.start < 0, self.nbytes < 0),
-            "paths": self.paths is None or len(self.paths) == n_names,
-        }
-        wrong += [column for column, is_right in facts.items() if not is_right]
-        if wrong:
-            raise ValueError(f"columns of a .metadata do not fit together: {', '.join(wrong)}")
-
 
 class MetadataPickle:
     """The common part of the pickles of all checkpoints that one plan writes. Several threads may use it at once.
@@ -145,18 +109,15 @@ class MetadataPickle:
         columns: the columns that the plan determines. They are not kept.
 
     Raises:
-        ValueError: the columns do not fit together.
         NotImplementedError: this torch pickles a class of the metadata in a way that we cannot repeat.
     """
 
     def __init__(self, columns: MetadataColumns) -> None:
-        columns.check()
         memo = _Memo(columns)
         metadata, marks = _metadata_example()
         pieces = [part for part in _cut(metadata, marks, memo) if isinstance(part, bytes)]
         state, planner, storage, *self._rest = pieces
         self._item = [_cut(*example, memo) for example in _examples()[2:]]
-        self._n_files = columns.n_files
         rows = np.flatnonzero(columns.start < 0)
         self.variable_files: Int64 = columns.file[rows].astype(np.int64)
         """int64 ``[V]``: the file of each item whose place is given for each checkpoint. Items of one file are in their
@@ -164,7 +125,8 @@ class MetadataPickle:
         """
         self._variable = _stored(columns, memo, rows)
         known = np.flatnonzero(columns.start >= 0)
-        stored = (_stored(columns, memo, known[slab]) for slab in _slabs(len(known)))
+        slabs = (known[at : at + SLAB_ROWS] for at in range(0, len(known), SLAB_ROWS))
+        stored = (_stored(columns, memo, slab) for slab in slabs)
         self._constant: Fragments = (
             _framed(memo.definitions),
             state + pickle.EMPTY_DICT,
@@ -200,20 +162,7 @@ class MetadataPickle:
             places: int64 ``[V, 2]``, start and length of each item of ``variable_files`` in its file, in bytes.
             storage_meta: written into the file as it is.
             version: the version of DCP's format.
-
-        Raises:
-            ValueError: the number of file names or places is not that of the columns, or a place is impossible.
         """
-        n_variable = len(self.variable_files)
-        if len(set(file_names)) != self._n_files or len(file_names) != self._n_files:
-            raise ValueError(f"a .metadata of {self._n_files} data files was given {len(set(file_names))} file names")
-        if places.shape != (n_variable, 2):
-            raise ValueError(
-                f"a .metadata with {n_variable} items of variable size was given places of shape {places.shape}: "
-                "expected a start and a length for each"
-            )
-        if places.size and int(places.min()) < 0:
-            raise ValueError(f"places in a .metadata: expected starts and lengths in bytes, found {int(places.min())}")
         before_meta, before_version, end = self._rest
         variable = {**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}
         names = _without_ends(pickle.dumps(list(file_names), _PROTOCOL)) + pickle.POP
@@ -456,7 +405,3 @@ def _framed(opcodes: Buffer) -> memoryview:
     """
     data = memoryview(opcodes)
     return memoryview(b"".join((pickle.FRAME, data.nbytes.to_bytes(8, "little"), data)))
-
-
-def _slabs(count: int) -> list[slice]:
-    return [slice(at, at + SLAB_ROWS) for at in range(0, count, SLAB_ROWS)]
