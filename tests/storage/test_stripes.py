@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustWriter, StorageError
-from robust_dcp.storage.committing.cleaning import remove_target
+from robust_dcp.storage.committing.saving_file import remove_target
 from robust_dcp.storage.files.disk import Disk
 from tests.support.simulated_disk import WatchedDisk
 

@@ -15,8 +15,7 @@ from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.committing.cleaning import remove_data_files
-from robust_dcp.storage.committing.saving_file import SaveState, claimed
+from robust_dcp.storage.committing.saving_file import SaveState, claimed, remove_data_files
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import is_data_file

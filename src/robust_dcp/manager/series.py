@@ -46,8 +46,14 @@ import msgspec
 from robust_dcp.drain.record import is_awaited
 from robust_dcp.on_demand import errors
 from robust_dcp.report_file import REPORT_NAME
-from robust_dcp.storage.committing.cleaning import find_left_overs, is_gone, remove_data_files
-from robust_dcp.storage.committing.saving_file import claimed, not_being_loaded, saving_files_in
+from robust_dcp.storage.committing.saving_file import (
+    claimed,
+    find_left_overs,
+    is_gone,
+    not_being_loaded,
+    remove_data_files,
+    saving_files_in,
+)
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME

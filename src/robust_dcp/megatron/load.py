@@ -41,7 +41,7 @@ from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.load_items import plan_reads
 from robust_dcp.plan.load_planner import check_filled, local_numel
 from robust_dcp.report import LoadReport
-from robust_dcp.storage.committing.cleaning import remove_data_files
+from robust_dcp.storage.committing.saving_file import remove_data_files
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, directory_path
 from robust_dcp.storage.index.stored_index import look_up

@@ -14,8 +14,8 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.storage.committing.cleaning import name_left_over
 from robust_dcp.storage.committing.save import Save
+from robust_dcp.storage.committing.saving_file import name_left_over
 
 __all__ = ["clean_up", "failed_in_step", "nothing_is_committed"]
 

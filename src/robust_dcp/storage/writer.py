@@ -27,9 +27,8 @@ from robust_dcp.comm import node_of
 from robust_dcp.errors import StorageError, entry_point, ranks_in_words
 from robust_dcp.report_file import Plan, SavedReport
 from robust_dcp.report_rows import PhaseClock, SaidOfRank, make_report, module_sizes, said_of_rank
-from robust_dcp.storage.committing.cleaning import stripe_directories, stripe_of
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
-from robust_dcp.storage.committing.saving_file import identity
+from robust_dcp.storage.committing.saving_file import identity, stripe_directories, stripe_of
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
@@ -174,15 +173,23 @@ class RobustWriter(StorageWriter):
         Args:
             is_alone: whether there is no other rank, which may see another directory.
         """
-        return room_of_rank(
-            self.disk,
-            self.path,
-            rank,
-            placements,
-            known_places,
-            stripes=stripe_directories(self.disk, self.path, self.options.stripes),
-            shared_as="" if is_alone else identity(self.disk, self.path, self.save_id),
-            node=str(node_of(rank)),
+        stripes = stripe_directories(self.disk, self.path, self.options.stripes)
+        # The same text on all ranks that see this very directory. Others count for each node.
+        shared_as = "" if is_alone else identity(self.disk, self.path, self.save_id)
+        nbytes_of: dict[str, int] = defaultdict(int)
+        for number, nbytes in enumerate(placements.file_nbytes):
+            if number == placements.variable_file and known_places is not None:
+                nbytes += int(known_places[:, 1].sum())  # as in the save before
+            place = stripe_of(rank, number, stripes) if stripes else self.path
+            nbytes_of[place] += -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        room_of = {place: self.disk.room(place) for place in {self.path, *nbytes_of}}
+        main, _ = room_of[self.path]
+        rooms = [room_of[place] for place in nbytes_of]
+        return RoomOfRank(
+            tuple(shared_as if number == main else f"{node_of(rank)}: {number}" for number, _ in rooms),
+            tuple(nbytes_of),
+            tuple(nbytes_of.values()),
+            tuple(free_nbytes for _, free_nbytes in rooms),
         )
 
     def write(
@@ -423,41 +430,6 @@ class RoomOfRank(msgspec.Struct, frozen=True):
     free_nbytes: tuple[int, ...] = ()
 
 
-def room_of_rank(
-    disk: Disk,
-    directory: str,
-    rank: int,
-    placements: Placements,
-    known_places: npt.NDArray[np.int64] | None,
-    *,
-    stripes: Sequence[str],
-    shared_as: str,
-    node: str,
-) -> RoomOfRank:
-    """What this rank needs, as far as it is known: items of variable size count as much as in the save before.
-
-    Args:
-        stripes: the directories that take the files in turn.
-        shared_as: the same text on all ranks that see this very directory.
-        node: the name of this rank's node. Other directories count for each node.
-    """
-    nbytes_of: dict[str, int] = defaultdict(int)
-    for number, nbytes in enumerate(placements.file_nbytes):
-        if number == placements.variable_file and known_places is not None:
-            nbytes += int(known_places[:, 1].sum())
-        place = stripe_of(rank, number, stripes) if stripes else directory
-        nbytes_of[place] += -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-    room_of = {place: disk.room(place) for place in {directory, *nbytes_of}}
-    main, _ = room_of[directory]
-    rooms = [room_of[place] for place in nbytes_of]
-    return RoomOfRank(
-        tuple(shared_as if number == main else f"{node}: {number}" for number, _ in rooms),
-        tuple(nbytes_of),
-        tuple(nbytes_of.values()),
-        tuple(free_nbytes for _, free_nbytes in rooms),
-    )
-
-
 def refuse_without_room(checkpoint: str, ranks: Sequence[RoomOfRank | None]) -> None:
     """Make sure that all ranks together have room.
 
@@ -467,12 +439,11 @@ def refuse_without_room(checkpoint: str, ranks: Sequence[RoomOfRank | None]) -> 
     Raises:
         StorageError: they have not. It says what is needed and free on each file system that is too small.
     """
-    rooms: dict[str, list[tuple[int, str, int, int]]] = defaultdict(list)
+    rooms: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for rank, said in enumerate(ranks):
         if said is not None:
-            for number, name in enumerate(said.file_systems):
-                room = (rank, said.paths[number], said.nbytes[number], said.free_nbytes[number])
-                rooms[name].append(room)
+            for name, *room in zip(said.file_systems, said.paths, said.nbytes, said.free_nbytes, strict=True):
+                rooms[name].append((rank, *room))
     too_small = []
     for of_ranks in rooms.values():
         who, paths, nbytes, free_nbytes = zip(*of_ranks, strict=True)

@@ -33,14 +33,16 @@ import msgspec
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.report_file import REPORT_NAME, SavedReport, encode_report
-from robust_dcp.storage.committing.cleaning import (
+from robust_dcp.storage.committing.saving_file import (
     LeftOvers,
+    SavingFile,
     find_left_overs,
+    is_announced,
     is_gone,
     name_left_over,
+    others_in,
     remove_data_files,
 )
-from robust_dcp.storage.committing.saving_file import SavingFile, is_announced, others_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,

@@ -1,17 +1,23 @@
-"""The file ``.robust_dcp.saving.<mark>`` in a checkpoint's directory says that a save runs there, and whose it is.
+"""Whose files lie in a checkpoint's directory: of the save that runs there, of others, and what may be removed.
 
-A save creates it exclusively, locks it, and removes it when it has tidied up. The kernel releases the lock when the
-process ends, however it ends. So whoever can lock the file of another save knows that this save is over, and that the
-files with its mark are garbage unless ``.metadata`` names them.
+A save creates ``.robust_dcp.saving.<mark>`` exclusively, locks it, and removes it when it has tidied up. The kernel
+releases the lock when the process ends, however it ends. So whoever can lock the file of another save knows that this
+save is over. On a file system without locks, or if the save ran on another machine, a lock proves nothing. Then a save
+counts as over a day after it began.
 
-On a file system without locks, or if the save ran on another machine, a lock proves nothing. Then a save counts as over
-a day after it began.
+A data file may be removed if the ``.metadata`` that was replaced names it, or if its name has the mark of a save that
+is over and no checkpoint needs it. Every other file stays, and the log says so.
+
+If the files of a checkpoint are spread over several mounts, its directory holds a symbolic link of the same name for
+each file, so that every reader finds it. The file is removed before the link to it. If we are killed in between, the
+next save finds and removes a link without a file, but nobody would find a file without a link.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -19,8 +25,8 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
@@ -29,20 +35,35 @@ import msgspec
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import boot_id
-from robust_dcp.storage.files.paths import METADATA_NAME, SAVING_PREFIX, mark_of
+from robust_dcp.storage.files.paths import (
+    METADATA_NAME,
+    SAVING_PREFIX,
+    check_relative_path,
+    committed_name,
+    is_data_file,
+    mark_of,
+    writer_of,
+)
 
 __all__ = [
+    "LeftOvers",
     "OtherSave",
     "SaveState",
     "SavingFile",
     "SavingRecord",
     "claimed",
+    "find_left_overs",
     "identity",
     "is_announced",
+    "is_gone",
+    "name_left_over",
     "needed_for_a_load",
     "not_being_loaded",
     "others_in",
+    "remove_data_files",
     "saving_files_in",
+    "stripe_directories",
+    "stripe_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -53,6 +74,8 @@ _MAX_NBYTES: Final = 256 << 20
 _WRITTEN_WITHIN_SECONDS: Final = 60.0
 _LOOK_AGAIN_SECONDS: Final = 0.002
 _GIVES_UP_WITHIN_SECONDS: Final = 2.0
+_SHOWN: Final = 5
+_SHOWN_IN_ERRORS: Final = 20
 
 
 class SavingRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +93,6 @@ class SavingRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     boot_id: str = ""
     replaces: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, save {self.save_id}"
 
 
 def saving_files_in(names: Iterable[str]) -> list[str]:
@@ -139,14 +159,9 @@ class SavingFile:
 
     def remove(self) -> bool:
         """Remove the file and release the lock. Returns whether it is gone."""
-        try:
-            self._disk.unlink(self.path)
-        except errors.StorageError as error:
-            is_gone = error.errno == errno.ENOENT
-        else:
-            is_gone = True
+        is_removed = is_gone(self._disk.unlink, self.path)
         self.release()
-        return is_gone
+        return is_removed
 
 
 def _lock(disk: Disk, file: OpenFile) -> None:
@@ -219,8 +234,7 @@ class OtherSave:
         """The mark of the save."""
         return self.name.removeprefix(SAVING_PREFIX)
 
-    @property
-    def description(self) -> str:
+    def __str__(self) -> str:
         """Tells people which process runs or ran the save."""
         who = "unknown" if self.record is None else f"process {self.record.pid} on {self.record.host}"
         return f"{self.name} ({who}; {self.state.value})"
@@ -277,7 +291,7 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
             break
         if min(save.mark for save in running) < mark or time.monotonic() > deadline_seconds:
             raise errors.StorageError(
-                f"another save is running into {directory} ({running[0].record or running[0].name}): wait until it is "
+                f"another save is running into {directory} ({running[0]}): wait until it is "
                 "over or end that process, or save to another directory; nothing of it has been touched",
                 path=directory,
                 operation="begin",
@@ -289,7 +303,7 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
                 "%s: another save is running into it, or its machine crashed (%s). If it is running, one of the two "
                 "will get an error before it commits",
                 directory,
-                save.record or save.name,
+                save,
             )
     return found
 
@@ -352,3 +366,187 @@ def identity(disk: Disk, directory: str, save_id: str) -> str:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return ""
         raise
+
+
+# What saves have left.
+
+
+@dataclass(frozen=True)
+class LeftOvers:
+    """What saves have left in a directory.
+
+    Attributes:
+        by_save: for the file of each save that is over, the names of the files that this save has left.
+        others: saves that may still be running.
+        other_files: names of files that these may have made.
+    """
+
+    by_save: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    others: tuple[OtherSave, ...] = ()
+    other_files: frozenset[str] = frozenset()
+
+    @property
+    def files(self) -> frozenset[str]:
+        """The files that all saves that are over have left."""
+        return frozenset[str]().union(*self.by_save.values())
+
+    def tell_what_stays(self, directory: str, names: Collection[str]) -> None:
+        """Log which of these files stay although they look like files of a checkpoint, and why."""
+        data_files = set(filter(is_data_file, names))
+        others = data_files & self.other_files
+        reasons = []
+        if self.others:
+            saves = "; ".join(map(str, self.others))
+            reasons.append(("another save is not known to be over: " + saves, others))
+        if data_files - others:
+            reason = (
+                f"neither the {METADATA_NAME} that was replaced names them nor is it known that robust_dcp made them"
+            )
+            reasons.append((reason, data_files - others))
+        for reason, files in reasons:
+            shown = ", ".join(sorted(files)[:_SHOWN]) + (", …" if len(files) > _SHOWN else "")
+            logger.warning("%s: %d files are kept, as %s: %s", directory, len(files), reason, shown or "none yet")
+
+
+def find_left_overs(
+    names: Sequence[str],
+    needed: Collection[str] | None,
+    saves: Sequence[OtherSave],
+    committed_by: str | None = None,
+) -> LeftOvers:
+    """Sort out the files in a directory.
+
+    Args:
+        names: what lies there.
+        needed: the data files of the checkpoint that is committed there; ``None`` if nobody knows which it needs.
+        saves: the other saves whose files lie there.
+        committed_by: the save that committed it.
+    """
+
+    def made_by(save: OtherSave) -> set[str]:
+        """The data files of a save, and files that were to be renamed."""
+        return {
+            name
+            for name in names
+            if name.endswith(f".{save.mark}.tmp") or ((by := writer_of(name)) is not None and by.mark == save.mark)
+        }
+
+    others = tuple(save for save in saves if save.state is not SaveState.OVER)
+    other_files = frozenset[str]().union(*map(made_by, others))
+    by_save = {}
+    for save in saves if needed is not None else ():
+        if save.state is SaveState.OVER:
+            left = made_by(save)
+            if save.record is not None and save.record.save_id == committed_by:
+                # It was killed after its commit. Of the files that it replaced, those without a mark may have been
+                # written anew by stock.
+                replaced = set(save.record.replaces) & set(names)
+                left |= {name for name in replaced if (by := writer_of(name)) and by.mark}
+            by_save[save.name] = frozenset(left - other_files - set(needed or ()))
+    return LeftOvers(by_save, others, other_files)
+
+
+# How files are removed.
+
+
+def is_gone(
+    remove: Callable[[str], None], path: str, *, harmless: Collection[int] = (errno.ENOENT,), tells: bool = False
+) -> bool:
+    """Remove ``path`` if that is possible. Returns whether it is gone, or the error is one of the ``harmless`` ones.
+
+    Args:
+        tells: whether it is logged if it stays.
+    """
+    try:
+        remove(path)
+    except errors.StorageError as error:
+        if error.errno in harmless:
+            return True
+        if tells:
+            logger.warning("not removed, which costs space and nothing else: %s", error.message)
+        return False
+    return True
+
+
+def remove_data_files(
+    disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = (), saved_as: str | None = None
+) -> list[str]:
+    """Remove files that no committed checkpoint names any more. After a commit, call this only once the commit has
+    returned. A file that cannot be removed stays: the checkpoint is right, and only takes more space.
+
+    Args:
+        files: relative paths of files of the old checkpoint or of saves that failed.
+        keep: relative paths that the committed metadata names. These are never removed.
+        saved_as: the path that the directory had when its files were written, if it was renamed.
+
+    Returns:
+        The relative paths that are still there.
+
+    Raises:
+        UnsafeCheckpoint: a path leads out of the directory.
+    """
+    left = []
+    for name in sorted({check_relative_path(path, file=directory) for path in files} - set(keep)):
+        is_target_gone = is_gone(lambda name: remove_target(disk, directory, name, saved_as), name, tells=True)
+        if not (is_target_gone and is_gone(disk.unlink, os.path.join(directory, name), tells=True)):
+            left.append(name)
+    return left
+
+
+def name_left_over(error: BaseException, paths: Collection[str]) -> None:
+    """Add to the error of a failed save which files it has made and could not remove."""
+    if not paths:
+        return
+    named = sorted(set(paths))
+    more = f" and {len(named) - _SHOWN_IN_ERRORS} more" if len(named) > _SHOWN_IN_ERRORS else ""
+    shown = ", ".join(named[:_SHOWN_IN_ERRORS]) + more
+    told = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
+    if isinstance(error, errors.RobustCheckpointError):
+        error.message = f"{error.message}; {told}"
+    else:
+        logger.warning("%s", told)
+
+
+# Files on other mounts.
+
+
+def stripe_directories(disk: Disk, directory: str, stripe_paths: Sequence[str]) -> list[str]:
+    """For each mount, the directory that belongs to the checkpoint in ``directory`` and to no other.
+
+    It has the name of the checkpoint, so that people see whose it is. A hash of the checkpoint's path follows the name.
+    So two checkpoints called ``step-100`` get different directories, and a copy of a checkpoint's links does not own
+    the files that they lead to.
+    """
+    return [os.path.join(os.path.abspath(path), _stripe_name(disk, directory)) for path in stripe_paths]
+
+
+def _stripe_name(disk: Disk, directory: str) -> str:
+    path = disk.resolve(directory)
+    return f"{os.path.basename(path)}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
+
+
+def stripe_of(rank: int, number: int, directories: Sequence[str]) -> str:
+    """The directory that takes a file. The directories take turns, and each rank begins at another one."""
+    return directories[(rank + number) % len(directories)]
+
+
+def remove_target(disk: Disk, directory: str, name: str, saved_as: str | None = None) -> None:
+    """Remove the file that the link ``name`` in ``directory`` leads to, if it belongs to this checkpoint. The link
+    stays.
+
+    Args:
+        saved_as: the path that ``directory`` had when the file was written, if it was renamed.
+
+    Raises:
+        StorageError: the file cannot be removed, or is gone already.
+    """
+    if not is_data_file(name):
+        return
+    path = os.path.join(directory, name)
+    target = disk.resolve(path)
+    is_ours = os.path.basename(os.path.dirname(target)) == _stripe_name(disk, saved_as or directory)
+    if target != path and is_ours and committed_name(os.path.basename(target)) == committed_name(name):
+        disk.unlink(target)
+        if saved_as is not None:  # the whole checkpoint goes
+            with contextlib.suppress(errors.StorageError):  # other files of it are there
+                disk.rmdir(os.path.dirname(target))

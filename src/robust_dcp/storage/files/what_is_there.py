@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from typing import Final
 
 from robust_dcp.on_demand import errors
@@ -21,10 +22,6 @@ TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
 _SHOWN: Final = 5
 _DIRECTORIES_LOOKED_INTO: Final = 50
 
-# torch.save writes a zip archive. Up to torch 1.5, and on request, it writes a pickle that begins with this number.
-_ZIP: Final = b"PK\x03\x04"
-_LEGACY: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-
 _HOW_TO_LOAD_ONE_FILE: Final = (
     "read it with torch.load(path, weights_only=True), or make a checkpoint of it with "
     "torch.distributed.checkpoint.format_utils.torch_save_to_dcp(path, directory)"
@@ -36,76 +33,25 @@ def what_is_there(disk: Disk, path: str) -> str:
     sentences.
     """
     try:
-        if not disk.exists(path):
-            return _nearest_parent(disk, path)
-        names = _names_in(disk, path)
-        return _of_file(disk, path) if names is None else _of_directory(disk, path, names)
+        if disk.exists(path):
+            names = _names_in(disk, path)
+            if names is None:
+                return _of_file(disk, path)
+            if any(map(is_data_file, names)):
+                return "there are data files, so a save was not finished, or its .metadata is lost"
+            return f"the directory is there, {_contents_of(disk, path, names)}"
+        if is_url(path):  # whoever may read a checkpoint may not always look at what lies above it
+            return "there is nothing whose name begins with that"
+        parent = os.path.dirname(os.path.abspath(path))
+        while not disk.exists(parent) and parent != os.path.dirname(parent):
+            parent = os.path.dirname(parent)
+        names = _names_in(disk, parent)
+        if names is None:
+            return f"there is no such directory, and {_of_file(disk, parent)}"
+        contents = _contents_of(disk, parent, names)
+        return f"there is no such directory; the nearest parent that exists is {parent}, {contents}"
     except errors.StorageError as error:  # we cannot look at it, so we report only that
         return error.message
-
-
-def _nearest_parent(disk: Disk, path: str) -> str:
-    if is_url(path):  # whoever may read a checkpoint may not always look at what lies above it
-        return "there is nothing whose name begins with that"
-    parent = os.path.dirname(os.path.abspath(path))
-    while not disk.exists(parent) and parent != os.path.dirname(parent):
-        parent = os.path.dirname(parent)
-    names = _names_in(disk, parent)
-    if names is None:
-        return f"there is no such directory, and {_of_file(disk, parent)}"
-    return (
-        f"there is no such directory; the nearest parent that exists is {parent}, {_contents_of(disk, parent, names)}"
-    )
-
-
-def _of_file(disk: Disk, path: str) -> str:
-    name = os.path.basename(path)
-    if name == METADATA_NAME or is_data_file(name):
-        return f"{path} is a file of a checkpoint: pass its directory, {os.path.dirname(path)}"
-    if name.endswith(SAFETENSORS_SUFFIX):
-        return f"{path} is a safetensors file: pass its directory, {os.path.dirname(path)}"
-    if _is_of_torch_save(disk, path):
-        return f"{path} is a file of torch.save, not a checkpoint's directory: {_HOW_TO_LOAD_ONE_FILE}"
-    return f"{path} is a file, and a checkpoint is a directory"
-
-
-def _is_of_torch_save(disk: Disk, path: str) -> bool:
-    with disk.reading(path) as file:
-        start = disk.read(file, 512, 0)
-    return (start.startswith(_ZIP) and b"/data.pkl" in start) or _LEGACY in start[:16]
-
-
-def _of_directory(disk: Disk, path: str, names: list[str]) -> str:
-    if any(map(is_data_file, names)):
-        return "there are data files, so a save was not finished, or its .metadata is lost"
-    return f"the directory is there, {_contents_of(disk, path, names)}"
-
-
-def _contents_of(disk: Disk, path: str, names: list[str]) -> str:
-    """Describe what a directory without ``.metadata`` holds: its checkpoints, if there are any."""
-    if not names:
-        return "and is empty"
-    if METADATA_NAME in names:
-        return "and is a checkpoint: pass that"
-    checkpoints = [name for name in _by_number(names)[:_DIRECTORIES_LOOKED_INTO] if _is_checkpoint(disk, path, name)]
-    if checkpoints:
-        tracked = _tracked(disk, path, names)
-        return f"and holds the checkpoints {_listed(checkpoints)}{tracked}: pass the path of one of them"
-    files = [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
-    for name in files[:_SHOWN]:
-        if _is_file_of_torch_save(disk, os.path.join(path, name)):
-            return f"and holds {name}, which is a file of torch.save: {_HOW_TO_LOAD_ONE_FILE}"
-    return f"and holds {_listed(names)}"
-
-
-def _by_number(names: list[str]) -> list[str]:
-    """Sort names so that the latest comes first, if they contain numbers (``step_100``, ``iter_0000100``, ``100``)."""
-
-    def key(name: str) -> tuple[bool, int, str]:
-        numbers = re.findall(r"\d+", name)
-        return not numbers, -int(numbers[-1][:18]) if numbers else 0, name
-
-    return sorted(names, key=key)
 
 
 def _names_in(disk: Disk, path: str) -> list[str] | None:
@@ -118,27 +64,56 @@ def _names_in(disk: Disk, path: str) -> list[str] | None:
         return None
 
 
-def _is_checkpoint(disk: Disk, path: str, name: str) -> bool:
-    within = _names_in(disk, os.path.join(path, name))
-    return within is not None and (METADATA_NAME in within or any(each.endswith(SAFETENSORS_SUFFIX) for each in within))
+def _of_file(disk: Disk, path: str) -> str:
+    name = os.path.basename(path)
+    if name == METADATA_NAME or is_data_file(name):
+        return f"{path} is a file of a checkpoint: pass its directory, {os.path.dirname(path)}"
+    if name.endswith(SAFETENSORS_SUFFIX):
+        return f"{path} is a safetensors file: pass its directory, {os.path.dirname(path)}"
+    if _is_of_torch_save(_beginning_of(disk, path)):
+        return f"{path} is a file of torch.save, not a checkpoint's directory: {_HOW_TO_LOAD_ONE_FILE}"
+    return f"{path} is a file, and a checkpoint is a directory"
 
 
-def _tracked(disk: Disk, path: str, names: list[str]) -> str:
-    if TRACKER_NAME not in names:
-        return ""
-    try:
-        with disk.reading(os.path.join(path, TRACKER_NAME)) as file:
-            content = disk.read(file, 32, 0)
-    except errors.StorageError:
-        return ""
-    return f" ({TRACKER_NAME} says {content.decode(errors='replace').strip()!r})"
+def _beginning_of(disk: Disk, path: str) -> bytes:
+    with disk.reading(path) as file:
+        return disk.read(file, 512, 0)
 
 
-def _is_file_of_torch_save(disk: Disk, path: str) -> bool:
-    try:
-        return _is_of_torch_save(disk, path)
-    except errors.StorageError:
-        return False
+def _is_of_torch_save(beginning: bytes) -> bool:
+    # A zip archive; or, up to torch 1.5 and on request, a pickle that begins with this number.
+    is_legacy = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." in beginning[:16]
+    return is_legacy or (beginning.startswith(b"PK\x03\x04") and b"/data.pkl" in beginning)
+
+
+def _contents_of(disk: Disk, path: str, names: list[str]) -> str:
+    """Describe what a directory without ``.metadata`` holds: its checkpoints, if there are any."""
+    if not names:
+        return "and is empty"
+    if METADATA_NAME in names:
+        return "and is a checkpoint: pass that"
+    checkpoints = []
+    for name in sorted(names, key=_latest_first)[:_DIRECTORIES_LOOKED_INTO]:
+        within = _names_in(disk, os.path.join(path, name)) or ()
+        if METADATA_NAME in within or any(each.endswith(SAFETENSORS_SUFFIX) for each in within):
+            checkpoints.append(name)
+    with suppress(errors.StorageError):  # what cannot be read is not told
+        if checkpoints:
+            tracked = ""
+            if TRACKER_NAME in names:
+                content = _beginning_of(disk, os.path.join(path, TRACKER_NAME))[:32].decode(errors="replace")
+                tracked = f" ({TRACKER_NAME} says {content.strip()!r})"
+            return f"and holds the checkpoints {_listed(checkpoints)}{tracked}: pass the path of one of them"
+        for name in [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt"))][:_SHOWN]:
+            if _is_of_torch_save(_beginning_of(disk, os.path.join(path, name))):
+                return f"and holds {name}, which is a file of torch.save: {_HOW_TO_LOAD_ONE_FILE}"
+    return f"and holds {_listed(checkpoints or names)}"
+
+
+def _latest_first(name: str) -> tuple[bool, int, str]:
+    """Sorts names that contain numbers (``step_100``, ``iter_0000100``, ``100``)."""
+    numbers = re.findall(r"\d+", name)
+    return not numbers, -int(numbers[-1][:18]) if numbers else 0, name
 
 
 def _listed(names: list[str]) -> str:

@@ -25,7 +25,7 @@ import torch
 from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import POOL
 from robust_dcp.staging.tensor_bytes import DeviceCopies
-from robust_dcp.storage.committing.cleaning import is_gone, stripe_directories, stripe_of
+from robust_dcp.storage.committing.saving_file import is_gone, stripe_directories, stripe_of
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
