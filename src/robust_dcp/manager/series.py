@@ -301,13 +301,15 @@ class Series:
     def _record_in(self, path: str) -> Checkpoint:
         """What the record of a checkpoint says; nothing if there is none, or none that can be understood."""
         path = os.path.join(path, RECORD_NAME)
-        data = None
-        with suppress(errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
-            if self.disk.exists(path):
-                data = self.disk.read_file(path, _MOST_RECORD_NBYTES)
-            if data is not None:
-                return msgspec.json.decode(data, type=Checkpoint)
-        return Checkpoint(0)
+        try:
+            data = self.disk.read_file(path, _MOST_RECORD_NBYTES) if self.disk.exists(path) else None
+            return Checkpoint(0) if data is None else msgspec.json.decode(data, type=Checkpoint)
+        except (
+            errors.CorruptCheckpoint,
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+        ):  # it imports torch
+            return Checkpoint(0)
 
     def unkept(self, policies: Sequence[KeepPolicy]) -> list[Checkpoint]:
         """The checkpoints that no policy keeps, and that may be removed. Without a policy there are none.
