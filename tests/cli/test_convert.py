@@ -21,8 +21,6 @@ from safetensors import safe_open
 
 import robust_dcp
 from robust_dcp.conversion.convert import Rules, convert
-from robust_dcp.storage.committing.saving_file import claimed
-from robust_dcp.storage.files.disk import Disk
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 from tests.harness.fingerprints import differences
@@ -222,52 +220,6 @@ def test_what_was_killed_goes_on_with_the_files_that_it_had_finished(source: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"source", "model", "other"}
 
 
-def test_tensors_pass_in_pieces(tmp_path: Path) -> None:
-    whole = {"w": torch.randn(301, 17), "v": torch.randn(5, 7, 11)}
-    robust_dcp.save(whole, checkpoint_id=tmp_path / "source")
-    seen: list[int] = []
-    for form in ("torch", "dcp", "safetensors"):
-        convert(
-            *(tmp_path / "source", tmp_path / form),
-            form=form,  # type: ignore[arg-type]
-            buffer_nbytes=1000,
-            progress=lambda done, total: seen.append(done),
-        )
-    assert max(seen) == sum(value.nbytes for value in whole.values()) and len(set(seen)) > 15
-    assert differences(whole, torch.load(tmp_path / "torch")) == []
-    assert differences(whole, tensors_of(tmp_path / "safetensors")) == []
-    found = {name: torch.zeros_like(value) for name, value in whole.items()}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert differences(whole, found) == []
-
-
-def test_files_of_a_source_that_has_changed_are_not_mixed_with_older_ones(tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, sys.path))
-    for value in (0.0, 1.0):
-        writer = robust_dcp.RobustWriter(tmp_path / f"source_{value}")
-        robust_dcp.save({name: torch.full((60,), value) for name in "abc"}, storage_writer=writer)
-        convert(tmp_path / f"source_{value}", tmp_path / f"hf_{value}", form="safetensors")
-    (tmp_path / "hf").mkdir()
-    for file in (tmp_path / "hf_0.0").iterdir():
-        (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
-    ran = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path / "hf", tmp_path / "model"], env={**os.environ, "PYTHONPATH": path}
-    )
-    assert ran.returncode == -signal.SIGKILL
-    for file in (tmp_path / "hf_1.0").iterdir():
-        with open(tmp_path / "hf" / file.name, "r+b") as opened:  # in place: the directory's own time stays
-            opened.write(file.read_bytes())
-    report = convert(
-        tmp_path / "hf",
-        tmp_path / "model",
-        form="safetensors",
-        max_shard_nbytes=300,
-        rules=Rules(exclude=("*complex*",)),
-    )
-    assert report.files_there == 0
-    assert all((value == 1.0).all() for value in tensors_of(tmp_path / "model").values())
-
-
 def test_what_a_killed_call_has_left_goes_with_the_next_one(source: Path, tmp_path: Path) -> None:
     (tmp_path / "model.converting" / "made").mkdir(parents=True)
     (tmp_path / "model.converting" / "made" / "half").write_text("x")
@@ -293,13 +245,6 @@ def test_a_target_of_the_other_kind_is_not_replaced(
     assert target.is_dir() if is_directory else target.read_text() == "mine"
 
 
-def test_two_calls_do_not_make_one_target_at_once(source: Path, tmp_path: Path, shell: Shell) -> None:
-    (tmp_path / "model.converting").mkdir()
-    with claimed(Disk(), str(tmp_path / "model.converting")):
-        ended = shell("convert", source, tmp_path / "model", "--to", "torch")
-    assert ended.code == 2 and "another call" in ended.err and not (tmp_path / "model").exists()
-
-
 NAMES = st.text("ab.*", min_size=1, max_size=8)
 
 
@@ -315,23 +260,12 @@ def test_renaming_loses_no_item_and_invents_none(names: list[str], pairs: list[t
         assert new == old if not fits else all(part in new for part in fits[0].split("*"))
 
 
-@given(st.text("ab.", max_size=6), st.text("ab.", max_size=6))
-def test_what_a_star_stood_for_is_put_in(before: str, rest: str) -> None:
-    assert Rules(rename=(("model.*.x", "*"),)).renamed(f"model.{before}.x") == before
-    assert Rules(rename=(("*:*", "*-*"),)).renamed(f"{before}:{rest}") == f"{before}-{rest}"
-
-
 def test_a_pattern_that_no_item_fits_is_told(source: Path, tmp_path: Path, shell: Shell) -> None:
     words = ["--select", "model.*", "--rename", "modle.*=*", "--rename", "model.*=*", "--dtype", "scaler=bfloat16"]
     ended = shell("convert", source, tmp_path / "target", "--to", "dcp", *words)
     assert ended.code == 0
     said = [line for line in ended.err.splitlines() if line.startswith("No item")]
     assert said == ["No item has a name that fits modle.*", "No item has a name that fits scaler"]
-
-
-def test_a_dtype_that_does_not_exist_is_refused_even_if_no_item_would_get_it(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'floaty' is no floating dtype"):
-        convert(source, tmp_path / "target", form="dcp", rules=Rules(dtypes=(("nothing", "floaty"),)))
 
 
 def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_path: Path, shell: Shell) -> None:

@@ -36,26 +36,6 @@ def test_a_target_that_makes_no_sense_is_refused(
     assert not (tmp_path / "there" / "inside").exists()
 
 
-def test_a_damaged_checkpoint_is_not_copied(copy_of: Callable[[str], Path], tmp_path: Path, shell: Shell) -> None:
-    damaged = copy_of("ours")
-    data = max(
-        damaged.glob("*.distcp"), key=lambda path: path.stat().st_size
-    )  # in the middle of a tensor, not between two
-    changed = bytearray(data.read_bytes())
-    changed[len(changed) // 2] ^= 1
-    data.write_bytes(changed)
-    ended = shell("copy", damaged, tmp_path / "copied")
-    assert ended.code == 2 and data.name in ended.err
-    assert not (tmp_path / "copied" / ".metadata").exists()
-
-
-def test_another_checkpoint_at_the_target_stays(originals: Path, tmp_path: Path, shell: Shell) -> None:
-    robust_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "there")
-    ended = shell("copy", originals / "ours", tmp_path / "there")
-    assert ended.code == 2 and "there is another checkpoint at" in ended.err
-    assert shell("inspect", tmp_path / "there", "--json").json["tensors"] == 1
-
-
 @pytest.mark.parametrize("rate", ["500MB", "1.5GiB", "100000000", "200000 k", "300MB/s"])
 def test_a_rate_is_written_as_people_do(rate: str, originals: Path, tmp_path: Path, shell: Shell) -> None:
     assert shell("copy", originals / "ours", tmp_path / "copied", "--limit", rate).code == 0

@@ -141,11 +141,6 @@ def test_neighbours_of_every_dtype_differ_and_equal_values_do_not(tmp_path: Path
     assert found["huge"]["max_absolute"] == 2e300 and found["tiny"]["max_absolute"] > 0
 
 
-def test_a_checkpoint_that_is_not_there_is_no_difference(tmp_path: Path) -> None:
-    robust_dcp.save(state(), checkpoint_id=tmp_path / "1")
-    assert run_command("diff", tmp_path / "1", tmp_path / "2").code == 2
-
-
 def test_a_pattern_that_no_item_fits_is_no_equality(tmp_path: Path, shell: Shell) -> None:
     robust_dcp.save(state(), checkpoint_id=tmp_path / "one")
     robust_dcp.save(state(), checkpoint_id=tmp_path / "two")

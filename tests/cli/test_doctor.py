@@ -122,15 +122,6 @@ def test_the_address_that_gloo_takes_is_one_that_others_can_reach(
     assert found["state"] == state and told in found["found"] and found["advice"]
 
 
-@pytest.mark.parametrize("store", ["127.0.0.2", ""])
-def test_the_address_at_which_we_listen_is_one_that_others_can_reach(store: str, monkeypatch: PATCH) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", store)
-    found = finding("network")  # this machine may have no way to others
-    assert found["state"] == "ok" or found["advice"]
-    assert "listens at 127." not in found["found"]
-
-
 @pytest.fixture
 def few_files() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

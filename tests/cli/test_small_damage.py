@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 import robust_dcp
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
-from tests.cli.commands import Shell
 from tests.cli.commands import shell as run_command
 from tests.harness.damage import data_files
 from tests.harness.names import data_file
@@ -113,31 +111,3 @@ def test_a_file_that_is_sound_but_not_of_this_checkpoint_is_named(
     damage(path, other)
     found = problems(path)
     assert found and all(each.startswith("__0_0.") and told in each for each in found)
-
-
-class _Turned(StreamTransformExtension):
-    """Writes what it is given as it is, under a name that nobody else knows."""
-
-    @staticmethod
-    def from_descriptor(version: str) -> _Turned:
-        return _Turned()
-
-    @staticmethod
-    def registry_name() -> str:
-        return "turned"
-
-    def get_descriptor(self) -> str:
-        return "turned/1"
-
-    def transform_to(self, output: object) -> object:
-        return output
-
-    def transform_from(self, input: object) -> object:
-        return input
-
-
-def test_what_stock_has_compressed_is_said_to_be_not_verified(tmp_path: Path, shell: Shell) -> None:
-    writer = dcp.FileSystemWriter(tmp_path / "checkpoint", _extensions=[_Turned()])
-    dcp.save(dict(STATE), storage_writer=writer)
-    ended = shell("verify", tmp_path / "checkpoint", "--json")
-    assert ended.code == 0 and "turned" in str(ended.json["not_verified"])

@@ -94,7 +94,7 @@ def test_a_file_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
 def test_a_report_that_is_far_too_long_is_not_read(tmp_path: Path) -> None:
     bad = put_report(tmp_path / "bad", made_report(7, 4))
     os.truncate(bad / REPORT_NAME, 20 << 30)
-    with pytest.raises(NoReports, match=r"has \d+ bytes, and a report has at most \d+"):
+    with pytest.raises(NoReports, match=r"has more than \d+ bytes, so it is no report"):
         read_reports(bad)
 
 
@@ -116,7 +116,7 @@ def _pipe(path: Path) -> None:
     [
         (_remove, "no checkpoint is committed there: it has a report and no .metadata"),
         (_empty, "of another save"),
-        (_pipe, "of another save"),
+        (_pipe, ".metadata is no regular file"),
     ],
 )
 def test_a_report_counts_only_beside_the_metadata_of_its_save(

@@ -15,9 +15,10 @@ import os
 import signal
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from robust_dcp.cli.output import CommandFailed, Output, safe_text
 from robust_dcp.version import __version__
@@ -41,10 +42,10 @@ def main() -> NoReturn:
     ours = ours and threading.current_thread() is threading.main_thread()
     try:
         run, options = parse(words)
-        Output.as_json = options.pop("json")
+        Output.as_json = options.json
         if ours:
             signal.signal(signal.SIGINT, _stop)
-        code = run(**options) or 0
+        code = run(options) or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = _failed("stopped", _STOPPED)
@@ -64,7 +65,7 @@ def main() -> NoReturn:
     raise SystemExit(code)
 
 
-def parse(words: Sequence[str]) -> tuple[Callable[..., int | None], dict[str, Any]]:
+def parse(words: Sequence[str]) -> tuple[Callable[[Namespace], int | None], Namespace]:
     """What runs the command, and its options. ``--help``, ``--version`` and completion print, and end the process.
 
     Raises:
@@ -73,7 +74,7 @@ def parse(words: Sequence[str]) -> tuple[Callable[..., int | None], dict[str, An
     name = words[0] if words else "--help"
     if name in COMMANDS:
         command = _module(name)
-        return command.run, vars(_parser_of(name, command).parse_intermixed_args(words[1:]))
+        return command.run, _parser_of(name, command).parse_intermixed_args(words[1:])
     summaries = "\n".join(f"  {each:<10}{(_module(each).__doc__ or '').partition(chr(10))[0]}" for each in COMMANDS)
     parser = _Parser(
         "robust-dcp",

@@ -11,7 +11,7 @@ Examples:
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from robust_dcp.cli.arguments import local_path, number_in
@@ -27,19 +27,19 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=number_in(float, 0.1, 600), default=8.0, help=measure)
 
 
-def run(path: str, *, seconds: float) -> None:
+def run(options: Namespace) -> None:
     """Print how fast a device writes and reads, and which options suit it."""
-    directory = os.path.abspath(path)  # the nearest one that exists, found here so that an error needs no torch
+    directory = os.path.abspath(options.path)  # the nearest one that exists, found here so that an error needs no torch
     while not os.path.isdir(directory):
         if os.path.lexists(directory):
             raise CommandFailed(f"{directory} is not a directory: give the directory that checkpoints go to")
         directory = os.path.dirname(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise CommandFailed(f"{directory} cannot be written to: check who owns it, and give another directory")
-    Output.note(f"{directory}: writes and reads for about {seconds:g} s")
+    Output.note(f"{directory}: writes and reads for about {options.seconds:g} s")
     from robust_dcp.storage.tuning import choose, tune
 
-    tuned = tune(directory, seconds=seconds)
+    tuned = tune(directory, seconds=options.seconds)
     tables = {"write": tuned.table, "read": tuned.read_table}
     measured: list[dict[str, Any]] = [
         {
@@ -78,6 +78,6 @@ def run(path: str, *, seconds: float) -> None:
     Output.table(columns, rows, right=("threads", "rate", "CPU s/GiB"))
     if tuned.direct_refused:
         Output.note(f"direct I/O was not measured: {tuned.direct_refused}")
-    for name, options in (("WriteOptions", tuned.writer_options), ("ReadOptions", tuned.reader_options)):
-        Output.note(f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})")
+    for name, chosen in (("WriteOptions", tuned.writer_options), ("ReadOptions", tuned.reader_options)):
+        Output.note(f"{name}({', '.join(f'{option}={value!r}' for option, value in chosen.items())})")
     Output.note(f"Megatron: ROBUST_DCP_WRITER_THREADS={threads}")

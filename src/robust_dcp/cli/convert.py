@@ -11,10 +11,10 @@ Examples:
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from robust_dcp.cli.arguments import local_path, nbytes_in, number_in, pair
 from robust_dcp.cli.checkpoint import open_checkpoint, summary
@@ -52,44 +52,29 @@ def _cast(text: str) -> tuple[str, str]:
     return pair(text) if "=" in text else ("*", text)
 
 
-def run(
-    source: str,
-    target: str,
-    *,
-    to: Literal["dcp", "safetensors", "torch"],
-    select: list[str],
-    exclude: list[str],
-    rename: list[tuple[str, str]],
-    dtype: list[tuple[str, str]],
-    max_shard_size: float,
-    config: str | None,
-    layout: str,
-    files: int,
-    flat: bool,
-    force: bool,
-) -> None:
+def run(options: Namespace) -> None:
     """Make a checkpoint in another form."""
     try:
-        if os.path.isfile(source):
-            Output.say(f"{source}: a file of {size(os.path.getsize(source))}")
+        if os.path.isfile(options.source):
+            Output.say(f"{options.source}: a file of {size(os.path.getsize(options.source))}")
         else:
-            Output.say(summary(open_checkpoint(source)))
+            Output.say(summary(open_checkpoint(options.source)))
 
         from robust_dcp.conversion import Rules, convert
 
-        rules = Rules(tuple(select), tuple(exclude), tuple(rename), tuple(dtype))
+        rules = Rules(*map(tuple, (options.select, options.exclude, options.rename, options.dtype)))
         with Output.cleaning_up(), Output.progress("convert") as show:
             report = convert(
-                source,
-                target,
-                form=to,
+                options.source,
+                options.target,
+                form=options.to,
                 rules=rules,
-                flat=flat,
-                layout=layout,
-                files=files,
-                max_shard_nbytes=int(max_shard_size),
-                config=config,
-                overwrite=force,
+                flat=options.flat,
+                layout=options.layout,
+                files=options.files,
+                max_shard_nbytes=int(options.max_shard_size),
+                config=options.config,
+                overwrite=options.force,
                 buffer_nbytes=_MEMORY_NBYTES,
                 progress=show,
             )

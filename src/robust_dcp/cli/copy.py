@@ -11,7 +11,7 @@ Examples:
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import asdict
 from typing import Any
 
@@ -52,35 +52,25 @@ def _store_option(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def run(
-    source: str,
-    target: str,
-    *,
-    limit: float | None,
-    threads: int,
-    retries: int,
-    read_back: bool,
-    source_option: list[tuple[str, Any]],
-    target_option: list[tuple[str, Any]],
-) -> None:
+def run(options: Namespace) -> None:
     """Copy a checkpoint."""
-    Output.say(f"Copying {source} to {target}")
+    Output.say(f"Copying {options.source} to {options.target}")
 
     from robust_dcp.drain.copy import copy_checkpoint
     from robust_dcp.errors import RobustCheckpointError
     from robust_dcp.storage.remote import CopyOptions
 
-    options = CopyOptions(
-        threads=threads,
-        retries=retries,
-        limit_bytes_per_second=limit,
-        verify="read" if read_back else "store",
-        source_options=dict(source_option),
-        target_options=dict(target_option),
+    how = CopyOptions(
+        threads=options.threads,
+        retries=options.retries,
+        limit_bytes_per_second=options.limit,
+        verify="read" if options.read_back else "store",
+        source_options=dict(options.source_option),
+        target_options=dict(options.target_option),
     )
     with Output.cleaning_up(), Output.progress("copy") as show:
         try:
-            copied = copy_checkpoint(source, target, options=options, progress=show)
+            copied = copy_checkpoint(options.source, options.target, options=how, progress=show)
         except RobustCheckpointError:
             raise
         except ValueError as error:  # of a URL, or of a source and a target that do not go together

@@ -10,7 +10,7 @@ Examples:
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import Any
 
@@ -32,9 +32,9 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--chunks", action="store_true", help="Compare also how tensors are cut into chunks.")
 
 
-def run(first: str, second: str, pattern: list[str], *, values: bool, tolerance: float, chunks: bool) -> int:
+def run(options: Namespace) -> int:
     """Print how two checkpoints differ."""
-    both = open_checkpoint(first), open_checkpoint(second)
+    both, pattern = (open_checkpoint(options.first), open_checkpoint(options.second)), options.pattern
     for each in both:
         Output.say(summary(each))
     before, after = ({item.name: item for item in each.items if item.fits(pattern)} for each in both)
@@ -47,7 +47,7 @@ def run(first: str, second: str, pattern: list[str], *, values: bool, tolerance:
     for name in (name for name in before if name in after):
         cuts = [frozenset((chunk.offsets, chunk.sizes) for chunk in each[name].chunks) for each in (before, after)]
         was, now = before[name].words, after[name].words
-        if chunks and was == now and cuts[0] != cuts[1]:
+        if options.chunks and was == now and cuts[0] != cuts[1]:
             was, now = f"{was} in {len(cuts[0])} chunks", f"{now} in {len(cuts[1])} chunks, cut otherwise"
         if was != now:
             changed.append({"name": name, "before": was, "after": now})
@@ -60,8 +60,8 @@ def run(first: str, second: str, pattern: list[str], *, values: bool, tolerance:
         Output.table(("difference", "name", "first", "second"), rows)
     tensors: list[dict[str, Any]] = []
     objects: list[dict[str, str]] = []
-    if values:
-        tensors, objects = _different_values(both[0].path, both[1].path, common, tolerance)
+    if options.values:
+        tensors, objects = _different_values(both[0].path, both[1].path, common, options.tolerance)
     are_equal = not (rows or tensors or objects)
     Output.put(
         {
@@ -71,13 +71,13 @@ def run(first: str, second: str, pattern: list[str], *, values: bool, tolerance:
             "added": added,
             "removed": removed,
             "changed": changed,
-            "compared": len(common) if values else 0,
+            "compared": len(common) if options.values else 0,
             "tensors": tensors,
             "objects": objects,
         }
     )
     if are_equal:
-        what = "structure and values" if values else "structure"
+        what = "structure and values" if options.values else "structure"
         Output.say(f"No difference in the {what} of {number(len(common), 'item')}.")
     return 0 if are_equal else FOUND
 

@@ -19,7 +19,7 @@ import socket
 import tempfile
 import threading
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
@@ -39,7 +39,6 @@ __all__ = ["declare", "run"]
 _PACKAGES: Final = ("torch", "numpy", "msgspec", "isal")
 _LEAST_TORCH: Final = (2, 7)
 _LOOKUP_SECONDS: Final = 5.0
-_SOMEWHERE: Final = "192.0.2.1"  # an address for documentation
 _FEWEST_FILES: Final = 1024
 _LEAST_FREE_NBYTES: Final = 10 << 30
 _FEWEST_INODES: Final = 10_000
@@ -67,12 +66,13 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", type=local_path, help="The directory that checkpoints go to.")
 
 
-def run(path: str | None) -> int:
+def run(options: Namespace) -> int:
     """Print what may get in the way of checkpoints here."""
+    path = options.path
     if path is not None:
         check_root(path)
     Output.note(f"robust-dcp {__version__}: versions, network and limits" + (f", and {path}" if path else ""))
-    findings = [*_versions(), *_variables(), _gloo(), _network(), _open_files()]
+    findings = [*_versions(), *_variables(), _gloo(), _open_files()]
     if path is not None:
         with Output.cleaning_up():
             findings += _file_system(path)
@@ -173,22 +173,6 @@ def _gloo() -> Finding:
         found = f"{host} is {address}, where no port can be opened: {error.strerror or error}"
         return Finding("problem", name, found, "mend /etc/hosts, and let the firewall allow the nodes' ports")
     return Finding("ok", name, f"{host} is {address}, and its ports can be reached")
-
-
-def _network() -> Finding:
-    """The address at which ranks listen for each other: see ``robust_dcp.comm.network``, which imports torch."""
-    name, target = "network", os.environ.get("MASTER_ADDR", "")
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return Finding("ok", name, "robust_dcp listens where GLOO_SOCKET_IFNAME says")
-    for host, way in ((target, f"the way to MASTER_ADDR={target}"), (_SOMEWHERE, "the default route")):
-        for family in (socket.AF_INET, socket.AF_INET6) if host else ():
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))  # nothing is sent
-                here = str(probe.getsockname()[0]).partition("%")[0]
-                if not ipaddress.ip_address(here).is_loopback:
-                    return Finding("ok", name, f"robust_dcp listens at {here}: {way}")
-    advice = "for several nodes set GLOO_SOCKET_IFNAME to the interface that they share"
-    return Finding("warning", name, "no way to other nodes is known", advice)
 
 
 def _open_files() -> Finding:

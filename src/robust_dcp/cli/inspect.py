@@ -11,7 +11,7 @@ Examples:
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,33 +38,33 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--depth", type=number_in(int, 1), default=3, help="How many levels of the tree are shown.")
 
 
-def run(path: str, pattern: list[str], *, table: bool, files: bool, ranks: bool, dtype: bool, depth: int) -> int:
+def run(options: Namespace) -> int:
     """Print what a checkpoint holds."""
-    contents = open_checkpoint(path)
+    contents, pattern = open_checkpoint(options.path), options.pattern
     Output.note(summary(contents))
     items = [item for item in contents.items if item.fits(pattern)]
     if Output.as_json:
         Output.put(_as_json(contents, items))
-    elif files:
+    elif options.files:
         rows = [
             (file.name, None if file.nbytes is None else size(file.nbytes), len(file.held), file.problem)
             for file in contents.files
         ]
         Output.table(("file", "size", "chunks", "problem"), rows, right=("size", "chunks"))
-    elif ranks:
+    elif options.ranks:
         _show_ranks(contents)
-    elif dtype:
+    elif options.dtype:
         n_items = Counter(item.dtype or "object" for item in items)
         nbytes: Counter[str] = Counter()
         for item in items:
             nbytes[item.dtype or "object"] += item.nbytes
         of_dtypes = [(name, n_items[name], size(count)) for name, count in nbytes.most_common()]
         Output.table(("dtype", "items", "size"), of_dtypes, right=("items", "size"))
-    elif table:
+    elif options.table:
         columns = ("name", "dtype", "shape", "chunks", "size", "file")
         Output.table(columns, map(_row, items), right=("chunks", "size"))
     else:
-        _show_tree(items, depth)
+        _show_tree(items, options.depth)
     if pattern and not items:
         Output.note(f"No item has such a name: {' '.join(pattern)}")
         return FOUND

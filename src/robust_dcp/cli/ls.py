@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -37,9 +37,9 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("root", type=local_path, help="The directory that holds the checkpoints.")
 
 
-def run(root: str) -> None:
+def run(options: Namespace) -> None:
     """Print the checkpoints below a directory."""
-    disk = Disk()
+    disk, root = Disk(), options.root
     check_root(root)
     now_seconds = time.time()
     removals = [name for name in disk.list_directory(root) if name.startswith(REMOVING_PREFIX)]

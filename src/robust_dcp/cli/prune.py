@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from typing import Any, Final
 
 from robust_dcp.cli.arguments import local_path, number_in
@@ -45,27 +45,23 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("-y", "--yes", action="store_true", help="Do not ask.")
 
 
-def run(
-    root: str,
-    *,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: str | None,
-    largest: bool,
-    name: str | None,
-    dry_run: bool,
-    yes: bool,
-) -> int:
+def run(options: Namespace) -> int:
     """Remove the checkpoints of a series that none of the given rules keeps."""
+    root, dry_run = options.root, options.dry_run
     check_root(root)
-    if largest and keep_best is None:
+    if options.largest and options.keep_best is None:
         raise CommandFailed("--largest says which value of a metric is best: name the metric with --keep-best")
-    policies = policies_of(keep_last, keep_every, keep_best, best="largest" if largest else "smallest")
+    policies = policies_of(
+        options.keep_last,
+        options.keep_every,
+        options.keep_best,
+        best="largest" if options.largest else "smallest",
+    )
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
-    series = _series(Disk(), root, name)
+    series = _series(Disk(), root, options.name)
     checkpoints = series.look()[0]
-    _check_metric(checkpoints, keep_best)
+    _check_metric(checkpoints, options.keep_best)
     doomed = series.unkept(policies)
     what = {each.path: f"keep, {why}" if (why := series.why_it_stays(each)) else "keep" for each in checkpoints}
     what.update((each.path, "remove") for each in doomed)
@@ -78,7 +74,7 @@ def run(
         "unkept": [each.path for each in doomed],
         **{key: [] for key in ("removed", "in_use", "swept", "failed")},
     }
-    if dry_run or not (yes or _is_agreed(doomed)):
+    if dry_run or not (options.yes or _is_agreed(doomed)):
         Output.put(report)
         if not dry_run:
             Output.note("nothing was removed: pass --yes")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 
 import msgspec
 
@@ -29,10 +29,10 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("-o", "--output", default="robust_dcp_report.html", help="The page to write.")
 
 
-def run(path: str, *, output: str) -> None:
+def run(options: Namespace) -> None:
     """Write the page of the reports that saves have left."""
     try:
-        reports = read_reports(path)
+        reports = read_reports(options.path)
     except NoReports as error:
         raise CommandFailed(str(error)) from None
     if Output.as_json:
@@ -40,6 +40,7 @@ def run(path: str, *, output: str) -> None:
         skipped = [{"name": name, "reason": reason} for name, reason in reports.skipped]
         Output.put({"path": reports.path, "reports": of_saves, "skipped": skipped})
         return
+    output = options.output
     temporary = f"{output}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "x", encoding="utf-8") as file:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from robust_dcp.cli.arguments import number_in, place
@@ -35,20 +35,21 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--fast", action="store_true", help="Do not read data: structure, sizes, marks and index.")
 
 
-def run(path: str, *, jobs: int | None, fast: bool) -> int:
+def run(options: Namespace) -> int:
     """Print whether a checkpoint, or each one of a run, is whole."""
-    jobs = jobs or min(16, max(4, len(os.sched_getaffinity(0))))
+    path, with_data = options.path, not options.fast
+    jobs = options.jobs or min(16, max(4, len(os.sched_getaffinity(0))))
     checkpoints: list[str] = []
     if not is_url(path) and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and not holds_checkpoint(path):
         series = series_in(Disk(), path)
         checkpoints = [each for one in series for each in one.directories() if holds_checkpoint(each)]
     if not checkpoints:
         check_is_there(path)
-        verified = _verify(path, jobs, with_data=not fast)
+        verified = _verify(path, jobs, with_data=with_data)
         Output.put(verified)
         return 0 if verified["is_whole"] else FOUND
     Output.note(f"{path}: {number(len(checkpoints), 'checkpoint')}")
-    all_verified = [_verify(each, jobs, with_data=not fast) for each in checkpoints]
+    all_verified = [_verify(each, jobs, with_data=with_data) for each in checkpoints]
     n_broken = sum(not each["is_whole"] for each in all_verified)
     Output.put({"root": path, "is_whole": not n_broken, "checkpoints": all_verified})
     Output.note(f"{n_broken} of {number(len(checkpoints), 'checkpoint')} {'is' if n_broken == 1 else 'are'} broken")

@@ -35,7 +35,6 @@ class Chunk(NamedTuple):
         file: the data file that holds it, relative to the checkpoint; ``None`` if no file is named.
         start: its first byte in the file.
         stored_nbytes: how many bytes it takes in the file.
-        transforms: what was done to its bytes, such as compression, in the order of the writer.
     """
 
     offsets: tuple[int, ...]
@@ -43,7 +42,6 @@ class Chunk(NamedTuple):
     file: str | None = None
     start: int = 0
     stored_nbytes: int = 0
-    transforms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,8 +206,9 @@ def _natural(item: Item) -> list[tuple[int, str]]:
 def _items(metadata: Metadata) -> Iterator[Item]:
     places = {
         (index.fqn, None if index.offset is None else tuple(index.offset)): (
-            *(info.relative_path, info.offset, info.length),
-            tuple(each[:60] for each in getattr(info, "transform_descriptors", None) or ()),
+            info.relative_path,
+            info.offset,
+            info.length,
         )
         for index, info in (metadata.storage_data or {}).items()
     }

@@ -6,7 +6,6 @@ another save than the ``.metadata`` beside it. Such a report is skipped, with th
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -18,6 +17,9 @@ from robust_dcp.report_file import MAX_NBYTES, REPORT_NAME, SavedReport, decode_
 __all__ = ["FoundReport", "NoReports", "Reports", "Skipped", "read_reports"]
 
 _METADATA_NAME: Final = ".metadata"
+_END_NBYTES: Final = 1 << 16
+"""The end of ``.metadata`` holds the id of its save."""
+
 _DEPTH: Final = 2
 _MOST_DIRECTORIES: Final = 20_000
 _MOST_REPORTS: Final = 2000
@@ -148,54 +150,37 @@ def _read(directory: str) -> SavedReport:
     Raises:
         ValueError: there is none, or it is not believed.
     """
-    data = _content(os.path.join(directory, REPORT_NAME))
+    data = _end_of(os.path.join(directory, REPORT_NAME), MAX_NBYTES + 1, follows=False)
     if data is None:
         raise ValueError(
             "it has no report: another program saved it, or report=False, or the save was killed right after the commit"
         )
-    if not os.path.lexists(os.path.join(directory, _METADATA_NAME)):
+    if len(data) > MAX_NBYTES:
+        raise ValueError(f"{REPORT_NAME} has more than {MAX_NBYTES} bytes, so it is no report")
+    metadata = _end_of(os.path.join(directory, _METADATA_NAME), _END_NBYTES)
+    if metadata is None:
         raise ValueError(f"no checkpoint is committed there: it has a report and no {_METADATA_NAME}")
     report = decode_report(data)
-    if not _holds(os.path.join(directory, _METADATA_NAME), report.save_id.encode()):
+    if report.save_id.encode() not in metadata:
         raise ValueError(f"the report in it is of another save ({report.save_id}) than its {_METADATA_NAME}")
     return report
 
 
-def _content(path: str) -> bytes | None:
-    """The bytes of a regular file that is not too long; ``None`` if it does not exist."""
+def _end_of(path: str, at_most: int, *, follows: bool = True) -> bytes | None:
+    """The last bytes of a regular file; ``None`` if it does not exist. Nothing in it is decoded.
+
+    Args:
+        follows: whether the file may be a symbolic link.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        more_flags = os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | more_flags)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{os.path.basename(path)} is no regular file")
+            file.seek(max(0, status.st_size - at_most))
+            return file.read(at_most)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ValueError(f"{REPORT_NAME} cannot be opened: {error.strerror}") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{REPORT_NAME} is no regular file")
-        if status.st_size > MAX_NBYTES:
-            raise ValueError(f"{REPORT_NAME} has {status.st_size} bytes, and a report has at most {MAX_NBYTES}")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(MAX_NBYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{REPORT_NAME} cannot be read: {error.strerror}") from None
-    finally:
-        os.close(descriptor)
-
-
-def _holds(path: str, text: bytes) -> bool:
-    """Whether a file contains ``text``. Nothing in it is decoded, so nothing in it can do harm."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
-            return False
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
-            return content.rfind(text) >= 0
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+        raise ValueError(f"{os.path.basename(path)} cannot be read: {error.strerror}") from None
