@@ -9,7 +9,6 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -330,9 +329,3 @@ def test_a_copy_that_is_told_to_stop_ends_within_a_part_of_a_file(tmp_path: Path
             progress=interrupt,
         )
     assert told == [5 << 20]
-
-
-@pytest.mark.parametrize("option", [{"threads": 0}, {"part_bytes": 1}, {"verify": "no"}, {"limit_bytes_per_second": 0}])
-def test_options_without_a_meaning_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(option))):
-        CopyOptions(**option)

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
-from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from tests.drain.checkpoints import ActingDisk, data_files, files_of, loaded, refuse, save, state_dict
 from tests.harness.ranks import errors, run_ranks, values
@@ -119,14 +118,6 @@ def test_a_save_while_the_one_before_it_is_copied_is_what_arrives(is_first: bool
     assert files_of(durable) == files_of(local) - {RECORD}
 
 
-def test_a_second_checkpoint_to_one_place_is_refused(tmp_path: Path) -> None:
-    for value in (1.0, 2.0):
-        save_and_drain(tmp_path / f"local_{value:g}", tmp_path / "durable", value)
-    with pytest.raises(StorageError, match=r"there is another checkpoint at .*durable"):
-        robust_dcp.finish_async_saves()
-    assert loaded(tmp_path / "durable") == 1.0
-
-
 class _HangsOnce(Disk):
     """On rank 1, the first call that makes a file at the target does not return before the drain is over."""
 
@@ -181,18 +172,6 @@ class TestAManager:
         manager.prune()
         assert steps(manager) == [3]
 
-    def test_does_not_begin_a_copy_a_second_time_that_somebody_works_on(self, taken: Path, tmp_path: Path) -> None:
-        fail_to_drain(tmp_path / "root/step_1", taken)
-        (tmp_path / "taken").unlink()
-        manager = CheckpointManager(tmp_path / "root", drain_to=tmp_path / "durable")
-        with needed_for_a_load(Disk(), str(tmp_path / "root/step_1")):  # a drain holds it as a load does
-            manager.save(2, state_dict(2.0))
-            robust_dcp.finish_async_saves()
-        assert not taken.exists()
-        manager.save(3, state_dict(3.0))
-        robust_dcp.finish_async_saves()
-        assert (loaded(taken), sorted(os.listdir(tmp_path / "durable"))) == (1.0, ["step_2", "step_3"])
-
     def test_drains_each_step_by_all_its_ranks(self, tmp_path: Path) -> None:
         root, durable = str(tmp_path / "root"), str(tmp_path / "durable")
         assert values(run_ranks(2, _drain_steps, root, durable)) == [[1.0, 2.0]] * 2
@@ -233,16 +212,7 @@ class TestAManager:
                 data_files(local / "step_1")
             )
 
-    def test_keeps_nothing_for_a_copy_that_a_later_save_has_made_needless(self, taken: Path, tmp_path: Path) -> None:
-        fail_to_drain(tmp_path / "local/step_1", taken)
-        manager = CheckpointManager(tmp_path / "local", keep_last=1)
-        manager.save(2, state_dict(2.0))
-        assert steps(manager) == [1, 2]  # step 1 is awaited
-        save(tmp_path / "local/step_1", 1.5)
-        manager.save(3, state_dict(3.0))
-        assert steps(manager) == [3]
-
-    @pytest.mark.parametrize("target", ["taken/durable", "./taken/durable/", "file://{path}/taken/durable"])
+    @pytest.mark.parametrize("target", ["./taken/durable/", "file://{path}/taken/durable"])
     def test_awaits_no_copy_that_somebody_else_has_ended(
         self, target: str, taken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -20,7 +20,6 @@ import errno
 import logging
 import os
 import random
-import re
 import threading
 import time
 from collections import deque
@@ -60,7 +59,6 @@ Progress = Callable[[int, int], None]
 _CLAIM_PREFIX: Final = ".robust_dcp.copying."
 """16 hexadecimal digits that tell the checkpoint from others follow."""
 
-_METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
 _NOT_COPIED: Final = (SAVING_PREFIX, _CLAIM_PREFIX, REMOVING_PREFIX, DRAIN_RECORD_NAME)
 _CLAIM_TRIES: Final = 5
 _SHOWN: Final = 5
@@ -154,24 +152,14 @@ class _Manifest:
     """What belongs to a checkpoint, whoever has written it.
 
     Attributes:
-        metadata: ``.metadata`` and its bytes. A save without collectives has ``__{rank}.metadata`` instead.
-        data: the data files that the metadata names, with their sizes where they are known.
+        metadata: the bytes of ``.metadata``.
+        data: the data files that it names, with their sizes where they are known.
         extras: all other files, such as the index or Megatron's ``common.pt``, with their sizes.
     """
 
-    metadata: Mapping[str, bytes]
+    metadata: bytes
     data: Mapping[str, int | None]
     extras: Mapping[str, int]
-
-    @property
-    def digest(self) -> str:
-        """Tells this checkpoint from others, as ``digest_at`` does."""
-        return _digest_of(b"".join(data for _, data in sorted(self.metadata.items())))
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all its files."""
-        return {*self.metadata, *self.data, *self.extras}
 
     @classmethod
     def read(cls, place: Place) -> _Manifest:
@@ -181,38 +169,36 @@ class _Manifest:
             StorageError: there is no checkpoint.
             CorruptCheckpoint, UnsafeCheckpoint: its metadata cannot be used.
         """
-        files = place.files()
-        metadata = _metadata_at(place, files)
-        if not metadata:
+        files, metadata = place.files(), place.read(METADATA_NAME)
+        if metadata is None:
             raise StorageError(
                 f"no {METADATA_NAME} in {place.url}: no checkpoint was committed there, so there is nothing to copy",
                 path=place.path_of(METADATA_NAME),
                 operation="copy",
             )
-        decoded = [decode_metadata(data, place.path_of(name)) for name, data in metadata.items()]
-        data = {name for each in decoded for name in referenced_files(each)}
-        extras = {name: nbytes for name, nbytes in files.items() if name not in data and _is_extra(name, metadata)}
+        data = referenced_files(decode_metadata(metadata, place.path_of(METADATA_NAME)))
+        extras = {name: nbytes for name, nbytes in files.items() if name not in data and _is_extra(name)}
         # Data files of other nodes may be missing in the list.
         return cls(metadata, {name: files.get(name) for name in data}, extras)
 
+    @property
+    def digest(self) -> str:
+        """Tells this checkpoint from others, as ``digest_at`` does."""
+        return digest_of(self.metadata)
 
-def _metadata_at(place: Place, files: Collection[str]) -> dict[str, bytes]:
-    names = [METADATA_NAME] if METADATA_NAME in files else sorted(filter(_METADATA_OF_A_RANK.fullmatch, files))
-    contents = {name: place.read(name) for name in names}
-    return {name: data for name, data in contents.items() if data is not None}
+    @property
+    def names(self) -> set[str]:
+        """The names of all its files."""
+        return {METADATA_NAME, *self.data, *self.extras}
 
 
-def _is_extra(name: str, metadata: Collection[str]) -> bool:
-    """Whether a file that no metadata names belongs to the checkpoint: not what saves need while they run."""
+def _is_extra(name: str) -> bool:
+    """Whether a file that ``.metadata`` does not name belongs to the checkpoint: not what saves need while they run."""
     last = name.rpartition("/")[2]
-    if name in metadata or last.startswith(_NOT_COPIED) or last.endswith((".tmp", ".part")):
+    if last.startswith(_NOT_COPIED) or last.endswith((".tmp", ".part")):
         return False
     # Not those of other saves into the same directory. In a directory below is a whole checkpoint.
     return "/" in name or not (last.endswith(METADATA_NAME) or is_data_file(committed_name(last)))
-
-
-def _digest_of(metadata: bytes) -> str:
-    return digest_of(len(metadata), metadata)
 
 
 class Copy:
@@ -244,7 +230,7 @@ class Copy:
         disk: Disk | None = None,
     ) -> None:
         self.replaces = replaces
-        self.manifest = _Manifest({}, {}, {})
+        self.manifest = _Manifest(b"", {}, {})
         self.result = CopyResult(place_of(source), place_of(target))
         source_url, target_url = self.result.source, self.result.target
         if os.path.join(_real(target_url), "").startswith(os.path.join(_real(source_url), "")):
@@ -311,23 +297,24 @@ class Copy:
             raise changed
         target.sync()
         there = target.files()
-        metadata = self._metadata_at_target(there)
+        committed = self._metadata_at_target(there)
         lost = [name for name, size in manifest.data.items() if name not in there or size not in (None, there[name])]
         if lost:
             raise self._refused(
                 f"{target.url} lacks files that this copy has sent: {_shown(lost)}; another program has removed or "
                 "replaced them. The copy is not committed. Copy again when nothing else writes there"
             )
-        for name, data in metadata.items():
-            if _digest_of(data) in self.replaces:  # killed after the commit, the next copy removes its files
-                self._claim(_digest_of(data), referenced_files(decode_metadata(data, target.path_of(name))))
-        for name, data in manifest.metadata.items():
-            if metadata.get(name) != data:
-                target.put(name, data)
-                arrived = target.read(name) or b""
-                if arrived != data:
-                    raise self._not_as_sent(name, len(data), crc32(data), _words_of(len(arrived), crc32(arrived)))
-                self._count(files=1, nbytes=len(data), verified_by_reading=1)
+        if committed != manifest.metadata:
+            if committed is not None and digest_of(committed) in self.replaces:
+                # If we are killed after the commit, the next copy removes the files of what it replaces.
+                files = referenced_files(decode_metadata(committed, target.path_of(METADATA_NAME)))
+                self._claim(digest_of(committed), files)
+            target.put(METADATA_NAME, manifest.metadata)
+            arrived, expected = target.read(METADATA_NAME) or b"", manifest.metadata
+            if arrived != expected:
+                found = _words_of(len(arrived), crc32(arrived))
+                raise self._not_as_sent(METADATA_NAME, len(expected), crc32(expected), found)
+            self._count(files=1, nbytes=len(expected), verified_by_reading=1)
         self._clean_up()
         return self.result
 
@@ -346,7 +333,7 @@ class Copy:
             is_new = _CLAIM_PREFIX + manifest.digest not in there
             claimed = {name for names in self._other_claims(there).values() for name in names}
             strangers = [name for name in there if not name.startswith(_CLAIM_PREFIX) and name not in claimed]
-            if not self._metadata_at_target(there) and is_new and strangers:
+            if self._metadata_at_target(there) is None and is_new and strangers:
                 raise self._refused(
                     f"{target.url} holds what is not of this checkpoint: {_shown(strangers)}; copy to an empty place, "
                     "or remove it first"
@@ -388,24 +375,22 @@ class Copy:
                     claims[digest] = self.manifest.names  # nobody knows what it puts there
         return claims
 
-    def _metadata_at_target(self, there: Collection[str]) -> dict[str, bytes]:
-        """The metadata at the target: of this checkpoint, or of one that it replaces.
+    def _metadata_at_target(self, there: Collection[str]) -> bytes | None:
+        """The metadata at the target: of this checkpoint, or of one that it replaces; ``None`` if there is none.
 
         Raises:
             StorageError: it is that of another checkpoint.
         """
-        metadata = _metadata_at(self._target, there)
+        data = self._target.read(METADATA_NAME) if METADATA_NAME in there else None
+        # A store that writes bit by bit holds a part of it if this copy was killed meanwhile.
         has_begun = _CLAIM_PREFIX + self.manifest.digest in there
-        for name, data in metadata.items():
-            ours = self.manifest.metadata.get(name)
-            # A store that writes bit by bit holds a part of it if this copy was killed meanwhile.
-            is_ours = ours is not None and (data == ours or (has_begun and ours.startswith(data)))
-            if not is_ours and _digest_of(data) not in self.replaces:
-                raise self._refused(
-                    f"there is another checkpoint at {self._target.url}, which is not known to be an earlier save of "
-                    "this one: copy to another place, or remove it first"
-                )
-        return metadata
+        is_ours = data == self.manifest.metadata or (has_begun and self.manifest.metadata.startswith(data or b""))
+        if data is not None and not is_ours and digest_of(data) not in self.replaces:
+            raise self._refused(
+                f"there is another checkpoint at {self._target.url}, which is not known to be an earlier save of this "
+                "one: copy to another place, or remove it first"
+            )
+        return data
 
     def _clean_up(self) -> None:
         """Remove the claim, and what is left of the checkpoints that this one replaces. This one has arrived, so an
@@ -520,10 +505,10 @@ class Copy:
 
     def _source_changed(self) -> StorageError | None:
         """The error for a checkpoint that is no longer there as :meth:`begin` has seen it; ``None`` if it is."""
-        there = {name: self._source.read(name) for name in self.manifest.metadata}
-        if there == self.manifest.metadata:
+        metadata = self._source.read(METADATA_NAME) if self.manifest.metadata else b""
+        if metadata == self.manifest.metadata:
             return None
-        url, what = self.result.source, "removed" if None in there.values() else "replaced by another save"
+        url, what = self.result.source, "removed" if metadata is None else "replaced by another save"
         return StorageError(
             f"{url} was {what} while it was copied, and nothing is committed at the target; save each step into a "
             "directory of its own, and remove it only after its copy has arrived",

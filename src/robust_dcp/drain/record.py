@@ -56,20 +56,25 @@ class DrainRecord(msgspec.Struct, frozen=True):
     replaces: tuple[str, ...] = ()
 
 
-def digest_of(nbytes: int, tail: bytes) -> str:
-    """The digest of a checkpoint from the length of its ``.metadata`` and its last 4096 bytes."""
-    return hashlib.blake2b(nbytes.to_bytes(8, "little") + tail[-_TAIL_NBYTES:], digest_size=8).hexdigest()
+def digest_of(metadata: bytes) -> str:
+    """16 hexadecimal digits that tell a checkpoint from others.
+
+    They are a digest of the length and the end of ``.metadata``, which holds the id of the save.
+    """
+    return _digest_of_end(len(metadata), metadata[-_TAIL_NBYTES:])
 
 
 def digest_at(disk: Disk, path: str) -> str:
-    """16 hexadecimal digits that tell the checkpoint in a directory from others.
-
-    They are a digest of the length and the end of ``.metadata``, which holds the id of the save.
+    """:func:`digest_of` the checkpoint in a directory.
 
     Raises:
         StorageError: it cannot be read.
     """
-    return digest_of(*disk.read_end(os.path.join(path, METADATA_NAME), _TAIL_NBYTES))
+    return _digest_of_end(*disk.read_end(os.path.join(path, METADATA_NAME), _TAIL_NBYTES))
+
+
+def _digest_of_end(nbytes: int, tail: bytes) -> str:
+    return hashlib.blake2b(nbytes.to_bytes(8, "little") + tail, digest_size=8).hexdigest()
 
 
 def awaited_copy(disk: Disk, path: str) -> DrainRecord | None:
