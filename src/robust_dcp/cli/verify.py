@@ -86,10 +86,10 @@ def _verify(path: str, jobs: int, *, with_data: bool) -> dict[str, Any]:
             raise CommandFailed(f"{path} was saved to, or removed, while it was verified: run verify again")
     result = {
         **({"path": path} if contents is None else summary_json(contents)),
-        "is_whole": not findings.n_problems,
+        "is_whole": not findings.problems,
         "with_data": with_data,
         "problems": [each._asdict() for each in findings.problems],
-        "n_problems": findings.n_problems,
+        "n_problems": len(findings.problems),
         "notes": findings.notes,
         "not_verified": [
             {"why": why, "items": n_items, "nbytes": nbytes}
@@ -110,11 +110,9 @@ def _show(result: dict[str, Any]) -> None:
         Output.note(f"not verified: {size(each['nbytes'])} of {number(each['items'], 'item')}: {each['why']}")
     if result.get("written_by") == "torch":
         Output.note(f"not verified: {METADATA_NAME} has no checksum, it was compared with the files only")
-    problems, n_problems = result["problems"], result["n_problems"]
-    if n_problems:
-        Output.table(("file", "item", "expected", "found"), [tuple(each.values()) for each in problems])
-        more = f", of which {len(problems):,} are shown" if n_problems > len(problems) else ""
-        Output.note(f"{result['path']} is broken: {number(n_problems, 'problem')}{more}")
+    if result["problems"]:
+        Output.table(("file", "item", "expected", "found"), [tuple(each.values()) for each in result["problems"]])
+        Output.note(f"{result['path']} is broken: {number(result['n_problems'], 'problem')}")
     elif not result["with_data"]:
         Output.note("structure, sizes and marks are as they should be; data was not read")
     else:

@@ -39,7 +39,6 @@ __all__ = ["Findings", "Problem", "verify"]
 _WINDOW_NBYTES: Final = 4 << 20
 _RUN_NBYTES: Final = 16 << 20
 _POLL_SECONDS: Final = 0.1
-_MOST_PROBLEMS: Final = 10_000
 _OF_MEGATRON: Final = "common.pt"
 """Megatron-Core writes it beside ``.metadata`` with ``torch.save``."""
 
@@ -64,8 +63,6 @@ class Findings:
     """What was found. Several threads add to it.
 
     Attributes:
-        problems: at most one for each item of a file, and at most 10,000.
-        n_problems: how many there are.
         notes: what a user should know, and is no damage.
         unverified: by the reason, how many items have no checksum, and their bytes.
         verified_nbytes: bytes of data that have the checksum that was written with them.
@@ -73,23 +70,22 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []
-        self.n_problems = 0
         self.notes: list[str] = []
         self.unverified: dict[str, tuple[int, int]] = {}
         self.verified_nbytes = 0
         self.checked_nbytes = 0
-        self._seen: set[tuple[str, str | None]] = set()
+        self._problems: dict[tuple[str, str | None], Problem] = {}
         self._lock = threading.Lock()
+
+    @property
+    def problems(self) -> list[Problem]:
+        """At most one for each item of a file."""
+        return list(self._problems.values())
 
     def broken(self, file: str, item: str | None, expected: str, found: str) -> None:
         """Note a problem. The first one of an item in a file counts, because the others follow from it."""
         with self._lock:
-            if (file, item) not in self._seen:
-                self.n_problems += 1
-                if len(self.problems) < _MOST_PROBLEMS:
-                    self._seen.add((file, item))
-                    self.problems.append(Problem(file, item, expected, found))
+            self._problems.setdefault((file, item), Problem(file, item, expected, found))
 
     def add(self, error: RobustCheckpointError, file: str, what: str) -> None:
         """Note an error of a file that should be what ``what`` says."""
