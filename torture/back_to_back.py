@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
-from robust_dcp.structure_cache import CACHE
+from robust_dcp.structure_cache import clear_caches
 from tests.harness.ranks import run_ranks, values
 from torture.generations import child_pids, files_not_named, writer_pids
 
@@ -134,7 +134,7 @@ def _state(rng: random.Random) -> dict[str, Any]:
 def _count(committed: int, skipped: int, directory: str) -> Counts:
     STAGING.release()  # of a size that depends on the last saves
     SHARED_STAGING.release()
-    CACHE.clear()  # it has a limit, and keeps the plans of some hundred structures until then
+    clear_caches()  # it has a limit, and keeps the plans of some hundred structures until then
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     children, writers = child_pids(), writer_pids()

@@ -1,7 +1,8 @@
-"""What this process remembers about state dicts from one save to the next, so that a repeated save is cheap.
+"""What this process remembers from one save or load to the next, so that a repeated one is cheap.
 
-Each table forgets the least recently used entries first; that rule is here. This module never decides whether an entry
-is still valid. The code that owns a table checks that in every save, or compares by value.
+There is one rule: the least recently used entries go first, when all take too much memory. A cache never decides
+whether an entry is still valid. The code that owns it checks that each time, or compares by value. Nobody has to keep a
+planner or a writer between saves for it.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["CACHE", "StructureCache", "Table"]
+__all__ = ["Cache", "clear_caches"]
 
 K = TypeVar("K")
 V = TypeVar("V")
 
+_ALL: list[Cache[Any, Any]] = []
 
-class Table(Generic[K, V]):
-    """Entries of one kind, in the order of their last use. Several threads may use a table.
+
+class Cache(Generic[K, V]):
+    """Entries of one kind, in the order of their last use. Several threads may use it.
 
     Args:
         nbytes_of: returns roughly how much memory an entry takes. It is called when the entry is put in.
         max_nbytes: how much memory all entries may take together. The latest entry stays even if it is larger.
-        max_entries: how many entries there may be, for tables in which each entry costs time in every save.
+        max_entries: how many entries there may be, for caches in which each entry costs time in every save.
     """
 
     def __init__(self, nbytes_of: Callable[[K, V], int], *, max_nbytes: int, max_entries: int | None = None) -> None:
@@ -33,14 +36,7 @@ class Table(Generic[K, V]):
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def nbytes(self) -> int:
-        """Roughly how much memory all entries take."""
-        return self._nbytes
+        _ALL.append(self)
 
     def get(self, key: K) -> V | None:
         """Return the value under ``key``, or ``None``. This counts as a use of the entry."""
@@ -60,23 +56,17 @@ class Table(Generic[K, V]):
         """Store ``value`` as the latest entry, and drop the oldest entries until the bounds hold."""
         nbytes = self._nbytes_of(key, value)
         with self._lock:
-            self._remove(key)
+            self._nbytes += nbytes - self._entries.pop(key, (None, 0))[1]
             self._entries[key] = value, nbytes
-            self._nbytes += nbytes
-            while len(self._entries) > 1 and self._is_too_large():
-                self._remove(next(iter(self._entries)))
-
-    def _is_too_large(self) -> bool:
-        return self._nbytes > self._max_nbytes or len(self._entries) > (self._max_entries or len(self._entries))
-
-    def _remove(self, key: K) -> None:
-        _, nbytes = self._entries.pop(key, (None, 0))
-        self._nbytes -= nbytes
+            while len(self._entries) > 1 and (
+                self._nbytes > self._max_nbytes or len(self._entries) > (self._max_entries or len(self._entries))
+            ):
+                self._nbytes -= self._entries.popitem(last=False)[1][1]
 
     def forget(self, key: K) -> None:
         """Drop the entry under ``key``, if there is one."""
         with self._lock:
-            self._remove(key)
+            self._nbytes -= self._entries.pop(key, (None, 0))[1]
 
     def clear(self) -> None:
         with self._lock:
@@ -84,30 +74,7 @@ class Table(Generic[K, V]):
             self._nbytes = 0
 
 
-class StructureCache:
-    """All tables of a process, by name."""
-
-    def __init__(self) -> None:
-        self._tables: dict[str, Table[object, object]] = {}
-
-    def table(
-        self, name: str, nbytes_of: Callable[[K, V], int], *, max_nbytes: int, max_entries: int | None = None
-    ) -> Table[K, V]:
-        """Make a table. The arguments are those of :class:`Table`."""
-        table = Table(nbytes_of, max_nbytes=max_nbytes, max_entries=max_entries)
-        self._tables[name] = table  # type: ignore[assignment]
-        return table
-
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """Roughly how much memory each table takes."""
-        return {name: table.nbytes for name, table in self._tables.items()}
-
-    def clear(self) -> None:
-        """Forget everything, as if this process had never saved."""
-        for table in self._tables.values():
-            table.clear()
-
-
-CACHE = StructureCache()
-"""The tables of this process. Because of them nobody has to keep a planner or writer between saves."""
+def clear_caches() -> None:
+    """Forget everything, as if this process had never saved."""
+    for cache in _ALL:
+        cache.clear()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.tensor.debug
 
 import robust_dcp
-from robust_dcp.structure_cache import CACHE
+from robust_dcp.structure_cache import clear_caches
 
 __all__ = ["Leftovers"]
 
@@ -48,7 +48,7 @@ class Leftovers:
         robust_dcp.uninstall()
         if dist.is_initialized():
             dist.destroy_process_group()
-        CACHE.clear()
+        clear_caches()
         _forget_meshes()
         torch.set_rng_state(self._random)
         for logger in _loggers():

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from robust_dcp.errors import PlanConflict
 from robust_dcp.megatron.access import AccessColumns, described_facts
 from robust_dcp.megatron.shards import ShardFacts, saved_shards
-from robust_dcp.structure_cache import CACHE
+from robust_dcp.structure_cache import clear_caches
 
 Shards = list[Any]
 Change = Callable[[Any], None]
@@ -24,9 +24,9 @@ Change = Callable[[Any], None]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    CACHE.clear()
+    clear_caches()
     yield
-    CACHE.clear()
+    clear_caches()
 
 
 def _shards() -> Shards:
@@ -116,7 +116,7 @@ def test_what_has_changed_is_described_as_it_is_and_as_it_was_when_it_was_never_
     change(shards[place])
     found = _described(shards)
     assert found[2] == AccessColumns.of(shards)
-    CACHE.clear()
+    clear_caches()
     assert _described(shards) == found
 
 

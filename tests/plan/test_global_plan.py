@@ -255,9 +255,9 @@ def test_ranks_that_hold_nothing_have_an_empty_share() -> None:
 def test_paths_of_all_ranks_are_joined() -> None:
     left = table(tensor("a.b"), paths={"a.b": ("a", "b")})
     right = table(tensor("a.b"), obj("c.0"), paths={"a.b": ("a", "b"), "c.0": ("c", 0)})
-    paths = make_global_plan([left, right]).paths
-    assert paths is not None
-    assert dict(zip(paths.names, paths, strict=True)) == {"a.b": ("a", "b"), "c.0": ("c", 0)}
+    plan = make_global_plan([left, right])
+    assert plan.paths is not None
+    assert dict(zip(plan.items.names, plan.paths, strict=True)) == {"a.b": ("a", "b"), "c.0": ("c", 0)}
 
 
 def test_many_tensors_sharded_and_replicated_are_shared_evenly() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.plan.coverage import first_overlap
+from robust_dcp.plan.conflicts import first_overlap
 
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 

@@ -13,7 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from robust_dcp import Channel, RobustPlanner
-from robust_dcp.plan.items import Form, ItemKind, Items, Path, Paths
+from robust_dcp.plan.items import Form, ItemKind, Items, Path
 from robust_dcp.plan.signature import PlanContext, StructureSignature
 from tests.plan.structures import DTYPES, Item, chunk, context_of, obj, rank_items, table, tensor
 
@@ -166,9 +166,6 @@ def _draw_other(value: Any, data: st.DataObject) -> Any:
         assume(value)
         key = data.draw(st.sampled_from(sorted(value)))
         return {**value, key: _draw_other(value[key], data)}
-    if isinstance(value, Paths):
-        column = data.draw(st.sampled_from(["counts", "lengths"]))
-        return replace(value, **{column: _draw_other(getattr(value, column), data)})
     if isinstance(value, bytes):
         return value + b"x"
     if isinstance(value, bool) or value is None:

@@ -23,7 +23,7 @@ import torch
 
 from robust_dcp.contents.read import Chunk, Contents, Item, StoredFile
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError
-from robust_dcp.plan.coverage import first_overlap
+from robust_dcp.plan.conflicts import first_overlap
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, holds_raw_bytes, is_data_file, locate
 from robust_dcp.storage.index.form import IndexFile, fit_of_file

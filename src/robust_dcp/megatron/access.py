@@ -25,7 +25,7 @@ from robust_dcp.megatron.failures import InvalidAccess, meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import ShardFacts
 from robust_dcp.megatron.versions import KeyOnly, ShardedBase, ShardedObject, is_main_replica, nested_values
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = [
     "AccessCheck",
@@ -273,8 +273,8 @@ def _accessed_twice(ranks: _AllRanks, rows: npt.NDArray[np.intp]) -> Verdict:
     return ranks.wrong(rows, text)
 
 
-_RIGHT: Table[tuple[tuple[int, ...], bytes], bytes] = CACHE.table(
-    "right accesses", lambda key, identity: 200 + 8 * len(key[0]), max_nbytes=1 << 20
+_RIGHT: Cache[tuple[tuple[int, ...], bytes], bytes] = Cache(
+    lambda key, identity: 200 + 8 * len(key[0]), max_nbytes=1 << 20
 )
 """Structures that were found valid. The key is the group and this rank's signature. The value is the identity, which is
 a hash over the signatures of all ranks.

@@ -37,7 +37,7 @@ from robust_dcp.plan.items import Form, ItemKind, ItemStructure, Replica
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.records.objects import Refusal
 from robust_dcp.storage.records.record import is_fixed_size
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = ["MegatronPlanner", "ShardFacts", "saved_shards"]
 
@@ -67,9 +67,7 @@ class _Known:
         self.made: dict[Callable[..., Any], Any] = {}
 
 
-_KNOWN: Table[_Known, None] = CACHE.table(
-    "shard facts", lambda known, _: _SHARD_NBYTES * len(known.facts), max_nbytes=256 << 20
-)
+_KNOWN: Cache[_Known, None] = Cache(lambda known, _: _SHARD_NBYTES * len(known.facts), max_nbytes=256 << 20)
 
 
 class ShardFacts:

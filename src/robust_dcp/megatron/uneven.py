@@ -36,7 +36,7 @@ from robust_dcp.megatron.failures import is_shared, meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.uneven_offsets import solve
 from robust_dcp.megatron.uneven_parts import Describer, LocalPart, PlacedOffsets, ShardColumns, columns_of, describe
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = ["UnevenChunk", "place_chunks"]
 
@@ -44,8 +44,8 @@ PHASE = "uneven DTensors"
 
 Function = Callable[..., Any]
 
-_OFFSETS: Table[bytes, tuple[bytes, PlacedOffsets]] = CACHE.table(
-    "uneven offsets", lambda signature, known: sum(map(len, known[1].spreads)), max_nbytes=64 << 20
+_OFFSETS: Cache[bytes, tuple[bytes, PlacedOffsets]] = Cache(
+    lambda signature, known: sum(map(len, known[1].spreads)), max_nbytes=64 << 20
 )
 """The offsets from earlier exchanges, with the identity of all ranks' signatures. The key is this rank's signature."""
 

@@ -28,7 +28,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.stored_index import fitting_index
 from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = [
     "LOADED",
@@ -78,9 +78,7 @@ class KnownPlan:
     kind: str = ""
 
 
-PLANS: Final[Table[tuple[GroupKey, bytes, str], KnownPlan]] = CACHE.table(
-    "plans",
-    # Placements have 20 bytes for each item at most.
+PLANS: Final[Cache[tuple[GroupKey, bytes, str], KnownPlan]] = Cache(  # Placements have 20 bytes for each item at most.
     lambda _, known: 20 * known.share.n_items + (0 if known.plan is None else known.plan.memory_nbytes),
     max_nbytes=2 << 30,
     max_entries=8,  # if none fits, each of them is looked at
@@ -88,9 +86,7 @@ PLANS: Final[Table[tuple[GroupKey, bytes, str], KnownPlan]] = CACHE.table(
 """The plans that this process used last, over all groups. The kind is part of the key, because two kinds may hold the
 same and still change independently."""
 
-LOADED: Final[Table[str, None]] = CACHE.table(
-    "loaded checkpoints", lambda directory, _: len(directory), max_nbytes=1 << 20, max_entries=4
-)
+LOADED: Final[Cache[str, None]] = Cache(lambda directory, _: len(directory), max_nbytes=1 << 20, max_entries=4)
 """The directories of checkpoints that this process loaded last. They may hold plans for what it will save."""
 
 

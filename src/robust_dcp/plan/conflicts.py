@@ -1,9 +1,16 @@
-"""Finds contradictions between ranks: one name that means different things, and values that differ under one name.
+"""Finds contradictions between ranks, on the :class:`~robust_dcp.plan.items.Items` of all of them.
 
-The checks run on the :class:`~robust_dcp.plan.items.Items` of all ranks. A name that means different things is a
-:class:`PlanConflict` that names the key, the ranks and what each of them holds. Of values that differ only one is
-saved, so somebody has to say so, in the save that makes the plan. Objects and small chunks are compared, and main
-replicas that several ranks claim. Large tensors are not: hashing them would take as long as writing them.
+A name that means different things, and chunks that do not fill their tensor exactly, are a :class:`PlanConflict` that
+names the key, the ranks and what each of them holds.
+
+Chunks fill a tensor exactly if they are inside its bounds, do not overlap, and their volumes add up to that of the
+tensor. So overlap is the costly question. Tensors that are cut along one dimension are decided on the columns of all
+tensors at once. So are tensors with chunks that lie between the lines of a grid. Only the others are swept, tensor by
+tensor.
+
+Of values that differ under one name only one is saved, so somebody has to say so, in the save that makes the plan.
+Objects and small chunks are compared, and main replicas that several ranks claim. Large tensors are not: hashing them
+would take as long as writing them.
 """
 
 from __future__ import annotations
@@ -17,12 +24,25 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
-from robust_dcp.plan.items import ItemKind, Items, Path, Paths, padded
+from robust_dcp.plan.items import ItemKind, Items, Path
 
-__all__ = ["Differing", "find_differing", "merged_paths", "refuse_contradictions"]
+__all__ = [
+    "Differing",
+    "check_bounds",
+    "check_coverage",
+    "find_differing",
+    "first_overlap",
+    "merged_paths",
+    "refuse_contradictions",
+]
 
 Rows = npt.NDArray[np.intp]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
+Bool = npt.NDArray[np.bool_]
+
+_NO_LINE: Final = np.iinfo(np.int64).max
 
 _SHOWN: Final = 8
 """How many variants of one name a message describes."""
@@ -73,7 +93,7 @@ def _contradiction(items: Items, name: int, what: str) -> PlanConflict:
     )
 
 
-def merged_paths(ranks: Sequence[Items], items: Items) -> Paths | None:
+def merged_paths(ranks: Sequence[Items], items: Items) -> tuple[Path, ...] | None:
     """The path of each name in the nested state dict (DCP's ``planner_data``); ``None`` if nothing was flattened.
 
     Args:
@@ -83,41 +103,162 @@ def merged_paths(ranks: Sequence[Items], items: Items) -> Paths | None:
     Raises:
         PlanConflict: two ranks have different paths for one name (``{"a": {"b": …}}`` and ``{"a.b": …}``).
     """
-    # Replicas share an object of paths; the first rank that has it stands for all of them.
-    distinct = {id(each.paths): rank for rank, each in reversed(list(enumerate(ranks))) if each.names}
-    held = [(rank, ranks[rank].paths) for rank in sorted(distinct.values())]
-    if all(paths is None for _, paths in held):
+    if all(each.paths is None for each in ranks if each.names):
         return None
-    width = max(int(paths.counts.max()) for _, paths in held if paths is not None)
-    lengths = np.zeros((len(items.names), width), dtype=np.int64)
-    counts = np.full(len(items.names), -1, dtype=np.int32)  # -1: not known yet
-    first = np.zeros(len(items.names), dtype=np.int32)
-    place_of = {name: place for place, name in enumerate(items.names)}
-    for rank, paths in held:
-        names = ranks[rank].names
-        places = np.fromiter(map(place_of.__getitem__, names), dtype=np.intp, count=len(names))
-        rank_counts = np.zeros(len(places), dtype=np.int32) if paths is None else paths.counts
-        rank_lengths = padded(rank_counts[:0] if paths is None else paths.lengths, rank_counts, width)
-        known = counts[places] >= 0
-        differs = known & ((counts[places] != rank_counts) | (lengths[places] != rank_lengths).any(axis=1))
-        if differs.any():
-            name = names[int(np.flatnonzero(differs)[0])]
-            raise _other_paths(ranks, name, int(first[place_of[name]]), rank)
-        first[places[~known]] = rank
-        counts[places], lengths[places] = rank_counts, rank_lengths
-    return Paths(items.names, counts, lengths[np.arange(width) < counts[:, None]].astype(np.int32))
+    # Replicas share an object of names; the first rank that has it stands for all of them.
+    distinct = {(id(each.names), id(each.paths)): rank for rank, each in reversed(list(enumerate(ranks)))}
+    held = [
+        (rank, ranks[rank].names, ranks[rank].paths or (None,) * len(ranks[rank].names))
+        for rank in sorted(distinct.values())
+    ]
+    path_of: dict[str, Path | None] = {}
+    for _, names, paths in reversed(held):
+        path_of.update(zip(names, paths, strict=True))
+    for rank, names, paths in held:
+        if tuple(map(path_of.__getitem__, names)) != paths:
+            key, path = next((name, path) for name, path in zip(names, paths, strict=True) if path_of[name] != path)
+            first = next(number for number, known, _ in held if key in known)
+            raise PlanConflict(
+                f"key {key!r} lies at {path_of[key]!r} in the state dict of rank {first} and at {path!r} in that of "
+                f"rank {rank}; flattened by dots both have one name: rename one of them",
+                key=key,
+                ranks=[first, rank],
+            )
+    return tuple(path_of[name] or (name,) for name in items.names)
 
 
-def _other_paths(ranks: Sequence[Items], key: str, rank: int, other: int) -> PlanConflict:
-    def path_on(each: Items) -> Path | None:
-        return None if each.paths is None else each.paths[each.names.index(key)]
+def check_bounds(items: Items) -> None:
+    """Check that every chunk lies within its tensor.
 
-    return PlanConflict(
-        f"key {key!r} lies at {path_on(ranks[rank])!r} in the state dict of rank {rank} and at "
-        f"{path_on(ranks[other])!r} in that of rank {other}; flattened by dots both have one name: rename one of them",
+    Raises:
+        PlanConflict: a chunk does not. The error names key and rank of the first one.
+    """
+    outside = (items.offset < 0) | (items.size < 0) | (items.size > items.shape - items.offset)
+    if outside.any():
+        row = int(np.flatnonzero(outside.any(axis=1))[0])
+        key, rank = items.names[items.name[row]], int(items.rank[row])
+        raise PlanConflict(
+            f"a chunk of {key!r} on rank {rank} lies outside the tensor: {items.describe(row)}",
+            key=key,
+            ranks=[rank],
+        )
+
+
+def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
+    """Check the kept chunks (rows of ``items``, sorted by name and offsets, all within bounds).
+
+    Args:
+        complete: whether gaps are errors. Stock lets a single process save only its part of a sharded tensor.
+
+    Raises:
+        PlanConflict: chunks overlap or leave gaps. The error names key and ranks.
+    """
+    rows = kept[items.kind[kept] != ItemKind.BYTES]
+    filled = rows[items.numel[rows] > 0]
+    clash = first_overlap(items.name[filled], items.offset[filled], items.size[filled])
+    if clash is not None:
+        raise _overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
+    if complete and len(rows):
+        _check_gaps(items, rows)
+
+
+def _check_gaps(items: Items, rows: Rows) -> None:
+    starts = np.flatnonzero(np.diff(items.name[rows], prepend=-1))
+    volumes = np.add.reduceat(items.numel[rows], starts)
+    expected = items.shape[rows[starts]].prod(axis=1, dtype=np.int64)
+    short = np.flatnonzero(volumes != expected)
+    if not len(short):
+        return
+    worst = int(short[0])
+    end = starts[worst + 1] if worst + 1 < len(starts) else len(rows)
+    group = rows[starts[worst] : end]
+    key, ranks = items.names[items.name[group[0]]], sorted(set(items.rank[group].tolist()))
+    more = f" ({len(short) - 1} more tensors have gaps too)" if len(short) > 1 else ""
+    raise PlanConflict(
+        f"the chunks of {key!r} leave gaps: {volumes[worst]} of {expected[worst]} elements are there, from "
+        f"{ranks_in_words(ranks)}{more}. A rank of the group did not pass its shard: pass it, or save with the "
+        "process group that holds the whole tensor",
         key=key,
-        ranks=[rank, other],
+        ranks=ranks,
     )
+
+
+def _overlap(items: Items, left: int, right: int) -> PlanConflict:
+    key = items.names[items.name[left]]
+    return PlanConflict(
+        f"chunks of {key!r} overlap: rank {items.rank[left]} holds {items.describe(left)}, rank "
+        f"{items.rank[right]} holds {items.describe(right)}; each element must be saved once",
+        key=key,
+        ranks=sorted({int(items.rank[left]), int(items.rank[right])}),
+    )
+
+
+def first_overlap(group: Int32, offset: Int64, size: Int64) -> tuple[int, int] | None:
+    """Two boxes of one group that overlap; ``None`` if there are none.
+
+    Args:
+        group: int32 ``[n]``, ascending.
+        offset, size: int64 ``[n, D]``; no size is 0. Within each group they are sorted by offsets, and no two offsets
+            are equal.
+
+    Returns:
+        The places of the two boxes, from the first group that has such boxes.
+    """
+    if not offset.size:
+        return None
+    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    counts = np.diff(np.append(starts, len(group)))
+    number = np.repeat(np.arange(len(starts)), counts)
+    cut = np.zeros((len(starts), offset.shape[1]), dtype=np.bool_)  # in which dimensions the boxes of a group differ
+    for column in (offset, size):
+        cut |= np.maximum.reduceat(column, starts) != np.minimum.reduceat(column, starts)
+    # In a group that is cut along one dimension, each box must end before the next begins. That is so most of the time.
+    rows, dim = np.arange(len(group)), cut.argmax(axis=1)[number]
+    begin, end = offset[rows, dim], offset[rows, dim] + size[rows, dim]
+    is_suspect = np.append(False, (number[1:] == number[:-1]) & (begin[1:] < end[:-1]))
+    rest = np.flatnonzero((cut.sum(axis=1) > 1)[number])
+    is_suspect[rest] = _crosses_a_line(group[rest], offset[rest], size[rest]) if len(rest) else False
+    for each in np.unique(number[is_suspect]).tolist():
+        first, last = int(starts[each]), int(starts[each] + counts[each])
+        found = _sweep(offset[first:last], size[first:last])
+        if found is not None:
+            return first + found[0], first + found[1]
+    return None
+
+
+def _crosses_a_line(group: Int32, offset: Int64, size: Int64) -> Bool:
+    """For each box, whether in some dimension it reaches beyond the next offset at which a box of its group begins.
+
+    Boxes that do not, and that have different offsets, cannot overlap. Each is a cell, or a part of a cell, of the grid
+    that all offsets form.
+    """
+    crosses = np.zeros(len(group), dtype=np.bool_)
+    for dim in range(offset.shape[1]):
+        order = np.lexsort((offset[:, dim], group))
+        of_group, begin = group[order], offset[order, dim]
+        # For each box, find the next line of its group, by looking from the back.
+        is_last_of_line = np.append((of_group[1:] != of_group[:-1]) | (begin[1:] != begin[:-1]), True)
+        last = np.flatnonzero(is_last_of_line)
+        following = np.append(begin[1:], _NO_LINE)
+        following[np.append(of_group[1:] != of_group[:-1], True)] = _NO_LINE
+        line = np.repeat(following[last], np.diff(np.append(-1, last)))
+        crosses[order] |= begin + size[order, dim] > line
+    return crosses
+
+
+def _sweep(offset: Int64, size: Int64) -> tuple[int, int] | None:
+    """Two boxes that overlap, found by a sweep along the dimension with the most lines."""
+    dim = int(np.argmax([len(np.unique(offset[:, d])) for d in range(offset.shape[1])]))
+    order = np.argsort(offset[:, dim], kind="stable")
+    active = order[:0]
+    end = offset + size
+    for current in order.tolist():
+        active = active[end[active, dim] > offset[current, dim]]
+        hit = ((offset[active] < end[current]) & (offset[current] < end[active])).all(axis=1)
+        if hit.any():
+            return int(active[hit][0]), int(current)
+        active = np.append(active, current)
+    return None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.plan.items import Form, ItemKind, ItemStructure
 from robust_dcp.storage.records.record import framed_record, is_fixed_size
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = [
     "DescribedItems",
@@ -116,8 +116,8 @@ def describe_items(
     return description.items
 
 
-_STRUCTURES: Table[tuple[Any, ...], tuple[ItemStructure | None]] = CACHE.table(
-    "items", lambda key, structure: _ENTRY_NBYTES, max_nbytes=64 << 20
+_STRUCTURES: Cache[tuple[Any, ...], tuple[ItemStructure | None]] = Cache(
+    lambda key, structure: _ENTRY_NBYTES, max_nbytes=64 << 20
 )
 """What stock's planner said of tensors, and of DTensors by the way in which they are sharded."""
 

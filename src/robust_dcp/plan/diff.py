@@ -7,13 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.plan.items import Form, Items, padded
+from robust_dcp.plan.items import Form, Items, hashes_of_rows
 from robust_dcp.report import StructureDiff
 
 __all__ = ["diff_items", "merge_diffs"]
 
 Rows = npt.NDArray[np.intp]
-Mask = npt.NDArray[np.bool_]
 
 
 def diff_items(old: Items, new: Items) -> StructureDiff:
@@ -21,7 +20,7 @@ def diff_items(old: Items, new: Items) -> StructureDiff:
     places = {name: place for place, name in enumerate(old.names)}
     place_in_old = np.fromiter((places.get(name, -1) for name in new.names), dtype=np.intp, count=len(new.names))
     common_old, common_new = place_in_old[place_in_old >= 0], np.flatnonzero(place_in_old >= 0)
-    differs = _names_that_differ(old, new, common_old, common_new)
+    differs = _hashes_of_names(old)[common_old] != _hashes_of_names(new)[common_new]
     was = _words_by_name(old, common_old[differs])
     now = _words_by_name(new, common_new[differs])
     return StructureDiff(
@@ -31,60 +30,23 @@ def diff_items(old: Items, new: Items) -> StructureDiff:
     )
 
 
-def _names_that_differ(old: Items, new: Items, common_old: Rows, common_new: Rows) -> Mask:
-    """For each name that both have: whether its items or its path differ."""
-    counts_old = np.bincount(old.name, minlength=len(old.names))
-    counts_new = np.bincount(new.name, minlength=len(new.names))
-    differs: Mask = counts_old[common_old] != counts_new[common_new]
-    differs |= _paths_differ(old, new, common_old, common_new)
-    comparable = np.flatnonzero(~differs)
-    counts = counts_new[common_new[comparable]]
-    rows_old = _rows_of(common_old[comparable], counts_old, counts)
-    rows_new = _rows_of(common_new[comparable], counts_new, counts)
-    differs[np.repeat(comparable, counts)[_rows_differ(old, new, rows_old, rows_new)]] = True
-    return differs
-
-
-def _rows_of(names: Rows, all_counts: Rows, counts: Rows) -> Rows:
-    """The rows of the given names, name after name. Items are sorted by name, so those of one name are consecutive."""
-    starts = np.cumsum(all_counts) - all_counts
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(starts[names], counts) + within
-
-
-def _rows_differ(old: Items, new: Items, rows_old: Rows, rows_new: Rows) -> Mask:
-    differs: Mask = np.zeros(len(rows_new), dtype=np.bool_)
-    for before, after in (
-        (old.kind, new.kind),
-        (old.form, new.form),
-        (old.requires_grad, new.requires_grad),
-        (old.ndim, new.ndim),
-        (old.replica, new.replica),
-        (_places_in(new.dtypes, old.dtypes)[old.dtype], new.dtype),
-        (_places_in(new.layouts, old.layouts)[old.layout], new.layout),
-    ):
-        differs |= before[rows_old] != after[rows_new]
-    width = min(old.shape.shape[1], new.shape.shape[1])  # beyond it, the numbers of dimensions differ
-    for was, now in ((old.shape, new.shape), (old.offset, new.offset), (old.size, new.size)):
-        differs |= (was[rows_old, :width] != now[rows_new, :width]).any(axis=1)
-    return differs
-
-
-def _places_in(table: tuple[str, ...], strings: tuple[str, ...]) -> npt.NDArray[np.int32]:
-    """For each of ``strings`` its place in ``table``; -1 if it is not there."""
-    return np.array([table.index(text) if text in table else -1 for text in strings], dtype=np.int32)
-
-
-def _paths_differ(old: Items, new: Items, common_old: Rows, common_new: Rows) -> Mask:
-    before, after = old.paths, new.paths
-    if before is None or after is None:
-        return np.full(len(common_new), before is not after, dtype=np.bool_)
-    width = max(int(before.counts.max(initial=0)), int(after.counts.max(initial=0)))
-    left = padded(before.lengths, before.counts, width)[common_old]
-    right = padded(after.lengths, after.counts, width)[common_new]
-    differs: Mask = before.counts[common_old] != after.counts[common_new]  # an empty part has length 0
-    differs |= (left != right).any(axis=1)
-    return differs
+def _hashes_of_names(items: Items) -> npt.NDArray[np.uint64]:
+    """uint64 ``[names]``: a hash over the items and the path of each name. It is for words only, so equal hashes are
+    taken as equal."""
+    dtypes, layouts = (
+        np.array([hash(text) for text in texts], dtype=np.int64) for texts in (items.dtypes, items.layouts)
+    )
+    hashes = hashes_of_rows(
+        *(items.kind, items.form, items.requires_grad, items.ndim, items.replica),
+        *(dtypes[items.dtype], layouts[items.layout]),
+    )
+    for dim in range(items.shape.shape[1]):  # the other structure may have columns for fewer dimensions, or for more
+        of_dim = hashes_of_rows(hashes, items.shape[:, dim], items.offset[:, dim], items.size[:, dim])
+        hashes = np.where(items.ndim > dim, of_dim, hashes)
+    paths = [0] * len(items.names) if items.paths is None else list(map(hash, items.paths))
+    of_names = hashes_of_rows(np.array(paths, dtype=np.int64), np.bincount(items.name, minlength=len(items.names)))
+    np.add.at(of_names, items.name, hashes)
+    return of_names
 
 
 def _words_by_name(items: Items, names: Rows) -> dict[str, str]:

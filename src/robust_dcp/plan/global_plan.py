@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.conflicts import merged_paths, refuse_contradictions
-from robust_dcp.plan.coverage import check_bounds, check_coverage
-from robust_dcp.plan.items import ItemKind, Items, Paths, Replica, merged, unique_rows
+from robust_dcp.plan.conflicts import check_bounds, check_coverage, merged_paths, refuse_contradictions
+from robust_dcp.plan.items import ItemKind, Items, Path, Replica, merged, unique_rows
 from robust_dcp.storage.layouts.places import deal
 
 __all__ = ["SMALL_NBYTES", "GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan"]
@@ -58,7 +57,7 @@ class GlobalPlan:
     order: Rows
     written: Rows
     kept: tuple[Rows, ...]
-    paths: Paths | None
+    paths: tuple[Path, ...] | None
     compared: Rows
     contested: Rows
     unclaimed: tuple[str, ...] = ()

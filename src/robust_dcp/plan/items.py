@@ -6,11 +6,11 @@ looks at tensor data, other ranks or files. ``signature`` hashes it, ``diff`` co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import pairwise
 from operator import lt
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -29,11 +29,10 @@ __all__ = [
     "ItemsDecoder",
     "ItemsMessage",
     "Path",
-    "Paths",
     "Replica",
+    "hashes_of_rows",
     "items_of",
     "merged",
-    "padded",
     "sorted_places",
     "unique_rows",
 ]
@@ -48,9 +47,7 @@ Ints = npt.NDArray[np.integer[Any]]
 Rows = npt.NDArray[np.intp]
 
 Path = tuple[str | int, ...]
-
-_INDEX_DIGITS: Final = 20
-"""More digits than a list index can have."""
+"""Where a value is in a nested state dict. Its name is the path joined by dots, as in DCP."""
 
 
 class ItemKind(IntEnum):
@@ -102,104 +99,6 @@ class ItemStructure(NamedTuple):
     replica: Replica = Replica.ANY
 
 
-@dataclass(frozen=True, eq=False)
-class Paths:
-    """Where each of N names is in the nested state dict; ``paths[n]`` is the path of ``names[n]``.
-
-    Example: the path ``("model", "layers", 0)`` has the name ``model.layers.0`` and the lengths 5, 6 and -1. A name is
-    its path joined by dots (``torch.distributed.checkpoint._nested_dict``), so the lengths of the parts are enough.
-
-    Attributes:
-        names: the names.
-        counts: int32 ``[N]``, the number of parts of each path, at least one.
-        lengths: int32 ``[sum(counts)]``, the number of characters of each part, negative if the part is a list index.
-    """
-
-    names: tuple[str, ...]
-    counts: Int32
-    lengths: Int32
-
-    @classmethod
-    def of(cls, names: tuple[str, ...], paths: Iterable[Path]) -> Paths:
-        """The columns for ``paths``, which are in the order of ``names``."""
-        paths = list(paths)
-        return cls(
-            names=names,
-            counts=np.fromiter(map(len, paths), dtype=np.int32, count=len(paths)),
-            lengths=np.array(
-                [
-                    -len(str(part)) if isinstance(part, int) else len(part)
-                    for part in chain.from_iterable(paths)  # one pass over all parts, without a list for each name
-                ],
-                dtype=np.int32,
-            ),
-        )
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def __iter__(self) -> Iterator[Path]:
-        lengths, at = self.lengths.tolist(), 0
-        for name, count in zip(self.names, self.counts.tolist(), strict=True):
-            yield _split(name, lengths[at : at + count])
-            at += count
-
-    def __getitem__(self, place: int) -> Path:
-        return _split(self.names[place], self.lengths[self._starts[place] : self._starts[place + 1]].tolist())
-
-    @cached_property
-    def _starts(self) -> Int64:
-        return np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
-
-    def check(self) -> None:
-        """Check that each path spells its name. Paths from other processes may not.
-
-        Raises:
-            ValueError: a path does not. The message names it.
-        """
-        if len(self.counts) != len(self.names) or int(self.counts.sum()) != len(self.lengths):
-            raise ValueError(f"{len(self.counts)} paths of {len(self.lengths)} parts for {len(self.names)} names")
-        if not len(self.names):
-            return
-        if int(self.counts.min()) < 1:
-            raise ValueError("a path without parts")
-        lengths = np.abs(self.lengths.astype(np.int64))
-        name_lengths = np.fromiter(map(len, self.names), dtype=np.int64, count=len(self.names))
-        wrong = np.add.reduceat(lengths, self._starts[:-1]) + self.counts - 1 != name_lengths
-        if not wrong.any():
-            # Every part must end where the next begins. One character is between two parts, and between two names.
-            text = ".".join((*self.names, "")).encode("utf-32-le", "surrogatepass")
-            characters = np.frombuffer(text, dtype="<u4")
-            ends = np.cumsum(lengths + 1)
-            is_wrong = characters[ends - 1] != ord(".")
-            indices = np.flatnonzero(self.lengths < 0)
-            if len(indices):
-                is_wrong[indices] |= _are_no_indices(characters, (ends - 1 - lengths)[indices], lengths[indices])
-            wrong = np.logical_or.reduceat(is_wrong, self._starts[:-1])
-        if wrong.any():
-            raise ValueError(f"the path of {self.names[int(wrong.argmax())]!r} does not spell it")
-
-
-def _are_no_indices(characters: npt.NDArray[np.uint32], starts: Int64, lengths: Int64) -> npt.NDArray[np.bool_]:
-    """For each part: whether it is not a decimal number as ``str(int)`` writes it, or too long for a list index."""
-    is_digit = (characters >= ord("0")) & (characters <= ord("9"))
-    digits = np.concatenate(([0], np.cumsum(is_digit)))
-    leading_zero = (characters[starts] == ord("0")) & (lengths > 1)
-    is_no_index: npt.NDArray[np.bool_] = digits[starts + lengths] - digits[starts] != lengths
-    is_no_index |= leading_zero | (lengths >= _INDEX_DIGITS)
-    return is_no_index
-
-
-def _split(name: str, lengths: Sequence[int]) -> Path:
-    parts = name.split(".")
-    if len(parts) != len(lengths):  # some part contains a dot
-        ends = list(accumulate(abs(length) + 1 for length in lengths))
-        parts = [name[end - 1 - abs(length) : end - 1] for end, length in zip(ends, lengths, strict=True)]
-    if min(lengths) >= 0:
-        return tuple(parts)
-    return tuple(int(part) if length < 0 else part for part, length in zip(parts, lengths, strict=True))
-
-
 _COLUMNS: Final[dict[str, tuple[type[np.generic], int | None]]] = {
     "name": (np.int32, None),
     "dtype": (np.int32, None),
@@ -225,7 +124,8 @@ class Items:
 
     Attributes:
         names: the distinct FQNs, sorted.
-        paths: for each name its path in the nested state dict; ``None`` if the planner does not flatten.
+        paths: for each name its path in the nested state dict, for example ``("model", "layers", 0)``; ``None`` if the
+            planner does not flatten.
         dtypes: the distinct dtypes, for example ``"float32"``, sorted; ``""`` for items that are not tensors.
         layouts: the distinct layouts, for example ``"strided"``, sorted; ``""`` for items that are not tensors.
         rank: int32 ``[N]``, the rank that holds the item; 0 for the items of one rank. It is not sent.
@@ -241,7 +141,7 @@ class Items:
     """
 
     names: tuple[str, ...]
-    paths: Paths | None
+    paths: tuple[Path, ...] | None
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
     rank: Int32
@@ -319,10 +219,18 @@ def items_of(
         peers: as in :class:`Items`.
 
     Raises:
-        PlanConflict: two items have the same name and offsets, or a name belongs to a tensor and to an object.
+        PlanConflict: two items have the same name and offsets, or a name belongs to a tensor and to an object, or a
+            path does not spell its name.
     """
     _refuse_duplicates(names, structures)
     distinct_names = tuple(dict.fromkeys(names))
+    other = next((name for name in distinct_names if paths is not None and _name_of(paths[name]) != name), None)
+    if paths is not None and other is not None:
+        raise PlanConflict(
+            f"the planner's mappings have the path {paths[other]!r} for {other!r}: its parts, joined by dots, "
+            "must be the name",
+            key=other,
+        )
     place_of = {name: place for place, name in enumerate(distinct_names)}
     # Tensors of a model have few different structures, so columns are made of these, and then spread over the items.
     distinct = {structure: place for place, structure in enumerate(dict.fromkeys(structures))}
@@ -340,7 +248,7 @@ def items_of(
 
     return Items(
         names=distinct_names,
-        paths=None if paths is None else Paths.of(distinct_names, [paths[name] for name in distinct_names]),
+        paths=None if paths is None else tuple(paths[name] for name in distinct_names),
         dtypes=dtypes,
         layouts=layouts,
         rank=_of_one_rank(len(names)),
@@ -357,6 +265,13 @@ def items_of(
         size=column("size", (each.sizes for each in distinct)),
         peers=peers,
     )
+
+
+def _name_of(path: Path) -> str:
+    try:
+        return ".".join(path)  # type: ignore[arg-type]
+    except TypeError:  # an index of a list
+        return ".".join(map(str, path))
 
 
 def _of_one_rank(n_items: int) -> Int32:
@@ -428,9 +343,8 @@ def _merged_strings(tables: Sequence[tuple[str, ...]], columns: Sequence[Int32])
 class ItemsMessage(msgspec.Struct, frozen=True):
     """The :class:`Items` of one rank on their way to the coordinator, and in an index. Columns are little-endian.
 
-    ``names``: a msgpack array of strings. It is one column like the others, so it is decoded once for many ranks.
-
-    ``path_counts``, ``path_lengths``: int32, from :class:`Paths`; ``None`` for a planner that does not flatten.
+    ``names``: a msgpack array: for each name its path, as an array of its parts, or the name itself if the planner
+    does not flatten. It is one column like the others, so it is decoded once for many ranks.
 
     ``context``: :meth:`PlanContext.encode`. The coordinator compares it with its own.
 
@@ -438,8 +352,6 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     """
 
     names: bytes
-    path_counts: bytes | None
-    path_lengths: bytes | None
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
     name: bytes
@@ -460,11 +372,8 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, items: Items, context: bytes, signature: bytes) -> ItemsMessage:
         """The message for ``items``. The other arguments are the fields of these names."""
-        paths = items.paths
         return cls(
-            names=msgspec.msgpack.encode(items.names),
-            path_counts=None if paths is None else paths.counts.astype("<i4", copy=False).tobytes(),
-            path_lengths=None if paths is None else paths.lengths.astype("<i4", copy=False).tobytes(),
+            names=msgspec.msgpack.encode(items.names if items.paths is None else items.paths),
             dtypes=items.dtypes,
             layouts=items.layouts,
             context=context,
@@ -489,12 +398,12 @@ class ItemsDecoder:
         Raises:
             ExchangeError: the columns do not fit each other.
         """
-        names = self._once(("names", message.names), lambda: _names(message.names))
+        names, paths = self._once(("names", message.names), lambda: _names(message.names))
         ndim = self._column(message.ndim, np.uint8)
         width = int(ndim.max(initial=0))
         items = Items(
             names=names,
-            paths=self._paths(message, names),
+            paths=paths,
             dtypes=message.dtypes,
             layouts=message.layouts,
             rank=_of_one_rank(len(ndim)),
@@ -516,32 +425,20 @@ class ItemsDecoder:
     def _column(self, data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         return self._once((dtype, data, shape), lambda: _from_bytes(data, dtype, shape))
 
-    def _paths(self, message: ItemsMessage, names: tuple[str, ...]) -> Paths | None:
-        counts, lengths = message.path_counts, message.path_lengths
-        if counts is None or lengths is None:
-            if counts is not None or lengths is not None:
-                raise _malformed("half of the columns of paths")
-            return None
-        return self._once(("paths", message.names, counts, lengths), lambda: _checked_paths(names, counts, lengths))
 
-
-def _names(data: bytes) -> tuple[str, ...]:
+def _names(data: bytes) -> tuple[tuple[str, ...], tuple[Path, ...] | None]:
+    """The names, and their paths if the planner flattens."""
     try:
-        names = msgspec.msgpack.decode(data, type=tuple[str, ...])
+        given: tuple[Any, ...] = msgspec.msgpack.decode(data, type=tuple[str | Path, ...])
     except (msgspec.MsgspecError, ValueError) as error:
-        raise _malformed(f"the names are no list of strings ({error})") from None
+        raise _malformed(f"the names are no list of strings or paths ({error})") from None
+    paths = None if not given or isinstance(given[0], str) else given
+    if any(isinstance(each, str) != (paths is None) for each in given) or () in given:
+        raise _malformed("half of the paths, or a path without parts")
+    names = given if paths is None else tuple(map(_name_of, paths))
     if not all(map(lt, names, names[1:])):
         raise _malformed("the names are not sorted")
-    return names
-
-
-def _checked_paths(names: tuple[str, ...], counts: bytes, lengths: bytes) -> Paths:
-    paths = Paths(names, _from_bytes(counts, np.int32), _from_bytes(lengths, np.int32))
-    try:
-        paths.check()
-    except ValueError as error:
-        raise _malformed(str(error)) from None
-    return paths
+    return names, paths
 
 
 def _from_bytes(data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
@@ -590,13 +487,6 @@ def _malformed(what: str) -> ExchangeError:
     return ExchangeError(f"a structure message is malformed: {what}; are all ranks on the same robust_dcp version?")
 
 
-def padded(ragged: Ints, counts: Ints, width: int) -> Int64:
-    """int64 ``[N, width]``: row ``n`` has the next ``counts[n]`` entries of ``ragged``, and is filled up with 0."""
-    out: Int64 = np.zeros((len(counts), width), dtype=np.int64)
-    out[np.arange(width) < counts[:, None]] = ragged
-    return out
-
-
 _SMALL_TABLE_BITS: Final = 16
 _LARGEST_TABLE: Final = 1 << 25
 
@@ -609,11 +499,7 @@ def unique_rows(*columns: Ints) -> tuple[Rows, Rows]:
         exact. Rows are grouped by 64-bit hashes and then compared. If two different rows have one hash, the rows are
         sorted instead.
     """
-    hashes: UInt64 = np.zeros(len(columns[0]), dtype=np.uint64)
-    for column in columns:
-        hashes ^= column.astype(np.uint64)
-        hashes = _mixed(hashes)
-    same = _first_of_each(hashes)
+    same = _first_of_each(hashes_of_rows(*columns))
     if any((column[same] != column).any() for column in columns):
         _, first, which = np.unique(np.column_stack(columns), axis=0, return_index=True, return_inverse=True)
         return first.astype(np.intp, copy=False), which.reshape(-1).astype(np.intp, copy=False)
@@ -647,12 +533,14 @@ def _first_of_each(values: UInt64) -> Int32:
     return same
 
 
-def _mixed(values: UInt64) -> UInt64:
-    """Mix 64-bit integers in place, so that all bits depend on each other. It is a bijection, SplitMix64's
-    finalizer."""
-    values += np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        values ^= values >> np.uint64(shift)
-        values *= np.uint64(factor)
-    values ^= values >> np.uint64(31)
-    return values
+def hashes_of_rows(*columns: Ints) -> UInt64:
+    """A hash of 64 bits for each row of some columns of N integers each: SplitMix64's finalizer, column by column."""
+    hashes: UInt64 = np.zeros(len(columns[0]), dtype=np.uint64)
+    for column in columns:
+        hashes ^= column.astype(np.uint64)
+        hashes += np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            hashes ^= hashes >> np.uint64(shift)
+            hashes *= np.uint64(factor)
+        hashes ^= hashes >> np.uint64(31)
+    return hashes

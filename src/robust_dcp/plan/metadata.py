@@ -316,5 +316,5 @@ def stock_metadata(plan: GlobalPlan) -> Metadata:
                 chunks=[],
             )
         tensor.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offset[:ndim]), sizes=torch.Size(size[:ndim])))
-    paths = None if plan.paths is None else dict(zip(plan.paths.names, plan.paths, strict=True))
+    paths = None if plan.paths is None else dict(zip(items.names, plan.paths, strict=True))
     return Metadata(state_dict_metadata=found, planner_data=paths)

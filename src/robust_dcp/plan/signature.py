@@ -98,8 +98,7 @@ class StructureSignature:
         for strings in (items.names, items.dtypes, items.layouts):
             _feed(digest, [_encoded(strings)])
         # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
-        paths = (b"", b"") if items.paths is None else (items.paths.counts.tobytes(), items.paths.lengths.tobytes())
-        _feed(digest, [b"flat" if items.paths is None else b"nested", *paths])
+        _feed(digest, [msgspec.msgpack.encode(items.paths)])
         for column in items.columns:
             _feed(digest, [column.tobytes()])
         _feed(digest, [msgspec.msgpack.encode(items.peers)])

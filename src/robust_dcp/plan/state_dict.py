@@ -33,7 +33,7 @@ from robust_dcp.plan.signature import PlanContext, StructureSignature
 from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = ["KnownStructure", "StateDictSource", "digest_of", "structure_of"]
 
@@ -96,8 +96,7 @@ class KnownStructure:
         return signature
 
 
-_STRUCTURES: Final[Table[KnownStructure, None]] = CACHE.table(
-    "structures",
+_STRUCTURES: Final[Cache[KnownStructure, None]] = Cache(
     lambda known, _: sum(column.nbytes for column in known.items.columns) + _ITEM_NBYTES * len(known.order),
     max_nbytes=512 << 20,
 )

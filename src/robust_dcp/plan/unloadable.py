@@ -11,7 +11,7 @@ import hashlib
 import io
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -19,7 +19,7 @@ from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
 from robust_dcp.storage.records.objects import Refusal, pickle_of, refusal_of, registered_names
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.storage.writing.item_source import saved_by_torch
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = ["OnUnloadableObject", "UnloadableObjects", "report_unloadable"]
 
@@ -31,35 +31,11 @@ _SHOWN = 8
 _VERDICT_NBYTES = 500
 
 
-class _Verdicts:
-    """Remembers the result for each pickle, because most objects are saved again unchanged.
-
-    The values of tensors within an object decide nothing, so they are not looked at again.
-    """
-
-    def __init__(self) -> None:
-        self._known: Table[bytes, tuple[Refusal | None]] = CACHE.table(
-            "objects", lambda digest, verdict: _VERDICT_NBYTES, max_nbytes=10_000 * _VERDICT_NBYTES
-        )
-        self._registered: frozenset[str] = frozenset()
-
-    def begin(self) -> None:
-        """Begin a save. Forget all results if other classes are registered now, because that changes them."""
-        registered = registered_names()
-        if registered != self._registered:
-            self._known.clear()
-            self._registered = registered
-
-    def of(self, data: bytes) -> Refusal | None:
-        digest = hashlib.blake2b(pickle_of(data), digest_size=16).digest()
-        known = self._known.get(digest)
-        if known is None:
-            known = (refusal_of(data),)
-            self._known.put(digest, known)
-        return known[0]
-
-
-_VERDICTS = _Verdicts()
+_VERDICTS: Final[Cache[tuple[frozenset[str], bytes], tuple[Refusal | None]]] = Cache(
+    lambda key, verdict: _VERDICT_NBYTES, max_nbytes=10_000 * _VERDICT_NBYTES
+)
+"""The result for each pickle, because most objects are saved again unchanged. Classes that are registered to be loaded
+change it. The values of tensors within an object decide nothing, so they are not looked at again."""
 
 
 class UnloadableObjects:
@@ -72,7 +48,7 @@ class UnloadableObjects:
 
     def __init__(self, mode: OnUnloadableObject = "warn", known: Mapping[str, Refusal] | None = None) -> None:
         self.mode: OnUnloadableObject = mode
-        _VERDICTS.begin()
+        self._registered = registered_names()
         self.found: dict[str, str] = {key: str(refusal) for key, refusal in (known or {}).items()}
 
     def take(self, key: str, data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
@@ -89,9 +65,14 @@ class UnloadableObjects:
                 return data
             data = saved_by_torch(data)
         if self.mode != "ignore":
-            refusal = _VERDICTS.of(data.getvalue())
-            if refusal is not None:
-                self.found[key] = str(refusal)
+            pickled = data.getvalue()
+            digest = self._registered, hashlib.blake2b(pickle_of(pickled), digest_size=16).digest()
+            verdict = _VERDICTS.get(digest)
+            if verdict is None:
+                verdict = (refusal_of(pickled),)
+                _VERDICTS.put(digest, verdict)
+            if verdict[0] is not None:
+                self.found[key] = str(verdict[0])
         return data
 
     def raise_if_forbidden(self, checkpoint: str) -> None:

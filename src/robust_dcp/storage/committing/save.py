@@ -54,7 +54,7 @@ from robust_dcp.storage.files.paths import (
 )
 from robust_dcp.storage.layouts import FileName, Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = ["MetadataToPublish", "NodeOfSave", "Save", "not_one_directory", "read_nodes"]
 
@@ -105,8 +105,7 @@ class _Committed(NamedTuple):
 
 
 # By path: what this process has committed. So a save that replaces that does not have to decode it.
-_COMMITTED: Table[str, _Committed] = CACHE.table(
-    "committed",
+_COMMITTED: Cache[str, _Committed] = Cache(
     lambda path, known: sum(map(len, known.files or ())) + 100 * len(known.files or ()),
     max_nbytes=64 << 20,
 )

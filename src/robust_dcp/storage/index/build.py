@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,14 +35,6 @@ Int64 = npt.NDArray[np.int64]
 
 _ROWS = 1 << 18
 """So many rows are processed at a time, so that intermediate results stay small."""
-
-
-@runtime_checkable
-class _PathColumns(Protocol):
-    """Paths that are columns already: the lengths of their parts. A negative length marks an index of a list."""
-
-    counts: npt.NDArray[Any]
-    lengths: npt.NDArray[np.int32]
 
 
 class IndexTemplate:
@@ -188,15 +181,10 @@ def _paths(columns: MetadataColumns) -> dict[str, Any]:
     paths = columns.paths
     if paths is None:
         return {}
-    if isinstance(paths, _PathColumns):
-        return {"path_parts": paths.lengths, "path_ends": np.cumsum(paths.counts, dtype=np.int64)}
-    lengths, counts = [], []
-    for name, path in zip(columns.names, paths, strict=True):
-        if ".".join(map(str, path)) != name:
-            raise ValueError(f"the path of {name!r} does not spell it")
-        counts.append(len(path))
-        lengths += [-len(str(part)) if isinstance(part, int) else len(part) for part in path]
-    return {"path_parts": np.array(lengths, dtype=np.int32), "path_ends": np.cumsum(counts, dtype=np.int64)}
+    # One pass over all parts, without a list for each name. A path spells its name, so the lengths suffice.
+    lengths = [-len(str(part)) if isinstance(part, int) else len(part) for part in chain.from_iterable(paths)]
+    ends = np.cumsum(np.fromiter(map(len, paths), dtype=np.int64, count=len(paths)))
+    return {"path_parts": np.array(lengths, dtype=np.int32), "path_ends": ends}
 
 
 def _check_order(columns: MetadataColumns) -> None:

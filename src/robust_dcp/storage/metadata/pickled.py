@@ -15,10 +15,10 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -62,17 +62,14 @@ _NUMBERS: Final = frozenset({"start", "nbytes"})
 """Columns of numbers. All others hold places in the memo."""
 
 
-class Paths(Sized, Iterable[Path], Protocol):
-    """The path of each name, in order: a list, or an object that makes them one by one."""
-
-
 @dataclass(frozen=True, eq=False)
 class MetadataColumns:
     """N names, and K items that are written for them. Each item is a row; rows are sorted by (name, offsets).
 
     Attributes:
         names: the distinct names, in the order of ``state_dict_metadata``.
-        paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``.
+        paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``. The parts of a
+            path, joined by dots, are the name.
         properties: the P distinct ``(dtype, layout, requires_grad)``.
         name_properties: int32 ``[N]``, place in ``properties``; -1 for an object (``BytesStorageMetadata``).
         name_size: int32 ``[N]``, place in ``sizes`` of the tensor's global size; -1 for objects.
@@ -87,7 +84,7 @@ class MetadataColumns:
     """
 
     names: Sequence[str]
-    paths: Paths | None
+    paths: Sequence[Path] | None
     properties: Sequence[tuple[torch.dtype, torch.layout, bool]]
     name_properties: Int32
     name_size: Int32

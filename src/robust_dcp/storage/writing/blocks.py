@@ -26,7 +26,7 @@ from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, Placeme
 from robust_dcp.storage.layouts.safetensors import ShardHead
 from robust_dcp.storage.records.record import Record, framed_record, raw_record
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
-from robust_dcp.structure_cache import CACHE, Table
+from robust_dcp.structure_cache import Cache
 
 __all__ = ["Block", "FileOrder", "Piece", "cut_into_blocks", "file_orders"]
 
@@ -209,8 +209,8 @@ _ITEM_NBYTES = 300
 """The memory that the order of one item takes, roughly."""
 
 # Entries are immutable. If two saves by one plan run at the same time, an entry may be made twice, which does no harm.
-_ORDERS: Table[tuple[Placements, int, int], tuple[FileOrder, ...]] = CACHE.table(
-    "write orders", lambda key, _: _ITEM_NBYTES * len(key[0].offset), max_nbytes=256 << 20
+_ORDERS: Cache[tuple[Placements, int, int], tuple[FileOrder, ...]] = Cache(
+    lambda key, _: _ITEM_NBYTES * len(key[0].offset), max_nbytes=256 << 20
 )
 
 
