@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.drain import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
@@ -285,12 +285,16 @@ def load(
     loading = _Load(state_dict, reader, planner, checkpoint, channel, process_group, PhaseClock(channel))
     with loading.clock.telling_failures():
         loading.clock.tell("started")
-        with channel.together(), _held(channel, reader):
-            loading.read_one_version(is_last_try=False)
+        # The coordinator keeps the checkpoint from being removed while it is loaded.
+        held: AbstractContextManager[None] = nullcontext()
+        if loading.robust is not None and channel.is_coordinator:
+            held = loading.robust.source.held()
+        with channel.together(), held:
+            loading.read_one_version()
             with loading.clock.phase("apply"):
-                asked = channel.gather(f"load {checkpoint}: apply", loading.apply, AskedKeys)
-    if isinstance(reader, RobustReader) and not is_url(reader.path):
-        LOADED.put(reader.path, None)
+                asked = channel.gather(loading.phase("apply"), loading.apply, AskedKeys)
+    if loading.robust is not None and not is_url(loading.robust.path):
+        LOADED.put(loading.robust.path, None)
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
         unread = unread_in_words(planner.metadata, asked)
         if unread:
@@ -305,6 +309,7 @@ class _Load:
     """One load on one rank: what its phases hand on.
 
     Attributes:
+        robust: the reader, if it is ours.
         values: what is read into, by key. ``stand_ins``: those of them that stand for modules, optimizers and others.
         plan: the items that this rank reads. ``shared``: what of that it gets from other ranks, and reads for them.
         stored: where the metadata comes from.
@@ -317,64 +322,82 @@ class _Load:
     channel: Channel
     process_group: dist.ProcessGroup | None
     clock: PhaseClock
+    robust: RobustReader | None = field(init=False)
     values: dict[str, Any] = field(default_factory=dict, init=False)
     stand_ins: dict[str, StandIn] = field(default_factory=dict, init=False)
     plan: LoadPlan = field(default_factory=lambda: LoadPlan([]), init=False)
     stored: _StoredMetadata = field(default_factory=_StoredMetadata, init=False)
     shared: SharedReads | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self.robust = self.reader if isinstance(self.reader, RobustReader) else None
+
     def phase(self, name: str) -> str:
         """The name of an exchange of this load."""
         return f"load {self.checkpoint}: {name}"
 
-    def read_one_version(self, *, is_last_try: bool) -> None:
+    def read_one_version(self) -> None:
         """Plan and read. If the checkpoint is overwritten meanwhile, do so once more."""
-        try:
-            self._plan_and_read()
-        except (CorruptCheckpoint, StorageError) as error:
-            if not _is_overwritten(self.channel, self.reader, self.checkpoint):
-                if not isinstance(self.reader, RobustReader):
-                    raise
-                self._read_from_nodes(self.reader, error)
+        for is_last_try in (False, True):
+            try:
+                with self.clock.phase("plan"):
+                    agreement = self._plan(self.channel, by_index=True)
+                    if self.robust is not None and ranks_share(agreement):
+                        self.shared = share_reads(
+                            *(self.channel, self.checkpoint, self.robust, self.plan, self.planner, self.process_group)
+                        )
+                    elif self.robust is not None:
+                        self.robust.node_reads_the_same = node_reads_the_same(agreement)
+                self._read()
                 return
-            if is_last_try:
-                raise overwritten(self.checkpoint, error) from error
-            logger.warning(
-                "%s was overwritten while it was loaded: it is loaded once more (%s)", self.checkpoint, error
-            )
-        else:
-            return
-        self.read_one_version(is_last_try=True)
+            except (CorruptCheckpoint, StorageError) as error:  # noqa: PERF203 (twice at most)
+                if self.robust is None:
+                    raise
+                if not self._is_overwritten(self.robust):
+                    self._read_from_nodes(self.robust, error)
+                    return
+                if is_last_try:
+                    raise overwritten(self.checkpoint, error) from error
+                again = "was overwritten while it was loaded: it is loaded once more"
+                logger.warning("%s %s (%s)", self.checkpoint, again, error)
 
-    def _plan_and_read(self) -> None:
-        channel, reader = self.channel, self.reader
-        self.shared = None
-        with self.clock.phase("plan"):
-            self.stored = _share_metadata(channel, reader, self.checkpoint, by_index=True)
-            agreement = channel.agree(self.phase("plan"), self._prepare)
-            if self.stored.index and not all_have_plans(agreement):
-                # Some ranks see another directory, for example on a local disk.
-                self.stored = _share_metadata(channel, reader, self.checkpoint, by_index=False)
-                agreement = channel.agree(self.phase("plan by .metadata"), self._prepare)
-            if isinstance(reader, RobustReader) and ranks_share(agreement):
-                self.shared = share_reads(channel, self.checkpoint, reader, self.plan, self.planner, self.process_group)
-            elif isinstance(reader, RobustReader):
-                reader.node_reads_the_same = node_reads_the_same(agreement)
-        self._read_and_share()
+    def _plan(self, leader: Channel, *, by_index: bool) -> Agreement:
+        """Let the coordinator of ``leader`` find the index or ``.metadata`` for all, and make this rank's plan. Other
+        readers than ours look for themselves."""
+        self.shared, source = None, None if self.robust is None else self.robust.source
+
+        def find() -> _StoredMetadata:
+            index = source.find_index() if source is not None and by_index else b""
+            if index or source is None:
+                return _StoredMetadata(index=index)
+            return _StoredMetadata(file=source.metadata_bytes())
+
+        if source is not None:
+            self.stored = leader.broadcast(self.phase("metadata"), find, _StoredMetadata)
+        agreement = self.channel.agree(self.phase("plan" if by_index else "plan by .metadata"), self._prepare)
+        if self.stored.index and not all_have_plans(agreement):
+            return self._plan(leader, by_index=False)  # some ranks see another directory, for example on a local disk
+        return agreement
+
+    def _is_overwritten(self, reader: RobustReader) -> bool:
+        """Let the coordinator check whether ``.metadata`` was replaced, after all ranks have raised the same error."""
+        phase, is_coordinator = self.phase("has it been overwritten"), self.channel.is_coordinator
+        agreement = self.channel.agree(
+            phase, lambda: Offer(flags=int(is_coordinator and reader.source.is_overwritten()))
+        )
+        return agreement.count(1) > 0
 
     def _read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
         """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""
         channel, errors = self.channel, list[RobustCheckpointError]()
         for source in ranks_with_metadata(channel, self.checkpoint, reader):
-            self.shared = None
             try:
                 with self.clock.phase("plan"):
-                    self.stored = _share_metadata(channel.led_by(source), reader, self.checkpoint, by_index=False)
-                    channel.agree(self.phase("plan by .metadata"), self._prepare)
+                    self._plan(channel.led_by(source), by_index=False)
                     self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
                 if self.shared is None and source == channel.coordinator_rank:
                     continue  # no file is missing, so the error had another reason
-                self._read_and_share()
+                self._read()
             except (CorruptCheckpoint, StorageError) as another:
                 errors.append(another)
             else:
@@ -384,29 +407,34 @@ class _Load:
     def _prepare(self) -> Offer:
         """Make this rank's plan, and say what it reads."""
         refuse_other_than_dict(self.state_dict)
-        reader, channel = self.reader, self.channel
-        metadata = _metadata_of(reader, self.stored)
+        reader, channel = self.robust, self.channel
+        if reader is None:
+            metadata: Metadata | None = self.reader.read_metadata()
+        elif self.stored.index:
+            metadata = reader.source.indexed_metadata(self.stored.index)
+        else:
+            metadata = reader.source.decode_metadata(self.stored.file)
         if metadata is None:
-            return Offer()
+            return Offer()  # this rank does not see the coordinator's index
         self.stand_ins.update(stand_ins_for(self.state_dict, metadata.state_dict_metadata))
         together = {**self.state_dict, **{key: each.values for key, each in self.stand_ins.items()}}
         self.values.update(sorted(together.items(), key=lambda item: str(item[0])))  # keys need not be text
-        self.plan = _local_load_plan(self.values, reader, self.planner, metadata, channel)
-        if not isinstance(reader, RobustReader):
+        self.plan = _local_load_plan(self.values, self.reader, self.planner, metadata, channel)
+        if reader is None:
             return Offer()
         items = self.plan.items if channel.size > 1 else ()  # only other ranks need to know the items
         can_share = may_ask_early(self.planner)
         return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=can_share)
 
-    def _read_and_share(self) -> None:
+    def _read(self) -> None:
         with self.clock.phase("read"):
-            self.channel.barrier(self.phase("read"), self._read)
+            self.channel.barrier(self.phase("read"), self._read_own)
         if self.shared is not None:
             with self.clock.phase("share"):
                 self.shared.share(self.channel, self.phase("share"), self._check_stop)
 
-    def _read(self) -> None:
-        with self.reader.checking(self._check_stop) if isinstance(self.reader, RobustReader) else nullcontext():
+    def _read_own(self) -> None:
+        with nullcontext() if self.robust is None else self.robust.checking(self._check_stop):
             if self.shared is not None:
                 self.shared.read(self.planner)
             else:
@@ -447,44 +475,6 @@ class _Load:
             unverified_nbytes=getattr(self.reader, "unverified_nbytes", 0),
             stragglers=channel.stragglers,
         )
-
-
-def _held(channel: Channel, reader: StorageReader) -> AbstractContextManager[None]:
-    """Keep the checkpoint from being removed while it is loaded. The coordinator does this for all ranks."""
-    return reader.source.held() if channel.is_coordinator and isinstance(reader, RobustReader) else nullcontext()
-
-
-class _Overwritten(msgspec.Struct, frozen=True):
-    """Whether another save has replaced ``.metadata`` since it was read."""
-
-    is_so: bool
-
-
-def _is_overwritten(channel: Channel, reader: StorageReader, checkpoint: str) -> bool:
-    """Let the coordinator check whether ``.metadata`` was replaced, after all ranks have raised the same error."""
-    if not isinstance(reader, RobustReader):
-        return False
-    phase = f"load {checkpoint}: has it been overwritten"
-    return channel.broadcast(phase, lambda: _Overwritten(reader.source.is_overwritten()), _Overwritten).is_so
-
-
-def _share_metadata(channel: Channel, reader: StorageReader, checkpoint: str, *, by_index: bool) -> _StoredMetadata:
-    """Let the coordinator find the index or ``.metadata`` for all ranks. Other readers than ours read it themselves."""
-    if not isinstance(reader, RobustReader):
-        return _StoredMetadata()
-
-    def look() -> _StoredMetadata:
-        index = reader.source.find_index() if by_index else b""
-        return _StoredMetadata(index=index) if index else _StoredMetadata(file=reader.source.metadata_bytes())
-
-    return channel.broadcast(f"load {checkpoint}: metadata", look, _StoredMetadata)
-
-
-def _metadata_of(reader: StorageReader, stored: _StoredMetadata) -> Metadata | None:
-    """The metadata, or ``None`` if this rank does not see the coordinator's index."""
-    if not isinstance(reader, RobustReader):
-        return reader.read_metadata()
-    return reader.source.indexed_metadata(stored.index) if stored.index else reader.source.decode_metadata(stored.file)
 
 
 def _local_load_plan(
