@@ -18,10 +18,8 @@ from robust_dcp.errors import (
     RankFailure,
     RobustCheckpointError,
     StorageError,
-    alike,
     entry_point,
     failure_of,
-    ranks_in_words,
 )
 
 
@@ -55,12 +53,6 @@ def test_many_ranks_that_fail_alike_are_one_sentence_and_a_list_of_ranks() -> No
     assert same.splitlines() == ["key 'w' is missing", "  raised on ranks 1-2, 5"]
 
 
-def test_ranks_whose_description_was_not_sent_are_named_too() -> None:
-    told = {0: decode(describe(0, _full(0)), ErrorMessage)}
-    text = str(joint_error("save", [0, 17, 18], told))
-    assert "raised on rank 0" in text and "ranks 17-18: unknown: its description was not sent" in text
-
-
 def test_ranks_that_fail_differently_are_told_one_after_the_other() -> None:
     text = str(_joint({1: _full(1), 2: LookupError("no momentum"), 3: LookupError("no variance")}))
     assert text.splitlines() == [
@@ -69,11 +61,6 @@ def test_ranks_that_fail_differently_are_told_one_after_the_other() -> None:
         "  rank 2: LookupError: no momentum",
         "  rank 3: LookupError: no variance",
     ]
-
-
-def test_a_message_that_happens_to_stand_in_another_is_told_all_the_same() -> None:
-    text = str(_joint({0: PlanConflict("key 'w' is a tensor and an object"), 1: KeyError("w")}))
-    assert "rank 1: KeyError: 'w'" in text
 
 
 def test_the_first_line_has_the_users_own_words() -> None:
@@ -86,12 +73,6 @@ def test_the_first_line_has_the_users_own_words() -> None:
         "  rank 0: ValueError: a",
         "  rank 1: KeyError: 'b'",
     ]
-
-
-def test_hundreds_of_different_failures_stay_readable() -> None:
-    text = str(RobustCheckpointError("m", failures=[RankFailure(n, "E", "x" * n) for n in range(1, 300)]))
-    assert len(text.splitlines()) == 10
-    assert "ranks 9-299 failed in other ways" in text
 
 
 class _Momentum:
@@ -198,45 +179,11 @@ def test_our_errors_leave_an_entry_point_without_our_stack_and_without_a_chain()
     assert isinstance(error, PlanConflict) and error.key == "w"
 
 
-def test_other_errors_leave_an_entry_point_as_they_are() -> None:
-    error = _caught(entry_point(_Momentum().chained))
-    assert isinstance(error.__cause__, KeyError) and "in chained" in _printed(error)
-
-
-def test_an_entry_point_looks_like_the_function_it_is() -> None:
-    import inspect
-
-    import robust_dcp
-
-    assert robust_dcp.save.__name__ == "save" and "checkpoint_id" in inspect.signature(robust_dcp.save).parameters
-    assert "kwargs" in inspect.signature(robust_dcp.RobustReader("x").read_metadata).parameters
-
-
 def test_a_brief_error_keeps_class_and_fields() -> None:
     error = PlanConflict("key 'w' " + "x" * 500 + "\nand more", key="w", failures=[RankFailure(0, "E", "long")])
     brief = pickle.loads(pickle.dumps(error.in_brief()))
     assert type(brief) is PlanConflict and brief.key == "w"
     assert len(str(brief)) < 150 and str(brief).startswith("key 'w'") and "coordinator" in str(brief)
-
-
-def test_what_is_alike_differs_in_numbers_only() -> None:
-    def failure(rank: int, message: str, type_name: str = "E") -> RankFailure:
-        return RankFailure(rank, type_name, message)
-
-    groups = alike(
-        [
-            failure(0, "write __0_0.distcp: CRC-32 deadbee1"),
-            failure(1, "write __1_0.distcp: CRC-32 12345678"),
-            failure(2, "read __2_0.distcp: CRC-32 12345678"),
-            failure(3, "write __3_0.distcp: CRC-32 12345678", "F"),
-        ]
-    )
-    assert [[each.rank for each in group] for group in groups] == [[0, 1], [2], [3]]
-
-
-def test_ranks_are_listed_in_spans() -> None:
-    assert ranks_in_words([3]) == "rank 3"
-    assert ranks_in_words([5, 0, 1, 2]) == "ranks 0-2, 5"
 
 
 @pytest.mark.parametrize(

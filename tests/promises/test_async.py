@@ -210,6 +210,7 @@ def test_stocks_types_choose_who_writes(tmp_path: Path) -> None:
         ("max_in_flight", 0, "max_in_flight must be at least 1"),
         ("async_stager", object(), "robust_dcp.async_save copies by itself"),
         ("use_collectives", False, "use_collectives=True"),
+        ("async_checkpointer_type", "fiber", "robust_dcp knows THREAD and PROCESS"),
     ],
 )
 def test_what_it_cannot_do_is_refused(tmp_path: Path, argument: str, value: Any, words: str) -> None:
