@@ -259,10 +259,6 @@ def test_what_is_data_is_loaded_as_it_was_and_saved_without_a_word(value: Any, p
     assert torch.load(io.BytesIO(data), weights_only=False) == value  # what a stock planner then makes of it
 
 
-def test_attributes_of_an_ordered_dict_are_kept() -> None:
-    assert load(saved(WITH_ATTRIBUTE))._metadata == WITH_ATTRIBUTE._metadata
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize(("value", "named"), NOT_DATA, ids=lambda value: type(value).__name__)
 def test_what_is_no_data_is_refused_by_load_check_and_save_alike(value: Any, named: str, protocol: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, FileSums, Footer, SumColumns, Tail, footer_of, item_id
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, FileSums, Footer, SumColumns, Tail, footer_of
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, block_counts
 
 MARK = "0123456789abcdef"
@@ -119,20 +119,3 @@ def test_the_item_of_each_record_is_found(described: list[tuple[int, int]]) -> N
     assert footer.items_at(columns.offset + columns.nbytes, columns.offset + columns.nbytes).tolist() == [-1] * len(
         described
     )
-
-
-def test_items_of_other_names_or_offsets_are_others() -> None:
-    ids = [item_id(name, offsets) for name in ("w", "w0") for offsets in ((), (0,), (0, 0), (0, 1), (1, 0))]
-    assert len(set(ids)) == len(ids)
-
-
-def test_more_or_fewer_checksums_than_blocks_are_refused() -> None:
-    columns = SumColumns(np.array([0]), np.array([SUM_NBYTES + 1]), np.array([1], dtype=np.uint32))
-    with pytest.raises(ValueError, match="fewer or more"):
-        forged(columns).columns()
-
-
-def test_a_tail_that_announces_more_than_the_file_holds_is_none() -> None:
-    tail = Tail(MARK, 500, 1 << 40, 1 << 40, SUM_NBYTES, 0)
-    assert parsed(bytes(500 - TAIL_NBYTES) + tail.encode()) is None
-    assert parsed(b"") is None and parsed(bytes(TAIL_NBYTES)) is None

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.index.stored_index import StoredChunks, fitting_index, look_up, stored_items_of
+from robust_dcp.storage.index.stored_index import StoredChunks, fitting_index, index_of, look_up
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content
@@ -118,17 +118,6 @@ def test_it_is_not_used_with_another_metadata(tmp_path: Path, caplog: pytest.Log
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_saves_of_one_plan_have_indices_of_their_own(tmp_path: Path) -> None:
-    content = sorted_content(_grid("w", 2, 2))
-    for number in (1, 2):
-        (tmp_path / str(number)).mkdir()
-    _, first = put(tmp_path / "1", content)
-    put(tmp_path / "2", content, META.__class__("/a/checkpoint", "00000000-0000-0000-0000-000000000008"))
-    assert lazy(tmp_path / "2") is not None
-    (tmp_path / "2" / first.name).write_bytes(first.read_bytes())
-    assert lazy(tmp_path / "2") is None
-
-
 def test_what_is_read_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     read: list[int] = []
     for ranks in (64, 1024):
@@ -158,10 +147,11 @@ def test_ranks_count_items_alike(tmp_path: Path) -> None:
     content = sorted_content(_grid("w", 3, 2), Entry("a", None, (), (Chunk((), (), 0, (7, 1), True),)), n_files=1)
     put(tmp_path, content)
     indexed = lazy(tmp_path)
-    stored = None if indexed is None else stored_items_of(indexed)
-    assert indexed is not None and stored is not None
+    assert indexed is not None
+    stored, index = indexed.storage_data, index_of(indexed)
+    assert index is not None
     in_order = sorted(stored, key=lambda index: (index.fqn, tuple(index.offset or ())))
-    assert [stored.row(index) for index in in_order] == list(range(len(stored)))
-    infos = [(stored[index].relative_path, stored[index].offset) for index in in_order]
-    assert [sorted(infos).index(info) for info in infos] == stored.order_in_files().tolist()
-    assert stored_items_of(content.stock(names_of(1), META)) is None
+    assert [index.row(item) for item in in_order] == list(range(len(stored)))
+    infos = [(stored[item].relative_path, stored[item].offset) for item in in_order]
+    assert [sorted(infos).index(info) for info in infos] == index.order_in_files().tolist()
+    assert index_of(content.stock(names_of(1), META)) is None

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,27 +90,6 @@ def test_items_of_variable_size_have_a_file_of_their_own(records: list[Any], fil
     assert placements.variable_file not in placements.file[fixed].tolist()
 
 
-@given(_RECORDS, st.integers(1, 5))
-def test_how_many_items_of_variable_size_there_are_moves_nobody_else(records: list[Any], files: int) -> None:
-    placements = _place(records, files)
-    fixed = [r for r in records if r]
-    alone = _place(fixed, files)
-    kept = np.array([r is not None for r in records], dtype=np.bool_)
-    assert np.array_equal(placements.offset[kept], alone.offset)
-    assert np.array_equal(placements.file[kept], alone.file)
-
-
-@given(_RECORDS, st.integers(1, 5))
-def test_the_same_records_always_get_the_same_places(records: list[Any], files: int) -> None:
-    columns = _columns(records)
-    before = [column.copy() for column in columns]
-    first, second = place_records(*columns, files=files), place_records(*before, files=files)
-    for column in ("file", "offset", "nbytes"):
-        assert np.array_equal(getattr(first, column), getattr(second, column))
-    assert (first.file_nbytes, first.variable_file) == (second.file_nbytes, second.variable_file)
-    assert all(np.array_equal(old, new) for old, new in zip(before, columns, strict=True))
-
-
 @settings(max_examples=50)
 @given(st.lists(st.one_of(_SMALL, _AROUND_LARGE, _LARGE), min_size=1, max_size=60), st.integers(1, 5))
 def test_no_file_exceeds_the_mean_by_more_than_one_record(payloads: list[int], files: int) -> None:
@@ -121,24 +99,6 @@ def test_no_file_exceeds_the_mean_by_more_than_one_record(payloads: list[int], f
     loads = np.bincount(placements.file, weights=placements.nbytes, minlength=n_files)
     # The slack of LARGE_NBYTES: small records are dealt out by running totals, not one by one.
     assert loads.max() <= sum(p + 1212 for p in payloads) / n_files + max(max(payloads) + 1212, LARGE_NBYTES)
-
-
-def test_thousands_of_small_records_fill_files_evenly() -> None:
-    placements = _place([(640, 1000 + n % 50, 600) for n in range(9000)], 3)
-    loads = np.bincount(placements.file, weights=placements.nbytes)
-    assert loads.max() - loads.min() < 10_000
-
-
-@pytest.mark.parametrize("files", [1, 4])
-def test_no_records_need_no_files(files: int) -> None:
-    placements = _place([], files)
-    assert (placements.n_files, placements.variable_file) == (0, None)
-    only_objects = _place([None, None], files)
-    assert (only_objects.n_files, only_objects.variable_file) == (1, 0)
-
-
-def test_there_are_never_more_files_than_records() -> None:
-    assert _place([(64, 10, 10)] * 2, files=8).n_files == 2
 
 
 @settings(max_examples=50)

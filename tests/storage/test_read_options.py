@@ -13,19 +13,6 @@ from robust_dcp.storage.reading.read_options import ReadKeywords
 from robust_dcp.storage.writing.write_options import WriteKeywords
 
 
-def test_keywords_make_the_options(tmp_path: Path) -> None:
-    assert RobustReader(tmp_path).options == ReadOptions()
-    reader = RobustReader(tmp_path, threads=3, verify_checksums="all", direct=False)
-    assert reader.options == ReadOptions(threads=3, verify_checksums="all", direct=False)
-
-
-def test_keywords_are_added_to_options(tmp_path: Path) -> None:
-    options = ReadOptions(threads=3, trusted=True)
-    assert RobustReader(tmp_path, options=options).options == options
-    found = RobustReader(tmp_path, options=options, buffer_bytes=1 << 20, threads=3).options
-    assert found == dataclasses.replace(options, buffer_bytes=1 << 20)
-
-
 def test_an_option_that_is_given_twice_and_differs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="threads=2 contradicts options, which has threads=3") as caught:
         RobustReader(tmp_path, options=ReadOptions(threads=3), threads=2)
@@ -53,10 +40,3 @@ def test_an_option_out_of_range_is_named(options: dict[str, Any], words: str, tm
         with pytest.raises(ValueError, match=r"must be|is True") as caught:
             make()
         assert words in str(caught.value)
-
-
-def test_options_do_not_change_and_are_given_by_name() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ReadOptions().threads = 2  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        ReadOptions(2)  # type: ignore[call-arg]

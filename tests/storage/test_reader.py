@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import io
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.checkpoints import (
-    PairedPlanner,
     assert_same,
     load,
     read_box,
     rewritten,
     save_stock,
     state_dict_of,
-    zstd,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.mark.parametrize("options", [{}, {"thread_count": 2}, {"single_file_per_rank": False}, {"zstd": True}], ids=str)
-@pytest.mark.parametrize("planner", [DefaultLoadPlanner, PairedPlanner])
-def test_a_stock_checkpoint_is_read(options: dict[str, Any], planner: Any, tmp_path: Path) -> None:
-    if options.get("zstd"):
-        options = {"_extensions": [zstd()]}
-    save_stock(tmp_path, **options)
-    made = planner()
-    assert_same(load(tmp_path, state_dict_of(fill=0), made), state_dict_of())
-    if isinstance(made, PairedPlanner):
-        assert made.threads == {threading.get_ident()}
 
 
 def test_megatrons_planner_is_served(tmp_path: Path) -> None:
@@ -48,16 +31,6 @@ def test_megatrons_planner_is_served(tmp_path: Path) -> None:
     save_stock(tmp_path)
     planner = strategies.MCoreLoadPlanner()
     assert_same(load(tmp_path, state_dict_of(fill=0), planner), state_dict_of())
-
-
-def test_our_records_are_read_by_us_and_by_stock(tmp_path: Path) -> None:
-    save_stock(tmp_path)
-    for name in ("weight", "half", "float8", "scalar", "empty", "large"):
-        rewritten(tmp_path, name, state_dict_of()[name])
-    assert_same(load(tmp_path, state_dict_of(fill=0)), state_dict_of())
-    stock = state_dict_of(fill=0)
-    dcp.load(stock, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
-    assert_same(stock, state_dict_of())
 
 
 def test_tensors_of_other_kinds_are_left_to_torch(tmp_path: Path) -> None:
@@ -146,12 +119,6 @@ def test_a_whole_tensor_is_read_straight_into_its_target(tmp_path: Path, monkeyp
     assert torch.equal(target, value)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_little_memory_and_few_threads_read_the_same(threads: int, tmp_path: Path) -> None:
-    save_stock(tmp_path, thread_count=2)
-    assert_same(load(tmp_path, state_dict_of(fill=0), threads=threads, buffer_bytes=1), state_dict_of())
-
-
 def test_a_coordinator_can_send_the_metadata_as_bytes(tmp_path: Path) -> None:
     save_stock(tmp_path)
     data = RobustReader(tmp_path).source.metadata_bytes()
@@ -160,19 +127,3 @@ def test_a_coordinator_can_send_the_metadata_as_bytes(tmp_path: Path) -> None:
         other.source.decode_metadata(data).state_dict_metadata
         == RobustReader(tmp_path).read_metadata().state_dict_metadata
     )
-
-
-def test_metadata_of_a_single_rank_is_found(tmp_path: Path) -> None:
-    save_stock(tmp_path)
-    (tmp_path / ".metadata").rename(tmp_path / "__3.metadata")
-    assert RobustReader(tmp_path).read_metadata(rank=3).storage_meta is not None
-
-
-def test_a_reader_can_be_pointed_to_another_checkpoint(tmp_path: Path) -> None:
-    for name, value in (("a", 1.0), ("b", 2.0)):
-        save_stock(tmp_path / name, {"w": torch.full((2,), value)})
-    reader = RobustReader(tmp_path / "a")
-    state_dict = {"w": torch.zeros(2)}
-    dcp.load(state_dict, checkpoint_id=str(tmp_path / "b"), storage_reader=reader, no_dist=True)
-    assert state_dict["w"].tolist() == [2.0, 2.0]
-    assert reader.checkpoint_id == str(tmp_path / "b")

@@ -56,7 +56,7 @@ def record_of(tensor: torch.Tensor) -> bytes:
 
 def test_a_frame_is_made_again_from_the_pickle_in_its_header_though_another_torch_pickled_it() -> None:
     here = framed_record(torch.float32, (3, 4))
-    other = framed_record(torch.float32, (3, 4), requires_grad=True)  # the same length, another pickle
+    other = framed_record(torch.int32, (3, 4))  # the same length of data, another pickle
     assert here is not None and other is not None
     found = record_with_pickle_of(other.around(7)[0], torch.float32, (3, 4))
     assert found is not None and found.around(7) == other.around(7) != here.around(7)
@@ -66,14 +66,6 @@ def test_a_frame_is_made_again_from_the_pickle_in_its_header_though_another_torc
 def facts(record: Record) -> Record:
     """Without what stands around the data."""
     return dataclasses.replace(record, header=b"", trailer=b"", crc32_at=(), unread_at=())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_record_holds_the_pickle_that_torch_makes(dtype: torch.dtype) -> None:
-    with zipfile.ZipFile(io.BytesIO(saved_by_torch(torch.empty((3, 300), dtype=dtype)))) as archive:
-        pickled = archive.read("archive/data.pkl")
-    record = framed_record(dtype, (3, 300))
-    assert record is not None and pickled in record.header
 
 
 def saved_by_torch(tensor: torch.Tensor) -> bytes:
@@ -114,17 +106,6 @@ def test_stock_torch_maps_a_record_into_memory(dtype: torch.dtype, tmp_path: Pat
     assert loaded.data_ptr() % DATA_ALIGNMENT == 0
 
 
-@settings(max_examples=50)
-@given(st.sampled_from(DTYPES), shapes, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_lengths_do_not_depend_on_the_data(dtype: torch.dtype, shape: tuple[int, ...], crc: int, other: int) -> None:
-    template = framed_record(dtype, shape)
-    assert template is not None
-    assert template.data_offset % DATA_ALIGNMENT == 0
-    for header, trailer in (template.around(crc), template.around(other)):
-        assert len(header) == template.data_offset
-        assert len(header) + template.data_nbytes + len(trailer) == template.nbytes
-
-
 @settings(max_examples=100)
 @given(st.sampled_from(DTYPES), shapes, st.booleans(), st.integers(0, 2**32))
 def test_a_record_is_understood_without_torch_load(
@@ -144,28 +125,6 @@ def test_a_record_is_understood_without_torch_load(
         data = record[found.data_offset : found.data_offset + found.data_nbytes]
         assert data == bytes(bytes_of(in_order))
         assert (found.crc32 or 0) == zlib.crc32(data)
-
-
-def test_a_template_recognises_its_header_with_any_checksum_and_no_other() -> None:
-    template = framed_record(torch.bfloat16, (2, 3))
-    other = framed_record(torch.float16, (2, 3))
-    assert template is not None
-    assert other is not None
-    assert template.crc32_in_header(template.around(0xDEADBEEF)[0]) == 0xDEADBEEF
-    assert template.crc32_in_header(other.around(1)[0]) is None
-    assert template.crc32_in_header(template.around(1)[0][:-1]) is None
-
-
-def test_a_record_that_requires_grad_says_so() -> None:
-    template = framed_record(torch.float32, (2,), requires_grad=True)
-    assert template is not None
-    payload = bytes(8)
-    header, trailer = template.around(zlib.crc32(payload))
-    record = header + payload + trailer
-    assert torch.load(io.BytesIO(record), weights_only=True).requires_grad
-    found = parsed(record)
-    assert found is not None
-    assert found.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -236,20 +195,6 @@ def test_only_plain_tensors_have_a_fixed_size() -> None:
         torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
     ):
         assert not is_fixed_size(odd)
-
-
-def test_a_view_shares_the_memory_of_its_tensor() -> None:
-    tensor = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    bytes_of(tensor)[:8] = b"\0\0\0\0\0\0\xf0\x3f"
-    assert tensor[0].item() == 1.0
-    assert bytes_of(torch.ones(4, 4)[1:3]).nbytes == 32
-    with pytest.raises(ValueError, match="contiguous"):
-        bytes_of(torch.ones(2, 3).t())
-
-
-@given(shapes)
-def test_strides_are_those_of_a_new_tensor(shape: tuple[int, ...]) -> None:
-    assert contiguous_strides(shape) == torch.empty(shape).stride()
 
 
 @pytest.mark.slow

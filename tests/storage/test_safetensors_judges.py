@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustPlanner, RobustWriter, StorageError
+from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustWriter, StorageError
 from robust_dcp.storage.layouts.safetensors import DTYPES
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
@@ -76,14 +76,6 @@ def test_safetensors_opens_our_files(tmp_path: Path, options: dict[str, Any]) ->
 def test_stock_s_reader_reads_our_files(tmp_path: Path) -> None:
     state_dict = tensors()
     save(tmp_path, {**state_dict, "step": 3})
-    assert differences(state_dict, load_by_stock(tmp_path, blank(state_dict))) == []
-
-
-@needs_safetensors
-def test_stock_save_with_our_writer_and_planner_is_read_by_stock(tmp_path: Path) -> None:
-    state_dict = tensors()
-    writer = RobustWriter(tmp_path, layout="safetensors")
-    dcp.save(dict(state_dict), storage_writer=writer, planner=RobustPlanner())
     assert differences(state_dict, load_by_stock(tmp_path, blank(state_dict))) == []
 
 
@@ -153,16 +145,6 @@ def test_our_reader_reads_what_stock_s_writer_wrote(tmp_path: Path, consolidate:
     assert not (tmp_path / ".metadata").exists()
     n_ranks = 1 if consolidate else 4
     assert values(run_ranks(n_ranks, load_by_us, str(tmp_path), consolidate)) == [[]] * n_ranks
-
-
-def test_a_hugging_face_model_loads(tmp_path: Path) -> None:
-    state_dict = tensors()
-    names = sorted(state_dict)
-    save_file({name: state_dict[name] for name in names[::2]}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({name: state_dict[name] for name in names[1::2]}, tmp_path / "model-00002-of-00002.safetensors")
-    found = blank(state_dict)
-    robust_dcp.load(found, checkpoint_id=tmp_path)
-    assert differences(state_dict, found) == []
 
 
 def test_chunks_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.global_plan import make_global_plan
-from robust_dcp.plan.plan import place_items, place_items_of_all
-from robust_dcp.storage.layouts import LAYOUTS, SAFETENSORS, ItemColumns, PlacedTensor
+from robust_dcp.plan.plan import place_items
+from robust_dcp.storage.layouts import SAFETENSORS, PlacedTensor
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
 from robust_dcp.storage.layouts.read_head import parse_head
@@ -174,36 +171,10 @@ def test_a_head_is_as_long_as_was_planned_and_says_what_was_placed(items: list[I
                     assert stored.block_crc32s == (tuple(expected) if len(expected) > 1 else ())
 
 
-@settings(max_examples=50)
-@given(st.lists(rank_items(), min_size=1, max_size=3), st.integers(1, 3), st.sampled_from(LAYOUTS))
-def test_rank_and_coordinator_compute_the_same_places(ranks: list[list[Item]], files: int, layout: Any) -> None:
-    # Names of their own, so that no two ranks contradict each other.
-    own = [[replace(item, name=f"{rank}:{item.name}") for item in items] for rank, items in enumerate(ranks)]
-    tables = [table(*items) for items in own]
-    plan = make_global_plan(tables)
-    for structure, kept, there in zip(
-        tables, plan.kept, place_items_of_all(plan, files=files, layout=layout), strict=True
-    ):
-        here = place_items(structure, kept, files=files, layout=layout)
-        for column in ("file", "offset", "nbytes"):
-            assert np.array_equal(getattr(here, column), getattr(there, column))
-        assert (here.file_nbytes, here.heads, here.variable_file) == (
-            there.file_nbytes,
-            there.heads,
-            there.variable_file,
-        )
-
-
 def test_chunks_of_one_name_get_files_of_their_own_beyond_what_was_asked_for() -> None:
     items = [chunk("w", (50, 4), (10 * n, 0), (10, 4)) for n in range(5)] + [tensor(f"v{n}") for n in range(9)]
     placements = Described(items).placed(2)
     assert placements.n_files == 5
-
-
-def test_files_are_of_about_one_size() -> None:
-    placements = Described([tensor(f"w{n:05d}", (n % 100 + 1, 64)) for n in range(3000)]).placed(3)
-    sizes = np.array(placements.file_nbytes)
-    assert sizes.max() - sizes.min() < 100_000
 
 
 def test_more_files_are_made_where_readers_would_refuse_a_head() -> None:
@@ -221,23 +192,7 @@ def test_more_files_are_made_where_readers_would_refuse_a_head() -> None:
         _spread(measures, 2)
 
 
-def test_no_items_need_no_files() -> None:
-    assert Described([]).placed(3).n_files == 0
-    only_objects = Described([obj("a"), tensor("c", (3,), torch.complex128)]).placed(3)
-    assert (only_objects.n_files, only_objects.heads, only_objects.variable_file) == (1, (0,), 0)
-
-
 def test_a_head_that_does_not_fit_is_refused() -> None:
     placed = PlacedTensor(0, "w" * 100, torch.float32, (3,), (0,), 64)
     with pytest.raises(ValueError, match="planned with 64 bytes and needs"):
         ShardHead([placed], 64)
-
-
-def test_columns_without_dimensions_are_measured() -> None:
-    columns = ItemColumns(["s"], np.zeros(1, np.int32), [("int64", ())], np.zeros(1, np.int32), np.zeros(1, np.uint8),
-                          np.zeros((1, 0), np.int64))  # fmt: skip
-    placements = SAFETENSORS.place(SAFETENSORS.measure(columns), files=2)
-    assert placements.nbytes.tolist() == [8]
-    head = ShardHead([PlacedTensor(0, "s", torch.int64, (), (), int(placements.offset[0]))], placements.heads[0])
-    header = json.loads(head.encode(MARK, None)[LENGTH_NBYTES:])
-    assert header["s"] == {"dtype": "I64", "shape": [], "data_offsets": [0, 8]}

@@ -84,30 +84,6 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("layout", ["torch", "safetensors"])
-def test_a_bit_that_flips_around_the_data_is_found_or_harmless(tmp_path: Path, layout: str) -> None:
-    value = torch.rand(300, WIDTH)
-    save(tmp_path, layout, value)
-    path = data_file(tmp_path)
-    sound = path.read_bytes()
-    data_at = sound.index(value.numpy().tobytes())
-    n_found = 0
-    for at in [*range(data_at), *range(data_at + 4 * value.numel(), len(sound))]:
-        if at % 32 and sound[at] == sound[at - 1] in b"\0 ":  # of gaps and padding some will do
-            continue
-        flip(path, at)
-        target = torch.zeros(30, WIDTH)
-        try:
-            read_box(tmp_path, target, [100, 0], [30, WIDTH], verify_checksums="all")
-        except CorruptCheckpoint:
-            n_found += 1
-        else:
-            assert torch.equal(target, value[100:130])  # in a gap, or in what says nothing about the tensor
-        flip(path, at)
-    assert path.read_bytes() == sound
-    assert n_found > 200
-
-
 @pytest.mark.parametrize("place", ["columns", "tail"])
 def test_data_under_a_damaged_footer_can_be_saved(tmp_path: Path, place: str) -> None:
     value = torch.rand(300, WIDTH)

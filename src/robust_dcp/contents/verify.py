@@ -283,7 +283,8 @@ def _runs_of(contents: Contents, findings: Findings, stored: StoredFile) -> list
         path = locate(disk, contents.path, name, file=contents.path)
         if holds_raw_bytes(name):
             head = read_head(disk, path)
-            if contents.mark is None or _is_as_written(disk, path, stored, contents.mark, head, findings):
+            mark = contents.mark or head.mark  # a program that writes .metadata anew does not copy our mark
+            if mark is None or _is_as_written(disk, path, stored, mark, head, findings):
                 return [_Run(name, path, partial(_spans_of_shard, head))]
             return []
         with disk.reading(path) as file:
@@ -336,7 +337,7 @@ def _runs_of_records(
         findings.broken(name, None, f"a file of save {mark}, with a footer", found)
         return []
     sums = None
-    if tail is not None and mark is not None:
+    if tail is not None:
         try:
             footer = Footer(tail, lambda offset, length: disk.read(file, length, offset))
             sums = _Sums(footer)
@@ -500,5 +501,7 @@ def _is_as_written(disk: Disk, path: str, stored: StoredFile, mark: str, head: F
         is_right = False
     if not is_right:
         expected = f"the head that robust_dcp writes for the {len(stored.held)} tensors of {METADATA_NAME}"
-        findings.broken(stored.name, None, expected, "another head")
+        starts = {name: tensor.offset for name, tensor in head.tensors.items()}
+        elsewhere = (item.name for item, chunk in stored.held if starts.get(item.name) != chunk.start)
+        findings.broken(stored.name, next(elsewhere, None), expected, "another head")
     return is_right

@@ -25,7 +25,7 @@ from robust_dcp.plan.flatten import flatten
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import PlannedReads, plan_reads, whole_tensors
 from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
-from robust_dcp.storage.index.stored_index import look_up, stored_items_of
+from robust_dcp.storage.index.stored_index import index_of, look_up
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems, WholeTensors
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
@@ -179,7 +179,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         Only keys with a list on their path have older names, and a checkpoint with an index is too young for them."""
         return (
             self.flatten_state_dict
-            and (self.metadata is None or stored_items_of(self.metadata) is None)
+            and (self.metadata is None or index_of(self.metadata) is None)
             and not self._saved.keys() <= self.state_dict.keys()
             and any(isinstance(part, int) for path in self.mappings.values() for part in path)
         )

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import ge
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -43,14 +43,12 @@ __all__ = [
     "ChunkKind",
     "StoredChunks",
     "StoredIndex",
-    "StoredItems",
     "WholeChunks",
     "fitting_index",
     "index_of",
     "lazy_metadata",
     "look_up",
     "opened_index",
-    "stored_items_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -63,25 +61,6 @@ _MAX_PARTS: Final = 10_000  # in a path
 _NAMES_AT_ONCE: Final = 1 << 12
 _FEW: Final = 16
 """If fewer than one in this many names of the index are wanted, they are looked up by bisection."""
-
-
-class StoredName(NamedTuple):
-    """A name of the checkpoint.
-
-    Attributes:
-        number: its place among all names.
-        properties: the number of its dtype, layout and ``requires_grad``; -1 for an object.
-        size: the size of the whole tensor; ``None`` for an object.
-        first, end: the rows of its chunks.
-        reach: the length of its longest chunk along the first dimension.
-    """
-
-    number: int
-    properties: int
-    size: Size | None
-    first: int
-    end: int
-    reach: int
 
 
 class ChunkKind(NamedTuple):
@@ -176,7 +155,7 @@ class StoredIndex:
         self._first_of_ndim, self._at_of_ndim = self._places_of_sizes()
         self._check_lengths()
         self._numbers: dict[str, int | None] = {}
-        self._stored: dict[int, StoredName] = {}
+        self._stored: dict[int, StoredChunks] = {}
         self._claimed = 0
         self._known_sizes: dict[int, Size] = {}
         self._known_files: dict[int, str] = {}
@@ -310,14 +289,14 @@ class StoredIndex:
 
     # --- the chunks of a name
 
-    def stored(self, number: int) -> StoredName:
+    def stored(self, number: int) -> StoredChunks:
         """The entry of the name with this number."""
         known = self._stored.get(number)
         if known is None:
             known = self._stored[number] = self._read_name(number)
         return known
 
-    def _read_name(self, number: int) -> StoredName:
+    def _read_name(self, number: int) -> StoredChunks:
         first, end = self._name_chunks[number - 1] if number else 0, self._name_chunks[number]
         properties = self._name_properties[number]
         is_object = properties == -1
@@ -327,11 +306,11 @@ class StoredIndex:
         if not 0 <= first < end <= self.n_rows or (is_object and end != first + 1) or self._claimed > self.n_rows:
             raise self.file.damaged(f"name {number} has rows {first} to {end} of {self.n_rows}")
         if is_object:
-            return StoredName(number, -1, None, first, end, 0)
+            return StoredChunks(self, number, -1, None, first, end, 0)
         if not 0 <= properties < len(self.properties):
             raise self.file.damaged(f"name {number} has properties {properties} of {len(self.properties)}")
         size = self._size(self._name_size[number])
-        return StoredName(number, properties, size, first, end, self._name_reach[number])
+        return StoredChunks(self, number, properties, size, first, end, self._name_reach[number])
 
     def offsets(self, row: int) -> Size:
         """Where a chunk begins in its tensor."""
@@ -340,58 +319,6 @@ class StoredIndex:
     def sizes(self, row: int) -> Size:
         """The size of a chunk."""
         return self._size(self._chunk_size[row])
-
-    def find_chunk(self, tensor: StoredName, offsets: Size) -> int | None:
-        """The chunk of ``tensor`` that begins at ``offsets``: its place among the tensor's chunks."""
-        at, end = tensor.first, tensor.end
-        if tensor.size and tensor.size[0] > 0 and len(offsets):
-            # Equal parts along the first dimension are the usual case.
-            guess = min(at + offsets[0] * (end - at) // tensor.size[0], end - 1)
-            if guess >= at and self.offsets(guess) == offsets:
-                return guess - tensor.first
-        at = bisect_left(range(end), tuple(offsets), at, end, key=lambda row: tuple(self.offsets(row)))
-        return at - tensor.first if at < end and self.offsets(at) == offsets else None
-
-    def overlap(self, tensor: StoredName, box: Size, lengths: Size) -> list[tuple[int, Size, Size, Size, Size]]:
-        """The chunks of ``tensor`` that overlap with a box of ``lengths`` at ``box``, in their order.
-
-        Returns:
-            For each: its place among the tensor's chunks; where it begins in the tensor; where the overlapping part
-            begins in the chunk, and in the box; and the size of the part.
-
-        Raises:
-            DamagedIndex: chunks lie outside of the tensor, or on each other. Our plans never have such chunks.
-        """
-        whole, first, end = tensor.size, tensor.first, tensor.end
-        if whole is None or len(box) != len(whole) or len(lengths) != len(whole):
-            raise self.file.damaged(f"chunks of {len(box)} dimensions are asked for")
-        if len(box):  # the first dimension alone tells which rows may overlap
-
-            def begin_of(row: int) -> int:
-                return next(iter(self.offsets(row)), 0)
-
-            first = bisect_left(range(end), box[0] - tensor.reach + 1, first, end, key=begin_of)
-            end = bisect_left(range(end), box[0] + lengths[0], first, end, key=begin_of)
-        found = []
-        stops = [low + length for low, length in zip(box, lengths, strict=True)]
-        for row in range(first, end):
-            offsets, sizes = self.offsets(row), self.sizes(row)
-            if not len(offsets) == len(sizes) == len(whole) or any(
-                offset + size > extent for offset, size, extent in zip(offsets, sizes, whole, strict=True)
-            ):
-                raise self.file.damaged(f"chunks of name {tensor.number} lie outside of their tensor")
-            begins = list(map(max, offsets, box))
-            parts = [
-                min(offset + size, stop) - begin
-                for offset, size, stop, begin in zip(offsets, sizes, stops, begins, strict=True)
-            ]
-            if not parts or min(parts) > 0:
-                in_chunk = Size([begin - offset for begin, offset in zip(begins, offsets, strict=True)])
-                in_box = Size([begin - low for begin, low in zip(begins, box, strict=True)])
-                found.append((row - tensor.first, offsets, in_chunk, in_box, Size(parts)))
-        if sum(math.prod(part[-1]) for part in found) > math.prod(lengths):
-            raise self.file.damaged(f"chunks of name {tensor.number} overlap")
-        return found
 
     def find_whole(self, names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int]) -> WholeChunks:
         """Find those of ``names`` that have a saved chunk exactly like the wanted one, without objects for them.
@@ -462,6 +389,21 @@ class StoredIndex:
             raise self.file.damaged(f"row {row} begins at {start} and has {nbytes} bytes")
         return self.file_name(self._chunk_file[row]), start, nbytes
 
+    def row(self, item: MetadataIndex) -> int | None:
+        """The place of an item among all items, which are sorted by name and offsets. So all ranks call it the same."""
+        number = self.number(item.fqn)
+        if number is None:
+            return None
+        stored = self.stored(number)
+        if stored.size is None or item.offset is None:
+            return stored.first if stored.size is None and item.offset is None else None
+        if item.index is not None and 0 <= item.index < len(stored):
+            row = stored.first + item.index
+            if self.offsets(row) == item.offset:
+                return row
+        place = stored.find(item.offset)
+        return None if place is None else stored.first + place
+
     def file_name(self, number: int) -> str:
         """The path of a data file, relative to the checkpoint."""
         known = self._known_files.get(number)
@@ -522,11 +464,6 @@ def index_of(metadata: Metadata) -> StoredIndex | None:
     """The index that ``metadata`` comes from, if there is one."""
     entries = metadata.state_dict_metadata
     return entries._index if isinstance(entries, _Entries) else None
-
-
-def stored_items_of(metadata: Metadata) -> StoredItems | None:
-    """The items of ``metadata`` if it comes from an index; else ``None``."""
-    return metadata.storage_data if isinstance(metadata.storage_data, StoredItems) else None
 
 
 def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
@@ -599,39 +536,47 @@ class _Entries(_ByName):
             return BytesStorageMetadata()
         dtype, layout, requires_grad = self._index.properties[stored.properties]
         properties = TensorProperties(dtype=dtype, layout=layout, requires_grad=requires_grad)
-        chunks: Any = StoredChunks(self._index, stored)
-        return TensorStorageMetadata(properties=properties, size=stored.size, chunks=chunks)
+        return TensorStorageMetadata(properties, stored.size, stored)  # type: ignore[arg-type]  # no list, but as good
 
     def __repr__(self) -> str:
         return f"<{len(self)} names of {self._index.file.path}>"
 
 
 class StoredChunks(Sequence[ChunkStorageMetadata]):
-    """``TensorStorageMetadata.chunks``: a list that makes its elements when they are asked for.
+    """A name of the checkpoint, and its chunks: ``TensorStorageMetadata.chunks``, a list that makes its elements when
+    they are asked for.
 
     DCP's planner walks through all of them several times. It gets the same list each time.
+
+    Attributes:
+        number: the place of the name among all names.
+        properties: the number of its dtype, layout and ``requires_grad``; -1 for an object.
+        size: the size of the whole tensor; ``None`` for an object.
+        first, end: the rows of its chunks.
+        reach: the length of its longest chunk along the first dimension.
     """
 
-    __slots__ = ("_all", "_index", "_stored")
+    __slots__ = ("_all", "_index", "end", "first", "number", "properties", "reach", "size")
 
-    def __init__(self, index: StoredIndex, stored: StoredName) -> None:
+    def __init__(
+        self, index: StoredIndex, number: int, properties: int, size: Size | None, first: int, end: int, reach: int
+    ) -> None:
         self._index = index
-        self._stored = stored
+        self.number = number
+        self.properties = properties
+        self.size = size
+        self.first = first
+        self.end = end
+        self.reach = reach
         self._all: list[ChunkStorageMetadata] | None = None
 
     def __len__(self) -> int:
-        return self._stored.end - self._stored.first
+        return self.end - self.first
 
-    @overload
-    def __getitem__(self, place: int) -> ChunkStorageMetadata: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[ChunkStorageMetadata]: ...
-
-    def __getitem__(self, place: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
+    def __getitem__(self, place: Any) -> Any:
         if self._all is not None:
             return self._all[place]
-        rows = range(self._stored.first, self._stored.end)[place]
+        rows = range(self.first, self.end)[place]
         return self._chunk(rows) if isinstance(rows, int) else list(map(self._chunk, rows))
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
@@ -644,11 +589,55 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
 
     def find(self, offsets: Size) -> int | None:
         """The place of the chunk that begins at ``offsets``; ``None`` if there is no such chunk."""
-        return self._index.find_chunk(self._stored, offsets)
+        at, end, offsets_of = self.first, self.end, self._index.offsets
+        if self.size and self.size[0] > 0 and len(offsets):
+            # Equal parts along the first dimension are the usual case.
+            guess = min(at + offsets[0] * (end - at) // self.size[0], end - 1)
+            if guess >= at and offsets_of(guess) == offsets:
+                return guess - self.first
+        at = bisect_left(range(end), tuple(offsets), at, end, key=lambda row: tuple(offsets_of(row)))
+        return at - self.first if at < end and offsets_of(at) == offsets else None
 
-    def overlap(self, offsets: Size, sizes: Size) -> list[tuple[int, Size, Size, Size, Size]]:
-        """The chunks that overlap with a box; see :meth:`StoredIndex.overlap`."""
-        return self._index.overlap(self._stored, offsets, sizes)
+    def overlap(self, box: Size, lengths: Size) -> list[tuple[int, Size, Size, Size, Size]]:
+        """The chunks that overlap with a box of ``lengths`` at ``box``, in their order.
+
+        Returns:
+            For each: its place among the chunks; where it begins in the tensor; where the overlapping part begins in
+            the chunk, and in the box; and the size of the part.
+
+        Raises:
+            DamagedIndex: chunks lie outside of the tensor, or on each other. Our plans never have such chunks.
+        """
+        index, whole, first, end = self._index, self.size, self.first, self.end
+        if whole is None or len(box) != len(whole) or len(lengths) != len(whole):
+            raise index.file.damaged(f"chunks of {len(box)} dimensions are asked for")
+        if len(box):  # the first dimension alone tells which rows may overlap
+
+            def begin_of(row: int) -> int:
+                return next(iter(index.offsets(row)), 0)
+
+            first = bisect_left(range(end), box[0] - self.reach + 1, first, end, key=begin_of)
+            end = bisect_left(range(end), box[0] + lengths[0], first, end, key=begin_of)
+        found = []
+        stops = [low + length for low, length in zip(box, lengths, strict=True)]
+        for row in range(first, end):
+            offsets, sizes = index.offsets(row), index.sizes(row)
+            if not len(offsets) == len(sizes) == len(whole) or any(
+                offset + size > extent for offset, size, extent in zip(offsets, sizes, whole, strict=True)
+            ):
+                raise index.file.damaged(f"chunks of name {self.number} lie outside of their tensor")
+            begins = list(map(max, offsets, box))
+            parts = [
+                min(offset + size, stop) - begin
+                for offset, size, stop, begin in zip(offsets, sizes, stops, begins, strict=True)
+            ]
+            if not parts or min(parts) > 0:
+                in_chunk = Size([begin - offset for begin, offset in zip(begins, offsets, strict=True)])
+                in_box = Size([begin - low for begin, low in zip(begins, box, strict=True)])
+                found.append((row - self.first, offsets, in_chunk, in_box, Size(parts)))
+        if sum(math.prod(part[-1]) for part in found) > math.prod(lengths):
+            raise index.file.damaged(f"chunks of name {self.number} overlap")
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -672,14 +661,14 @@ class StoredItems(Mapping[MetadataIndex, Any]):
     def __getitem__(self, item: MetadataIndex) -> Any:
         known = self._known.get(item)
         if known is None:
-            row = self.row(item)
+            row = self._index.row(item)
             if row is None:
                 raise KeyError(item)
             known = self._known[item] = StorageInfo(*self._index.place(row))
         return known
 
     def __contains__(self, item: object) -> bool:
-        return isinstance(item, MetadataIndex) and self.row(item) is not None
+        return isinstance(item, MetadataIndex) and self._index.row(item) is not None
 
     def __len__(self) -> int:
         return self._index.n_rows
@@ -695,26 +684,6 @@ class StoredItems(Mapping[MetadataIndex, Any]):
             if any(tuple(before) >= tuple(behind) for before, behind in pairwise(offsets)):
                 raise index.file.damaged(f"the chunks of name {number} do not ascend")
             yield from (MetadataIndex(name, each) for each in offsets)
-
-    def row(self, item: MetadataIndex) -> int | None:
-        """The place of an item among all items, which are sorted by name and offsets. So all ranks call it the same."""
-        number = self._index.number(item.fqn)
-        if number is None:
-            return None
-        stored = self._index.stored(number)
-        offsets, hint = item.offset, item.index
-        if stored.size is None or offsets is None:
-            return stored.first if stored.size is None and offsets is None else None
-        if hint is not None and 0 <= hint < stored.end - stored.first:
-            row = stored.first + hint
-            if self._index.offsets(row) == offsets:
-                return row
-        place = self._index.find_chunk(stored, offsets)
-        return None if place is None else stored.first + place
-
-    def order_in_files(self) -> Int64:
-        """The place of each item when all are sorted by file and by where they begin in it: int64 ``[n]``."""
-        return self._index.order_in_files()
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

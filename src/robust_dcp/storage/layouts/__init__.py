@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from robust_dcp.storage.layouts.layout import TORCH, FileName, ItemColumns, Layout
+from robust_dcp.storage.layouts.places import TORCH, FileName, ItemColumns, Layout
 from robust_dcp.storage.layouts.safetensors import SAFETENSORS, PlacedTensor
 
 __all__ = [

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,13 +63,8 @@ class SumColumns:
 
     def encode(self) -> bytes:
         """The columns as the file holds them."""
-        return b"".join(
-            (
-                self.offset.astype("<i8").tobytes(),
-                self.nbytes.astype("<i8").tobytes(),
-                self.crcs.astype("<u4").tobytes(),
-            )
-        )
+        columns = (self.offset.astype("<i8"), self.nbytes.astype("<i8"), self.crcs.astype("<u4"))
+        return b"".join(column.tobytes() for column in columns)
 
 
 class FileSums:
@@ -96,10 +91,10 @@ class FileSums:
         return SumColumns(offset[order], nbytes[order], crcs[np.arange(len(crcs)) + moved])
 
 
-class Tail:
+class Tail(NamedTuple):
     """The last bytes of a file.
 
-    Args:
+    Attributes:
         mark: the mark of the save.
         file_nbytes: length of the file, footer included.
         n_items, n_blocks: lengths of the columns.
@@ -107,15 +102,12 @@ class Tail:
         columns_crc32: CRC-32 of the columns.
     """
 
-    def __init__(
-        self, mark: str, file_nbytes: int, n_items: int, n_blocks: int, block_nbytes: int, columns_crc32: int
-    ) -> None:
-        self.mark = mark
-        self.file_nbytes = file_nbytes
-        self.n_items = n_items
-        self.n_blocks = n_blocks
-        self.block_nbytes = block_nbytes
-        self.columns_crc32 = columns_crc32
+    mark: str
+    file_nbytes: int
+    n_items: int
+    n_blocks: int
+    block_nbytes: int
+    columns_crc32: int
 
     @property
     def columns_nbytes(self) -> int:
@@ -124,8 +116,7 @@ class Tail:
 
     def encode(self) -> bytes:
         """The bytes of the tail."""
-        fields = (self.file_nbytes, self.n_items, self.n_blocks, self.block_nbytes, self.columns_crc32)
-        tail = _TAIL.pack(_MAGIC, self.mark.encode("ascii"), *fields)
+        tail = _TAIL.pack(_MAGIC, self.mark.encode("ascii"), *self[1:])
         return tail + crc32(tail).to_bytes(4, "little")
 
     @classmethod
@@ -133,10 +124,10 @@ class Tail:
         """Decode the last bytes of a file of ``file_nbytes`` bytes; ``None`` if they are not such a tail."""
         if len(data) != TAIL_NBYTES or crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
             return None
-        magic, mark, nbytes, n_items, n_blocks, block_nbytes, columns_crc32 = _TAIL.unpack(data[:-4])
-        tail = cls(mark.decode("ascii", "replace"), nbytes, n_items, n_blocks, block_nbytes, columns_crc32)
-        fits = nbytes == file_nbytes and tail.columns_nbytes <= file_nbytes - TAIL_NBYTES and block_nbytes > 0
-        return tail if magic == _MAGIC and fits else None
+        magic, mark, *numbers = _TAIL.unpack(data[:-4])
+        tail = cls(mark.decode("ascii", "replace"), *numbers)
+        in_file = tail.file_nbytes == file_nbytes and tail.columns_nbytes <= file_nbytes - TAIL_NBYTES
+        return tail if magic == _MAGIC and in_file and tail.block_nbytes > 0 else None
 
 
 def footer_of(mark: str, at: int, columns: SumColumns, items: Sequence[int]) -> bytes:

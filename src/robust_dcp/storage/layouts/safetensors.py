@@ -23,8 +23,16 @@ import torch
 from robust_dcp.errors import PlanConflict
 from robust_dcp.storage.files.paths import data_file_name, shard_file_name, temporary_name
 from robust_dcp.storage.layouts.footer import SumColumns
-from robust_dcp.storage.layouts.layout import FileName, ItemColumns, record_measures
-from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements, deal, place_records
+from robust_dcp.storage.layouts.places import (
+    PAGE_NBYTES,
+    RECORD_ALIGNMENT,
+    FileName,
+    ItemColumns,
+    Placements,
+    deal,
+    place_records,
+    record_measures,
+)
 from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, joined
 
 __all__ = [
@@ -115,7 +123,7 @@ _RECORD, _HEADER, _PAYLOAD, _IS_RAW, _NAME, _ITEMSIZE, _ENTRY = range(7)
 
 
 class Safetensors:
-    """:class:`~robust_dcp.storage.layouts.layout.Layout` ``safetensors``."""
+    """:class:`~robust_dcp.storage.layouts.places.Layout` ``safetensors``."""
 
     name: Final = "safetensors"
     version: Final = "safetensors-2"
@@ -320,22 +328,17 @@ class ShardHead:
         self._in_file = np.lexsort((self._data_nbytes, offset))
         names = [_escape(tensor.name) for tensor in tensors]
         twice = [_escape(name)[1:-1] for name in names]
-        before, behind = _BEFORE, _BEHIND
+        self._before, behind = _BEFORE, _BEHIND
         if is_of_checkpoint:
             offsets = map(_offsets_text, twice, (tensor.chunk_offset for tensor in tensors))
-            before += _MARK + _SAVE + _SHARDING[0] + ",".join(offsets) + _SHARDING[1]
+            self._before += _MARK + _SAVE + _SHARDING[0] + ",".join(offsets) + _SHARDING[1]
         n_fields = [_n_fields(each) for each in data_nbytes]
-        crcs = [_crc_text(name, count) for name, count in zip(twice, n_fields, strict=True)]
-        ends = len(_CRCS[0]) - len(",") + np.cumsum([len(text) + len(",") for text in crcs], dtype=np.int64)
         self._first_field = np.cumsum([0, *n_fields])
-        begins = ends - len('\\"') - _CRC_DIGITS * np.array(n_fields, dtype=np.int64)
-        numbers = np.arange(self._first_field[-1]) - np.repeat(self._first_field[:-1], n_fields)
-        self._crc_at = np.repeat(begins, n_fields) + _CRC_DIGITS * numbers
+        self._crcs = [f'{name}:\\"' for name in twice]
         entries = [_tensor_text(name, *_described(t, nbytes)) for name, t in zip(names, tensors, strict=True)]
-        self._before = before.encode("ascii")
-        self._crcs = (_CRCS[0] + ",".join(crcs) + _CRCS[1]).encode("ascii")
-        self._behind = (behind[0] + "".join(f",{entry}" for entry in entries) + behind[1]).encode("ascii")
-        found = LENGTH_NBYTES + len(self._before) + len(self._crcs) + len(self._behind)
+        self._behind = behind[0] + "".join(f",{entry}" for entry in entries) + behind[1]
+        crcs = self._filled_in(np.zeros(self._first_field[-1], dtype=np.uint32))
+        found = LENGTH_NBYTES + len(self._before) + len(crcs) + len(self._behind)
         if found > nbytes:
             raise ValueError(f"the head of a safetensors file was planned with {nbytes} bytes and needs {found}")
 
@@ -346,9 +349,9 @@ class ShardHead:
             mark: the mark of the save; empty for a file that is not part of a save.
             sums: the checksums of the tensors of the file; ``None`` if none were computed.
         """
-        crcs = b"" if sums is None else self._filled_in(self._fields(sums))
-        text = self._before.replace(_SAVE.encode(), _SAVE.replace("0" * 16, mark).encode(), 1) + crcs + self._behind
-        header = text.ljust(self._nbytes - LENGTH_NBYTES)
+        crcs = "" if sums is None else self._filled_in(self._fields(sums))
+        text = self._before.replace(_SAVE, _SAVE.replace("0" * 16, mark), 1) + crcs + self._behind
+        header = text.encode("ascii").ljust(self._nbytes - LENGTH_NBYTES)
         return len(header).to_bytes(LENGTH_NBYTES, "little") + header
 
     def _fields(self, sums: SumColumns) -> npt.NDArray[np.uint32]:
@@ -368,11 +371,11 @@ class ShardHead:
                 fields[at[row] + 1 : at[row] + 1 + counts[row]] = blocks
         return fields
 
-    def _filled_in(self, checksums: npt.NDArray[np.uint32]) -> bytes:
-        text = np.frombuffer(self._crcs, dtype=np.uint8).copy()
-        digits = np.frombuffer(checksums.astype(">u4").tobytes().hex().encode("ascii"), dtype=np.uint8)
-        text[self._crc_at[:, None] + np.arange(_CRC_DIGITS)] = digits.reshape(-1, _CRC_DIGITS)
-        return text.tobytes()
+    def _filled_in(self, checksums: npt.NDArray[np.uint32]) -> str:
+        digits = checksums.astype(">u4").tobytes().hex()
+        ends = (_CRC_DIGITS * self._first_field).tolist()
+        crcs = [f'{name}{digits[at:end]}\\"' for name, at, end in zip(self._crcs, ends, ends[1:], strict=False)]
+        return _CRCS[0] + ",".join(crcs) + _CRCS[1]
 
 
 def _offsets_text(name: str, offset: Sequence[int]) -> str:

@@ -48,10 +48,12 @@ from robust_dcp.storage.reading.reads import (
     target_of,
 )
 from robust_dcp.storage.reading.stored_item import (
+    Box,
     BoxRead,
     StoredItem,
     Verification,
     checked_object,
+    corrupt_item,
     damaged_footer,
     find_box,
     loaded_by_torch,
@@ -265,17 +267,10 @@ class _Load:
         begin = self._reads.places.start[group.places]
         end = begin + self._reads.places.nbytes[group.places]
         if group.end > file.nbytes:
-            number = int(np.argmax(end > file.nbytes))
-            name, expected = self._name(int(group.places[number])), f"{end[number] - begin[number]} bytes at offset "
-            expected += str(begin[number])
-            raise CorruptCheckpoint(
-                f"item {name!r} in {file.path} is damaged: expected {expected}, found a file of {file.nbytes} bytes; "
-                "take another checkpoint, or restore the file",
-                file=file.path,
-                item=name,
-                expected=expected,
-                found=f"a file of {file.nbytes} bytes",
-            )
+            read = self._reads.read(int(group.places[np.argmax(end > file.nbytes)]))
+            item = StoredItem(file, read.name, read.offset, read.nbytes)
+            expected = f"{read.nbytes} bytes at offset {read.offset}"
+            raise corrupt_item(item, expected, f"a file of {file.nbytes} bytes")
         footer = self._footer(file)
         if footer is None:
             return
@@ -410,7 +405,7 @@ class _Load:
         raw = None if head is None else head.find(index.fqn, chunk, read.offset, read.nbytes, file.path)
         return StoredItem(file, read.name, read.offset, read.nbytes, raw)
 
-    def _find_box(self, read: Read, item: StoredItem) -> Any:
+    def _find_box(self, read: Read, item: StoredItem) -> Box | None:
         expected = None if read.dtype is None or read.shape is None else (read.dtype, read.shape)
         with_sums = self._options.verify_checksums is not False
         offsets, lengths = read.item.storage_offsets, read.item.lengths

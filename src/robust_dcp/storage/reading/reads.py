@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.staging.tensor_bytes import host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
-from robust_dcp.storage.index.stored_index import ChunkKind, WholeChunks, stored_items_of
+from robust_dcp.storage.index.stored_index import ChunkKind, WholeChunks, index_of
 from robust_dcp.storage.layouts.footer import item_id, seed_of
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
@@ -180,13 +180,7 @@ class PlannedItems(Sequence[ReadItem]):
     def __len__(self) -> int:
         return len(self.whole) + len(self.others)
 
-    @overload
-    def __getitem__(self, place: int) -> ReadItem: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[ReadItem]: ...
-
-    def __getitem__(self, place: int | slice) -> ReadItem | list[ReadItem]:
+    def __getitem__(self, place: Any) -> Any:
         return self._all[place]
 
     def __iter__(self) -> Iterator[ReadItem]:
@@ -196,9 +190,6 @@ class PlannedItems(Sequence[ReadItem]):
         return isinstance(other, Sequence) and self._all == list(other)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._all)
 
     def __reduce__(self) -> Any:
         return list, (self._all,)
@@ -420,8 +411,8 @@ def sharable_reads(
         trusted: whether this rank takes objects that nobody has checked. It exchanges them only with ranks that do,
             too.
     """
-    stored: Any = stored_items_of(metadata)
-    number_of = (
+    stored = index_of(metadata)
+    number_of: Callable[[MetadataIndex], Any] = (
         {index: number for number, index in enumerate(metadata.storage_data or {})}.__getitem__
         if stored is None
         else stored.row
@@ -449,7 +440,7 @@ def sharable_reads(
 
 def places_in_files(metadata: Metadata) -> npt.NDArray[np.int64]:
     """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
-    stored = stored_items_of(metadata)
+    stored = index_of(metadata)
     if stored is not None:
         return stored.order_in_files()
     infos: list[Any] = list((metadata.storage_data or {}).values())

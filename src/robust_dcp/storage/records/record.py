@@ -6,8 +6,8 @@ A record that we write is ``header + data + trailer``::
     <-------------------- data_offset, a multiple of 64 ----------------------------->         <- trailer ->
 
 ``torch.load`` (also with ``weights_only=True`` and ``mmap=True``) and ``FileSystemReader`` read it. It has the members
-that ``torch.save`` writes, except those that only help a reader to guess offsets. All lengths depend on dtype, shape
-and ``requires_grad`` alone, so every place in a file is known before there is any data.
+that ``torch.save`` writes, except those that only help a reader to guess offsets. All lengths depend on dtype and
+shape alone, so every place in a file is known before there is any data.
 
 A record that is parsed may be of any writer. What is no plain tensor in a plain zip gives ``None``. It is not said to
 be damaged: the reader gives it to ``objects``.
@@ -64,7 +64,7 @@ class Record:
     """A tensor in an item: what it is, where its data lies, and the bytes around the data.
 
     Attributes:
-        dtype, shape, stride, storage_offset, requires_grad: as ``torch.load`` would return them. Strides and offset are
+        dtype, shape, stride, storage_offset: as ``torch.load`` would return them. Strides and offset are
             in elements.
         nbytes: the length of the item.
         data_offset, data_nbytes: where the bytes of the tensor's storage lie in it.
@@ -83,7 +83,6 @@ class Record:
     data_nbytes: int
     stride: tuple[int, ...]
     storage_offset: int = 0
-    requires_grad: bool = False
     crc32: int | None = None
     header: bytes = b""
     trailer: bytes = b""
@@ -165,12 +164,11 @@ _PADDING_ID: Final = 0x4246  # "FB": the extra field that PyTorch's own writer p
 
 
 @lru_cache(maxsize=4096)
-def framed_record(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool = False) -> Record | None:
+def framed_record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record | None:
     """The record of contiguous tensors of ``dtype`` and ``shape``, without data and CRC-32.
 
     Args:
         dtype: any dtype; ``shape``: sizes, ``()`` for a scalar, zeros allowed.
-        requires_grad: the default is ``False``, because DCP saves detached tensors.
 
     Returns:
         ``None`` if this torch pickles tensors of ``dtype`` in a way that we do not know (quantized dtypes).
@@ -181,9 +179,9 @@ def framed_record(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: boo
         return None
     function, (storage, _, _, _, _, hooks, *rest) = reduced
     buffer = io.BytesIO()
-    place = (0, tuple(shape), contiguous_strides(shape), requires_grad)
+    place = (0, tuple(shape), contiguous_strides(shape), False)  # DCP saves detached tensors
     _Pickler(buffer, prod(shape), prod(shape) * dtype.itemsize).dump(_Call(function, (storage, *place, hooks, *rest)))
-    return _framed(buffer.getvalue(), dtype, shape, requires_grad)
+    return _framed(buffer.getvalue(), dtype, shape)
 
 
 @lru_cache(maxsize=4096)
@@ -203,7 +201,7 @@ def record_with_pickle_of(header: bytes, dtype: torch.dtype, shape: tuple[int, .
     if len(header) < at or header[_LOCAL_HEADER.size : at] != _PICKLE_NAME:
         return None
     (nbytes,) = _UINT32.unpack_from(header, _LOCAL_SIZE_AT)
-    return _framed(header[at : at + nbytes], dtype, shape, requires_grad=False)
+    return _framed(header[at : at + nbytes], dtype, shape)
 
 
 @cache
@@ -246,7 +244,7 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def _framed(pickled: bytes, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Record:
+def _framed(pickled: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Record:
     data_nbytes = prod(shape) * dtype.itemsize
     members = [
         (_PICKLE_NAME, pickled),
@@ -272,7 +270,6 @@ def _framed(pickled: bytes, dtype: torch.dtype, shape: tuple[int, ...], requires
         data_offset=len(header),
         data_nbytes=data_nbytes,
         stride=contiguous_strides(shape),
-        requires_grad=requires_grad,
         header=bytes(header),
         trailer=trailer,
         crc32_at=crc32_at,
@@ -530,7 +527,6 @@ def _parsed(archive: _Archive) -> Record | None:
         data_nbytes=data.nbytes,
         stride=tensor.stride(),
         storage_offset=int(tensor.storage_offset()),
-        requires_grad=tensor.requires_grad,
         crc32=data.crc32 or None,  # torch.save writes 0 after torch.serialization.set_crc32_options(False)
         header=archive.bytes_at(0, data_offset) if is_framed else b"",
         trailer=archive.bytes_at(archive.directory_at, trailer_nbytes) if is_framed else b"",
@@ -544,8 +540,8 @@ _MOST_KNOWN: Final = 1024
 
 
 class KnownRecords:
-    """Recognises records in memory: the first one of each length, dtype and shape is parsed, and later ones are
-    compared with it. They are like it only if all their bytes outside of data and checksums are equal.
+    """Recognises records in memory: by the one that we write, or by the first of each length, dtype and shape, which is
+    parsed. Others are like it only if all their bytes outside of data and checksums are equal.
     """
 
     def __init__(self) -> None:
@@ -565,11 +561,12 @@ class KnownRecords:
         else:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            record = parsed_record(lambda begin, count: bytes(memory[at + begin : at + begin + count]), nbytes)
-            if record is not None and not (
-                (record.dtype, record.shape) == (dtype, tuple(shape)) and record.is_contiguous and record.header
-            ):
-                record = None
+            record = framed_record(dtype, tuple(shape))
+            if record is None or record.nbytes != nbytes or record.crc32_in(memory, at) is None:
+                record = parsed_record(lambda begin, count: bytes(memory[at + begin : at + begin + count]), nbytes)
+                is_usual = record is not None and record.is_contiguous and bool(record.header)
+                if record is None or not is_usual or (record.dtype, record.shape) != (dtype, tuple(shape)):
+                    record = None
             self._known[key] = record
         if record is None:
             return None
