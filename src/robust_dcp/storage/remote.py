@@ -16,6 +16,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, cast, get_args
 
@@ -198,13 +199,12 @@ class Calls:
             self._check_stop()
             try:
                 return self._within_limit(function)
-            except RobustCheckpointError as error:  # of a disk, which has told it already
-                cause = error.__cause__
-                if attempt >= allowed or not isinstance(cause, OSError) or not can_get_better(cause):
-                    raise
-                self._wait_after(operation, path, error, attempt)
             except Exception as error:
-                if attempt >= allowed or not can_get_better(error):
+                is_told = isinstance(error, RobustCheckpointError)  # by a disk
+                cause = error.__cause__ if is_told else error
+                if attempt >= allowed or cause is None or not can_get_better(cause):
+                    if is_told:
+                        raise
                     raise _told(operation, path, error, attempt + 1) from error
                 self._wait_after(operation, path, error, attempt)
         raise RuntimeError("the loop returns or raises")
@@ -231,23 +231,20 @@ class Calls:
 
     def _within_limit(self, function: Callable[[], T]) -> T:
         """Run it in a thread that is left behind if the time is up: most clients have no limit for a whole call."""
-        outcome: list[tuple[bool, Any]] = []
+        outcome: Future[T] = Future()
 
         def run() -> None:
             try:
-                outcome.append((True, function()))
+                outcome.set_result(function())
             except BaseException as error:
-                outcome.append((False, error))
+                outcome.set_exception(error)
 
         thread = threading.Thread(target=run, daemon=True, name="robust_dcp-remote-call")
         thread.start()
         thread.join(self._timeout_seconds)
-        if not outcome:
+        if not outcome.done():
             raise TimeoutError(f"no answer within {self._timeout_seconds:g} seconds")
-        is_good, value = outcome[0]
-        if not is_good:
-            raise value
-        return value  # type: ignore[no-any-return]
+        return outcome.result()
 
 
 def can_get_better(error: BaseException) -> bool:

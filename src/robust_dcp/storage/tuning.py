@@ -24,7 +24,6 @@ from robust_dcp.storage.writing.write_options import available_cores
 
 __all__ = ["Measured", "TunedOptions", "choose", "tune"]
 
-_GIB: Final = 1 << 30
 _BLOCK_NBYTES: Final = 4 << 20
 """The size of a write and of a read: that of reads in a load, and half of that of writes in a save."""
 
@@ -67,7 +66,8 @@ def choose(table: Sequence[Measured]) -> Measured:
 
 @dataclass(frozen=True)
 class TunedOptions:
-    """Options for ``RobustWriter`` and ``RobustReader``, with the figures behind them; ``print`` shows the tables.
+    """Options for ``RobustWriter`` and ``RobustReader``, with the figures behind them. ``robust-dcp bench`` shows these
+    in tables.
 
     Attributes:
         table, read_table: what was measured for writing and for reading.
@@ -95,18 +95,6 @@ class TunedOptions:
         """
         chosen = choose(self.read_table)
         return {"threads": chosen.threads, "direct": None if chosen.direct else False}
-
-    def __str__(self) -> str:
-        lines = []
-        for what, table in (("writing", self.table), ("reading", self.read_table)):
-            lines += [what, "     I/O  threads  GiB/s  CPU-s/GiB"]
-            for row in table:
-                gib, how = row.nbytes / _GIB, "direct" if row.direct else "buffered"
-                rates = f"{row.nbytes_per_second / _GIB:5.2f}  {row.cpu_seconds / gib:9.3f}"
-                lines.append(f"{how:>8}  {row.threads:7}  {rates}{'  <- chosen' * (row == choose(table))}")
-        if self.direct_refused:
-            lines.append(f"direct I/O was not measured: {self.direct_refused}")
-        return "\n".join(lines)
 
 
 def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | None = None) -> TunedOptions:
