@@ -172,10 +172,6 @@ class TestAManager:
         manager.prune()
         assert steps(manager) == [3]
 
-    def test_drains_each_step_by_all_its_ranks(self, tmp_path: Path) -> None:
-        root, durable = str(tmp_path / "root"), str(tmp_path / "durable")
-        assert values(run_ranks(2, _drain_steps, root, durable)) == [[1.0, 2.0]] * 2
-
     def test_a_step_that_is_saved_again_replaces_its_own_copy_and_no_other(self, tmp_path: Path) -> None:
         local, place = tmp_path / "root", tmp_path / "durable/step_1"
         for value in (1.0, 2.0):
@@ -233,15 +229,6 @@ class TestAManager:
             save(tmp_path / f"step_{step}")
         (tmp_path / "step_1" / RECORD).write_bytes(content)
         assert CheckpointManager(tmp_path, keep_last=1).prune() == [str(tmp_path / "step_1")]
-
-
-def _drain_steps(root: str, durable: str) -> list[float]:
-    rank = dist.get_rank()
-    manager = CheckpointManager(root, keep_last=1, drain_to=durable)
-    for step in (1, 2):
-        manager.save(step, state_dict(float(step), rank))
-    robust_dcp.finish_async_saves()
-    return [loaded(f"{durable}/step_{step}", rank) for step in (1, 2)]
 
 
 class TestNearestCopy:

@@ -13,13 +13,25 @@ from robust_dcp.storage.files.what_is_there import what_is_there
 if TYPE_CHECKING:
     from robust_dcp.contents.read import Contents
 
-__all__ = ["check_is_there", "holds_checkpoint", "open_checkpoint", "summary", "summary_json"]
+__all__ = ["check_directory", "check_is_there", "holds_checkpoint", "open_checkpoint", "summary", "summary_json"]
 
 
 def holds_checkpoint(path: str) -> bool:
     """Whether a directory has a ``.metadata``, those of ranks that saved for themselves, or safetensors files."""
     ends = (METADATA_NAME, SAFETENSORS_SUFFIX)
     return os.path.isdir(path) and any(name.endswith(ends) for name in Disk().list_directory(path))
+
+
+def check_directory(path: str) -> None:
+    """Refuse what is no directory, without an import of torch.
+
+    Raises:
+        CommandFailed: it is not there, or no directory, or may not be read.
+    """
+    if not os.path.isdir(path):
+        raise CommandFailed(f"{path}: {what_is_there(Disk(), path)}")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
 
 
 def check_is_there(path: str) -> None:
@@ -30,8 +42,8 @@ def check_is_there(path: str) -> None:
     """
     if is_url(path):
         return
-    if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
-        raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
+    if os.path.isdir(path):
+        check_directory(path)
     if not holds_checkpoint(path):
         raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(Disk(), path)}")
 

@@ -26,7 +26,7 @@ from importlib import metadata
 from typing import Final, NamedTuple
 
 from robust_dcp.cli.arguments import local_path
-from robust_dcp.cli.ls import check_root
+from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import FOUND, Output, number, size
 from robust_dcp.environment import VARIABLES, value_of
 from robust_dcp.on_demand import errors
@@ -70,7 +70,7 @@ def run(options: Namespace) -> int:
     """Print what may get in the way of checkpoints here."""
     path = options.path
     if path is not None:
-        check_root(path)
+        check_directory(path)
     Output.note(f"robust-dcp {__version__}: versions, network and limits" + (f", and {path}" if path else ""))
     findings = [*_versions(), *_variables(), _gloo(), _open_files()]
     if path is not None:

@@ -18,15 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from robust_dcp.cli.arguments import local_path
-from robust_dcp.cli.output import CommandFailed, Output, age, number, size
+from robust_dcp.cli.checkpoint import check_directory
+from robust_dcp.cli.output import Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, Series, parse_name, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.saving_file import OtherSave, SaveState, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name
-from robust_dcp.storage.files.what_is_there import what_is_there
 
-__all__ = ["check_root", "declare", "run", "state_of"]
+__all__ = ["declare", "run", "state_of"]
 
 _THREADS: Final = 8  # a network file system answers several at once
 _RECENT_SECONDS: Final = 600.0
@@ -40,7 +40,7 @@ def declare(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     """Print the checkpoints below a directory."""
     disk, root = Disk(), options.root
-    check_root(root)
+    check_directory(root)
     now_seconds = time.time()
     removals = [name for name in disk.list_directory(root) if name.startswith(REMOVING_PREFIX)]
     others = [_other(os.path.join(root, each), "being removed") for each in removals]
@@ -103,18 +103,6 @@ def _other(path: str, state: str) -> dict[str, Any]:
     name = os.path.basename(path).removeprefix(REMOVING_PREFIX)
     step = (parse_name(name) or ("", None))[1]
     return {"step": step, "name": name, "path": path, "nbytes": sum(_sizes_in(path)), "state": state}
-
-
-def check_root(root: str) -> None:
-    """Refuse what is no directory, without an import of torch.
-
-    Raises:
-        CommandFailed: it is not there, or no directory, or may not be read.
-    """
-    if not os.path.isdir(root):
-        raise CommandFailed(f"{root}: {what_is_there(Disk(), root)}")
-    if not os.access(root, os.R_OK | os.X_OK):
-        raise CommandFailed(f"{root} cannot be read: check who owns the directory and with which mode")
 
 
 def _sizes_in(path: str) -> Iterator[int]:

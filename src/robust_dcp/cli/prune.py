@@ -21,7 +21,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any, Final
 
 from robust_dcp.cli.arguments import local_path, number_in
-from robust_dcp.cli.ls import check_root
+from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
 from robust_dcp.manager.series import Checkpoint, Series, policies_of, prune, series_in
 from robust_dcp.on_demand import errors
@@ -48,7 +48,7 @@ def declare(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Remove the checkpoints of a series that none of the given rules keeps."""
     root, dry_run = options.root, options.dry_run
-    check_root(root)
+    check_directory(root)
     if options.largest and options.keep_best is None:
         raise CommandFailed("--largest says which value of a metric is best: name the metric with --keep-best")
     policies = policies_of(

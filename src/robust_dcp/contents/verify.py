@@ -185,8 +185,9 @@ def _check_cover(item: Item, home: str, findings: Findings) -> None:
     """The chunks lie in the tensor, do not overlap, and have as many elements as the tensor: so they cover it once."""
     rank, chunks = len(item.shape), sorted(chunk for chunk in item.chunks if 0 not in chunk.sizes)
     for chunk in item.chunks:
-        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if len(ends) != rank or any(end > whole for end, whole in zip(ends, item.shape, strict=True)):
+        sides = zip(chunk.offsets, chunk.sizes, item.shape, strict=False)
+        is_like = len(chunk.offsets) == len(chunk.sizes) == rank
+        if not is_like or any(min(offset, size) < 0 or offset + size > whole for offset, size, whole in sides):
             found = f"a chunk {list(chunk.sizes)} at {list(chunk.offsets)}"
             findings.broken(home, item.name, f"chunks within {list(item.shape)}", found)
             return

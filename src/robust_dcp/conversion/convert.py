@@ -198,10 +198,14 @@ def convert(
     with workplace_of(disk, path) as place:
         _check_target(path, form, overwrite=overwrite)
         if is_model:
-            note = {"source": _identity(os.path.abspath(source)), "rules": asdict(rules), "shard": max_shard_nbytes}
+            note = {
+                "source": _identity(disk, os.path.abspath(source)),
+                "rules": asdict(rules),
+                "shard": max_shard_nbytes,
+            }
             place.begin(json.dumps(note, sort_keys=True).encode())
             disk.mkdirs(place.made)
-            _check_room(path, plan.nbytes - sum(each.stat().st_size for each in os.scandir(place.made)))
+            _check_room(disk, path, plan.nbytes - sum(each.stat().st_size for each in os.scandir(place.made)))
             # A piece is read, cast and written, and the next one is there by then.
             n_there = _write_model(plan, place.made, disk, max_shard_nbytes, max(buffer_nbytes // 8, 1), progress)
             for each in beside:
@@ -209,7 +213,7 @@ def convert(
         else:
             place.clear()
             unmapped = [tensor.nbytes for tensor in plan.tensors.values() if plan.mapped(tensor) is None]
-            _check_room(path, plan.nbytes + sum(unmapped))
+            _check_room(disk, path, plan.nbytes + sum(unmapped))
             outline = {name: name for name in plan.names} if flat and form == "torch" else plan.outline()
             state_dict = filled(outline, lambda name: plan.value(name, place.directory))
             if form == "dcp":
@@ -433,23 +437,14 @@ def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
         )
 
 
-def _check_room(path: str, nbytes: int) -> None:
-    parent = os.path.dirname(os.path.abspath(path))
-    while not os.path.isdir(parent):
-        parent = os.path.dirname(parent)
-    free = shutil.disk_usage(parent).free
-    if free < nbytes:
-        raise StorageError(f"{parent} has {free} bytes free, and {path} needs about {nbytes}", path=path)
+def _check_room(disk: Disk, path: str, nbytes: int) -> None:
+    _, free_nbytes = disk.room(os.path.dirname(path))
+    if free_nbytes < nbytes:
+        raise StorageError(f"{path} needs about {nbytes} bytes, and {free_nbytes} are free there", path=path)
 
 
-def _identity(path: str) -> list[Any]:
+def _identity(disk: Disk, path: str) -> list[Any]:
     """What tells whether a source is still the one that an earlier call has read: its files, sizes and times."""
-    if os.path.isfile(path):
-        return [path, _stamp(path)]
-    files = sorted(os.path.join(directory, name) for directory, _, names in os.walk(path) for name in names)
-    return [path, *((os.path.relpath(file, path), *_stamp(file)) for file in files)]
-
-
-def _stamp(file: str) -> tuple[int, int]:
-    status = os.stat(file)
-    return status.st_size, status.st_mtime_ns
+    files = [path] if os.path.isfile(path) else []
+    files += sorted(os.path.join(directory, name) for directory, _, names in os.walk(path) for name in names)
+    return [(file, *disk.fingerprint(file)[1:]) for file in files]

@@ -127,18 +127,16 @@ def workplace_of(disk: Disk, path: str) -> Iterator[Workplace]:
         StorageError: another call makes the target, or a call to the file system failed.
     """
     place = Workplace(disk, path)
-    made: list[str] = []
     try:
         with ExitStack() as stack:
-            while True:
-                made += disk.mkdirs(place.directory)
-                try:
-                    others = stack.enter_context(claimed(disk, place.directory))
-                except StorageError as error:
-                    if error.errno == ENOENT:  # another call has ended just now, and removed the directory
-                        continue
-                    raise _is_made_elsewhere(path, place.directory) if error.operation == "begin" else error from None
-                break
+            disk.mkdirs(place.directory)
+            try:
+                others = stack.enter_context(claimed(disk, place.directory))
+            except StorageError as error:
+                # With ENOENT, another call has ended just now, and removed the directory.
+                if error.operation == "begin" or error.errno == ENOENT:
+                    raise _is_made_elsewhere(path, place.directory) from None
+                raise
             for other in others:
                 left = os.path.join(place.directory, other.name)
                 if other.state is not SaveState.OVER:
@@ -152,9 +150,8 @@ def workplace_of(disk: Disk, path: str) -> Iterator[Workplace]:
                     place.recover()
                 raise
     finally:
-        for directory in (place.directory, *reversed(made)):  # those in which nothing is left
-            with suppress(StorageError):
-                disk.rmdir(directory)
+        with suppress(StorageError):  # unless something is left
+            disk.rmdir(place.directory)
 
 
 def _is_made_elsewhere(path: str, where: str) -> StorageError:
