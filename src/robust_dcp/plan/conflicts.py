@@ -107,24 +107,28 @@ def merged_paths(ranks: Sequence[Items], items: Items) -> tuple[Path, ...] | Non
         return None
     # Replicas share an object of names; the first rank that has it stands for all of them.
     distinct = {(id(each.names), id(each.paths)): rank for rank, each in reversed(list(enumerate(ranks)))}
-    held = [
-        (rank, ranks[rank].names, ranks[rank].paths or (None,) * len(ranks[rank].names))
-        for rank in sorted(distinct.values())
-    ]
-    path_of: dict[str, Path | None] = {}
-    for _, names, paths in reversed(held):
-        path_of.update(zip(names, paths, strict=True))
-    for rank, names, paths in held:
-        if tuple(map(path_of.__getitem__, names)) != paths:
-            key, path = next((name, path) for name, path in zip(names, paths, strict=True) if path_of[name] != path)
-            first = next(number for number, known, _ in held if key in known)
-            raise PlanConflict(
-                f"key {key!r} lies at {path_of[key]!r} in the state dict of rank {first} and at {path!r} in that of "
-                f"rank {rank}; flattened by dots both have one name: rename one of them",
-                key=key,
-                ranks=[first, rank],
-            )
+    path_of: dict[str, Path] = {}
+    for rank in sorted(distinct.values()):
+        names = ranks[rank].names
+        paths = ranks[rank].paths or ((),) * len(names)
+        # Most names are those of other ranks, and equal paths are mostly one object.
+        for key, path, known in zip(names, paths, map(path_of.get, names), strict=True):
+            if known is not path and path_of.setdefault(key, path) != path:
+                raise _other_paths(ranks, key, path_of[key], rank)
     return tuple(path_of[name] or (name,) for name in items.names)
+
+
+def _other_paths(ranks: Sequence[Items], key: str, path: Path, other: int) -> PlanConflict:
+    """The error for a key that lies elsewhere than at ``path`` in the state dict of rank ``other``."""
+    first = next(rank for rank, each in enumerate(ranks) if key in each.names)
+    paths = ranks[other].paths
+    found = None if paths is None else paths[ranks[other].names.index(key)]
+    return PlanConflict(
+        f"key {key!r} lies at {path or None!r} in the state dict of rank {first} and at {found!r} in that of rank "
+        f"{other}; flattened by dots both have one name: rename one of them",
+        key=key,
+        ranks=[first, other],
+    )
 
 
 def check_bounds(items: Items) -> None:

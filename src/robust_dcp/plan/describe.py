@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +29,9 @@ from robust_dcp.storage.records.record import framed_record, is_fixed_size
 from robust_dcp.structure_cache import Cache
 
 __all__ = [
+    "UNKNOWN",
     "DescribedItems",
+    "HeldStructures",
     "ItemData",
     "describe_items",
     "global_size",
@@ -59,6 +60,7 @@ ItemData = torch.Tensor | MetadataIndex
 Lookup = Callable[[MetadataIndex], Any]
 TensorKey = tuple[Any, ...]
 
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _OBJECT = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE)
 
 
@@ -106,14 +108,37 @@ def describe_items(
         PlanConflict: a DTensor is a pending reduction (``Partial``).
         RobustCheckpointError: a value cannot be described. The error names it.
     """
-    description = _Description(lookup, is_coordinator)
+    names: list[str] = []
+    structures: list[ItemStructure] = []
+    data: list[ItemData] = []
+    held = HeldStructures(lookup, is_coordinator=is_coordinator)
     with torch.no_grad():  # so that to_local() of a DTensor returns its local tensor, not a node of an autograd graph
         for name, value in state_dict.items():
-            if by_lookup:
-                description.take_any(name, value)
-            else:
-                description.take(name, value)
-    return description.items
+            structure: ItemStructure | None = UNKNOWN
+            if not by_lookup:
+                structure = held.of(name, value)
+                if structure is UNKNOWN and not (
+                    isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
+                ):
+                    names.append(name)
+                    structures.append(_OBJECT)
+                    data.append(MetadataIndex(name))
+                    continue
+            if structure is UNKNOWN:
+                is_sharded_tensor = holds_shards(type(value))
+                for index, each, found in held.by_stock(name, value):
+                    # Keep the shards of a ShardedTensor now: each lookup searches through all of them.
+                    is_held = is_sharded_tensor and type(found) in _PLAIN
+                    names.append(index.fqn)
+                    structures.append(each)
+                    data.append(found if is_held else index)
+            elif structure is not None:
+                names.append(name)
+                structures.append(structure)
+                data.append(value)
+            elif type(value) is not DTensor:
+                raise RobustCheckpointError(f"torch's save planner makes no write item for the tensor {name!r}")
+    return DescribedItems(names, structures, data)
 
 
 _STRUCTURES: Cache[tuple[Any, ...], tuple[ItemStructure | None]] = Cache(
@@ -122,125 +147,96 @@ _STRUCTURES: Cache[tuple[Any, ...], tuple[ItemStructure | None]] = Cache(
 """What stock's planner said of tensors, and of DTensors by the way in which they are sharded."""
 
 
-class _Spread:
+UNKNOWN: Final = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE, dtype="unknown")
+"""The structure of a value of which only stock's planner can tell what this rank holds."""
+
+
+class _Spread(NamedTuple):
     """How some DTensors of one state dict are sharded.
 
-    Args:
-        key: everything that torch computes a chunk from. It has values only. So it does not keep a mesh alive, and
-            does not confuse a mesh with one of an earlier group.
-
     Attributes:
+        mesh: kept, so that no other mesh gets its id meanwhile.
+        key: everything that torch computes a chunk from. It has values only. So it does not keep a mesh alive, and does
+            not confuse a mesh with one of an earlier group. ``None`` if it must not be remembered.
         found: the structures that this state dict has shown so far.
     """
 
-    def __init__(self, key: tuple[Any, ...] = ()) -> None:
-        self.found: dict[TensorKey, ItemStructure | None] = {}
-        self._key = key
-
-    def find(self, key: TensorKey, by_stock: Callable[[], ItemStructure | None]) -> ItemStructure | None:
-        """The structure of a tensor, from an earlier state dict, or else from stock's planner."""
-        known = _STRUCTURES.get((self._key, key))
-        if known is None:
-            known = (by_stock(),)
-            _STRUCTURES.put((self._key, key), known)
-        self.found[key] = known[0]
-        return known[0]
+    mesh: DeviceMesh | None
+    key: tuple[Any, ...] | None
+    found: dict[TensorKey, ItemStructure | None]
 
 
-class _Description:
-    """The items found so far in one state dict."""
+class HeldStructures:
+    """The structures of the tensors of one state dict of which this rank holds one chunk.
 
-    def __init__(self, lookup: Lookup, is_coordinator: bool) -> None:
-        self.items = DescribedItems([], [], [])
+    Args:
+        lookup: gives the tensor that holds the data of an item.
+        is_coordinator: as stock's planner takes it.
+    """
+
+    def __init__(self, lookup: Lookup, *, is_coordinator: bool = False) -> None:
         self._lookup = lookup
         self._is_coordinator = is_coordinator
-        self._plain = _Spread()
-        self._plain_found = self._plain.found
-        # Keep the mesh, so that no other mesh gets its id while this object lives.
-        self._spreads: dict[tuple[Any, ...], tuple[DeviceMesh, _Spread | None]] = {}
+        self._plain = _Spread(None, (), {})
+        self._spreads: dict[tuple[Any, ...], _Spread] = {}
 
-    def take(self, name: str, value: Any) -> None:
+    def of(self, name: str, value: Any) -> ItemStructure | None:
+        """The structure of a tensor that is one item, ``None`` if this rank saves no item of it, or ``UNKNOWN``."""
         kind = type(value)
+        key: TensorKey
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            self._take_tensor(name, value)
+            if not _is_plain(value):
+                return UNKNOWN
+            spread, key = self._plain, (value.dtype, value.requires_grad, value.shape)
         elif kind is DTensor:
-            self._take_dtensor(name, value)
-        elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
-            self.take_any(name, value)
+            local, spread = value.to_local(), self._spread_of(value)
+            # With Megatron-FSDP an attribute of the tensor tells the chunks. They do not follow from placements then.
+            has_own = "__create_chunk_list__" in vars(value)
+            if spread.key is None or has_own or type(local) not in _PLAIN or not _is_plain(local):
+                return UNKNOWN
+            key = (local.dtype, value.requires_grad, value.shape, local.shape)
         else:
-            self._append(name, _OBJECT, MetadataIndex(name))
-
-    def _append(self, name: str, structure: ItemStructure, data: ItemData) -> None:
-        items = self.items
-        items.names.append(name)
-        items.structures.append(structure)
-        items.data.append(data)
-
-    def _take_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        if not _is_plain(tensor):
-            self.take_any(name, tensor)
-            return
-        key = (tensor.dtype, tensor.requires_grad, tensor.shape)
-        structure = self._plain_found.get(key)
-        if structure is None:
-            structure = self._plain.find(key, partial(self._structure_by_stock, name, tensor))
-        if structure is None:
-            raise RobustCheckpointError(f"torch's save planner makes no write item for the tensor {name!r}")
-        self._append(name, structure, tensor)
-
-    def _take_dtensor(self, name: str, value: DTensor) -> None:
-        local = value.to_local()
-        spread = self._spread_of(name, value)
-        if spread is None or type(local) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(local):
-            self.take_any(name, value)
-            return
-        key = (local.dtype, value.requires_grad, value.shape, local.shape)
+            return UNKNOWN
         try:
-            structure = spread.found[key]
+            return spread.found[key]
         except KeyError:
-            structure = spread.find(key, partial(self._structure_by_stock, name, value))
-        if structure is not None:
-            self._append(name, structure, value)
+            known = _STRUCTURES.get((spread.key, key))
+            if known is None:
+                known = (self._structure_by_stock(name, value),)
+                _STRUCTURES.put((spread.key, key), known)
+            spread.found[key] = known[0]
+            return known[0]
 
-    def _spread_of(self, name: str, value: DTensor) -> _Spread | None:
-        """The sharding of DTensors with this mesh and these placements; ``None`` if it must not be remembered."""
+    def _spread_of(self, value: DTensor) -> _Spread:
         mesh, placements = value.device_mesh, value.placements
         # Equal placements may have different classes (Shard and _StridedShard in torch 2.7), which place differently.
         classes = tuple(map(type, placements))
-        key = (id(mesh), placements, classes)
-        found = self._spreads.get(key)
-        if found is None:
-            _refuse_partial(name, value)
-            coordinate = mesh.get_coordinate()
-            spread = None
-            # We do not know whether other people's placement classes compare everything that matters.
-            if all(_is_torchs(placement_class) for placement_class in classes):
-                place = None if coordinate is None else tuple(coordinate)
-                spread = _Spread((tuple(mesh.shape), place, placements, classes))
-            found = self._spreads[key] = (mesh, spread)
-        return found[1]
+        spread = self._spreads.get((id(mesh), placements, classes))
+        if spread is None:
+            coordinate, key = mesh.get_coordinate(), None
+            # We do not know whether other people's placement classes compare everything that matters. Stock refuses
+            # pending reductions (Partial).
+            if all(each.__module__.partition(".")[0] == "torch" for each in classes) and not _is_pending(value):
+                key = (tuple(mesh.shape), None if coordinate is None else tuple(coordinate), placements, classes)
+            spread = self._spreads[id(mesh), placements, classes] = _Spread(mesh, key, {})
+        return spread
 
     def _structure_by_stock(self, name: str, value: torch.Tensor) -> ItemStructure | None:
-        """The structure of a tensor that is one item; ``None`` if this rank saves no item of it."""
-        structures = [structure for _, structure, _ in self._by_stock(name, value)]
+        structures = [structure for _, structure, _ in self.by_stock(name, value)]
         if len(structures) > 1:
             raise RobustCheckpointError(
                 f"torch's save planner makes {len(structures)} write items for the tensor {name!r}, not one"
             )
         return structures[0] if structures else None
 
-    def take_any(self, name: str, value: Any) -> None:
-        """Describe any value through stock's write items and the planner's lookup."""
-        is_sharded_tensor = holds_shards(type(value))
-        for index, structure, data in self._by_stock(name, value):
-            # Keep the shards of a ShardedTensor now: each lookup searches through all of them.
-            is_held = is_sharded_tensor and type(data) in (torch.Tensor, torch.nn.Parameter)
-            self._append(index.fqn, structure, data if is_held else index)
-
-    def _by_stock(self, name: str, value: Any) -> list[tuple[MetadataIndex, ItemStructure, Any]]:
-        """For each item of ``value`` its index, its structure, and the data that was looked up."""
-        if isinstance(value, DTensor):
-            _refuse_partial(name, value)
+    def by_stock(self, name: str, value: Any) -> list[tuple[MetadataIndex, ItemStructure, Any]]:
+        """For each item of any value its index, its structure, and the data that was looked up."""
+        if isinstance(value, DTensor) and _is_pending(value):
+            raise PlanConflict(
+                f"the DTensor {name!r} has a Partial placement ({value.placements}): its value is a reduction that has "
+                "not been done. Call .redistribute() to Replicate or Shard before saving",
+                key=name,
+            )
         try:
             items = create_default_local_save_plan({name: value}, self._is_coordinator).items
             return [self._of_item(item, place, value) for place, item in enumerate(items)]
@@ -288,17 +284,8 @@ def holds_shards(kind: type) -> bool:
     return issubclass(kind, torch.Tensor) and hasattr(kind, "local_shards")
 
 
-def _is_torchs(placement_class: type) -> bool:
-    return placement_class.__module__.partition(".")[0] == "torch"
-
-
-def _refuse_partial(name: str, value: DTensor) -> None:
-    if any(placement.is_partial() for placement in value.placements):
-        raise PlanConflict(
-            f"the DTensor {name!r} has a Partial placement ({value.placements}): its value is a reduction that has "
-            "not been done. Call .redistribute() to Replicate or Shard before saving",
-            key=name,
-        )
+def _is_pending(value: DTensor) -> bool:
+    return any(placement.is_partial() for placement in value.placements)
 
 
 def _structure_of(item: WriteItem, form: Form) -> ItemStructure:

@@ -6,11 +6,12 @@ looks at tensor data, other ranks or files. ``signature`` hashes it, ``diff`` co
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from operator import lt
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -98,6 +99,9 @@ class ItemStructure(NamedTuple):
     sizes: tuple[int, ...] = ()
     replica: Replica = Replica.ANY
 
+
+_BLOCK: Final = 64
+"""About so many names are in one block of a message."""
 
 _COLUMNS: Final[dict[str, tuple[type[np.generic], int | None]]] = {
     "name": (np.int32, None),
@@ -343,15 +347,15 @@ def _merged_strings(tables: Sequence[tuple[str, ...]], columns: Sequence[Int32])
 class ItemsMessage(msgspec.Struct, frozen=True):
     """The :class:`Items` of one rank on their way to the coordinator, and in an index. Columns are little-endian.
 
-    ``names``: a msgpack array: for each name its path, as an array of its parts, or the name itself if the planner
-    does not flatten. It is one column like the others, so it is decoded once for many ranks.
+    ``names``: blocks, each a msgpack array: for each name its path, as an array of its parts, or the name itself if the
+    planner does not flatten.
 
     ``context``: :meth:`PlanContext.encode`. The coordinator compares it with its own.
 
     ``signature``: 16 bytes, the :class:`StructureSignature` of the items and the context.
     """
 
-    names: bytes
+    names: tuple[bytes, ...]
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
     name: bytes
@@ -373,7 +377,7 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     def of(cls, items: Items, context: bytes, signature: bytes) -> ItemsMessage:
         """The message for ``items``. The other arguments are the fields of these names."""
         return cls(
-            names=msgspec.msgpack.encode(items.names if items.paths is None else items.paths),
+            names=_in_blocks(items),
             dtypes=items.dtypes,
             layouts=items.layouts,
             context=context,
@@ -398,7 +402,7 @@ class ItemsDecoder:
         Raises:
             ExchangeError: the columns do not fit each other.
         """
-        names, paths = self._once(("names", message.names), lambda: _names(message.names))
+        names, paths = self._once(("names", message.names), lambda: self._names(message.names))
         ndim = self._column(message.ndim, np.uint8)
         width = int(ndim.max(initial=0))
         items = Items(
@@ -425,20 +429,36 @@ class ItemsDecoder:
     def _column(self, data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         return self._once((dtype, data, shape), lambda: _from_bytes(data, dtype, shape))
 
+    def _names(self, blocks: tuple[bytes, ...]) -> tuple[tuple[str, ...], tuple[Path, ...] | None]:
+        """The names, and their paths if the planner flattens."""
+        named = [self._once(("block", block), partial(_named, block)) for block in blocks]
+        names = tuple(chain.from_iterable(block for block, _ in named))
+        paths: tuple[Any, ...] = tuple(chain.from_iterable(block for _, block in named))
+        if () in paths or (None in paths and any(paths)):
+            raise _malformed("half of the paths, or a path without parts")
+        if not all(map(lt, names, names[1:])):
+            raise _malformed("the names are not sorted")
+        return names, paths if any(paths) else None
 
-def _names(data: bytes) -> tuple[tuple[str, ...], tuple[Path, ...] | None]:
-    """The names, and their paths if the planner flattens."""
+
+def _in_blocks(items: Items) -> tuple[bytes, ...]:
+    """The names, or their paths, in blocks that end where a name says so. So ranks that differ in one name have all
+    blocks but one in common, and the coordinator decodes and holds these once."""
+    ends = [place for place, name in enumerate(items.names, 1) if zlib.crc32(name.encode()) % _BLOCK == 0]
+    given = items.names if items.paths is None else items.paths
+    return tuple(msgspec.msgpack.encode(given[first:end]) for first, end in pairwise([0, *ends, len(given)]))
+
+
+def _named(block: bytes) -> tuple[list[str], list[Path | None]]:
+    """The names in a block, and their paths."""
     try:
-        given: tuple[Any, ...] = msgspec.msgpack.decode(data, type=tuple[str | Path, ...])
+        given = msgspec.msgpack.decode(block, type=tuple[str | Path, ...])
     except (msgspec.MsgspecError, ValueError) as error:
         raise _malformed(f"the names are no list of strings or paths ({error})") from None
-    paths = None if not given or isinstance(given[0], str) else given
-    if any(isinstance(each, str) != (paths is None) for each in given) or () in given:
-        raise _malformed("half of the paths, or a path without parts")
-    names = given if paths is None else tuple(map(_name_of, paths))
-    if not all(map(lt, names, names[1:])):
-        raise _malformed("the names are not sorted")
-    return names, paths
+    return (
+        [each if isinstance(each, str) else _name_of(each) for each in given],
+        [None if isinstance(each, str) else each for each in given],
+    )
 
 
 def _from_bytes(data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:

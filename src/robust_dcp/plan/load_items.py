@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.plan.describe import has_own_chunks, own_chunks
+from robust_dcp.plan.describe import UNKNOWN, HeldStructures, own_chunks
 from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
 from robust_dcp.storage.reading.reads import WholeTensors, whole_item
 
@@ -53,7 +53,7 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
     items: list[ReadItem] = []
     filled: set[str] = set()
     others: dict[str, Any] = {}
-    chunks_of = _LocalChunks()
+    held = _held(state_dict)
     with torch.no_grad():  # so that to_local() of a DTensor returns its local tensor, not a node of an autograd graph
         for key, value in state_dict.items():
             saved = metadata.state_dict_metadata.get(key)
@@ -61,13 +61,13 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
                 continue
             found = None
             if isinstance(saved, TensorStorageMetadata):
-                local = chunks_of(value, value.to_local() if type(value) is DTensor else value)
+                local = _local_chunk(held, key, value)
                 found = None if local is None else _found(key, local, saved)
                 chunks: Any = saved.chunks
                 if found is None and isinstance(chunks, StoredChunks):
-                    held = _chunks_held(value) if local is None else [local]
-                    if held is not None:
-                        resharded = _read_overlap(key, chunks, held)
+                    wanted = _chunks_held(value) if local is None else [local]
+                    if wanted is not None:
+                        resharded = _read_overlap(key, chunks, wanted)
                         items += resharded.items
                         filled |= resharded.filled
                         continue
@@ -107,98 +107,51 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTen
     index = index_of(metadata)
     if index is None:
         return WholeTensors.none()
-    names, targets, kind_of, kinds = _held(state_dict)
-    return WholeTensors.found(names, targets, kinds, kind_of, index.find_whole(names, kinds, kind_of))
-
-
-def _held(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[int], list[ChunkKind]]:
-    """The tensors of which this rank holds exactly one chunk that is not empty.
-
-    Returns:
-        The names, the local tensors, for each tensor the number of its kind, and the kinds.
-    """
     names: list[str] = []
     targets: list[torch.Tensor] = []
     kind_of: list[int] = []
-    kinds: dict[ChunkKind, int] = {}
-    plain: dict[tuple[torch.dtype, torch.Size], int] = {}
-    chunks_of = _LocalChunks()
+    kinds: list[ChunkKind] = []
+    number_of: dict[int, int] = {}  # by the id of a structure, which ``held`` keeps; -1 if it is not a whole chunk
+    held = _held(state_dict)
     with torch.no_grad():
         for name, value in state_dict.items():
-            kind = type(value)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                number = plain.get((value.dtype, value.shape))
-                local = value
-            elif kind is DTensor:
-                number, local = None, value.to_local()
-            else:
+            structure = held.of(name, value)
+            if structure is None or structure is UNKNOWN:
                 continue
-            if number is None or has_own_chunks(value):
-                chunk = chunks_of(value, local)
-                if chunk is None or 0 in chunk.sizes or (local.dtype, local.shape) != (value.dtype, chunk.sizes):
-                    continue
-                described = ChunkKind(value.dtype, value.shape, chunk.offsets, chunk.sizes)
-                number = kinds.setdefault(described, len(kinds))
-                if kind is not DTensor:
-                    plain[value.dtype, value.shape] = number
-            names.append(name)
-            targets.append(local)
-            kind_of.append(number)
-    return names, targets, kind_of, list(kinds)
+            local = value.to_local() if type(value) is DTensor else value
+            number = number_of.get(id(structure))
+            if number is None:
+                is_whole = 0 not in structure.sizes and local.shape == structure.sizes
+                number = number_of[id(structure)] = len(kinds) if is_whole else -1
+                if is_whole:
+                    sizes = (torch.Size(each) for each in (structure.shape, structure.offsets, structure.sizes))
+                    kinds.append(ChunkKind(local.dtype, *sizes))
+            if number >= 0 and local.dtype is value.dtype:
+                names.append(name)
+                targets.append(local)
+                kind_of.append(number)
+    return WholeTensors.found(names, targets, kinds, kind_of, index.find_whole(names, kinds, kind_of))
 
 
-class _LocalChunks:
-    """Finds the one chunk that this rank holds of a value. It remembers results for the values of one state dict."""
+def _held(state_dict: Mapping[str, Any]) -> HeldStructures:
+    def lookup(index: MetadataIndex) -> torch.Tensor:
+        value: Any = state_dict[index.fqn]
+        local: torch.Tensor = value.to_local() if type(value) is DTensor else value
+        return local
 
-    def __init__(self) -> None:
-        self._whole: dict[torch.Size, ChunkStorageMetadata] = {}
-        # The key has everything that torch computes a chunk from. The state dict's tensors keep the meshes alive.
-        self._sharded: dict[tuple[Any, ...], ChunkStorageMetadata | None] = {}
+    return HeldStructures(lookup)
 
-    def __call__(self, value: Any, local: Any) -> ChunkStorageMetadata | None:
-        """The chunk, or ``None`` if only stock's planner can tell what this rank holds.
 
-        Args:
-            local: the local tensor, if ``value`` is a DTensor.
-        """
-        kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return None if has_own_chunks(value) else self._of_whole(value.size())
-        if kind is DTensor:
-            return self._of_dtensor(value, local)
+def _local_chunk(held: HeldStructures, key: str, value: Any) -> ChunkStorageMetadata | None:
+    """The one chunk that this rank holds of a value; ``None`` if only stock's planner can tell, or it holds nothing."""
+    structure = held.of(key, value)
+    if structure is None or structure is UNKNOWN:
         return None
-
-    def _of_whole(self, size: torch.Size) -> ChunkStorageMetadata:
-        try:
-            return self._whole[size]
-        except KeyError:
-            chunk = self._whole[size] = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            return chunk
-
-    def _of_dtensor(self, value: DTensor, local: torch.Tensor) -> ChunkStorageMetadata | None:
-        mesh, placements = value.device_mesh, value.placements
-        # With Megatron-FSDP an attribute of the tensor tells the chunks. They do not follow from the placements then.
-        own = "__create_chunk_list__" in vars(value) or hasattr(local, "__create_chunk_list__")
-        if own or type(local) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        # Equal placements may have different classes (Shard and _StridedShard in torch 2.7), which place differently.
-        key = (id(mesh), placements, tuple(map(type, placements)), value.shape)
-        if key not in self._sharded:
-            self._sharded[key] = _only_chunk(value)
-        chunk = self._sharded[key]
-        # Stock plans for a rank that is not in the mesh or holds nothing, and for a local tensor of another size.
-        return chunk if chunk is not None and math.prod(chunk.sizes) == local.numel() > 0 else None
-
-
-def _only_chunk(value: DTensor) -> ChunkStorageMetadata | None:
-    # Leave two cases to stock. Placement classes from outside torch may depend on more than we know. And it refuses
-    # pending reductions (Partial).
-    known = all(type(p).__module__.partition(".")[0] == "torch" and not p.is_partial() for p in value.placements)
-    create_chunk_list = getattr(value, "__create_chunk_list__", None)
-    if not known or value.device_mesh.get_coordinate() is None or not callable(create_chunk_list):
+    local = value.to_local() if type(value) is DTensor else value
+    # Stock plans for a local tensor of another size.
+    if math.prod(structure.sizes) != local.numel():
         return None
-    chunks: Sequence[ChunkStorageMetadata] = create_chunk_list()
-    return chunks[0] if len(chunks) == 1 else None
+    return ChunkStorageMetadata(torch.Size(structure.offsets), torch.Size(structure.sizes))
 
 
 def _chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
