@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Final
@@ -58,14 +59,8 @@ def render_page(reports: Reports) -> str:
         "@SCRIPT@": script,
         "@DATA@": _data_block(_page_data(reports)),
     }
-    page = _file("page.html")
     # One pass, so that nothing is put into what was put in before.
-    pieces = []
-    while page:
-        place, mark = min(((page.find(mark), mark) for mark in parts if mark in page), default=(len(page), ""))
-        pieces += [page[:place], parts.get(mark, "")]
-        page = page[place + len(mark) :]
-    return "".join(pieces)
+    return re.sub("@[A-Z]+@", lambda mark: parts.get(mark[0], mark[0]), _file("page.html"))
 
 
 def _file(name: str) -> str:
