@@ -1,4 +1,4 @@
-"""An S3 server on this machine, and a proxy before it that cuts connections, answers with errors, or is slow.
+"""An S3 server on this machine, and a proxy before it that cuts connections, or answers with errors.
 
 The server is moto's, a process of its own. The proxy is a thread: a test tells it what shall happen to which request.
 """
@@ -25,7 +25,7 @@ __all__ = ["BUCKET", "Fault", "FaultyProxy", "faulty_proxy", "options_for", "s3_
 
 BUCKET = "bucket"
 
-Fault = Literal["cut request", "cut answer", "500", "503", "403", "404", "slow"]
+Fault = Literal["cut request", "cut answer", "500", "503", "403"]
 
 _STARTED_WITHIN_SECONDS = 60.0
 
@@ -122,9 +122,7 @@ def faulty_proxy(endpoint: str) -> Iterator[FaultyProxy]:
                 self._cut()
                 return
             body = self._body(length)
-            if fault == "slow":
-                threading.Event().wait(1.0)
-            if fault in ("500", "503", "403", "404"):
+            if fault in ("500", "503", "403"):
                 self._refuse(int(fault))
                 return
             connection = http.client.HTTPConnection(host, timeout=30)
@@ -158,7 +156,7 @@ def faulty_proxy(endpoint: str) -> Iterator[FaultyProxy]:
             return b"".join(parts)
 
         def _refuse(self, status: int) -> None:
-            code = {403: "AccessDenied", 404: "NoSuchUpload", 500: "InternalError", 503: "SlowDown"}[status]
+            code = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}[status]
             data = f"<Error><Code>{code}</Code><Message>by the proxy</Message></Error>".encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/xml")
