@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -38,12 +39,12 @@ class Job:
     @property
     def equal(self) -> list[str]:
         """The names of the states that the program has found equal, bit for bit, on every rank."""
-        return sorted(line.removeprefix("equal: ") for line in self.output.splitlines() if line.startswith("equal: "))
+        return sorted(re.findall(r"equal: (\S+)", self.output))  # a line of another rank may stand before it
 
     @property
     def losses(self) -> list[str]:
         """The losses of rank 0 in the order of the steps, as they were printed."""
-        return [line.removeprefix("loss: ") for line in self.output.splitlines() if line.startswith("loss: ")]
+        return re.findall(r"\bloss: (\S+)", self.output)
 
     @property
     def stays_stock(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 Run by ``test_install`` in a process of its own, since Megatron must be imported before or after.
 
-    python -m tests.megatron.attributes megatron_first | install_first | default
+    python -m tests.megatron.attributes megatron_first | install_first
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def _functions() -> Iterator[tuple[Any, str, types.CodeType]]:
 
 
 def _megatron_first() -> None:
-    _import_megatron()
-    assert not any(name.partition(".")[0] == "robust_dcp" for name in sys.modules)
-    assert names_with_our_code() == set()
     import robust_dcp.megatron
 
-    before, finders = all_attributes(), list(sys.meta_path)
+    robust_dcp.megatron.install("default")  # adds the arguments, and replaces nothing else
+    _import_megatron()
     assert names_with_our_code() == set()
+    robust_dcp.megatron.uninstall()
+    before, finders = all_attributes(), list(sys.meta_path)
     robust_dcp.megatron.install()
     robust_dcp.megatron.install()
     unchanged = [patch for patch, value in all_attributes().items() if value is before[patch] is not None]
@@ -90,15 +90,6 @@ def _install_first() -> None:
     assert names_with_our_code() == set(), names_with_our_code()
 
 
-def _default() -> None:
-    import robust_dcp.megatron
-
-    robust_dcp.megatron.install("default")
-    _import_megatron()
-    assert names_with_our_code() == set()
-    robust_dcp.megatron.uninstall()
-
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    {"megatron_first": _megatron_first, "install_first": _install_first, "default": _default}[sys.argv[1]]()
+    {"megatron_first": _megatron_first, "install_first": _install_first}[sys.argv[1]]()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
+import types
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,54 +18,30 @@ pytest.importorskip("megatron.core")
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-from demo import megatron_cpu
 from robust_dcp.megatron import RobustSaveStrategy
-from robust_dcp.megatron.async_requests import BackgroundSave
-from robust_dcp.save_queue import SaveFuture
-from robust_dcp.storage.files.disk import Disk
 from tests.harness.disks import FullDisk, GatedDisk
-from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import expected, loaded, save_beside_training, state, written_on
 from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save
+from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save, warnings_of
 
 SCENARIOS = Scenarios()
 
 
-def _all_scenarios(directory: Path) -> dict[str, Any]:
-    megatron_cpu.install()
-    return SCENARIOS.run(directory)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """For each scenario what it returned on each of the two ranks."""
-    ranks = values(run_ranks(2, _all_scenarios, tmp_path_factory.mktemp("async"), timeout_seconds=150))
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+def as_saved(value: float) -> tuple[float, float, float, float]:
+    rank = dist.get_rank()
+    return value + rank, value + rank, value, value
 
 
 @SCENARIOS.add
-def _in_a_queue(directory: Path) -> Any:
-    return save_beside_training(directory, AsyncCallsQueue())
+def training_goes_on_while_shards_are_written_and_the_tracker_moves_after_the_commit(directory: Path) -> None:
+    for is_persistent in (False, True):
+        queue = AsyncCallsQueue(persistent=is_persistent)
+        assert save_beside_training(directory / str(is_persistent), queue) == expected(dist.get_rank())
+        queue.close()
 
 
 @SCENARIOS.add
-def _in_a_queue_with_a_persistent_worker(directory: Path) -> Any:
-    queue = AsyncCallsQueue(persistent=True)
-    seen = save_beside_training(directory, queue)
-    queue.close()
-    return seen
-
-
-@pytest.mark.parametrize("scenario", ["_in_a_queue", "_in_a_queue_with_a_persistent_worker"])
-def test_training_goes_on_while_shards_are_written_and_the_tracker_moves_after_the_commit(
-    found: dict[str, list[Any]], scenario: str
-) -> None:
-    assert found[scenario] == [expected(rank) for rank in range(2)]
-
-
-@SCENARIOS.add
-def _several(directory: Path) -> Any:
+def saves_that_are_asked_for_while_another_is_under_way_are_finalized_in_order(directory: Path) -> None:
     queue, finalized, own = AsyncCallsQueue(), [], state(0.0)
     with chosen():
         for step in (1.0, 2.0, 3.0):
@@ -73,48 +50,13 @@ def _several(directory: Path) -> Any:
             request = save(dict(own), directory / str(step), async_sharded_save=True, **queue_option())
             request.add_finalize_fn(lambda step=step: finalized.append(step))
             queue.schedule_async_request(request)
-        told = queue.maybe_finalize_async_calls(blocking=True)
-    return told, finalized, [loaded(directory / str(step)) for step in (1.0, 2.0, 3.0)]
-
-
-def test_saves_that_are_asked_for_while_another_is_under_way_are_finalized_in_order(
-    found: dict[str, list[Any]],
-) -> None:
-    for rank in range(2):
-        saved = [(step + rank, step + rank, step, step) for step in (1.0, 2.0, 3.0)]
-        assert found["_several"][rank] == ([0, 1, 2], [1.0, 2.0, 3.0], saved)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    assert finalized == [1.0, 2.0, 3.0]
+    assert [loaded(directory / str(step)) for step in finalized] == [as_saved(step) for step in finalized]
 
 
 @SCENARIOS.add
-def _a_rank_fails(directory: Path) -> Any:
-    queue, finalized = AsyncCallsQueue(), []
-    with chosen():
-        with written_on(FullDisk() if dist.get_rank() == 1 else Disk()):
-            request = save(state(1.0), directory / "1", async_sharded_save=True, **queue_option())
-        request.add_finalize_fn(lambda: finalized.append(1))
-        queue.schedule_async_request(request)
-        request = save(state(2.0), directory / "2", async_sharded_save=True, **queue_option())
-        request.add_finalize_fn(lambda: finalized.append(2))
-        queue.schedule_async_request(request)
-        error, failures = failures_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
-        told = queue.maybe_finalize_async_calls(blocking=True)
-    left = [(directory / "1" / name).exists() for name in (".metadata", "metadata.json")]
-    return type(error).__name__, failures, left, told, finalized, loaded(directory / "2")
-
-
-def test_a_rank_that_cannot_write_fails_the_finalizer_on_all_ranks_and_not_the_next_save(
-    found: dict[str, list[Any]],
-) -> None:
-    for rank in range(2):
-        error, failures, left, told, finalized, saved = found["_a_rank_fails"][rank]
-        assert error == "StorageError"
-        assert [failed for failed, _ in failures] == [1] and "No space left on device" in failures[0][1]
-        assert (left, told, finalized) == ([False, False], [1], [2])
-        assert saved == (2.0 + rank, 2.0 + rank, 2.0, 2.0)
-
-
-@SCENARIOS.add
-def _nobody_knows_us(directory: Path) -> Any:
+def a_request_is_right_also_where_nobody_knows_what_it_is(directory: Path) -> None:
     """Requests that end in ``execute_sync``, and in a queue that is stock's."""
     queue, finalized = AsyncCallsQueue(), []
     with chosen():
@@ -123,20 +65,14 @@ def _nobody_knows_us(directory: Path) -> Any:
         request.add_finalize_fn(lambda n=n: finalized.append((directory / str(n) / "metadata.json").exists()))
     requests[0].execute_sync()
     queue.schedule_async_request(requests[1])
-    told = queue.maybe_finalize_async_calls(blocking=True)
-    return told, finalized, [loaded(directory / str(n)) for n in (1.0, 2.0)]
-
-
-def test_a_request_is_right_also_where_nobody_knows_what_it_is(found: dict[str, list[Any]]) -> None:
-    for rank in range(2):
-        saved = [(n + rank, n + rank, n, n) for n in (1.0, 2.0)]
-        assert found["_nobody_knows_us"][rank] == ([0], [True, True], saved)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0] and finalized == [True, True]
+    assert [loaded(directory / str(n)) for n in (1.0, 2.0)] == [as_saved(n) for n in (1.0, 2.0)]
 
 
 @SCENARIOS.add
-def _by_strategies(directory: Path) -> Any:
-    """Megatron's strategy by itself and in its wrapper, for callers that ask it directly; ours; and its report."""
-    queue, outcomes = AsyncCallsQueue(), []
+def a_strategy_that_is_asked_directly_saves_beside_training_too(directory: Path) -> None:
+    """Megatron's strategy by itself and in its wrapper, and ours; and its report."""
+    queue = AsyncCallsQueue()
     with chosen():
         for name, strategy in (
             ("stock", stock_strategy()),
@@ -147,19 +83,12 @@ def _by_strategies(directory: Path) -> Any:
             request = strategy.async_save(sharded, str(made(directory / name)), *queue_option().values())
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)
-            report = getattr(strategy, "base_strategy", strategy).last_report
-            outcomes.append(((directory / name / ".metadata").exists(), report.items))
-    return outcomes
-
-
-def test_a_strategy_that_is_asked_directly_saves_beside_training_too(found: dict[str, list[Any]]) -> None:
-    for rank in range(2):
-        assert [committed for committed, _ in found["_by_strategies"][rank]] == [True] * 3
-    assert [sum(rank[n][1] for rank in found["_by_strategies"]) for n in range(3)] == [3, 3, 3]
+            assert (directory / name / ".metadata").exists()
+            assert getattr(strategy, "base_strategy", strategy).last_report.items in (1, 2)
 
 
 @SCENARIOS.add
-def _requests_of_others(directory: Path) -> Any:
+def requests_of_others_in_the_same_queue_stay_stock(directory: Path) -> None:
     queue, finalized = AsyncCallsQueue(), []
     with chosen():
         ours = save(state(1.0), directory / "1", async_sharded_save=True, **queue_option())
@@ -167,33 +96,63 @@ def _requests_of_others(directory: Path) -> Any:
         for request in (ours, others):
             queue.schedule_async_request(request)
         callers = [type(call.async_caller).__name__ for call in queue.async_calls]
-        told = queue.maybe_finalize_async_calls(blocking=True)
-    return callers, told, finalized
-
-
-def test_requests_of_others_in_the_same_queue_stay_stock(found: dict[str, list[Any]]) -> None:
-    assert found["_requests_of_others"] == [(["BackgroundSave", "TemporalAsyncCaller"], [0, 1], ["others"])] * 2
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    assert (callers, finalized) == (["BackgroundSave", "TemporalAsyncCaller"], ["others"])
 
 
 @SCENARIOS.add
-def _over_on_one_rank(directory: Path) -> list[bool]:
-    future: SaveFuture[Any] = SaveFuture()
-    queue = AsyncCallsQueue()
-    with chosen():
-        request = AsyncRequest(async_fn=None, async_fn_args=(BackgroundSave(future),), finalize_fns=[])
-        queue.schedule_async_request(request)
-    caller = queue.async_calls[0].async_caller
-    seen = [caller.is_current_async_call_done(blocking=False)]
-    if dist.get_rank() == 0:
-        future.set_result(None)
-    seen += [caller.is_current_async_call_done(no_dist=True), caller.is_current_async_call_done(blocking=False)]
-    if dist.get_rank() == 1:
-        future.set_result(None)
-    return [*seen, caller.is_current_async_call_done(blocking=True)]
+def a_rank_that_cannot_write_fails_the_finalizer_on_all_ranks_and_not_the_next_save(directory: Path) -> None:
+    """With ``warn`` the failure is logged, by a module in the place of ``megatron.training.async_utils``."""
+    queue, is_full = AsyncCallsQueue(), dist.get_rank() == 1
+    module = types.ModuleType("megatron.training.async_utils")
+
+    def maybe_finalize_async_save(blocking: bool = False) -> list[int]:
+        return list(queue.maybe_finalize_async_calls(blocking))
+
+    def ask_for(name: str, *, fails: bool) -> None:
+        with written_on(FullDisk()) if fails and is_full else contextlib.nullcontext():
+            path = directory / name
+            queue.schedule_async_request(save(state(float(name)), path, async_sharded_save=True, **queue_option()))
+
+    module.maybe_finalize_async_save = maybe_finalize_async_save  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    try:
+        with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
+            for name in "123":
+                ask_for(name, fails=name == "2")
+            module.maybe_finalize_async_save(blocking=True)
+        with chosen():
+            ask_for("4", fails=True)
+            ask_for("5", fails=False)
+            error, failures = failures_of(lambda: module.maybe_finalize_async_save(blocking=True))
+            module.maybe_finalize_async_save(blocking=True)
+    finally:
+        del sys.modules[module.__name__]
+    dist.barrier()
+    assert [name for name in "12345" if (directory / name / "metadata.json").exists()] == ["1", "3", "5"]
+    assert not (directory / "4" / ".metadata").exists()
+    (message,) = messages  # rank 0 tells it, and rank 1, which failed itself
+    assert "this checkpoint was not saved, and training goes on" in message and "No space left on device" in message
+    ((rank, message),) = failures
+    assert (type(error).__name__, rank) == ("StorageError", 1) and "No space left on device" in message
+    assert [loaded(directory / name) for name in "35"] == [as_saved(3.0), as_saved(5.0)]
 
 
-def test_a_save_is_over_for_all_ranks_alike(found: dict[str, list[Any]]) -> None:
-    assert found["_over_on_one_rank"] == [[False, True, False, True], [False, False, False, True]]
+@SCENARIOS.add
+def tensors_are_let_go_of_once_they_have_been_copied(directory: Path) -> None:
+    disk, own = GatedDisk(), state(1.0)
+    held = weakref.ref(own["weight"].data)
+    with chosen(), written_on(disk):
+        request = save(own, directory / "1", async_sharded_save=True, **queue_option())
+        del own
+        gc.collect()
+        is_held = held() is not None
+        disk.gate.set()
+        request.execute_sync()
+    assert not is_held
+
+
+test_on_two_ranks = SCENARIOS.test()
 
 
 _ENDS_WITHOUT_FINALIZING = """
@@ -216,22 +175,3 @@ def test_a_process_that_ends_commits_the_shards_but_no_checkpoint_that_nobody_fi
     subprocess.run([sys.executable, "-c", _ENDS_WITHOUT_FINALIZING, str(tmp_path)], check=True, timeout=100)
     assert (tmp_path / "1" / ".metadata").exists()
     assert not (tmp_path / "1" / "metadata.json").exists()
-
-
-@SCENARIOS.add
-def _memory(directory: Path) -> int:
-    """How many of the tensors that were saved are still held once the request is there."""
-    disk, own = GatedDisk(), state(1.0)
-    held = weakref.ref(own["weight"].data)
-    with chosen(), written_on(disk):
-        request = save(own, directory / "1", async_sharded_save=True, **queue_option())
-        del own
-        gc.collect()
-        n_held = int(held() is not None)
-        disk.gate.set()
-        request.execute_sync()
-    return n_held
-
-
-def test_tensors_are_let_go_of_once_they_have_been_copied(found: dict[str, list[Any]]) -> None:
-    assert found["_memory"] == [0, 0]

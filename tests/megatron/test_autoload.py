@@ -65,28 +65,35 @@ def test_with_the_flag_importing_torch_only_waits_for_megatron() -> None:
     assert "robust_dcp.api" not in found and not any(name.startswith("megatron") for name in found)
 
 
-def test_unmodified_megatron_takes_the_flag_and_prints_it(tmp_path: Path) -> None:
-    done = run_python(write_small_megatron(tmp_path), "--ckpt-planner", "robust_dcp", "--ckpt-writer-threads", "3")
-    assert "  ckpt_planner .................................... robust_dcp\n" in done.stdout, done.stderr
-    assert "  ckpt_writer_threads ............................. 3\n" in done.stdout
-    assert done.stdout.endswith("planner robust_dcp\n")
-
-
-def test_unmodified_megatron_refuses_the_options_without_the_flag(tmp_path: Path) -> None:
-    done = run_python(write_small_megatron(tmp_path), "--ckpt-writer-threads", "3")
-    assert done.returncode == 2
-    assert "unrecognized arguments: --ckpt-writer-threads 3" in done.stderr
-
-
-def test_the_variable_switches_it_on_for_python_m_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "variable", "planner"),
+    [
+        (("pretrain_gpt.py", "--ckpt-planner", "robust_dcp", "--ckpt-writer-threads", "3"), None, "robust_dcp"),
+        (("-m", "pretrain_gpt"), "1", "robust_dcp"),
+        (("pretrain_gpt.py", "--ckpt-planner=default"), "1", "default"),
+        (("pretrain_gpt.py", "--ckpt-planner", "robust_dcp"), "off", "default"),
+    ],
+)
+def test_unmodified_megatron_takes_the_flag_or_the_variable_and_prints_the_options(
+    arguments: tuple[str, ...], variable: str | None, planner: str, tmp_path: Path
+) -> None:
     write_small_megatron(tmp_path)
-    done = run_python("-m", "pretrain_gpt", environment={"ROBUST_DCP": "1"}, cwd=tmp_path)
-    assert done.stdout.endswith("planner robust_dcp\n"), done.stderr
+    done = run_python(*arguments, environment={} if variable is None else {"ROBUST_DCP": variable}, cwd=tmp_path)
+    assert done.stdout.endswith(f"planner {planner}\n"), done.stderr
+    if variable is None:
+        assert "  ckpt_planner .................................... robust_dcp\n" in done.stdout
+        assert "  ckpt_writer_threads ............................. 3\n" in done.stdout
 
 
-def test_the_flag_switches_off_what_the_variable_switches_on(tmp_path: Path) -> None:
-    done = run_python(write_small_megatron(tmp_path), "--ckpt-planner=default", environment={"ROBUST_DCP": "1"})
-    assert done.stdout.endswith("planner default\n"), done.stderr
+@pytest.mark.parametrize(
+    ("option", "environment"),
+    [("--ckpt-writer-threads=3", {}), ("--ckpt-planner=robust_dcp", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})],
+)
+def test_unmodified_megatron_refuses_the_options_without_the_flag_or_where_pytorch_loads_nothing(
+    option: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    done = run_python(write_small_megatron(tmp_path), option, environment=environment)
+    assert done.returncode == 2 and f"unrecognized arguments: {option}" in done.stderr
 
 
 def test_it_works_where_the_parser_s_module_is_itself_what_imports_torch(tmp_path: Path) -> None:
@@ -118,14 +125,3 @@ def test_nothing_in_sys_argv_makes_it_raise(argv: object, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     robust_dcp_autoload.activate()
-
-
-def test_the_variable_that_says_no_wins_over_the_flag(tmp_path: Path) -> None:
-    done = run_python(write_small_megatron(tmp_path), "--ckpt-planner", "robust_dcp", environment={"ROBUST_DCP": "off"})
-    assert done.stdout.endswith("planner default\n"), done.stderr
-
-
-def test_pytorch_s_own_switch_keeps_it_out(tmp_path: Path) -> None:
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = run_python(write_small_megatron(tmp_path), "--ckpt-planner", "robust_dcp", environment=off)
-    assert "unrecognized arguments: --ckpt-planner robust_dcp" in done.stderr

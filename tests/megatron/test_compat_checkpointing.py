@@ -130,54 +130,12 @@ def test_with_raise_a_failed_save_is_the_same_exception_on_all_ranks(jobs: _Jobs
     assert jobs.last.of_step(4, "tracker") == ["60", "60"]
 
 
-def test_a_rank_that_cannot_make_its_state_dict_is_heard_of_by_all_and_with_warn_training_goes_on(
-    tmp_path: Path,
-) -> None:
-    warned = run_job(
-        tmp_path / "1",
-        *(*_TORCH_DIST, *_OURS, "--ckpt-save-failure", "warn", "--save", tmp_path / "warned"),
-        steps="save:10 break:20 save:30",
-    )
-    assert warned.of_step(1, "error") == [None, None]
-    assert [warned.of_step(step, "tracker")[0] for step in range(3)] == ["10", "10", "30"]
-    assert "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)" in warned.output
-    raised = run_job(tmp_path / "2", *_TORCH_DIST, *_OURS, "--save", tmp_path / "raised", steps="break:10")
-    of_rank_0, of_rank_1 = raised.of_step(0, "error")
-    assert of_rank_0 == of_rank_1
-    assert "the optimizer has no state dict" in of_rank_0[1]
-    assert of_rank_0[2] == [1]
-
-
-def test_an_asynchronous_save_is_named_when_megatron_finalizes_it(tmp_path: Path) -> None:
-    steps = f"save:10 finalize save:20 finalize load:{tmp_path}"
-    job = run_job(tmp_path / "job", *_TORCH_DIST, *_OURS, *_ASYNC, "--save", tmp_path, steps=steps)
-    assert [job.of_step(step, "tracker")[0] for step in range(4)] == [None, "10", "10", "20"]
-    assert [job.of_step(step, "plan")[0] for step in range(4)] == [None, "built", "built", "reused"]
-    assert [job.of_step(step, "processes") for step in (0, 2)] == [[0, 0]] * 2
-    assert job.of_step(4, "digest") == job.of_step(2, "digest")
-
-
 def test_an_asynchronous_save_of_torch_dcp_is_named_when_megatron_finalizes_it(tmp_path: Path) -> None:
     steps = f"save:10 finalize save:20 finalize load:{tmp_path}"
     job = run_job(tmp_path / "job", *_TORCH_DCP, *_OURS, *_ASYNC, "--save", tmp_path, steps=steps)
     assert [job.of_step(step, "tracker")[0] for step in range(4)] == [None, "10", "10", "20"]
     assert _plans_in_log(job) == [("10", "built"), ("20", "reused")]
     assert job.of_step(4, "digest") == job.of_step(2, "digest")
-
-
-@pytest.mark.parametrize("on_failure", ["raise", "warn"])
-def test_an_asynchronous_save_that_fails_is_told_when_megatron_finalizes_it(tmp_path: Path, on_failure: str) -> None:
-    asynchronous = (*_ASYNC, "--ckpt-save-failure", on_failure, "--save", tmp_path)
-    steps = "save:10 finalize fault:20 finalize save:30 finalize"
-    job = run_job(tmp_path / "job", *_TORCH_DIST, *_OURS, *asynchronous, steps=steps)
-    assert [job.of_step(step, "tracker")[0] for step in range(6)] == [None, "10", "10", "10", "10", "30"]
-    of_rank_0, of_rank_1 = job.of_step(3, "error")
-    assert of_rank_0 == of_rank_1
-    if on_failure == "raise":
-        assert of_rank_0[0] == "StorageError" and "File too large" in of_rank_0[1] and of_rank_0[2] == [1]
-    else:
-        assert of_rank_0 is None
-        assert "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)" in job.output
 
 
 def test_torch_dcp_checkpoints_go_both_ways_between_ours_and_stock(tmp_path: Path) -> None:

@@ -49,12 +49,6 @@ def test_the_parser_accepts_the_flag_by_autoload_and_prints_it(pretrain: Path) -
     assert all(line in done.stdout for line in _TABLE), done.stderr
 
 
-def test_the_parser_accepts_the_flag_by_the_launcher_and_prints_it(pretrain: Path) -> None:
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = run_python("-m", "robust_dcp.megatron", pretrain, *_FLAG, environment=off)
-    assert all(line in done.stdout for line in _TABLE), done.stderr
-
-
 def test_without_the_flag_the_parser_is_megatron_s_own_and_strict(pretrain: Path) -> None:
     done = run_python(pretrain)
     assert "of robust_dcp: False\n" in done.stdout, done.stderr

@@ -36,9 +36,3 @@ def test_no_attribute_of_megatron_is_ours_after_uninstall_if_megatron_came_after
     done = _run_attributes("install_first", rank=1)
     assert done.returncode == 0, done.stderr
     assert "is the planner of" not in done.stderr
-
-
-def test_the_planner_default_adds_the_arguments_and_replaces_nothing_else() -> None:
-    done = _run_attributes("default", rank=0)
-    assert done.returncode == 0, done.stderr
-    assert "robust_dcp" not in done.stderr

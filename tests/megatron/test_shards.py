@@ -74,18 +74,11 @@ def _set(**properties: Any) -> Change:
 _CHANGES: dict[str, tuple[int, Change]] = {
     "key": (0, _set(key="other")),
     "replica id": (0, _set(replica_id=(0, 0, 0))),
-    "replica id of an object": (3, _set(replica_id=1)),
     "axis fragmentation": (0, _set(axis_fragmentations=(3, 2))),
-    "uneven": (0, _set(axis_fragmentations=None)),
     "global shape": (0, _set(global_shape=(16, 6))),
     "global offset": (0, _set(global_offset=(8, 0))),
-    "global offset of an object": (3, _set(global_offset=(0,))),
-    "global shape of an object": (3, _set(global_shape=(3,))),
     "dtype": (1, _set(dtype=torch.bfloat16, data=torch.ones(4, dtype=torch.bfloat16))),
-    "dtype of the data alone": (1, _set(data=torch.ones(4, dtype=torch.bfloat16))),
     "local shape": (1, _set(local_shape=(5,), global_shape=(5,), data=torch.ones(5))),
-    "prepended axes": (1, _set(prepend_axis_num=1, global_shape=(1, 4), global_offset=(0, 0))),
-    "allowed to mismatch": (1, _set(allow_shape_mismatch=True)),
     "sparse data": (1, _set(data=torch.ones(4).to_sparse())),
     "data that waits for a negation": (1, _set(data=torch._neg_view(torch.ones(4)))),
     "data of a class of its own": (1, _set(data=torch.ones(4).as_subclass(type("Own", (torch.Tensor,), {})))),
@@ -102,22 +95,15 @@ def test_a_property_that_changes_is_noticed(what: str) -> None:
     changed = ShardFacts(shards)
     assert changed.facts != before.facts
     assert changed.once(_number_of_facts) is not kept
+    if "data" not in what:
+        _described(_shards())
+        found = _described(shards)
+        clear_caches()
+        assert _described(shards) == found and found[2] == AccessColumns.of(shards)
 
 
 def _number_of_facts(facts: ShardFacts) -> list[int]:
     return [len(facts.facts)]
-
-
-@pytest.mark.parametrize("what", [name for name in _CHANGES if "data" not in name])
-def test_what_has_changed_is_described_as_it_is_and_as_it_was_when_it_was_never_known(what: str) -> None:
-    place, change = _CHANGES[what]
-    _described(_shards())
-    shards = _shards()
-    change(shards[place])
-    found = _described(shards)
-    assert found[2] == AccessColumns.of(shards)
-    clear_caches()
-    assert _described(shards) == found
 
 
 def test_every_property_that_this_megatron_gives_a_shard_is_compared() -> None:
@@ -130,13 +116,6 @@ def test_every_property_that_this_megatron_gives_a_shard_is_compared() -> None:
             assert ShardFacts(shards).facts != ShardFacts(_shards()).facts, field.name
 
 
-def test_data_that_is_missing_is_noticed() -> None:
-    _described(_shards())
-    shards = _shards()
-    shards[0].data = None  # not the main replica: a placeholder
-    assert _described(shards)[0] == ["bias", "layers", "rng/shard_1_2"]
-
-
 def test_a_shape_that_the_caller_changes_in_place_does_not_change_what_is_known() -> None:
     shards = _shards()
     shards[0].global_shape = [12, 6]
@@ -147,13 +126,6 @@ def test_a_shape_that_the_caller_changes_in_place_does_not_change_what_is_known(
     assert _described(changed)[1][0].shape == (24, 6)
 
 
-def test_a_shard_that_comes_or_goes_is_noticed() -> None:
-    _described(_shards())
-    assert _described(_shards()[1:])[0] == ["bias", "layers", "rng/shard_1_2"]
-    more = [*_shards(), ShardedTensor.from_rank_offsets("new", torch.ones(1))]
-    assert _described(more)[0] == ["weight", "bias", "layers", "rng/shard_1_2", "new"]
-
-
 def test_two_main_replicas_that_were_one_tensor_and_are_no_more_are_refused_though_all_else_is_known() -> None:
     one = torch.ones(4)
     tied = [ShardedTensor.from_rank_offsets("tied", one), ShardedTensor.from_rank_offsets("tied", one)]
@@ -161,11 +133,3 @@ def test_two_main_replicas_that_were_one_tensor_and_are_no_more_are_refused_thou
     untied = [ShardedTensor.from_rank_offsets("tied", one), ShardedTensor.from_rank_offsets("tied", one.clone())]
     with pytest.raises(PlanConflict, match="two tensors that claim to be the main replica of 'tied'"):
         saved_shards(ShardFacts(untied))
-
-
-def test_a_subclass_of_a_sharded_tensor_is_never_taken_for_one_that_is_known() -> None:
-    class Own(ShardedTensor):
-        pass
-
-    shards = [Own.from_rank_offsets("weight", torch.ones(4))]
-    assert ShardFacts(shards).facts != ShardFacts(shards).facts

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import save as save_bound_early
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -24,10 +26,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from benchmarks.collectives import counted_collectives
-from demo import megatron_cpu
-from robust_dcp import PlanConflict
-from robust_dcp.errors import StorageError
-from tests.harness.ranks import run_ranks, values
+from robust_dcp import PlanConflict, StorageError
+from robust_dcp.megatron import RobustSaveStrategy
+from robust_dcp.storage.files.paths import INDEX_NAME
+from tests.harness.ranks import in_ranks, values
+from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import (
     Scenarios,
     chosen,
@@ -42,19 +45,6 @@ from tests.megatron.torch_dist import (
 )
 
 SCENARIOS = Scenarios()
-
-
-def _all_scenarios(directory: Path) -> dict[str, Any]:
-    megatron_cpu.install()
-    torch.serialization.add_safe_globals([argparse.Namespace])
-    return SCENARIOS.run(directory)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """For each scenario what it returned on each of the two ranks."""
-    ranks = values(run_ranks(2, _all_scenarios, tmp_path_factory.mktemp("saves"), timeout_seconds=150))
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 def _halves(key: str, data: torch.Tensor) -> ShardedTensorFactory:
@@ -84,163 +74,170 @@ def _state(step: int, *, is_template: bool = False) -> dict[str, Any]:
 
 
 @SCENARIOS.add
-def _loads_with_stock(directory: Path) -> dict[str, Any]:
+def stock_megatron_loads_all_that_was_saved_and_nothing_went_through_object_collectives(directory: Path) -> None:
+    torch.serialization.add_safe_globals([argparse.Namespace])
     with chosen(), counted_collectives() as calls:
         save(_state(3), directory / "1", content_metadata={"format": "x", "dp_cp_group": object()})
+    rank = dist.get_rank()
     loaded = dist_checkpointing.load(_state(3, is_template=True), str(directory / "1"))
-    return {
-        "weight": loaded["model"]["weight"].tolist(),
-        "halves": loaded["model"]["halves"].tolist(),
-        "bias": loaded["model"]["layers"][0].tolist(),
-        "objects": (loaded["rng"], loaded["shared"], loaded["here"]),
-        "common": (loaded["iteration"], loaded["args"]),
-        "content": dist_checkpointing.load_content_metadata(str(directory / "1")),
-        "config": json.loads((directory / "1" / "metadata.json").read_text())["sharded_backend"],
-        "objects gathered": {name: n for name, n in calls.items() if name != "barrier"},
+    assert torch.equal(loaded["model"]["weight"], 3 * (torch.arange(6.0).reshape(2, 3) + 10 * rank))
+    assert torch.equal(loaded["model"]["halves"], 3 * (torch.arange(4.0) + 10 * rank))
+    assert loaded["model"]["layers"][0].tolist() == [3.0] * 5
+    assert (loaded["rng"], loaded["shared"], loaded["here"]) == ({"seed": 3 + rank}, [3], f"rank {rank}")
+    assert (loaded["iteration"], loaded["args"]) == (3, argparse.Namespace(lr=0.5, name="gpt"))
+    assert dist_checkpointing.load_content_metadata(str(directory / "1")) == {"format": "x"}
+    assert json.loads((directory / "1" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    assert set(calls) <= {"barrier"}
+
+
+@SCENARIOS.add
+def a_repeated_save_reuses_the_plan_though_megatron_makes_the_state_dict_anew(directory: Path) -> None:
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+    wrapped = FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD, do_cache_distribution=True)
+    with chosen():
+        for step, plans in ((1, ("built", "rebuilt")), (2, ("reused",))):  # with the wrapper's group it is another plan
+            save(_state(step), directory / str(step), wrapped, validate_access_integrity=step == 1)
+            assert strategy.last_report.plan in plans
+    assert sum(phase.payload_nbytes for phase in strategy.last_report.phases) <= 256
+
+
+@SCENARIOS.add
+def functions_bound_early_and_strategies_that_are_called_themselves_save_by_robust_dcp(directory: Path) -> None:
+    """With the switch at 0 the same calls are stock's."""
+    for switch in "10":
+        with chosen(switch=switch):
+            for place, strategy in (("bound", stock_strategy()), ("parallel", stock_strategy())):
+                if place == "parallel":
+                    strategy = FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD)
+                path = made(directory / f"{place}{switch}")
+                save_bound_early({"weight": cut("weight", torch.ones(4))}, str(path), strategy)
+                sharded = {"weight": cut("weight", torch.ones(4))}
+                strategy.save(sharded, made(directory / f"{place}{switch} strategy"))
+    dist.barrier()
+    assert {path.name for path in directory.iterdir() if (path / INDEX_NAME).exists()} == {
+        path.name for path in directory.iterdir() if "1" in path.name
     }
+    assert len(list(directory.iterdir())) == 8
 
 
-def test_stock_megatron_loads_all_that_was_saved_and_nothing_went_through_object_collectives(
-    found: dict[str, list[Any]],
-) -> None:
-    for rank, loaded in enumerate(found["_loads_with_stock"]):
-        assert loaded == {
-            "weight": (3 * (torch.arange(6.0).reshape(2, 3) + 10 * rank)).tolist(),
-            "halves": (3 * (torch.arange(4.0) + 10 * rank)).tolist(),
-            "bias": [3.0] * 5,
-            "objects": ({"seed": 3 + rank}, [3], f"rank {rank}"),
-            "common": (3, argparse.Namespace(lr=0.5, name="gpt")),
-            "content": {"format": "x"},
-            "config": "torch_dist",
-            "objects gathered": {},
+@SCENARIOS.add
+def the_main_replica_is_written_and_the_fully_parallel_wrapper_spreads_the_work(directory: Path) -> None:
+    rank = dist.get_rank()
+    for name, expected in (("alone", [8, 0]), ("wrapped", [4, 4])):
+        inner = RobustSaveStrategy()
+        strategy = inner if name == "alone" else FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD)
+        save({str(n): replicated(str(n), torch.ones(1024)) for n in range(8)}, directory / name, strategy)
+        items = FileSystemReader(directory / name).read_metadata().state_dict_metadata
+        n_others = len(items) - 8 if rank == 0 else 0  # the common state, from 0.19 on
+        assert inner.last_report is not None and inner.last_report.items - n_others == expected[rank]
+
+
+@SCENARIOS.add
+def a_chunk_held_twice_by_a_rank_and_a_replica_without_data_are_no_conflict(directory: Path) -> None:
+    main = dist.get_rank() == 0
+    state = {
+        "embedding": replicated("tied", torch.ones(4), replica_id=0 if main else 1),
+        "output": replicated("tied", torch.ones(4), replica_id=2),  # as with tied weights
+        "gathered": replicated("gathered", torch.full((4,), 7.0)),
+    }
+    if not main:
+        state["gathered"].data = None
+    save(state, directory / "1", RobustSaveStrategy(), validate_access_integrity=False)
+    template = {key: replicated(key, torch.zeros(4)) for key in ("tied", "gathered")}
+    loaded = dist_checkpointing.load(template, str(directory / "1"))
+    assert (loaded["tied"].tolist(), loaded["gathered"].tolist()) == ([1.0] * 4, [7.0] * 4)
+
+
+class _Mine(torch.Tensor):
+    """A class of a user, as quantization libraries have them."""
+
+
+@SCENARIOS.add
+def tensors_of_other_classes_are_saved_and_both_ours_and_stock_load_them(directory: Path) -> None:
+    rank = dist.get_rank()
+    numbers = torch.complex(torch.full((2, 3), 1.0 + rank), torch.full((2, 3), 2.0))
+
+    def state(factor: float) -> dict[str, Any]:
+        return {
+            "mine": cut("mine", (factor * torch.full((2, 3), 3.0 + rank)).as_subclass(_Mine)),
+            "conjugate": cut("conjugate", (factor * numbers).conj()),
+            "both": replicated("both", (factor * torch.arange(3.0)).as_subclass(_Mine)),
+        }
+
+    torch.serialization.add_safe_globals([_Mine])
+    with chosen():
+        save(state(1.0), directory / "1")
+        by_ours = dist_checkpointing.load(state(0.0), str(directory / "1"))
+    for loaded in (by_ours, dist_checkpointing.load(state(0.0), str(directory / "1"))):
+        assert {key: value.tolist() for key, value in loaded.items()} == {
+            "mine": [[3.0 + rank] * 3] * 2,
+            "conjugate": [[complex(1.0 + rank, -2.0)] * 3] * 2,
+            "both": [0.0, 1.0, 2.0],
         }
 
 
 @SCENARIOS.add
-def _repeated(directory: Path) -> list[Any]:
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
-    wrapped = FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD, do_cache_distribution=True)
-    reports = []
-    with chosen():
-        for step in (1, 2):
-            save(_state(step), directory / str(step), wrapped, validate_access_integrity=step == 1)
-            report = strategy.last_report
-            reports.append((report.plan, sum(phase.payload_nbytes for phase in report.phases)))
-    return reports
-
-
-def test_a_repeated_save_reuses_the_plan_though_megatron_makes_the_state_dict_anew(
-    found: dict[str, list[Any]],
-) -> None:
-    for reports in found["_repeated"]:
-        assert reports[0][0] in ("built", "rebuilt")  # with the wrapper's group it is another plan
-        assert reports[1][0] == "reused"
-        assert reports[1][1] <= 256
-
-
-@SCENARIOS.add
-def _failing_factory(directory: Path) -> Any:
-    state = _state(1)
+def a_rank_that_cannot_make_its_part_is_one_error_on_all_and_nothing_is_left(directory: Path) -> None:
+    failing_factory, without_data = _state(1), {"weight": cut("weight", torch.ones(2))}
     if dist.get_rank() == 1:
-        state["model"]["halves"].build_fn = lambda *args: 1 / 0
+        failing_factory["model"]["halves"].build_fn = lambda *args: 1 / 0
+        without_data["weight"].data = None
     with chosen():
-        error, failures = failures_of(lambda: save(state, directory / "1"))
-    return failures, sorted(path.name for path in (directory / "1").iterdir()), isinstance(error, ArithmeticError)
-
-
-def test_a_factory_that_fails_on_one_rank_is_one_error_on_all_and_nothing_is_left(found: dict[str, list[Any]]) -> None:
-    assert found["_failing_factory"] == [([(1, "division by zero")], [], False)] * 2
+        assert failures_of(lambda: save(failing_factory, directory / "1"))[1] == [(1, "division by zero")]
+        ((rank, message),) = failures_of(lambda: save(without_data, directory / "2"))[1]
+        assert rank == 1 and "`data` attr is None" in message
+        unpicklable = {"weight": cut("weight", torch.ones(2)), "hook": lambda: None}
+        ((rank, message),) = failures_of(lambda: save(unpicklable, directory / "3"))[1]
+        assert rank == 0 and "lambda" in message
+    assert not [path for name in "123" for path in (directory / name).iterdir()]
 
 
 @SCENARIOS.add
-def _unpicklable_common_state(directory: Path) -> Any:
-    state = {"weight": cut("weight", torch.ones(2)), "hook": lambda: None}
+def a_failure_to_write_metadata_json_is_an_error_on_all_ranks_and_nothing_that_was_saved_stays(directory: Path) -> None:
     with chosen():
-        return failures_of(lambda: save(state, directory / "1"))[1]
-
-
-def test_a_common_state_that_does_not_pickle_on_rank_0_is_an_error_on_all_ranks(found: dict[str, list[Any]]) -> None:
-    for failures in found["_unpicklable_common_state"]:
-        assert [rank for rank, _ in failures] == [0]
-        assert "lambda" in failures[0][1]
-
-
-@SCENARIOS.add
-def _failing_finish(directory: Path) -> Any:
-    with chosen():
-        (directory / "1" / "metadata.json" / "x").mkdir(parents=True, exist_ok=True)
+        made(directory / "1" / "metadata.json" / "x")
         error, failures = failures_of(lambda: dist_checkpointing.save(_state(1), str(directory / "1")))
     dist.barrier()
-    return isinstance(error, StorageError), [rank for rank, _ in failures], os.listdir(directory / "1")
-
-
-def test_a_failure_to_write_metadata_json_is_an_error_on_all_ranks_and_nothing_that_was_saved_stays(
-    found: dict[str, list[Any]],
-) -> None:
-    assert found["_failing_finish"] == [(True, [0], ["metadata.json"])] * 2
+    assert isinstance(error, StorageError) and [rank for rank, _ in failures] == [0]
+    assert os.listdir(directory / "1") == ["metadata.json"]
 
 
 @SCENARIOS.add
-def _missing_main_replica(directory: Path) -> Any:
+def a_shard_without_main_replica_is_refused_on_all_ranks_as_megatron_would(directory: Path) -> None:
     state = {"weight": cut("weight", torch.ones(2), replica_id=dist.get_rank())}
     with chosen():
         error, failures = failures_of(lambda: save(state, directory / "1"))
-    return isinstance(error, CheckpointingException), isinstance(error, PlanConflict), error.key, str(error), failures
-
-
-def test_a_shard_without_main_replica_is_refused_on_all_ranks_as_megatron_would(found: dict[str, list[Any]]) -> None:
-    for is_megatrons, is_ours, key, message, failures in found["_missing_main_replica"]:
-        assert (is_megatrons, is_ours, key, failures) == (True, True, "weight", [])
-        assert "Invalid access pattern" in message
-        assert "1 of 2 shards" in message
+    assert isinstance(error, CheckpointingException) and isinstance(error, PlanConflict)
+    assert (error.key, failures) == ("weight", [])
+    assert "Invalid access pattern" in str(error) and "1 of 2 shards" in str(error)
 
 
 @SCENARIOS.add
-def _claimed_constant(directory: Path) -> Any:
+def a_structure_that_is_claimed_to_be_constant_is_validated_once_it_is_not(directory: Path) -> None:
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
     with chosen():
         save({"weight": cut("weight", torch.ones(2))}, directory / "1", strategy)
         grown = {"weight": cut("weight", torch.ones(2)), "rng": replicated_object("rng", 1)}
         grown["rng"].replica_id = 7
-        error, _ = failures_of(
-            lambda: save(grown, directory / "2", strategy, validate_access_integrity=False),
-        )
-    return error.key
-
-
-def test_a_structure_that_is_claimed_to_be_constant_is_validated_once_it_is_not(found: dict[str, list[Any]]) -> None:
-    assert found["_claimed_constant"] == ["rng", "rng"]
+        error, _ = failures_of(lambda: save(grown, directory / "2", strategy, validate_access_integrity=False))
+    assert isinstance(error, PlanConflict) and error.key == "rng"
 
 
 @SCENARIOS.add
-def _differing_common_state(directory: Path) -> list[str]:
-    state = {"weight": cut("weight", torch.ones(2)), "lr": {"now": 0.1 * dist.get_rank()}, "same": [1, 2]}
+def a_common_state_that_differs_is_logged_by_the_rank_that_differs(directory: Path) -> None:
+    def state() -> dict[str, Any]:
+        return {"weight": cut("weight", torch.ones(2)), "lr": {"now": 0.1 * dist.get_rank()}, "same": [1, 2]}
+
     with chosen(), warnings_of("robust_dcp.megatron.common_state") as messages:
-        save(state, directory / "1")
-    return messages
-
-
-def test_a_common_state_that_differs_is_logged_by_the_rank_that_differs(found: dict[str, list[Any]]) -> None:
-    first, second = found["_differing_common_state"]
-    assert first == []
-    assert len(second) == 1
-    assert "Mismatched keys: ['lr.now']" in second[0]
+        save(state(), directory / "1", preprocess_common_before_consistancy_check=lambda common: {})
+        assert messages == []
+        save(state(), directory / "2")
+    assert len(messages) == dist.get_rank()
+    assert all("Mismatched keys: ['lr.now']" in message for message in messages)
 
 
 @SCENARIOS.add
-def _ignored_common_state(directory: Path) -> list[str]:
-    state = {"weight": cut("weight", torch.ones(2)), "rank": dist.get_rank()}
-    with chosen(), warnings_of("robust_dcp.megatron.common_state") as messages:
-        save(state, directory / "1", preprocess_common_before_consistancy_check=lambda common: {})
-    return messages
-
-
-def test_what_the_caller_takes_out_of_the_common_state_is_not_compared(found: dict[str, list[Any]]) -> None:
-    assert found["_ignored_common_state"] == [[], []]
-
-
-@SCENARIOS.add
-def _a_strategy_of_ones_own(directory: Path) -> list[bool]:
+def a_strategy_that_saves_in_its_own_way_is_left_to_do_so(directory: Path) -> None:
     written = []
 
     class Own(TorchDistSaveShardedStrategy):
@@ -250,116 +247,11 @@ def _a_strategy_of_ones_own(directory: Path) -> list[bool]:
 
     with chosen():
         save({"weight": cut("weight", torch.ones(2))}, directory / "1", Own("torch_dist", 1))
-    return written
-
-
-def test_a_strategy_that_saves_in_its_own_way_is_left_to_do_so(found: dict[str, list[Any]]) -> None:
-    assert found["_a_strategy_of_ones_own"] == [[True], [True]]
-
-
-def _megatron_training(tracker: Path) -> types.ModuleType:
-    """A module in the place of Megatron-LM's, whose ``save_checkpoint`` goes as that does: state, save, tracker."""
-    module = types.ModuleType("megatron.training.checkpointing")
-
-    def save_checkpoint(iteration: int, directory: Path, state: dict[str, Any]) -> str:
-        save(state, directory)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            tracker.write_text(str(iteration))
-        return "saved"
-
-    save_checkpoint.__module__ = module.__name__
-    module.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
-    return module
+    assert written == [True]
 
 
 @SCENARIOS.add
-def _failing_save_of_a_job_that_goes_on(directory: Path) -> Any:
-    tracker = directory / "latest_checkpointed_iteration.txt"
-    training = _megatron_training(tracker)
-    sys.modules[training.__name__] = training
-    bad = {"weight": cut("weight", torch.ones(2), replica_id=dist.get_rank())}
-    results: list[Any] = []
-    try:
-        with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
-            results.append(training.save_checkpoint(1, directory / "1", _state(1)))
-            results.append(training.save_checkpoint(2, directory / "2", bad))
-            results.append(training.save_checkpoint(3, directory / "3", _state(3)))
-            dist.barrier()
-            results.append(tracker.read_text())
-        with chosen():
-            failures_of(lambda: training.save_checkpoint(4, directory / "4", bad))
-        dist.barrier()
-        results.append(tracker.read_text())
-    finally:
-        del sys.modules[training.__name__]
-    old = dist_checkpointing.load(_state(1, is_template=True), str(directory / "1"))["iteration"]
-    return results, old, messages
-
-
-def test_with_warn_a_failed_save_is_logged_the_tracker_stays_and_the_job_goes_on(found: dict[str, list[Any]]) -> None:
-    for rank, (results, old, messages) in enumerate(found["_failing_save_of_a_job_that_goes_on"]):
-        assert results == ["saved", None, "saved", "3", "3"]
-        assert old == 1
-        assert len(messages) == (1 if rank == 0 else 0)
-        assert all("Invalid access pattern" in message for message in messages)
-
-
-def _training_that_fails_on_rank_1(directory: Path) -> types.ModuleType:
-    """As above, but making the state dict fails on rank 1 at iteration 2, as ``model.sharded_state_dict()`` may."""
-    module = types.ModuleType("megatron.training.checkpointing")
-
-    def save_checkpoint(iteration: int) -> str:
-        if iteration == 2 and dist.get_rank() == 1:
-            raise ValueError("no state dict of the optimizer")
-        dist_checkpointing.save(_state(iteration), str(directory / str(iteration)))
-        if iteration == 4 and dist.get_rank() == 1:
-            raise ValueError("after the save")
-        return "saved"
-
-    save_checkpoint.__module__ = module.__name__
-    module.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
-    return module
-
-
-@SCENARIOS.add
-def _failing_state_dict(directory: Path) -> Any:
-    training = _training_that_fails_on_rank_1(directory)
-    sys.modules[training.__name__] = training
-    found: list[Any] = []
-    for iteration in (1, 2, 3, 4):
-        made(directory / str(iteration))
-    try:
-        with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
-            found += [training.save_checkpoint(iteration) for iteration in (1, 2, 3)]
-        with chosen():
-            error, failures = failures_of(lambda: training.save_checkpoint(2))
-            found += [failures, str(error)]
-            late = None
-            try:
-                training.save_checkpoint(4)
-            except ValueError as raised:
-                late = str(raised)
-            found.append(late)
-    finally:
-        del sys.modules[training.__name__]
-    return found, messages
-
-
-def test_a_rank_that_fails_before_the_save_is_heard_of_by_all_and_with_warn_the_job_goes_on(
-    found: dict[str, list[Any]],
-) -> None:
-    for rank, (results, messages) in enumerate(found["_failing_state_dict"]):
-        saved, failed, again, failures, message, late = results
-        assert (saved, failed, again) == ("saved", None, "saved")
-        assert failures == [(1, "no state dict of the optimizer")]
-        assert "no state dict of the optimizer" in message
-        assert late == (None if rank == 0 else "after the save")
-        assert any("training goes on" in text and "no state dict of the optimizer" in text for text in messages)
-
-
-@SCENARIOS.add
-def _claimed_by_two_ranks(directory: Path) -> Any:
+def main_replicas_that_two_ranks_claim_are_named_with_what_differs(directory: Path) -> None:
     rank = dist.get_rank()
 
     def state() -> dict[str, Any]:
@@ -375,30 +267,77 @@ def _claimed_by_two_ranks(directory: Path) -> Any:
         for step in ("1", "2"):
             save(state(), directory / step, validate_access_integrity=False)
         error, _ = failures_of(lambda: save(state(), directory / "3"))
+    assert type(error).__name__ == "InvalidAccess"
     template = {"differs": replicated("differs", torch.zeros(3)), "unclaimed": replicated("unclaimed", torch.zeros(3))}
     loaded = dist_checkpointing.load(template, str(directory / "2"), validate_access_integrity=False)
+    assert (loaded["differs"].tolist(), loaded["unclaimed"].tolist()) == ([0.0] * 3, [1.0] * 3)
     told = [message for message in messages if "main replica" in message]
-    return told, type(error).__name__, loaded["differs"].tolist(), loaded["unclaimed"].tolist()
+    if rank:
+        assert told == []
+        return
+    without, claimed = told  # once, though both saves are of such a state dict
+    assert "1 tensor(s) have shards without a main replica (replica_id 0) on any rank: 'unclaimed'." in without
+    assert "3 shard(s) have more than one main replica" in claimed
+    assert "the contents of 2 of them differ" in claimed
+    assert "'differs' (rank 0 / rank 1)" in claimed and "'equal' (ranks 0-1)" in claimed
+    assert "'object/shard_0_1' (rank 0 / rank 1)" in claimed and "right" not in claimed
 
 
-def test_main_replicas_that_two_ranks_claim_are_named_with_what_differs(found: dict[str, list[Any]]) -> None:
-    for rank, (told, error, differs, unclaimed) in enumerate(found["_claimed_by_two_ranks"]):
-        assert error == "InvalidAccess"
-        assert (differs, unclaimed) == ([0.0] * 3, [1.0] * 3)
-        if rank:
-            assert told == []
-            continue
-        without, claimed = told  # once, though both saves are of such a state dict
-        assert "1 tensor(s) have shards without a main replica (replica_id 0) on any rank: 'unclaimed'." in without
-        assert "3 shard(s) have more than one main replica" in claimed
-        assert "the contents of 2 of them differ" in claimed
-        assert "'differs' (rank 0 / rank 1)" in claimed
-        assert "'equal' (ranks 0-1)" in claimed
-        assert "'object/shard_0_1' (rank 0 / rank 1)" in claimed
-        assert "right" not in claimed
+@SCENARIOS.add
+def with_warn_a_job_goes_on_after_a_save_that_failed_and_ranks_hear_of_one_that_failed_before_it(
+    directory: Path,
+) -> None:
+    """A module in the place of Megatron-LM's, whose ``save_checkpoint`` goes as that does: state, save, tracker."""
+    rank, tracker = dist.get_rank(), directory / "latest_checkpointed_iteration.txt"
+    for iteration in range(1, 6):
+        made(directory / str(iteration))
+    training = types.ModuleType("megatron.training.checkpointing")
+
+    def save_checkpoint(iteration: int) -> str:
+        state = _state(iteration)
+        if iteration == 2:
+            state = {"weight": cut("weight", torch.ones(2), replica_id=rank)}
+        if iteration == 3 and rank == 1:  # as ``model.sharded_state_dict()`` may
+            raise ValueError("no state dict of the optimizer")
+        dist_checkpointing.save(state, str(directory / str(iteration)))
+        if iteration == 5 and rank == 1:
+            raise ValueError("after the save")
+        if rank == 0:
+            tracker.write_text(str(iteration))
+        return "saved"
+
+    save_checkpoint.__module__ = training.__name__
+    training.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
+    sys.modules[training.__name__] = training
+    try:
+        with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
+            assert [training.save_checkpoint(n) for n in (1, 2, 3)] == ["saved", None, None]
+            dist.barrier()
+            assert tracker.read_text() == "1"
+            assert training.save_checkpoint(4) == "saved"
+        with chosen():
+            assert failures_of(lambda: training.save_checkpoint(3))[1] == [(1, "no state dict of the optimizer")]
+            if rank == 1:
+                with pytest.raises(ValueError, match="after the save"):
+                    training.save_checkpoint(5)
+            else:
+                training.save_checkpoint(5)
+    finally:
+        del sys.modules[training.__name__]
+    told = [message for message in messages if "training goes on" in message]
+    assert any("no state dict of the optimizer" in message for message in told)
+    assert sum("Invalid access pattern" in message for message in told) == (rank == 0)
 
 
-def _save_without_rank_1(directory: Path) -> Any:
+test_on_two_ranks = SCENARIOS.test()
+
+
+def test_a_multi_storage_client_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="msc://profile/checkpoint"):
+        RobustSaveStrategy().save({}, "msc://profile/checkpoint")
+
+
+def save_without_rank_1(directory: Path) -> Any:
     if dist.get_rank() == 1:
         return None
     with chosen(timeout_seconds=2):
@@ -407,5 +346,4 @@ def _save_without_rank_1(directory: Path) -> Any:
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(2, _save_without_rank_1, tmp_path, timeout_seconds=60))
-    assert outcomes == [("ExchangeTimeout", [1]), None]
+    assert values(in_ranks(2, save_without_rank_1, tmp_path)) == [("ExchangeTimeout", [1]), None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -52,7 +51,7 @@ def _finds_what_stock_finds() -> int:
     meshes, channel, compared = Meshes(), _channel(), 0
 
     @settings(
-        max_examples=60,
+        max_examples=25,
         derandomize=True,
         database=None,
         deadline=None,
@@ -110,34 +109,38 @@ def _refuses() -> dict[str, str]:
     return told
 
 
-def _accepts() -> dict[str, Any]:
+def _accepts() -> str:
     rank, meshes, channel = dist.get_rank(), Meshes(), _channel()
     row = meshes.by_name["row"]
-    found: dict[str, Any] = {}
     replica = {} if rank == 1 else {"replica": uneven(row, [Replicate()], (3, 3), (3, 3))}
     place_chunks(replica, channel)
-    found["replicas of some"] = [tuple(_chunk(value).offsets) for value in replica.values()]
+    assert [tuple(_chunk(value).offsets) for value in replica.values()] == [(0, 0)] * (rank != 1)
     # As an optimizer has no state where a rank's part is empty.
     state = {} if rank == 2 else {"exp_avg": uneven(row, [Shard(0)], (6, 3), (2, 3))}
     place_chunks(state, channel)
-    found["no key for an empty part"] = [tuple(_chunk(value).offsets) for value in state.values()]
+    begins = [(0, 0), (2, 0), None, (4, 0)][rank]
+    assert [tuple(_chunk(value).offsets) for value in state.values()] == ([] if begins is None else [begins])
     # As Megatron-FSDP stands in for such a state: flat, though the tensor is not.
     local = torch.empty(0) if rank == 2 else torch.empty(2, 3)
     mocked = DTensor.from_local(local, row, [Shard(0)], run_check=False, shape=torch.Size((6, 3)), stride=(3, 1))
     place_chunks({"mock": mocked}, channel)
-    found["mock"] = _chunk(mocked)
+    assert _place(mocked) == ((begins, (2, 3)) if begins else ((4,), (0,)))
     # Cut after 2 rows on the left and after 6 on the right: no grid, but each element once.
     shifted = uneven(meshes.grid, [Shard(0), Shard(1)], (8, 8), [(2, 4), (6, 4), (6, 4), (2, 4)][rank])
     place_chunks({"shifted": shifted}, channel)
-    found["no grid"] = tuple(_chunk(shifted).offsets)
+    assert _place(shifted)[0] == [(0, 0), (0, 4), (2, 0), (6, 4)][rank]
     # One name, another tensor on each pipeline stage or of each expert-parallel rank.
     own = uneven(meshes.grid["tp"], [Shard(0)], (4 + rank // 2, 2), (2 + (rank // 2) * (rank % 2), 2))
     place_chunks({"expert.0": own}, channel)
-    found["one name on two meshes"] = _chunk(own)
+    assert _place(own) == [((0, 0), (2, 2)), ((2, 0), (2, 2)), ((0, 0), (2, 2)), ((2, 0), (3, 2))][rank]
     single = held_by_rank_0()
     place_chunks({"mine": single}, channel)
-    found["only rank 0 has any"] = _chunk(single) if rank == 0 else None
-    return found
+    assert rank or _place(single) == ((0,), (3,))
+    return "accepted"
+
+
+def _place(value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(_chunk(value).offsets), tuple(_chunk(value).sizes)
 
 
 def _tells_the_others() -> str:
@@ -160,24 +163,6 @@ def _repeats() -> list[tuple[int, int]]:
             place_chunks(state_dict, channel)
         found.append((stats.exchanges, stats.payload_nbytes_sent))
     assert _chunk(first["layer.7"]).offsets == (2 * dist.get_rank(), 0)
-    return found
-
-
-def _alone() -> dict[str, str]:
-    """Single DTensors that do not fit: asked for one by one."""
-    row, rank, found = Meshes().by_name["row"], dist.get_rank(), {}
-    cases = {
-        "sum": uneven(row, [Shard(0)], (8, 3), (3, 3)),
-        "other": uneven(row, [Shard(0)], (8, 3) if rank != 1 else (4, 3), (2, 3)),
-        "cut": uneven(row, [Shard(0 if rank else 1)], (8, 8), (2, 8) if rank else (8, 2)),
-    }
-    for name, value in cases.items():
-        ours.update_uneven_dtensor_chunk_metadata(None, value)
-        with pytest.raises(RobustCheckpointError) as caught:
-            _chunk(value)
-        found[name] = str(caught.value)
-    copied = copy.deepcopy(cases["sum"]._local_tensor)
-    assert copied.__create_chunk_list__ == cases["sum"]._local_tensor.__create_chunk_list__
     return found
 
 
@@ -252,7 +237,6 @@ def _all(_: Path) -> dict[str, Any]:
             _accepts,
             _tells_the_others,
             _repeats,
-            _alone,
             _in_hooks,
             _splits_fused,
         )
@@ -266,7 +250,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_chunks_and_write_items_are_those_of_stock(found: list[dict[str, Any]]) -> None:
     assert len({rank["_finds_what_stock_finds"] for rank in found}) == 1
-    assert found[0]["_finds_what_stock_finds"] > 60
+    assert found[0]["_finds_what_stock_finds"] > 25
 
 
 @pytest.mark.parametrize(
@@ -307,47 +291,8 @@ def test_what_does_not_fit_is_one_error_on_all_ranks(
     assert "'good'" not in told[0]
 
 
-def test_a_rank_may_lack_a_key_of_which_its_part_is_empty(found: list[dict[str, Any]]) -> None:
-    offsets = [rank["_accepts"]["no key for an empty part"] for rank in found]
-    assert offsets == [[(0, 0)], [(2, 0)], [], [(4, 0)]]
-
-
-def test_a_rank_may_lack_a_replica(found: list[dict[str, Any]]) -> None:
-    assert [rank["_accepts"]["replicas of some"] for rank in found] == [[(0, 0)], [], [(0, 0)], [(0, 0)]]
-
-
-def test_an_empty_part_may_be_flat(found: list[dict[str, Any]]) -> None:
-    chunks = [rank["_accepts"]["mock"] for rank in found]
-    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == [
-        ((0, 0), (2, 3)),
-        ((2, 0), (2, 3)),
-        ((4,), (0,)),
-        ((4, 0), (2, 3)),
-    ]
-
-
-def test_parts_that_fill_a_tensor_without_being_a_grid_are_fine(found: list[dict[str, Any]]) -> None:
-    assert [rank["_accepts"]["no grid"] for rank in found] == [(0, 0), (0, 4), (2, 0), (6, 4)]
-
-
-def test_one_name_on_two_meshes_is_two_tensors(found: list[dict[str, Any]]) -> None:
-    chunks = [rank["_accepts"]["one name on two meshes"] for rank in found]
-    assert [(chunk.offsets, chunk.sizes) for chunk in chunks] == [
-        ((0, 0), (2, 2)),
-        ((2, 0), (2, 2)),
-        ((0, 0), (2, 2)),
-        ((2, 0), (3, 2)),
-    ]
-
-
-def test_ranks_outside_of_a_mesh_take_part_without_its_tensors(found: list[dict[str, Any]]) -> None:
-    chunks = [rank["_accepts"]["only rank 0 has any"] for rank in found]
-    assert [None if chunk is None else (chunk.offsets, chunk.sizes) for chunk in chunks] == [
-        ((0,), (3,)),
-        None,
-        None,
-        None,
-    ]
+def test_empty_parts_missing_replicas_odd_cuts_and_other_meshes_are_fine(found: list[dict[str, Any]]) -> None:
+    assert [rank["_accepts"] for rank in found] == ["accepted"] * 4
 
 
 def test_a_rank_that_fails_before_the_exchange_is_named_to_the_others(found: list[dict[str, Any]]) -> None:
@@ -360,13 +305,6 @@ def test_an_unchanged_state_dict_costs_one_header_a_rank(found: list[dict[str, A
     for rank in found:
         assert [exchanges for exchanges, _ in rank["_repeats"]] == [3, 1, 3, 1]
         assert [nbytes for _, nbytes in rank["_repeats"]][1::2] == [0, 0]
-
-
-def test_single_dtensors_that_do_not_fit_are_refused_by_those_that_ask(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert "of shape [8, 3] on ranks [0, 1, 2, 3] make up [12, 3]" in rank["_alone"]["sum"]
-        assert "[4, 3]" in rank["_alone"]["other"]
-        assert "other shapes or cuts" in rank["_alone"]["cut"]
 
 
 def test_a_fused_projection_is_split_after_one_exchange_for_all_of_them(found: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
 from robust_dcp.megatron import install, uninstall
+from tests.harness.ranks import run_ranks, values
 
 __all__ = [
     "Scenarios",
@@ -35,22 +38,53 @@ __all__ = [
 
 
 class Scenarios:
-    """What the ranks do, by name; all of them do it in one go, since importing Megatron takes each rank seconds."""
+    """What ranks do and assert, by the names of functions. They do all of it in one go, since importing Megatron takes
+    each rank seconds.
 
-    def __init__(self) -> None:
-        self._functions: list[Callable[[Path], Any]] = []
+        SCENARIOS = Scenarios()
 
-    def add(self, function: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        @SCENARIOS.add
+        def what_is_saved_can_be_loaded(directory: Path) -> None:
+            ...  # on each rank, with an empty directory
+
+        test_on_all_ranks = SCENARIOS.test()
+    """
+
+    def __init__(self, n_ranks: int = 2) -> None:
+        self.n_ranks = n_ranks
+        self._functions: list[Callable[[Path], None]] = []
+
+    def add(self, function: Callable[[Path], None]) -> Callable[[Path], None]:
         self._functions.append(function)
         return function
 
-    def run(self, directory: Path) -> dict[str, Any]:
-        found = {}
+    def run(self, directory: Path) -> dict[str, str]:
+        """What has failed on this rank, by scenario."""
+        megatron_cpu.install()
+        failed = {}
         for function in self._functions:
-            made(directory / function.__name__)
-            found[function.__name__] = function(directory / function.__name__)
+            try:
+                function(made(directory / function.__name__))
+            except BaseException:  # of pytest, too
+                failed[function.__name__] = traceback.format_exc()
             dist.barrier()
-        return found
+        return failed
+
+    def test(self) -> Callable[..., None]:
+        """A test for each scenario. The first one runs them all."""
+        of_ranks: list[dict[str, str]] = []
+
+        @pytest.mark.parametrize("scenario", [function.__name__ for function in self._functions])
+        def test(scenario: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+            if not of_ranks:
+                of_ranks.extend([{}] * self.n_ranks)
+                directory = tmp_path_factory.mktemp("scenarios")
+                outcomes = run_ranks(self.n_ranks, self.run, directory, timeout_seconds=150, group_timeout_seconds=40)
+                of_ranks[:] = values(outcomes)
+            told = [f"rank {rank}: {each[scenario]}" for rank, each in enumerate(of_ranks) if scenario in each]
+            assert not told, "\n".join(told)
+
+        return test
 
 
 @contextmanager
@@ -92,7 +126,7 @@ def warnings_of(name: str) -> Iterator[list[str]]:
 def made(directory: Path) -> Path:
     """The directory, made by rank 0 before any rank goes on."""
     if dist.get_rank() == 0:
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     return directory
 

@@ -59,7 +59,7 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
         directory: an empty one, for what the ranks note.
         arguments: of Megatron-LM.
         steps: ``save:N`` (train a step, save it as iteration N), ``fault:N`` (the same, while no file of rank 1 may
-            grow beyond a few bytes), ``break:N`` (the same, while the optimizer of rank 1 has no state dict),
+            grow beyond a few bytes),
             ``finalize`` (asynchronous saves; a ``fault`` lasts until then), ``load:DIRECTORY``, ``load:DIRECTORY@N``,
             ``loop`` (Megatron's own training loop, until ``--train-iters``), ``loop:5=gate,8=open`` (with events of
             :class:`TrainingLoop` on rank 1).
@@ -181,8 +181,8 @@ class _Training:
             self.notes.append(self.loop(value))
         else:
             self.train(int(value))
-            faults = {"fault": _no_room_for_files, "break": self.no_state_dict} if self.args.rank == 1 else {}
-            self.faults.enter_context(faults.get(verb, contextlib.nullcontext)())
+            if verb == "fault" and self.args.rank == 1:
+                self.faults.enter_context(_no_room_for_files())
             self.notes.append(self.save(int(value)))
             if not self.args.async_save:
                 self.faults.close()
@@ -203,19 +203,6 @@ class _Training:
         self.optimizer.step()
         if iteration > 0:  # a scheduler that has stepped adds to that what it loads
             self.scheduler.step(increment=self.args.global_batch_size)
-
-    @contextlib.contextmanager
-    def no_state_dict(self) -> Iterator[None]:
-        """The optimizer raises when it is asked for its state."""
-
-        def fail(*args: Any, **kwargs: Any) -> None:
-            raise ValueError("the optimizer has no state dict")
-
-        self.optimizer.sharded_state_dict = fail
-        try:
-            yield
-        finally:
-            del self.optimizer.sharded_state_dict
 
     def save(self, iteration: int) -> dict[str, Any]:
         from megatron.training import training
