@@ -120,8 +120,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_CORE}.serialization", "save", _ours("save.save")),
     Patch(f"{_CORE}.serialization", "load", _ours("load.load")),
     Patch(f"{_CORE}.serialization", "load_common_state_dict", _ours("load.load_common_state_dict")),
-    Patch(f"{_CORE}.validation", "determine_global_metadata", _ours("access.determine_global_metadata")),
-    Patch(f"{_CORE}.validation", "validate_sharding_integrity", _ours("access.validate_sharding_integrity")),
     *_of_class(
         f"{_CORE}.strategies.torch",
         "TorchDistSaveShardedStrategy",

@@ -16,29 +16,31 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError, entry_point, ranks_in_words
-from robust_dcp.megatron.common_state import LeafDigests, leaf_digests, report_differences
-from robust_dcp.megatron.failures import InvalidAccess, meet_before_saving
-from robust_dcp.megatron.options import current_options
+from robust_dcp.megatron.failures import InvalidAccess
 from robust_dcp.megatron.shards import ShardFacts
-from robust_dcp.megatron.versions import KeyOnly, ShardedBase, ShardedObject, is_main_replica, nested_values
+from robust_dcp.megatron.versions import KeyOnly, ShardedBase, ShardedObject, is_main_replica
 from robust_dcp.structure_cache import Cache
 
-__all__ = [
-    "AccessCheck",
-    "Verdict",
-    "agree_on_access",
-    "determine_global_metadata",
-    "validate_sharding_integrity",
-]
+__all__ = ["AccessCheck", "AccessColumns", "Verdict", "agree_on_access"]
 
 _OBJECT, _REGULAR, _MAIN = 1, 2, 4
 
 Ints = npt.NDArray[np.int64]
-ShapeRow = tuple[str, tuple[int, ...]]
+
+
+class _Shape(msgspec.Struct, frozen=True, array_like=True):
+    """How a tensor is cut. An object has no dtype and no local shape, and one part in each place."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype or 'object'} {list(self.global_shape)} cut into {list(self.cuts) or 'uneven parts'}"
 
 
 class AccessColumns(msgspec.Struct, frozen=True):
@@ -46,15 +48,14 @@ class AccessColumns(msgspec.Struct, frozen=True):
 
     Attributes:
         keys: the distinct keys.
-        shapes: the distinct ``(dtype, ints)``. The ints are the number of dimensions, then the global shape, the local
-            shape and the fragmentation.
+        shapes: the distinct dtypes, shapes and cuts.
         key_ids, shape_ids: int32, one for each item: its place in ``keys`` and ``shapes``.
         flags: uint8, one for each item, with the bits object, regular grid and main replica.
         offsets: int64, the global offsets of all items, one item after the other.
     """
 
     keys: tuple[str, ...]
-    shapes: tuple[ShapeRow, ...]
+    shapes: tuple[_Shape, ...]
     key_ids: bytes
     shape_ids: bytes
     flags: bytes
@@ -68,7 +69,7 @@ class AccessColumns(msgspec.Struct, frozen=True):
             TypeError: a value is neither a ShardedTensor nor a ShardedObject.
         """
         keys: dict[str, int] = {}
-        shapes: dict[ShapeRow, int] = {}
+        shapes: dict[_Shape, int] = {}
         key_ids: list[int] = []
         shape_ids: list[int] = []
         flags = bytearray()
@@ -79,9 +80,9 @@ class AccessColumns(msgspec.Struct, frozen=True):
             else:
                 dtype, local, cuts = str(shard.dtype), tuple(shard.local_shape), shard.axis_fragmentations or ()
                 flag = 0 if shard.axis_fragmentations is None else _REGULAR
-            ints = (len(shard.global_shape), *shard.global_shape, len(local), *local, *cuts)
+            shape = _Shape(dtype, *(tuple(map(int, each)) for each in (shard.global_shape, local, cuts)))
             key_ids.append(keys.setdefault(shard.key, len(keys)))
-            shape_ids.append(shapes.setdefault((dtype, tuple(map(int, ints))), len(shapes)))
+            shape_ids.append(shapes.setdefault(shape, len(shapes)))
             flags.append(flag | (_MAIN if is_main_replica(shard.replica_id) else 0))
             offsets.extend(map(int, shard.global_offset))
         return cls(
@@ -108,7 +109,7 @@ class AccessColumns(msgspec.Struct, frozen=True):
         fits = len(key_ids) == len(shape_ids) == len(flags)
         for ids, table in ((key_ids, keys), (shape_ids, shapes)):
             fits = fits and (not len(ids) or (ids.min() >= 0 and ids.max() < len(table)))
-        counts = np.array([row[1][0] for row in self.shapes], dtype=np.int64)[shape_ids if fits else []]
+        counts = np.array([len(shape.global_shape) for shape in self.shapes], dtype=np.int64)[shape_ids if fits else []]
         if not fits or len(offsets) != counts.sum():
             raise ExchangeError("columns of a sharded state dict do not fit each other", phase="validate")
         padded = np.zeros((len(counts), width), dtype=np.int64)
@@ -151,44 +152,24 @@ class _AllRanks:
 
     def __init__(self, all_columns: Sequence[AccessColumns]) -> None:
         keys: dict[str, int] = {}
-        shapes: dict[ShapeRow, int] = {}
+        shapes: dict[_Shape, int] = {}
         parts: dict[int, tuple[Ints, Ints, Ints, Ints]] = {}
-        width = max((row[1][0] for columns in all_columns for row in columns.shapes), default=0)
+        width = max((len(shape.global_shape) for columns in all_columns for shape in columns.shapes), default=0)
         for columns in all_columns:
             if id(columns) not in parts:  # replicas may share one object for their columns
                 key_map = np.array([keys.setdefault(key, len(keys)) for key in columns.keys], dtype=np.int64)
-                shape_map = np.array([shapes.setdefault(row, len(shapes)) for row in columns.shapes], dtype=np.int64)
+                shape_map = np.array([shapes.setdefault(each, len(shapes)) for each in columns.shapes], dtype=np.int64)
                 parts[id(columns)] = columns.decoded(key_map, shape_map, width)
         nothing = (np.empty(0, np.int64),) * 3 + (np.empty((0, width), np.int64),)
         of_rank = [parts[id(columns)] for columns in all_columns]
         self.keys = list(keys)
-        self.shapes = [_Shape.of(row) for row in shapes]
+        self.shapes = list(shapes)
         self.key, self.shape, self.flags, self.offsets = map(np.concatenate, zip(nothing, *of_rank, strict=True))
         self.rank = np.repeat(np.arange(len(of_rank)), [len(part[0]) for part in of_rank])
 
     def wrong(self, rows: npt.NDArray[np.intp], text: str) -> Verdict:
         ranks = tuple(sorted(set(self.rank[rows].tolist())))
         return Verdict(key=self.keys[int(self.key[int(rows[0])])], ranks=ranks, message=text)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """One decoded row of ``AccessColumns.shapes``."""
-
-    dtype: str
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    cuts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, row: ShapeRow) -> _Shape:
-        dtype, ints = row
-        local = 2 + ints[0]
-        cuts = local + ints[local - 1]
-        return cls(dtype, ints[1 : local - 1], ints[local:cuts], ints[cuts:])
-
-    def __str__(self) -> str:
-        return f"{self.dtype or 'object'} {list(self.global_shape)} cut into {list(self.cuts) or 'uneven parts'}"
 
 
 def find_violation(all_columns: Sequence[AccessColumns]) -> Verdict | None:
@@ -247,30 +228,24 @@ def _wrong_count(ranks: _AllRanks) -> Verdict | None:
         return None
     place = int(wrong[0])
     rows = np.flatnonzero(ranks.key == place)
-    if ranks.flags[rows[0]] & _OBJECT:
-        missing = int(expected[place] - found[place])
-        text = f"Invalid access pattern: {missing} ShardedObject are missing: of {ranks.keys[place]!r}, "
-    else:
-        text = f"Invalid access pattern for ShardedTensor(key={ranks.keys[place]!r}): "
     holders = ranks_in_words(sorted({int(rank) for rank in ranks.rank[rows]}))
-    text += f"{int(found[place])} of {int(expected[place])} shards have a main replica, among those on {holders}"
-    return ranks.wrong(rows, text)
+    kind = "ShardedObject" if ranks.flags[rows[0]] & _OBJECT else "ShardedTensor"
+    return ranks.wrong(
+        rows,
+        f"Invalid access pattern for {kind}(key={ranks.keys[place]!r}): {int(found[place])} of {int(expected[place])} "
+        f"shards have a main replica, among those on {holders}",
+    )
 
 
 def _accessed_twice(ranks: _AllRanks, rows: npt.NDArray[np.intp]) -> Verdict:
     row = int(rows[0])
-    key, shape = ranks.keys[int(ranks.key[row])], ranks.shapes[int(ranks.shape[row])]
-    offset = ranks.offsets[row][: len(shape.global_shape)].tolist()
-    holders = ranks_in_words([int(rank) for rank in ranks.rank[rows]])
-    if ranks.flags[row] & _OBJECT:
-        unique = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape.global_shape))}"
-        text = f"Duplicate ShardedObject keys: {[unique]}, main replicas on {holders}"
-    else:
-        text = (
-            f"Invalid access pattern for ShardedTensor(key={key!r}): the shard at offset {offset} is the main replica "
-            f"more than once, on {holders}; expected one"
-        )
-    return ranks.wrong(rows, text)
+    offset = ranks.offsets[row][: len(ranks.shapes[int(ranks.shape[row])].global_shape)].tolist()
+    kind = "ShardedObject" if ranks.flags[row] & _OBJECT else "ShardedTensor"
+    return ranks.wrong(
+        rows,
+        f"Invalid access pattern for {kind}(key={ranks.keys[int(ranks.key[row])]!r}): the shard at offset {offset} is "
+        f"the main replica more than once, on {ranks_in_words([int(rank) for rank in ranks.rank[rows]])}; expected one",
+    )
 
 
 _RIGHT: Cache[tuple[tuple[int, ...], bytes], bytes] = Cache(
@@ -352,62 +327,3 @@ def _described(shards: Iterable[ShardedBase]) -> tuple[AccessColumns, bytes]:
 
 def described_facts(facts: ShardFacts) -> tuple[AccessColumns, bytes]:
     return _described(facts.shards)
-
-
-class GlobalMetadata(list[list[KeyOnly]]):
-    """What our ``determine_global_metadata`` returns in place of the metadata of every rank.
-
-    The accesses were checked already: :func:`validate_sharding_integrity` raises the verdict.
-    """
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.key_lists())
-        self.verdict = verdict
-
-
-@entry_point
-def determine_global_metadata(
-    _: Any, sharded_state_dict: dict[str, Any], process_group: dist.ProcessGroup | None = None
-) -> tuple[list[Any], GlobalMetadata]:
-    """Megatron's ``determine_global_metadata``. Ranks send columns to the coordinator. All ranks of the group call it.
-
-    Returns:
-        The metadata of this rank's shards, and the keys and the verdict for all ranks.
-
-    Raises:
-        RobustCheckpointError: any rank failed. Every rank raises it.
-    """
-    phase = "determine_global_metadata"
-    channel = Channel.for_group(
-        process_group, operation=phase, timeout_seconds=current_options().exchange_timeout_seconds
-    )
-    local: list[Any] = []
-    meet_before_saving(is_last=False)
-
-    def shards() -> list[Any]:
-        local.extend(shard.without_data() for shard in nested_values(sharded_state_dict))
-        return local
-
-    return local, GlobalMetadata(agree_on_access(channel, phase, shards).verdict(phase, with_keys=True))
-
-
-def validate_sharding_integrity(
-    stock: Callable[..., None], global_metadata: Any, common_state_dict: Any = None
-) -> None:
-    """Megatron's ``validate_sharding_integrity``. All ranks raise the verdict of :func:`determine_global_metadata`."""
-    if not isinstance(global_metadata, GlobalMetadata):
-        stock(global_metadata, *([] if common_state_dict is None else [common_state_dict]))
-        return
-    if common_state_dict is not None:
-        phase = "compare common state"
-        timeout_seconds = current_options().exchange_timeout_seconds
-        channel = Channel.for_group(None, operation=phase, timeout_seconds=timeout_seconds)
-        digests: list[LeafDigests] = []
-
-        def digest() -> Offer:
-            digests.append(leaf_digests(common_state_dict))
-            return Offer(value=digests[0].whole())
-
-        if not channel.agree(phase, digest).same_value:
-            report_differences(channel, "common state of rank 0", digests[0])
-    global_metadata.verdict.raise_if_wrong()

@@ -31,7 +31,7 @@ from robust_dcp.storage import RobustReader, RobustWriter
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.switch.patching import log_left_to_stock
 
-__all__ = ["async_save", "given_arguments", "load", "robust_load_planner", "save"]
+__all__ = ["async_save", "load", "save"]
 
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -47,35 +47,54 @@ class _StaysStock(Exception):
     """robust_dcp does not support this call. The message says why."""
 
 
-def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+def save(
+    stock: Function,
+    args: tuple[Any, ...],
+    kwargs: Arguments,
+    *,
+    threads: int | None = None,
+    on_saved: Callable[[SaveReport], object] = lambda report: None,
+    **more: Any,
+) -> Any:
     """``torch.distributed.checkpoint.save(*args, **kwargs)``.
+
+    Args:
+        threads: of a writer that does not say how many.
+        on_saved: called with the report.
+        more: arguments of :func:`robust_dcp.save` for this call.
 
     Returns:
         The ``Metadata`` of the checkpoint. It looks entries up when they are needed.
     """
     try:
-        given = given_arguments(stock, args, kwargs)
+        given = _given_arguments(stock, args, kwargs)
         state_dict, writer = given.pop("state_dict"), given.get("storage_writer")
-        arguments = _save_arguments(given)
+        arguments = {**_save_arguments(given, threads), **more}
     except _StaysStock as why:
         log_left_to_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
     report = api.save(with_names_of_stock(state_dict), **arguments)
+    on_saved(report)
     return _metadata_for(writer, arguments["storage_writer"])(report)
 
 
-def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """``torch.distributed.checkpoint.load(*args, **kwargs)``, in place. As in stock, other dtypes are converted."""
+def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: bool | None = None, **more: Any) -> Any:
+    """``torch.distributed.checkpoint.load(*args, **kwargs)``, in place. As in stock, other dtypes are converted.
+
+    Args:
+        trusted: whether objects may run code. ``None``: as the environment says.
+        more: arguments of :func:`robust_dcp.load` for this call.
+    """
     try:
-        given = given_arguments(stock, args, kwargs)
+        given = _given_arguments(stock, args, kwargs)
         state_dict = given.pop("state_dict")
-        arguments = _load_arguments(given)
+        arguments = _load_arguments(given, bool(value_of(TRUSTED)) if trusted is None else trusted)
     except _StaysStock as why:
         log_left_to_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
     named = with_names_of_stock(state_dict)
     try:
-        api.load(named, **arguments)
+        api.load(named, **arguments, **more)
     except StorageError as error:
         if not _is_of_single_ranks(arguments, error):
             raise
@@ -95,7 +114,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
         ``Future`` of the ``Metadata``.
     """
     try:
-        given = given_arguments(stock, args, kwargs)
+        given = _given_arguments(stock, args, kwargs)
         state_dict, writer = given.pop("state_dict"), given.get("storage_writer")
         staging = _staging_of(given.pop("async_stager", None))
         kind = given.pop("async_checkpointer_type", None)
@@ -113,7 +132,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
     return saving.then(metadata_of)
 
 
-def given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+def _given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
     """The arguments that differ from stock's defaults, by name.
 
     Stock still takes a writer or a reader as the second argument of ``save`` and ``load``, as its first versions did.
@@ -135,18 +154,18 @@ def given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -
     return {name: value for name, value in bound.arguments.items() if value is not defaults[name]}
 
 
-def _save_arguments(given: Arguments) -> Arguments:
+def _save_arguments(given: Arguments, threads: int | None = None) -> Arguments:
     if not given.pop("use_collectives", True):
         raise _StaysStock("use_collectives=False: each rank would save by itself")
     writer, planner = given.pop("storage_writer", None), given.pop("planner", None)
     checkpoint_id = given.pop("checkpoint_id", None)
-    return {**_common(given), "storage_writer": _writer_for(writer, checkpoint_id), "planner": _save_planner(planner)}
+    writer = _writer_for(writer, checkpoint_id, threads)
+    return {**_common(given), "storage_writer": writer, "planner": _save_planner(planner)}
 
 
-def _load_arguments(given: Arguments) -> Arguments:
+def _load_arguments(given: Arguments, trusted: bool) -> Arguments:
     reader, planner = given.pop("storage_reader", None), given.pop("planner", None)
     checkpoint_id = given.pop("checkpoint_id", None)
-    trusted = bool(value_of(TRUSTED))
     return {
         **_common(given),
         "storage_reader": _reader_for(reader, checkpoint_id, trusted=trusted),
@@ -164,19 +183,19 @@ def _common(given: Arguments) -> Arguments:
     return given
 
 
-def _writer_for(writer: Any, checkpoint_id: Any) -> RobustWriter:
+def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None) -> RobustWriter:
     if isinstance(writer, RobustWriter):
         writer.reset(checkpoint_id)
         return writer
     if writer is None:
-        return RobustWriter(_directory(checkpoint_id))
+        return RobustWriter(_directory(checkpoint_id), threads=threads)
     if not _is_of_torch(writer, "FileSystemWriter", "FsspecWriter"):
         raise _StaysStock(f"{type(writer).__name__} writes otherwise than FileSystemWriter")
     if getattr(writer, "_extensions", None) or getattr(writer.transforms, "extensions", None):
         raise _StaysStock("FileSystemWriter with extensions transforms what it writes")
     if getattr(getattr(writer, "serialization_format", None), "value", "torch_save") != "torch_save":
         raise _StaysStock('robust_dcp writes safetensors by RobustWriter(layout="safetensors")')
-    threads = writer.thread_count if writer.thread_count > 1 else None
+    threads = writer.thread_count if writer.thread_count > 1 else threads
     path = _directory_of(writer, checkpoint_id)
     return RobustWriter(path, threads=threads, overwrite=writer.overwrite)
 
@@ -231,16 +250,12 @@ def _save_planner(planner: Any) -> RobustPlanner | DefaultSavePlanner | None:
 
 
 def _load_planner(planner: Any, *, trusted: bool) -> Any:
-    """Replace stock's own planner by ours. Any other planner is kept, and is asked for each item, as in stock."""
+    """Ours with the options of stock's own planner. Any other planner is kept, and is asked for each item, as in stock.
+
+    As in stock, tensors of another dtype are converted, and a saved object takes the place of a tensor.
+    """
     if planner is not None and type(planner) is not DefaultLoadPlanner:
         return planner
-    return robust_load_planner(planner, trusted=trusted)
-
-
-def robust_load_planner(planner: DefaultLoadPlanner | None, *, trusted: bool) -> RobustLoadPlanner:
-    """Our planner with the options of stock's planner.
-
-    As in stock, tensors of another dtype are converted, and a saved object takes the place of a tensor."""
     options = {} if planner is None else {name: getattr(planner, name) for name in _LOAD_OPTIONS}
     ours = RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
     ours.takes_objects_for_tensors = True

@@ -68,9 +68,9 @@ class Patch:
     """One attribute to replace.
 
     Attributes:
-        module: the full name of its module, such as ``"megatron.core.dist_checkpointing.validation"``. If the module
+        module: the full name of its module, such as ``"megatron.core.dist_checkpointing.serialization"``. If the module
             defines the attribute, it is also replaced where other modules have imported it by ``from … import …``.
-        name: its name, such as ``"determine_global_metadata"``. For an attribute of a class it has a dot:
+        name: its name, such as ``"save"``. For an attribute of a class it has a dot:
             ``"TorchDistSaveShardedStrategy.async_save"``.
         make: takes the original and returns the replacement. It is called right after the module was imported, while
             the modules that import it may still be running, so it must not import anything of Megatron. For static and
