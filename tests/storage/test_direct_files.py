@@ -69,11 +69,6 @@ def test_files_that_may_be_direct_are_and_say_so(tmp_path: Path) -> None:
     Disk().close(can)
 
 
-def test_a_disk_without_direct_io_is_written_through_the_page_cache() -> None:
-    how, contents = written_to("/checkpoint", MIX, disk=SimulatedDisk(alignment=None))
-    assert (how, contents) == (("buffered: it is simulated",), framed_one_by_one(MIX, placed(MIX, files=2)))
-
-
 def test_a_disk_without_direct_io_is_an_error_where_it_is_insisted_on() -> None:
     disk = SimulatedDisk(alignment=None)
     with pytest.raises(StorageError, match="cannot be written by direct I/O, and direct=True: it is simulated"):

@@ -224,15 +224,6 @@ def test_a_tensor_of_more_chunks_than_a_slab_has_rows_stays_in_one_piece() -> No
     assert pickle.loads(joined(encoded)) == content.stock(names_of(1), None)
 
 
-def test_the_place_of_an_item_of_variable_size_is_the_one_of_its_row() -> None:
-    content = example()
-    compiled = MetadataPickle(content.columns())
-    assert compiled.variable_files.tolist() == [1]
-    found = pickle.loads(joined(compiled.encode(names_of(2), np.array([[1 << 33, 3]]), None)))
-    assert found.storage_data[MetadataIndex("step")] == StorageInfo(names_of(2)[1], 1 << 33, 3)
-    assert found.storage_data[MetadataIndex("args")] == StorageInfo(names_of(2)[1], 7, 8)
-
-
 def test_attributes_that_another_torch_adds_are_written_as_it_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem._StorageInfo, "__getstate__", lambda self: {**vars(self), "added": (1, "x")})
     content = example()

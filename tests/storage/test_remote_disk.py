@@ -138,12 +138,3 @@ def test_whatever_would_write_is_refused_and_says_how_to_save_there(write: str) 
         WRITES[write](disk, disk.open_read(PATH))
     assert caught.value.errno == errno.EROFS
     assert fsspec.filesystem("memory").cat_file(PATH) == DATA
-
-
-def test_nothing_of_a_store_is_locked_cached_or_linked_here() -> None:
-    disk = RemoteDisk(URL)
-    file = disk.open_read(PATH)
-    disk.use_page_cache(file, "it is small")
-    assert disk.lock(file) is None and disk.resolve(PATH) == PATH and not disk.is_of_this_machine(PATH)
-    assert disk.cached_nbytes(file, 0, 10) == 10
-    assert disk.modified_seconds(PATH) == fsspec.filesystem("memory").modified(PATH).timestamp()

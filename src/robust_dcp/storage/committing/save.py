@@ -458,13 +458,7 @@ class Save:
 
     def _put_beside(self, name: str, data: bytes) -> None:
         """Put a file beside the checkpoint, in the place of an older one. Nothing waits for the device."""
-        unfinished = self._unfinished(name)
-        try:
-            self._disk.write_file(unfinished, data, durable=False)
-            self._disk.rename(unfinished, self._path_of(name))
-        except StorageError:
-            is_gone(self._disk.unlink, unfinished)
-            raise
+        self._disk.replace_file(self._path_of(name), data, mark=mark_of(self.save_id), durable=False)
         self._beside.add(name)
 
     def tidy_up(self) -> None:

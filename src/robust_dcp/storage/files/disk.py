@@ -143,19 +143,23 @@ class Disk:
         finally:
             self.close(file)
 
-    def replace_file(self, path: str, data: Buffer) -> None:
-        """Put a file at ``path``, over an old one: wholly or not at all, and durably. After an error either file may be
-        found later.
+    def replace_file(self, path: str, data: Buffer, *, mark: str | None = None, durable: bool = True) -> None:
+        """Put a file at ``path``, over an old one: wholly or not at all. After an error either file may be found later.
+
+        Args:
+            mark: of the save that does it, which is in the name that the file has at first.
+            durable: wait until the device has it.
         """
-        temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+        temporary = f"{path}.{mark or secrets.token_hex(8)}.tmp"
         try:
-            self.write_file(temporary, data)
+            self.write_file(temporary, data, durable=durable)
             self.rename(temporary, path)
         except BaseException:
             with suppress(errors.StorageError):
                 self.unlink(temporary)
             raise
-        self.fsync_directory(os.path.dirname(path))
+        if durable:
+            self.fsync_directory(os.path.dirname(path))
 
     # Each of these is one call to the system, or nearly so.
 
