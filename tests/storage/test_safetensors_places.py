@@ -96,27 +96,6 @@ def members(placements: Placements, number: int) -> list[int]:
 
 
 @given(rank_items(), st.integers(1, 4))
-def test_tensors_fill_their_files_without_a_hole_and_no_name_is_twice_in_one(items: list[Item], files: int) -> None:
-    described = Described(items)
-    placements = described.placed(files)
-    assert placements.n_files == len(placements.head_nbytes)
-    for number, head in enumerate(placements.head_nbytes):
-        inside = members(placements, number)
-        assert [described.is_raw(n) for n in inside] == [head > 0] * len(inside)
-        if not head:
-            assert number == placements.n_files - 1
-            continue
-        assert head % PAGE_NBYTES == RECORD_ALIGNMENT
-        assert len({described.names[n] for n in inside}) == len(inside) > 0
-        end = head
-        for n in sorted(inside, key=lambda n: (placements.offset[n], placements.nbytes[n])):
-            assert placements.offset[n] == end
-            assert placements.nbytes[n] == described.nbytes(n)
-            end += described.nbytes(n)
-        assert placements.file_nbytes[number] == end
-
-
-@given(rank_items(), st.integers(1, 4))
 def test_data_lies_where_its_elements_may_begin_and_whole_pages_where_direct_io_takes_them(
     items: list[Item], files: int
 ) -> None:
@@ -190,9 +169,3 @@ def test_more_files_are_made_where_readers_would_refuse_a_head() -> None:
     measures[:, 6] = MAX_HEADER_NBYTES
     with pytest.raises(PlanConflict, match="does not fit into a safetensors file"):
         _spread(measures, 2)
-
-
-def test_a_head_that_does_not_fit_is_refused() -> None:
-    placed = PlacedTensor(0, "w" * 100, torch.float32, (3,), (0,), 64)
-    with pytest.raises(ValueError, match="planned with 64 bytes and needs"):
-        ShardHead([placed], 64)

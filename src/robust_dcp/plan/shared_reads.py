@@ -44,7 +44,16 @@ from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
 from robust_dcp.storage.layouts.places import deal, fill_up
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.reads import ON_DEVICE, Read, is_plain, may_ask_early, target_of
+from robust_dcp.storage.reading.reads import (
+    ON_DEVICE,
+    Read,
+    is_plain,
+    may_ask_early,
+    places_in_files,
+    reads_of,
+    sharable_reads,
+    target_of,
+)
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
 
@@ -510,7 +519,14 @@ def share_reads(
     needed: list[_Needed] = []
 
     def tell() -> Needs | None:
-        found = reader.sharable_reads(plan, planner, lambda device: device.type == device_type)
+        found = sharable_reads(
+            plan.items,
+            planner,
+            reader.metadata,
+            reader.path,
+            lambda device: device.type == device_type,
+            trusted=reader.options.trusted,
+        )
         needed.append(_Needed(found.places.tolist(), found.targets, found.nbytes.tolist()))
         if not len(found.places):
             return None
@@ -523,7 +539,7 @@ def share_reads(
 
     def assign() -> list[ReadShare | None]:
         across_nodes = reader.options.share_reads is None
-        return assign_readers(told or [], reader.places_in_files(), across_nodes=across_nodes)
+        return assign_readers(told or [], places_in_files(reader.metadata), across_nodes=across_nodes)
 
     told = channel.gather(f"load {checkpoint}: reads", tell, Needs)
     share = channel.scatter(f"load {checkpoint}: readers", assign, ReadShare)
@@ -591,7 +607,7 @@ def find_elsewhere(
     reads: list[Read] = []
 
     def miss() -> _Missing:
-        reads.extend(reader.places_of(plan))
+        reads.extend(reads_of(plan.items, reader.metadata, reader.path))
         return _Missing(tuple(reader.missing_files({read.relative_path for read in reads})))
 
     missing = channel.all_gather(f"{phase}: missing files", miss, _Missing)

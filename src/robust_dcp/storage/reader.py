@@ -15,9 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -30,7 +27,6 @@ from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of
 from robust_dcp.storage.reading.load import read_items
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
-from robust_dcp.storage.reading.reads import Read, SharableReads, places_in_files, reads_of, sharable_reads
 from robust_dcp.storage.remote import RemoteDisk, filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writing.write_options import with_keywords
 
@@ -200,7 +196,7 @@ class RobustReader(StorageReader):
         options = self.options
         if self.node_reads_the_same and options.direct is None:
             options = replace(options, direct=False)
-        metadata = self._known_metadata()
+        metadata = self.metadata
         try:
             done = read_items(
                 plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, self._mark()
@@ -228,26 +224,6 @@ class RobustReader(StorageReader):
         finally:
             self._check_stop = _never_stops
 
-    def sharable_reads(
-        self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]
-    ) -> SharableReads:
-        """The reads of ``plan`` that another rank may do for this one; see
-        :mod:`robust_dcp.storage.reading.reads`.
-        """
-        return sharable_reads(
-            plan.items, planner, self._known_metadata(), self.path, stays_on, trusted=self.options.trusted
-        )
-
-    def places_in_files(self) -> npt.NDArray[np.int64]:
-        """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
-        return places_in_files(self._known_metadata())
-
-    # For nodes that do not share the directory (`plan.shared_reads`).
-
-    def places_of(self, plan: LoadPlan) -> list[Read]:
-        """Where each item of ``plan`` lies, in its order."""
-        return reads_of(plan.items, self._known_metadata(), self.path)
-
     def missing_files(self, files: Iterable[str]) -> list[str]:
         """Those of the checkpoint's ``files`` that this rank cannot read: they are not there.
 
@@ -267,21 +243,23 @@ class RobustReader(StorageReader):
 
     def keys_in(self, files: Collection[str]) -> list[str]:
         """The keys that have a part in one of ``files``."""
-        stored: Mapping[Any, Any] = self._known_metadata().storage_data or {}
+        stored: Mapping[Any, Any] = self.metadata.storage_data or {}
         wanted = set(files)
         return sorted({index.fqn for index, info in stored.items() if info.relative_path in wanted})
 
     def nodes(self) -> tuple[NodeOfSave, ...]:
         """The nodes that wrote the checkpoint, if they do not share its directory and this rank's node knows them."""
-        save_id = getattr(self._known_metadata().storage_meta, "save_id", None)
+        save_id = getattr(self.metadata.storage_meta, "save_id", None)
         return read_nodes(self._disk, self.path, save_id) if isinstance(save_id, str) else ()
 
     def _mark(self) -> str | None:
         """The mark of the save in the data files; ``None`` if they have none."""
-        save_id = getattr(self._known_metadata().storage_meta, "save_id", None)
+        save_id = getattr(self.metadata.storage_meta, "save_id", None)
         return mark_of(save_id) if isinstance(save_id, str) and self.source.files_are_marked() else None
 
-    def _known_metadata(self) -> Metadata:
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata of the checkpoint that is loaded."""
         if self._metadata is None:
             raise RuntimeError("set_up_storage_reader has to be called before items are read")
         return self._metadata

@@ -12,8 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, TypeGuard
+from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -42,8 +43,6 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     if hasattr(torch, dtype)
 }
 _HEXADECIMAL: Final = re.compile(r"[0-9a-f]+")
-_MAX_DIMENSIONS: Final = 64
-_ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True)
@@ -129,70 +128,65 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
         CorruptCheckpoint: the bytes are not a header, a dtype is unknown, a length does not fit its dtype and shape, or
             tensors overlap, leave a hole, or do not fill the file.
     """
-    try:
-        described: Any = json.loads(header)
-    except Exception as error:  # ValueError, UnicodeDecodeError, RecursionError
-        raise unusable_file(file, "a header in JSON", f"{type(error).__name__}: {error}") from error
-    if not isinstance(described, dict):
-        raise unusable_file(file, "a header that is a JSON object", type(described).__name__)
-    metadata = _checked_metadata(described.pop(METADATA_KEY, {}), file)
-    chunks = _nested(metadata, SHARDING_KEY, file)
-    checksums = _nested(metadata, CRC32_KEY, file)
+    described = _object_in(header, "its header", file)
+    metadata = _checked(described.pop(METADATA_KEY, {}), dict[str, str], f"texts in {METADATA_KEY}", file)
+    chunks = _object_in(metadata.get(SHARDING_KEY, "{}"), SHARDING_KEY, file)
+    checksums = _object_in(metadata.get(CRC32_KEY, "{}"), CRC32_KEY, file)
     base = LENGTH_NBYTES + len(header)
     tensors = {}
-    for name, entry in described.items():
-        dtype, shape, begin, end = _checked_entry(name, entry, file)
-        offset = _checked_offset(name, chunks, shape, file)
-        crc32, blocks = _checked_crc32s(name, checksums, end - begin, file)
-        tensors[name] = StoredTensor(dtype, shape, base + begin, end - begin, offset, crc32, blocks)
+    for name, value in described.items():
+        entry = _checked(value, _Entry, "dtype, shape and data_offsets", file, name)
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            known = ", ".join(sorted(_DTYPES))
+            raise unusable_file(file, f"a dtype that this version can read ({known})", f"{entry.dtype!r:.50}", name)
+        shape, (begin, end) = tuple(entry.shape), entry.data_offsets
+        nbytes = prod(shape) * dtype.itemsize
+        if end - begin != nbytes:
+            raise unusable_file(file, f"{nbytes} bytes of data for {dtype} {shape}", f"{end - begin} bytes", name)
+        offset = (0,) * len(shape)
+        if name in chunks:
+            expected = f"{OFFSETS_KEY} of {len(shape)} dimensions"
+            offset = tuple(_checked(chunks[name], _Chunk, expected, file, name).saved_offsets)
+            if len(offset) != len(shape):
+                raise unusable_file(file, expected, str(offset), name)
+        crc32, blocks = _checked_crc32s(name, checksums, nbytes, file)
+        tensors[name] = StoredTensor(dtype, shape, base + begin, nbytes, offset, crc32, blocks)
     _refuse_holes(tensors, base, file_nbytes, file)
     return FileHead(tensors, is_of_checkpoint=MARK_KEY in metadata, mark=metadata.get(SAVE_KEY))
 
 
-def _checked_metadata(metadata: Any, file: str) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise unusable_file(file, f"strings in {METADATA_KEY}", f"{metadata!r:.200}")
-    return metadata
+# No more and no larger numbers than torch can hold: multiplying more of them could take forever.
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Numbers = Annotated[list[_Number], msgspec.Meta(max_length=64)]
 
 
-def _nested(metadata: dict[str, str], key: str, file: str) -> dict[str, Any]:
-    """The JSON object in one of the strings of the metadata; empty if there is none."""
-    if key not in metadata:
-        return {}
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: _Numbers
+    data_offsets: tuple[_Number, _Number]
+
+
+class _Chunk(msgspec.Struct):
+    saved_offsets: _Numbers = msgspec.field(name=OFFSETS_KEY)
+
+
+def _object_in(text: str | bytes, what: str, file: str) -> dict[str, Any]:
+    """The JSON object in the header, or in one of its texts."""
     try:
-        value = json.loads(metadata[key])
-    except Exception as error:
-        raise unusable_file(file, f"JSON in {key}", f"{type(error).__name__}: {error}") from error
-    if not isinstance(value, dict):
-        raise unusable_file(file, f"a JSON object in {key}", type(value).__name__)
-    return value
+        value = json.loads(text)
+    except Exception as error:  # ValueError, UnicodeDecodeError, RecursionError
+        raise unusable_file(file, f"a JSON object in {what}", f"{type(error).__name__}: {error}") from error
+    found: dict[str, Any] = _checked(value, dict[str, Any], f"a JSON object in {what}", file)
+    return found
 
 
-def _checked_entry(name: str, entry: Any, file: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
-        raise unusable_file(file, "dtype, shape and data_offsets", f"{entry!r:.200}", name)
-    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    if dtype is None:
-        known = ", ".join(sorted(_DTYPES))
-        raise unusable_file(file, f"a dtype that this version can read ({known})", f"{entry['dtype']!r:.50}", name)
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
-        raise unusable_file(file, "a shape, and begin and end of the data", f"{entry!r:.200}", name)
-    begin, end = offsets
-    nbytes = prod(shape) * dtype.itemsize
-    if end - begin != nbytes:
-        raise unusable_file(file, f"{nbytes} bytes of data for {dtype} {shape}", f"{end - begin} bytes", name)
-    return dtype, tuple(shape), begin, end
-
-
-def _checked_offset(name: str, chunks: dict[str, Any], shape: tuple[int, ...], file: str) -> tuple[int, ...]:
-    if name not in chunks:
-        return (0,) * len(shape)
-    described = chunks[name]
-    offset = described.get(OFFSETS_KEY) if isinstance(described, dict) else None
-    if not _are_sizes(offset) or len(offset) != len(shape):
-        raise unusable_file(file, f"{OFFSETS_KEY} of {len(shape)} dimensions", f"{described!r:.200}", name)
-    return tuple(offset)
+def _checked(value: Any, kind: Any, expected: str, file: str, name: str | None = None) -> Any:
+    """``value`` as a value of ``kind``."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise unusable_file(file, expected, f"{value!r:.200}: {error}", name) from error
 
 
 def _checked_crc32s(name: str, checksums: dict[str, Any], nbytes: int, file: str) -> tuple[int | None, tuple[int, ...]]:
@@ -216,12 +210,6 @@ def _refuse_holes(tensors: dict[str, StoredTensor], base: int, file_nbytes: int,
         end += tensor.nbytes
     if end != file_nbytes:
         raise unusable_file(file, f"a file of {end} bytes", f"{file_nbytes} bytes")
-
-
-def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    # No more and no larger numbers than torch can hold: multiplying more of them could take forever.
-    is_short = isinstance(values, list) and len(values) <= _MAX_DIMENSIONS
-    return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def unusable_file(file: str, expected: str, found: str, item: str | None = None) -> CorruptCheckpoint:

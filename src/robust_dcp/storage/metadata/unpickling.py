@@ -23,7 +23,7 @@ from typing import IO, Any, Final, cast
 from robust_dcp.errors import UnsafeCheckpoint
 from robust_dcp.storage.metadata.stored_pickle import corrupt, pickle_in, without_garbage_collection
 from robust_dcp.storage.records import kinds
-from robust_dcp.storage.records.limits import Budget
+from robust_dcp.storage.records.kinds import Budget
 
 __all__ = ["ClassName", "all_of", "check_metadata", "unpickled"]
 

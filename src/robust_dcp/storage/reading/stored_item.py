@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.staging.blocks import BlockLease
+from robust_dcp.staging.blocks import BlockLease, memory_at
 from robust_dcp.staging.tensor_bytes import DeviceCopies
 from robust_dcp.storage.layouts.read_head import StoredTensor
 from robust_dcp.storage.reading.data_file import DataFile
@@ -26,6 +26,7 @@ from robust_dcp.storage.records.record import (
     KnownRecords,
     Record,
     bytes_of,
+    contiguous_strides,
     framed_record,
     parsed_record,
     raw_record,
@@ -228,6 +229,7 @@ class Box(NamedTuple):
         lengths: the size of the box.
         offset: the first byte of the range, counted from the start of the item.
         numel: elements in the range, including those between rows of the box.
+        is_one_piece: whether the range holds nothing but the box, in order.
         sums: checksums of the blocks that the range lies in, if there are any.
     """
 
@@ -235,6 +237,7 @@ class Box(NamedTuple):
     lengths: tuple[int, ...]
     offset: int
     numel: int
+    is_one_piece: bool
     sums: BlockSums | None
 
     @property
@@ -246,14 +249,8 @@ class Box(NamedTuple):
         """The tensor to read the range into: ``into``, if the range holds exactly the bytes of ``into``, or else a new
         tensor.
         """
-        if into is not None and into.dtype == self.record.dtype:
-            step = 1
-            for length, stored_step in zip(reversed(self.lengths), reversed(self.record.stride), strict=True):
-                if length != 1 and stored_step != step:
-                    break
-                step *= length
-            else:
-                return into
+        if into is not None and self.is_one_piece and into.dtype == self.record.dtype:
+            return into
         return torch.empty(self.numel, dtype=self.record.dtype)
 
     def tensor_in(self, buffer: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor | None:
@@ -292,15 +289,20 @@ def find_box(
     if found is None:
         return None
     record, crc = found
-    _check_box(item, record.shape, offsets, lengths)
-    first, count = 0, 0
-    if prod(lengths):
-        first = record.storage_offset + sum(o * s for o, s in zip(offsets, record.stride, strict=True))
-        count = 1 + sum((n - 1) * s for n, s in zip(lengths, record.stride, strict=True))
-    itemsize = record.dtype.itemsize
+    lengths, stride, itemsize = tuple(lengths), record.stride, record.dtype.itemsize
+    if lengths == record.shape and record.is_contiguous and not any(offsets):
+        first, count, is_one_piece = 0, record.data_nbytes // itemsize, True
+    else:
+        _check_box(item, record.shape, offsets, lengths)
+        first, count = 0, 0
+        if prod(lengths):
+            first = record.storage_offset + sum(o * s for o, s in zip(offsets, stride, strict=True))
+            count = 1 + sum((n - 1) * s for n, s in zip(lengths, stride, strict=True))
+        in_order = zip(lengths, stride, contiguous_strides(lengths), strict=True)
+        is_one_piece = all(length == 1 or step == expected_step for length, step, expected_step in in_order)
     begin = record.data_offset + first * itemsize
     sums = _sums(item, record, crc, begin, begin + count * itemsize) if with_sums else None
-    return Box(record, tuple(lengths), begin, count, sums)
+    return Box(record, lengths, begin, count, is_one_piece, sums)
 
 
 def _find_record(
@@ -395,7 +397,7 @@ def read_box(item: StoredItem, box: Box, into: torch.Tensor | None, verification
         first, last = verified
         item.check(box.sums, first, last, crc32(item.view(first, last - first)))
     if box.nbytes:
-        bytes_of(buffer)[:] = item.view(begin, box.nbytes)
+        memory_at(buffer.data_ptr(), box.nbytes)[:] = item.view(begin, box.nbytes)
     return box.tensor_in(buffer, into)
 
 

@@ -21,7 +21,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.limits import Malformed, NotAPickle, NotData, check_depth, expect
+from robust_dcp.storage.records.kinds import Malformed, NotAPickle, NotData, check_depth, expect
 from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, zip_members
 from robust_dcp.storage.records.torch_kinds import storage_of
 from robust_dcp.storage.records.unpickler import Unpickler, registered_by_user

@@ -16,6 +16,7 @@ be damaged: the reader gives it to ``objects``.
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 import struct
 import sys
@@ -89,7 +90,7 @@ class Record:
     crc32_at: tuple[int, ...] = ()
     unread_at: tuple[tuple[int, int], ...] = ()
 
-    @property
+    @cached_property
     def is_contiguous(self) -> bool:
         """Whether the storage holds the tensor's elements in order and nothing else."""
         is_all = self.data_nbytes == prod(self.shape) * self.dtype.itemsize
@@ -121,10 +122,10 @@ class Record:
         for begin, end, part in self.frame:
             if bytes(memory[at + begin : at + end]) != part:  # a memoryview would compare byte by byte
                 return None
-        crc32_at = at + self.crc32_at[-1]
-        return int.from_bytes(memory[crc32_at : crc32_at + 4], "little")
+        found: int = _UINT32.unpack_from(memory, at + self.crc32_at[-1])[0]
+        return found
 
-    def crc32s_in(self, memory: Any, starts: Sequence[int]) -> list[int | None]:
+    def crc32s_in(self, memory: mmap.mmap, starts: Sequence[int]) -> list[int | None]:
         """:meth:`crc32_in` for many records, in a third of the time for each."""
         alike = [True] * len(starts)
         for begin, end, part in self.frame:

@@ -18,8 +18,7 @@ from torch import _utils as torch_utils
 from torch.serialization import StorageType, _get_layout
 from torch.storage import TypedStorage, UntypedStorage
 
-from robust_dcp.storage.records.kinds import exactly, set_attributes
-from robust_dcp.storage.records.limits import Budget, Builder, Malformed, NotData, expect
+from robust_dcp.storage.records.kinds import Budget, Builder, Malformed, NotData, exactly, expect, set_attributes
 
 __all__ = [
     "BUILT_BY_CALL",

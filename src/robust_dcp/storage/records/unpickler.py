@@ -28,7 +28,7 @@ import torch
 from torch.serialization import get_safe_globals
 
 from robust_dcp.storage.records import kinds, torch_kinds
-from robust_dcp.storage.records.limits import (
+from robust_dcp.storage.records.kinds import (
     Budget,
     Builder,
     Malformed,
