@@ -24,7 +24,7 @@ from robust_dcp.staging.tensor_bytes import host_address, wait_for_copies
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 
-__all__ = ["StagedSource"]
+__all__ = ["HeldItems", "StagedSource"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,35 @@ _BATCH_NBYTES = 256 << 20
 """About so many bytes are copied in one call. After each call the other ranks hear of the progress."""
 
 
-class StagedSource(ItemSource):
+class HeldItems(ItemSource):
+    """Items whose data is in memory. The arguments are what the methods of an ``ItemSource`` return, by place."""
+
+    def __init__(
+        self,
+        names: list[str],
+        expected: list[TensorForm | None],
+        chunk_offsets: list[tuple[int, ...]],
+        data: list[torch.Tensor | io.BytesIO],
+    ) -> None:
+        self.names, self.forms_expected, self.chunk_offsets, self.data = names, expected, chunk_offsets, data
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, place: int) -> str:
+        return self.names[place]
+
+    def expected(self, place: int) -> TensorForm | None:
+        return self.forms_expected[place]
+
+    def chunk_offset(self, place: int) -> tuple[int, ...]:
+        return self.chunk_offsets[place]
+
+    def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
+        return self.data[place]
+
+
+class StagedSource(HeldItems):
     """An ``ItemSource`` with copies of the items of another source.
 
     If an item cannot be taken or copied, the error is kept: :meth:`ready` raises it, in an exchange of all ranks.
@@ -60,6 +88,7 @@ class StagedSource(ItemSource):
         *,
         limit_nbytes: int | None = None,
     ) -> None:
+        super().__init__([], [], [], [])
         self.are_free: Future[None] = Future()
         self.freed_at_seconds = 0.0
         self.error: Exception | None = None
@@ -72,7 +101,6 @@ class StagedSource(ItemSource):
         self._limit_nbytes = limit_nbytes
         self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._data: list[torch.Tensor | io.BytesIO] = []
         try:
             self._take(make())
         except Exception as error:
@@ -81,9 +109,9 @@ class StagedSource(ItemSource):
     def _take(self, source: ItemSource) -> None:
         """Note the tensors, and pickle all else, as a save that waits does."""
         places = range(len(source))
-        self._names = [source.name(place) for place in places]
-        self._expected = [source.expected(place) for place in places]
-        self._chunk_offsets = [source.chunk_offset(place) for place in places]
+        self.names = [source.name(place) for place in places]
+        self.forms_expected = [source.expected(place) for place in places]
+        self.chunk_offsets = [source.chunk_offset(place) for place in places]
         has_cuda = False
         with torch.no_grad(), NamedErrors(source, 0) as errors:
             for place in places:
@@ -96,7 +124,7 @@ class StagedSource(ItemSource):
                         has_cuda = has_cuda or data.is_cuda
                     else:
                         data = saved_by_torch(data)
-                self._data.append(data)
+                self.data.append(data)
         if has_cuda:
             # The copies must come after all work that was queued on the device before this call, on any stream.
             self._stream = torch.cuda.Stream()
@@ -119,7 +147,7 @@ class StagedSource(ItemSource):
             self._free()
 
     def _copy(self) -> None:
-        tensors = {place: data for place, data in enumerate(self._data) if isinstance(data, torch.Tensor)}
+        tensors = {place: data for place, data in enumerate(self.data) if isinstance(data, torch.Tensor)}
         if self._limit_nbytes is not None:  # the largest have no room, so that they are few
             smallest_first = sorted(tensors, key=lambda place: tensors[place].nbytes)
             ends = accumulate(tensors[place].nbytes for place in smallest_first)
@@ -153,7 +181,7 @@ class StagedSource(ItemSource):
         if self._stream is not None:
             wait_for_copies(self._stream)
         for place, copy in zip(places, copies, strict=True):
-            self._data[place] = copy
+            self.data[place] = copy
 
     def _copy_batch(self, places: Sequence[int], copies: list[torch.Tensor], originals: list[torch.Tensor]) -> None:
         try:
@@ -190,13 +218,13 @@ class StagedSource(ItemSource):
     def give_back(self) -> None:
         """Note that the borrowed tensors have been written."""
         for place in self.borrowed:
-            self._data[place] = _WRITTEN
+            self.data[place] = _WRITTEN
         self._free()
 
     def release(self) -> None:
         """Give the memory to the next save: this one is over. The copies must not be used any more."""
         self._free()
-        self._data = []
+        self.data = []
         if self._buffer is not None:
             self._buffers.give_back(self._buffer)
             self._buffer = None
@@ -205,21 +233,6 @@ class StagedSource(ItemSource):
         if not self.are_free.done():
             self.freed_at_seconds = time.perf_counter()
             self.are_free.set_result(None)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def name(self, place: int) -> str:
-        return self._names[place]
-
-    def expected(self, place: int) -> TensorForm | None:
-        return self._expected[place]
-
-    def chunk_offset(self, place: int) -> tuple[int, ...]:
-        return self._chunk_offsets[place]
-
-    def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
-        return self._data[place]
 
 
 _WRITTEN = io.BytesIO()

@@ -33,7 +33,7 @@ import torch
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import RobustCheckpointError, failure_of
-from robust_dcp.staged_source import StagedSource
+from robust_dcp.staged_source import HeldItems, StagedSource
 from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_near
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, remove_files_of, write_files
@@ -289,13 +289,7 @@ def write_in_process(
     memory = source.shared if isinstance(source, StagedSource) else None
     if not isinstance(source, StagedSource) or memory is None or memory.fd is None:
         return write_files(files, source, check_stop, not_removed)
-    places = range(len(source))
-    plan = _Plan(
-        names=[source.name(place) for place in places],
-        expected=[source.expected(place) for place in places],
-        chunk_offsets=[source.chunk_offset(place) for place in places],
-        placements=files.placements,
-    )
+    plan = _Plan(source.names, source.forms_expected, source.chunk_offsets, files.placements)
     options = replace(files.options, stripe_paths=files.options.stripes)  # the child has another working directory
     job = _Job(
         files=replace(files, placements=place_as_they_come([], files=1), options=options),
@@ -393,7 +387,11 @@ def _do(connection: Connection, pickled: bytes, fd: int) -> _Outcome:
         files = replace(job.files, placements=plan.placements)
         memory = StagingBuffer(job.memory_nbytes, fd=fd)
         try:
-            written = write_files(files, _SharedSource(plan, job, memory), _StopsOnRequest(connection), not_removed)
+            tensors = dict(zip(job.tensor_places, memory.tensors(job.tensor_forms), strict=True))
+            records = {place: io.BytesIO(record) for place, record in job.records.items()}
+            data = [tensors[place] if place in tensors else records[place] for place in range(len(plan.names))]
+            items = HeldItems(plan.names, plan.expected, plan.chunk_offsets, data)
+            written = write_files(files, items, _StopsOnRequest(connection), not_removed)
         finally:
             memory.release()
     except RobustCheckpointError as error:
@@ -427,32 +425,6 @@ class _StopsOnRequest:
             if now - self._told_at_seconds >= _PROGRESS_SECONDS:
                 self._told_at_seconds = now
                 self._connection.send((done_nbytes, total_nbytes))
-
-
-class _SharedSource(ItemSource):
-    """An ``ItemSource`` with the tensors in shared memory and the records that came with the job."""
-
-    def __init__(self, plan: _Plan, job: _Job, memory: StagingBuffer) -> None:
-        self._plan = plan
-        tensors = memory.tensors(job.tensor_forms)
-        self._data: dict[int, torch.Tensor | bytes] = dict(zip(job.tensor_places, tensors, strict=True))
-        self._data.update(job.records)
-
-    def __len__(self) -> int:
-        return len(self._plan.names)
-
-    def name(self, place: int) -> str:
-        return self._plan.names[place]
-
-    def expected(self, place: int) -> TensorForm | None:
-        return self._plan.expected[place]
-
-    def chunk_offset(self, place: int) -> tuple[int, ...]:
-        return self._plan.chunk_offsets[place]
-
-    def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
-        data = self._data[place]
-        return data if isinstance(data, torch.Tensor) else io.BytesIO(data)
 
 
 @lru_cache(maxsize=4)
