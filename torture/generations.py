@@ -105,7 +105,7 @@ def child_pids() -> list[int]:
 
 def writer_pids() -> list[int]:
     """The writer processes of this rank."""
-    return [pid for pid in child_pids() if b"background.writer_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in child_pids() if b"robust_dcp.writer_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def is_gone(pid: int) -> bool:

@@ -138,11 +138,13 @@ class StagedSource(HeldItems):
         if self.error is None:
             try:
                 self._copy()
-            except Exception as error:
-                self.error = error
+            except BaseException as error:
                 if self._stream is not None:
                     with suppress(Exception):  # no copy under way may reach the memory when the next save has it
                         self._stream.synchronize()
+                if not isinstance(error, Exception):  # Ctrl-C
+                    raise
+                self.error = error
         if self.error is not None or not self.borrowed:
             self._free()
 

@@ -90,8 +90,9 @@ def save_and_overwrite(directory: str, staging: Any, executor: Any, limit_nbytes
             tensor.fill_(-1)
         report = (saving if staging == "full" else saving.upload_completion).result(timeout=60)
         got = loaded(path, state)
-        assert all(torch.equal(got[name], tensor) for name, tensor in state_of(rank).items())
-        assert 0 < report.blocked_seconds <= report.seconds
+        wrong = [name for name, tensor in state_of(rank).items() if not torch.equal(got[name], tensor)]
+        assert not wrong, f"{wrong} differ"
+        assert 0 < report.blocked_seconds <= report.seconds, f"{report.blocked_seconds} s of\n{report}"
         told.append((report.plan, "while training waited" in report.how[-1]))
         dist.barrier()
     return told
