@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,15 @@ from robust_dcp.report_rows import module_sizes
 from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index.build import IndexTemplate
-from robust_dcp.storage.index.form import Fragment, Section
+from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
+
+T = TypeVar("T")
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -57,16 +59,15 @@ class MetadataTemplate:
     """
 
     def __init__(self, plan: GlobalPlan, placements: Sequence[Placements], layout: Layout = TORCH) -> None:
-        n_files = [placement.n_files for placement in placements]
         self._head_nbytes = [placement.head_nbytes for placement in placements]
         self._n_variable = [len(placement.variable) for placement in placements]
-        self._rank_of_file = np.repeat(np.arange(len(placements)), n_files)
+        self._rank_of_file = np.repeat(np.arange(len(placements)), [placement.n_files for placement in placements])
         self._layout = layout
         self._lock = threading.Lock()
+        self._uncompiled: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
         self._compiled: _Compiled | None = None
         self._variable_places: Int64 = np.empty((0, 2), dtype=np.int64)
         self._modules: Modules | None = None
-        self._compiler: Callable[[], MetadataColumns] | None = lambda: _metadata_columns(plan, placements)
 
     @property
     def nbytes(self) -> int:
@@ -104,9 +105,14 @@ class MetadataTemplate:
         ]
         names = [name.committed for name in of_all]
         fragments = compiled.pickled.encode(names, places[compiled.order], storage_meta)
-        index = self._index(compiled, fragments, names, places, storage_meta, kept_plan or {})
+        template, index = compiled.indexed, None
+        if template is not None:
+            more = kept_plan or {}
+            index = _index_if_possible(
+                lambda: template.encode(fragments, names, places[compiled.order], storage_meta, FORMAT_VERSION, more)
+            )
         renames = tuple(name for name in of_all if name.written != name.committed)
-        return MetadataToPublish(fragments, frozenset(names), renames, index)
+        return MetadataToPublish(fragments, frozenset(names), renames, index or ())
 
     @property
     def module_sizes(self) -> Modules:
@@ -119,56 +125,27 @@ class MetadataTemplate:
             compiled = self._compile()
             columns = compiled.columns
             nbytes = columns.nbytes.copy()
-            nbytes[columns.start < 0] = self._variable_places[compiled.index_order, 1]
+            nbytes[columns.start < 0] = self._variable_places[compiled.order, 1]
             of_names = np.zeros(len(columns.names), dtype=np.int64)
             np.add.at(of_names, columns.name, nbytes)
             self._modules = module_sizes(columns.names, of_names)
         return self._modules
 
-    def _index(
-        self,
-        compiled: _Compiled,
-        fragments: Sequence[Fragment],
-        names: Sequence[str],
-        places: Int64,
-        storage_meta: StorageMeta,
-        kept_plan: Mapping[str, Section],
-    ) -> tuple[Fragment, ...]:
-        """The index of a checkpoint with this ``.metadata``; empty if there can be none."""
-        if compiled.indexed is None:
-            return ()
-        try:
-            return compiled.indexed.encode(
-                fragments, names, places[compiled.index_order], storage_meta, FORMAT_VERSION, kept_plan
-            )
-        except ValueError as error:  # UTF-8 cannot encode a path, for example
-            _tell_of_no_index(error)
-            return ()
-
     def _compile(self) -> _Compiled:
         with self._lock:
-            if self._compiler is not None:
-                columns = self._compiler()
-                pickled = MetadataPickle(columns)
-                self._compiled = _Compiled(
-                    pickled,
-                    self._places_of_variable(pickled.variable_files),
-                    columns,
-                    _index_of(columns),
-                    self._places_of_variable(columns.file[columns.start < 0]),
-                )
-                self._compiler = None
+            if self._uncompiled is not None:
+                columns = _metadata_columns(*self._uncompiled)
+                # Ranks report items of variable size rank after rank, in plan order. Within a file that is the order of
+                # the columns, too.
+                files = columns.file[columns.start < 0]
+                order = np.empty(len(files), dtype=np.intp)
+                order[np.argsort(self._rank_of_file[files], kind="stable")] = np.arange(len(files))
+                indexed = _index_if_possible(lambda: IndexTemplate(columns))
+                self._compiled = _Compiled(MetadataPickle(columns), columns, indexed, order)
+                self._uncompiled = None
             if self._compiled is None:
-                raise ValueError("an earlier attempt to compile this metadata failed")
+                raise ValueError("this metadata has not been compiled")
             return self._compiled
-
-    def _places_of_variable(self, files: npt.NDArray[np.integer[Any]]) -> Places:
-        """For each item of variable size in ``files``, its place in the list of all ranks.
-
-        Ranks report these items rank after rank, in plan order. Within one file that is also the order of ``files``."""
-        places = np.empty(len(files), dtype=np.intp)
-        places[np.argsort(self._rank_of_file[files], kind="stable")] = np.arange(len(files))
-        return places
 
 
 class _Compiled(NamedTuple):
@@ -176,29 +153,24 @@ class _Compiled(NamedTuple):
 
     Attributes:
         pickled: makes ``.metadata``.
-        order: for each item of variable size in ``.metadata``, its place in the list of all ranks.
         columns: the columns that both are made of.
         indexed: makes the index; ``None`` if there can be none.
-        index_order: as ``order``, for the index.
+        order: for each item of variable size in the columns, its place in the list of all ranks.
     """
 
     pickled: MetadataPickle
-    order: Places
     columns: MetadataColumns
     indexed: IndexTemplate | None
-    index_order: Places
+    order: Places
 
 
-def _index_of(columns: MetadataColumns) -> IndexTemplate | None:
+def _index_if_possible(make: Callable[[], T]) -> T | None:
+    """What ``make`` returns; ``None`` if there can be no index, for example because UTF-8 cannot encode a path."""
     try:
-        return IndexTemplate(columns)
+        return make()
     except ValueError as error:
-        _tell_of_no_index(error)
+        logger.warning("the checkpoint gets no index, so a load takes longer: %s", error)
         return None
-
-
-def _tell_of_no_index(error: ValueError) -> None:
-    logger.warning("the checkpoint gets no index, so a load takes longer: %s", error)
 
 
 def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> MetadataColumns:
@@ -220,18 +192,20 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
     first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # this works because every name is written
     properties, which_properties = _properties(items, written[first_of_name])
     ndims = items.ndim[written]
-    sizes = _Sizes()
-    whole = sizes.add(items.shape[written[first_of_name]], ndims[first_of_name])
-    offset = sizes.add(items.offset[written], ndims)
-    size = sizes.add(items.size[written], ndims)
+    # The distinct sizes and offsets of names and chunks are in one table.
+    tables = [items.shape[written[first_of_name]], items.offset[written], items.size[written]]
+    ndims = np.concatenate([items.ndim[written[first_of_name]], items.ndim[written], items.ndim[written]])
+    rows = np.concatenate(tables)
+    first, which = unique_rows(ndims, *rows.T)
+    whole, offset, size = np.split(which, np.cumsum([len(table) for table in tables])[:-1])
     return MetadataColumns(
         names=items.names,
         paths=plan.paths,
         properties=properties,
         name_properties=np.where(is_object[first_of_name], -1, which_properties).astype(np.int32),
         name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
-        sizes=sizes.values,
-        size_ndims=sizes.ndims,
+        sizes=rows[first],
+        size_ndims=ndims[first],
         name=name,
         offset=np.where(is_object, -1, offset).astype(np.int32),
         size=np.where(is_object, -1, size).astype(np.int32),
@@ -240,31 +214,6 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
         nbytes=np.concatenate([p.nbytes for p in placements])[place],
         n_files=int(ends[-1]),
     )
-
-
-class _Sizes:
-    """The distinct ``torch.Size`` values of several columns, in one table."""
-
-    def __init__(self) -> None:
-        self._tables: list[Int64] = []
-        self._ndims: list[npt.NDArray[np.uint8]] = []
-        self._count = 0
-
-    def add(self, rows: Int64, ndims: npt.NDArray[np.uint8]) -> Places:
-        """Add ``rows`` and return their places in the table. The first ``ndims`` entries of each row count."""
-        first, which = unique_rows(ndims, *rows.T)
-        self._tables.append(rows[first])
-        self._ndims.append(ndims[first])
-        self._count += len(first)
-        return which + (self._count - len(first))
-
-    @property
-    def values(self) -> Int64:
-        return np.concatenate(self._tables)
-
-    @property
-    def ndims(self) -> npt.NDArray[np.uint8]:
-        return np.concatenate(self._ndims)
 
 
 Properties = list[tuple[torch.dtype, torch.layout, bool]]
