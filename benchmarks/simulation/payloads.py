@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from benchmarks.simulation.mailbox import COORDINATOR, Mailbox
 from benchmarks.virtual_ranks import NamedItem, columns_of, local_of, named_items, path_of
-from robust_dcp.plan.describe import write_item_of
 from robust_dcp.plan.items import ItemsMessage, ItemStructure
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.signature import SIGNATURE_NBYTES
+from robust_dcp.plan.state_dict import write_item_of
 
 __all__ = ["Payloads", "coordinators_local", "prepare"]
 

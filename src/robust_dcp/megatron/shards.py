@@ -32,9 +32,9 @@ from robust_dcp.megatron.versions import (
     nested_values,
     to_dcp_values,
 )
-from robust_dcp.plan.describe import DescribedItems, describe_items
 from robust_dcp.plan.items import Form, ItemKind, ItemStructure, Replica
 from robust_dcp.plan.save_planner import RobustPlanner
+from robust_dcp.plan.state_dict import DescribedItems, describe_items
 from robust_dcp.storage.records.objects import Refusal
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.structure_cache import Cache

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.plan.describe import UNKNOWN, HeldStructures, own_chunks
+from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, own_chunks
 from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
 from robust_dcp.storage.reading.reads import WholeTensors, whole_item
 

@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
-from robust_dcp.plan.describe import global_size, own_chunks
-from robust_dcp.plan.flatten import flatten
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import PlannedReads, plan_reads, whole_tensors
+from robust_dcp.plan.state_dict import flatten, global_size, own_chunks
 from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
 from robust_dcp.storage.index.stored_index import index_of, look_up
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection

@@ -23,12 +23,19 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.checkpoint_name import checkpoint_name
-from robust_dcp.plan.describe import DescribedItems, describe_items, holds_shards
-from robust_dcp.plan.flatten import flatten
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.session import OnReplicaMismatch, OnStructureChange, SaveSession
 from robust_dcp.plan.signature import PlanContext
-from robust_dcp.plan.state_dict import KnownStructure, StateDictSource, digest_of, structure_of
+from robust_dcp.plan.state_dict import (
+    DescribedItems,
+    KnownStructure,
+    StateDictSource,
+    describe_items,
+    digest_of,
+    flatten,
+    holds_shards,
+    structure_of,
+)
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.reader import RobustReader

@@ -1,8 +1,16 @@
-"""The structure of a state dict, and the data of its items.
+"""A state dict as the items that DCP saves: flattened, described, and with the data of each item.
 
-A save with the same items as one of the last saves reuses its structure. Every name, path and item is compared by
-value, so every change is noticed. :class:`StateDictSource` gives the writer the data directly from the state dict's
-values, and asks the planner only if a value is not a plain tensor.
+Names, order, paths and errors of flattening are those of
+``torch.distributed.checkpoint._nested_dict.flatten_state_dict``, but fast enough for many small tensors.
+
+What stock's planner says about a kind of tensor is remembered. A key has every property that a structure depends on,
+and keys are compared by value. No identity of a tensor, mesh or placement is part of a key, so what is remembered
+cannot be out of date. A save with the same items as one of the last saves reuses its structure in the same way: every
+name, path and item is compared, so every change is noticed.
+
+Some tensors say themselves which chunks of a larger tensor they hold, for example those of Megatron-FSDP. Up to torch
+2.14 such a tensor has methods like ``__create_chunk_list__``. Since 2.15 four attributes suffice, those of
+``torch.distributed.checkpoint.CheckpointableTensor``; older versions do not look at them. Stock describes them.
 """
 
 from __future__ import annotations
@@ -10,32 +18,486 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.errors import RobustCheckpointError
-from robust_dcp.plan.describe import DescribedItems, ItemData
-from robust_dcp.plan.items import (
-    ItemKind,
-    Items,
-    ItemStructure,
-    Path,
-    items_of,
-    sorted_places,
-)
+from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.plan.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
 from robust_dcp.plan.signature import PlanContext, StructureSignature
 from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.record import framed_record, is_fixed_size
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import Cache
 
-__all__ = ["KnownStructure", "StateDictSource", "digest_of", "structure_of"]
+__all__ = [
+    "UNKNOWN",
+    "DescribedItems",
+    "HeldStructures",
+    "ItemData",
+    "KnownStructure",
+    "StateDictSource",
+    "describe_items",
+    "digest_of",
+    "flatten",
+    "global_size",
+    "has_own_chunks",
+    "holds_shards",
+    "own_chunks",
+    "structure_of",
+    "write_item_of",
+]
+
+
+# Flattening.
+
+
+class _Value(Enum):
+    LEAF = 1
+    MAPPING = 2
+    LIST = 3
+    TENSOR = 4
+
+
+# An isinstance check against an abstract class (Mapping) costs more than all other work on a value. So each type is
+# checked once.
+_VALUES: dict[type, _Value] = {
+    torch.Tensor: _Value.TENSOR,
+    torch.nn.Parameter: _Value.TENSOR,
+    DTensor: _Value.TENSOR,
+    dict: _Value.MAPPING,
+    list: _Value.LIST,
+    **dict.fromkeys((bool, int, float, str, bytes, tuple, type(None)), _Value.LEAF),
+}
+
+
+def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The leaves of ``state_dict`` by name, and the path of each.
+
+    A mapping is taken apart. So is a list that holds a tensor or a mapping at any depth. Any other value is a leaf. The
+    name of a leaf is its path joined by dots.
+
+    Returns:
+        ``(flat, mappings)``, as torch's ``flatten_state_dict``.
+
+    Raises:
+        ValueError: two paths have the same name.
+    """
+    flattening = _Flattening()
+    flattening.take_mapping(state_dict, "", ())
+    return flattening.flat, flattening.mappings
+
+
+class _Flattening:
+    """The leaves found so far."""
+
+    def __init__(self) -> None:
+        self.flat: dict[str, Any] = {}
+        self.mappings: dict[str, Path] = {}
+        # A copy, so that we do not keep classes alive that the user's program creates and drops.
+        self._kinds = _VALUES.copy()
+
+    def take_mapping(self, mapping: Mapping[Any, Any], prefix: str, path: Path) -> None:
+        flat, mappings, kinds = self.flat, self.mappings, self._kinds
+        for key, value in mapping.items():
+            part = key if type(key) is str else str(key)
+            kind = kinds.get(type(value))
+            # This repeats the end of _take, because a call for each leaf would cost as much as this loop.
+            if kind is _Value.TENSOR or kind is _Value.LEAF:
+                name = prefix + part
+                if name in flat:
+                    raise _duplicated(name)
+                flat[name] = value
+                mappings[name] = (*path, part)
+            else:
+                self._take(value, prefix + part, (*path, part))
+
+    def _take(self, value: Any, name: str, path: Path) -> None:
+        kind = self._kind_of(value)
+        if kind is _Value.MAPPING:
+            self.take_mapping(value, f"{name}.", path)
+        elif kind is _Value.LIST and not self._is_terminal(value):
+            for index, element in enumerate(value):
+                self._take(element, f"{name}.{index}", (*path, index))
+        elif name in self.flat:
+            raise _duplicated(name)
+        else:
+            self.flat[name] = value
+            self.mappings[name] = path
+
+    def _is_terminal(self, values: list[Any]) -> bool:
+        """Whether a list stays whole: it holds no tensor and no mapping, not even an empty mapping."""
+        for value in values:
+            kind = self._kind_of(value)
+            if kind is _Value.TENSOR or kind is _Value.MAPPING:
+                return False
+            if kind is _Value.LIST and not self._is_terminal(value):
+                return False
+        return True
+
+    def _kind_of(self, value: Any) -> _Value:
+        kind = self._kinds.get(type(value))
+        if kind is not None:
+            return kind
+        if isinstance(value, Mapping):
+            kind = _Value.MAPPING
+        elif isinstance(value, list):
+            kind = _Value.LIST
+        elif isinstance(value, torch.Tensor):
+            kind = _Value.TENSOR
+        else:
+            kind = _Value.LEAF
+        if value.__class__ is type(value):  # do not remember proxies: two of one type may stand for different things
+            self._kinds[type(value)] = kind
+        return kind
+
+
+def _duplicated(name: str) -> ValueError:
+    return ValueError(f"duplicated flatten key {name}")
+
+
+# What each item is.
+
+_ENTRY_NBYTES = 1000
+"""Roughly how many bytes it takes to remember one structure."""
+
+_KINDS = {
+    WriteItemType.TENSOR: ItemKind.TENSOR,
+    WriteItemType.SHARD: ItemKind.SHARD,
+    WriteItemType.BYTE_IO: ItemKind.BYTES,
+}
+_TYPES = {kind: item_type for item_type, kind in _KINDS.items()}
+
+_PROTOCOL: Any = getattr(dcp, "CheckpointableTensor", None)
+"""``None`` before torch 2.15."""
+
+ItemData = torch.Tensor | MetadataIndex
+"""Where the data of an item is: the tensor or DTensor that holds it, or the index to ask the planner for."""
+
+Lookup = Callable[[MetadataIndex], Any]
+TensorKey = tuple[Any, ...]
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_OBJECT = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE)
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedItems:
+    """The items of a state dict, in its order.
+
+    Attributes:
+        names: the FQN of each item.
+        structures: the structure of each item.
+        data: where the data of each item is.
+    """
+
+    names: list[str]
+    structures: list[ItemStructure]
+    data: list[ItemData]
+
+    def index(self, place: int) -> MetadataIndex:
+        """The index that DCP's planners use for an item."""
+        data, structure = self.data[place], self.structures[place]
+        if isinstance(data, MetadataIndex):
+            return data
+        return MetadataIndex(self.names[place], None if structure.kind == ItemKind.BYTES else structure.offsets)
+
+    def write_item(self, place: int) -> WriteItem:
+        """The write item that stock's planner would make."""
+        return write_item_of(self.index(place), self.structures[place])
+
+
+def describe_items(
+    state_dict: Mapping[str, Any], lookup: Lookup, *, is_coordinator: bool = False, by_lookup: bool = False
+) -> DescribedItems:
+    """Describe the items that stock's ``create_default_local_save_plan`` makes of ``state_dict``.
+
+    ``requires_grad`` of a DTensor is the DTensor's own flag. Stock looks at its local tensor. There the flag depends on
+    the grad mode of the thread that saves, so a save on a background thread would get another plan.
+
+    Args:
+        state_dict: FQN to value, flattened as the planner wants it.
+        lookup: the planner's ``lookup_object``.
+        is_coordinator: as stock's planner takes it.
+        by_lookup: whether ``lookup`` is not stock's. Then a value does not show what will be written for it.
+
+    Raises:
+        PlanConflict: a DTensor is a pending reduction (``Partial``).
+        RobustCheckpointError: a value cannot be described. The error names it.
+    """
+    names: list[str] = []
+    structures: list[ItemStructure] = []
+    data: list[ItemData] = []
+    held = HeldStructures(lookup, is_coordinator=is_coordinator)
+    with torch.no_grad():  # so that to_local() of a DTensor returns its local tensor, not a node of an autograd graph
+        for name, value in state_dict.items():
+            structure: ItemStructure | None = UNKNOWN
+            if not by_lookup:
+                structure = held.of(name, value)
+                if structure is UNKNOWN and not (
+                    isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
+                ):
+                    names.append(name)
+                    structures.append(_OBJECT)
+                    data.append(MetadataIndex(name))
+                    continue
+            if structure is UNKNOWN:
+                is_sharded_tensor = holds_shards(type(value))
+                for index, each, found in held.by_stock(name, value):
+                    # Keep the shards of a ShardedTensor now: each lookup searches through all of them.
+                    is_held = is_sharded_tensor and type(found) in _PLAIN
+                    names.append(index.fqn)
+                    structures.append(each)
+                    data.append(found if is_held else index)
+            elif structure is not None:
+                names.append(name)
+                structures.append(structure)
+                data.append(value)
+            elif type(value) is not DTensor:
+                raise RobustCheckpointError(f"torch's save planner makes no write item for the tensor {name!r}")
+    return DescribedItems(names, structures, data)
+
+
+_DESCRIBED: Cache[tuple[Any, ...], tuple[ItemStructure | None]] = Cache(
+    lambda key, structure: _ENTRY_NBYTES, max_nbytes=64 << 20
+)
+"""What stock's planner said of tensors, and of DTensors by the way in which they are sharded."""
+
+
+UNKNOWN: Final = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE, dtype="unknown")
+"""The structure of a value of which only stock's planner can tell what this rank holds."""
+
+
+class _Spread(NamedTuple):
+    """How some DTensors of one state dict are sharded.
+
+    Attributes:
+        mesh: kept, so that no other mesh gets its id meanwhile.
+        key: everything that torch computes a chunk from. It has values only. So it does not keep a mesh alive, and does
+            not confuse a mesh with one of an earlier group. ``None`` if it must not be remembered.
+        found: the structures that this state dict has shown so far.
+    """
+
+    mesh: DeviceMesh | None
+    key: tuple[Any, ...] | None
+    found: dict[TensorKey, ItemStructure | None]
+
+
+class HeldStructures:
+    """The structures of the tensors of one state dict of which this rank holds one chunk.
+
+    Args:
+        lookup: gives the tensor that holds the data of an item.
+        is_coordinator: as stock's planner takes it.
+    """
+
+    def __init__(self, lookup: Lookup, *, is_coordinator: bool = False) -> None:
+        self._lookup = lookup
+        self._is_coordinator = is_coordinator
+        self._plain = _Spread(None, (), {})
+        self._spreads: dict[tuple[Any, ...], _Spread] = {}
+
+    def of(self, name: str, value: Any) -> ItemStructure | None:
+        """The structure of a tensor that is one item, ``None`` if this rank saves no item of it, or ``UNKNOWN``."""
+        kind = type(value)
+        key: TensorKey
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if not _is_plain(value):
+                return UNKNOWN
+            spread, key = self._plain, (value.dtype, value.requires_grad, value.shape)
+        elif kind is DTensor:
+            local, spread = value.to_local(), self._spread_of(value)
+            # With Megatron-FSDP an attribute of the tensor tells the chunks. They do not follow from placements then.
+            has_own = "__create_chunk_list__" in vars(value)
+            if spread.key is None or has_own or type(local) not in _PLAIN or not _is_plain(local):
+                return UNKNOWN
+            key = (local.dtype, value.requires_grad, value.shape, local.shape)
+        else:
+            return UNKNOWN
+        try:
+            return spread.found[key]
+        except KeyError:
+            known = _DESCRIBED.get((spread.key, key))
+            if known is None:
+                known = (self._structure_by_stock(name, value),)
+                _DESCRIBED.put((spread.key, key), known)
+            spread.found[key] = known[0]
+            return known[0]
+
+    def _spread_of(self, value: DTensor) -> _Spread:
+        mesh, placements = value.device_mesh, value.placements
+        # Equal placements may have different classes (Shard and _StridedShard in torch 2.7), which place differently.
+        classes = tuple(map(type, placements))
+        spread = self._spreads.get((id(mesh), placements, classes))
+        if spread is None:
+            coordinate, key = mesh.get_coordinate(), None
+            # We do not know whether other people's placement classes compare everything that matters. Stock refuses
+            # pending reductions (Partial).
+            if all(each.__module__.partition(".")[0] == "torch" for each in classes) and not _is_pending(value):
+                key = (tuple(mesh.shape), None if coordinate is None else tuple(coordinate), placements, classes)
+            spread = self._spreads[id(mesh), placements, classes] = _Spread(mesh, key, {})
+        return spread
+
+    def _structure_by_stock(self, name: str, value: torch.Tensor) -> ItemStructure | None:
+        structures = [structure for _, structure, _ in self.by_stock(name, value)]
+        if len(structures) > 1:
+            raise RobustCheckpointError(
+                f"torch's save planner makes {len(structures)} write items for the tensor {name!r}, not one"
+            )
+        return structures[0] if structures else None
+
+    def by_stock(self, name: str, value: Any) -> list[tuple[MetadataIndex, ItemStructure, Any]]:
+        """For each item of any value its index, its structure, and the data that was looked up."""
+        if isinstance(value, DTensor) and _is_pending(value):
+            raise PlanConflict(
+                f"the DTensor {name!r} has a Partial placement ({value.placements}): its value is a reduction that has "
+                "not been done. Call .redistribute() to Replicate or Shard before saving",
+                key=name,
+            )
+        try:
+            items = create_default_local_save_plan({name: value}, self._is_coordinator).items
+            return [self._of_item(item, place, value) for place, item in enumerate(items)]
+        except RobustCheckpointError:
+            raise
+        except Exception as error:
+            raise RobustCheckpointError(f"cannot plan {name!r}: {type(error).__name__}: {error}") from error
+
+    def _of_item(self, item: WriteItem, place: int, value: Any) -> tuple[MetadataIndex, ItemStructure, Any]:
+        index, tensor_data = item.index, item.tensor_data
+        if tensor_data is None:
+            return index, _OBJECT, None
+        if index.index is None and holds_shards(type(value)):
+            index = MetadataIndex(index.fqn, index.offset, place)  # `place` is a hint where lookup should look first
+        data = self._lookup(index)
+        is_fixed = (
+            isinstance(data, torch.Tensor)
+            and is_fixed_size(data)
+            and framed_record(tensor_data.properties.dtype, tuple(tensor_data.chunk.sizes)) is not None
+        )
+        structure = _structure_of(item, Form.FIXED if is_fixed else Form.VARIABLE)
+        if isinstance(value, DTensor):
+            structure = structure._replace(requires_grad=value.requires_grad)
+        return index, structure, data
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether dtype, ``requires_grad`` and shape of this tensor (of no subclass) determine its structure.
+
+    Megatron-FSDP sets the instance attributes to make a local tensor describe itself as another chunk.
+    """
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not has_own_chunks(tensor)
+    )
+
+
+def holds_shards(kind: type) -> bool:
+    """Whether values of this class are torch's ``ShardedTensor`` or similar."""
+    return issubclass(kind, torch.Tensor) and hasattr(kind, "local_shards")
+
+
+def _is_pending(value: DTensor) -> bool:
+    return any(placement.is_partial() for placement in value.placements)
+
+
+def _structure_of(item: WriteItem, form: Form) -> ItemStructure:
+    """The structure in ``item``, without its name."""
+    data = item.tensor_data
+    if data is None:
+        return ItemStructure(kind=_KINDS[item.type], form=form)
+    return ItemStructure(
+        kind=_KINDS[item.type],
+        form=form,
+        dtype=str(data.properties.dtype).removeprefix("torch."),
+        layout=str(data.properties.layout).removeprefix("torch."),
+        requires_grad=bool(data.properties.requires_grad),
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        sizes=tuple(data.chunk.sizes),
+    )
+
+
+def write_item_of(index: MetadataIndex, structure: ItemStructure) -> WriteItem:
+    """The write item for ``structure``, as stock's planner makes it.
+
+    ``pin_memory`` and ``memory_format`` have their defaults. torch has deprecated both, and no reader looks at them.
+    """
+    if structure.kind == ItemKind.BYTES:
+        return WriteItem(index=index, type=WriteItemType.BYTE_IO)
+    return WriteItem(
+        index=index,
+        type=_TYPES[structure.kind],
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(structure.offsets), sizes=torch.Size(structure.sizes)),
+            properties=TensorProperties(
+                dtype=getattr(torch, structure.dtype),
+                layout=getattr(torch, structure.layout),
+                requires_grad=structure.requires_grad,
+            ),
+            size=torch.Size(structure.shape),
+        ),
+    )
+
+
+def has_own_chunks(value: Any) -> bool:
+    """Whether a tensor says itself which chunks it holds."""
+    return (
+        hasattr(value, "__create_chunk_list__")
+        or hasattr(value, "__create_write_items__")
+        or hasattr(value, "__get_tensor_shard__")
+        or _is_checkpointable(value)
+    )
+
+
+def own_chunks(value: Any) -> Sequence[ChunkStorageMetadata] | None:
+    """The chunks that a tensor says it holds; ``None`` if it says nothing."""
+    create_chunk_list = getattr(value, "__create_chunk_list__", None)
+    if callable(create_chunk_list):
+        chunks: Sequence[ChunkStorageMetadata] = create_chunk_list()
+        return chunks
+    if _is_checkpointable(value):
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in zip(value.global_offsets, value.local_sizes, strict=True)
+        ]
+    return None
+
+
+def global_size(value: Any) -> torch.Size | None:
+    """The size of the whole tensor of which ``value`` is a part; ``None`` if ``value`` has no size."""
+    if _is_checkpointable(value):
+        return torch.Size(value.global_shape)
+    size = getattr(value, "size", None)
+    return torch.Size(size()) if callable(size) else None
+
+
+def _is_checkpointable(value: Any) -> bool:
+    # The first test alone rules out almost every tensor. The other one looks at all attributes of the protocol.
+    return (
+        _PROTOCOL is not None
+        and hasattr(value, "global_offsets")
+        and isinstance(value, torch.Tensor)
+        and isinstance(value, _PROTOCOL)
+    )
+
+
+# What a save needs of the items.
 
 Expected = tuple[torch.dtype, torch.Size]
 Resolved = torch.Tensor | io.BytesIO
