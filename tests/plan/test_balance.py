@@ -52,16 +52,6 @@ def test_what_only_one_rank_holds_counts_before_replicas_are_dealt_out() -> None
     assert _loads(plan) == [1000, 1000]
 
 
-def test_chunks_count_and_not_the_tensors_that_they_belong_to() -> None:
-    """A chunk of a huge tensor weighs what the chunk has."""
-    begin, rest = 10 * _LARGE, 1990 * _LARGE
-    size = [begin + rest]
-    huge = [chunk("huge", size, [0], [begin], torch.uint8), chunk("huge", size, [begin], [rest], torch.uint8)]
-    small = [tensor(f"s{n}", [100 * _LARGE], torch.uint8) for n in range(10)]
-    plan = make_global_plan([table(huge[0], *small), table(huge[0], *small), table(huge[1])])
-    assert sorted(_loads(plan)[:2]) == [500, 510]
-
-
 def test_each_pair_of_replicas_shares_its_shard_evenly() -> None:
     """HSDP: 4 shards, 2 replicas, 20 layers of 8 units."""
 
@@ -77,9 +67,3 @@ def test_objects_and_small_tensors_go_to_the_lowest_rank_that_holds_them() -> No
     held = table(*(obj(f"o{n}") for n in range(4)), *small)
     tables = [table(), held, held]
     assert [len(kept) for kept in make_global_plan(tables).kept] == [0, 9, 0]
-
-
-def test_everything_goes_to_the_lowest_rank_if_asked() -> None:
-    items = [tensor(f"t{n}") for n in range(9)]
-    plan = make_global_plan([table(), table(*items), table(*items)], lowest_rank=True)
-    assert [len(kept) for kept in plan.kept] == [0, 9, 0]
