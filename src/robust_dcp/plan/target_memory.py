@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,9 @@ __all__ = ["local_tensors", "overlapping_targets", "unusable_targets"]
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .(.)", re.MULTILINE)
+
+Targets = Sequence[tuple[str, torch.Tensor]]
+UInt64 = npt.NDArray[np.uint64]
 
 
 def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -34,27 +38,15 @@ def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
                 yield name, value
 
 
-def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Say which tensors cannot be filled, and why: one text for each."""
-    targets = [target for target in targets if _has_memory(target[1])]
-    if not targets:
-        return []
-    # One call for each column: this runs for each tensor of a load.
-    storages = [tensor.untyped_storage() for _, tensor in targets]
-    begins = np.array([tensor.data_ptr() for _, tensor in targets], dtype=np.uint64)
-    ends = begins + np.array([_extent_nbytes(tensor) for _, tensor in targets], dtype=np.uint64)
-    held = np.array([storage.data_ptr() + storage.nbytes() for storage in storages], dtype=np.uint64)
-    freed = [
-        f"{name!r} cannot be loaded into: its storage holds {tensor.untyped_storage().nbytes()} bytes where its data "
-        f"ends at byte {tensor.storage_offset() * tensor.itemsize + _extent_nbytes(tensor)}: its memory was freed"
-        for name, tensor in map(targets.__getitem__, np.flatnonzero((begins == 0) | (ends > held)).tolist())
+def _in_memory(targets: Targets) -> tuple[Targets, UInt64, UInt64]:
+    """The targets whose elements lie in memory that torch lets us look at, and where each begins and ends there."""
+    targets = [
+        (name, tensor)
+        for name, tensor in targets
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
     ]
-    return freed or [*_repeating(targets), *_read_only(targets, begins)]
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie in memory that torch lets us look at."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    begins = np.array([tensor.data_ptr() for _, tensor in targets], dtype=np.uint64)
+    return targets, begins, begins + np.array([_extent_nbytes(tensor) for _, tensor in targets], dtype=np.uint64)
 
 
 def _extent_nbytes(tensor: torch.Tensor) -> int:
@@ -65,42 +57,49 @@ def _extent_nbytes(tensor: torch.Tensor) -> int:
     return int((last + 1) * tensor.itemsize)
 
 
-def _repeating(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Expanded tensors: several of their elements lie in one place."""
-    return [
+def unusable_targets(targets: Targets) -> list[str]:
+    """Say which tensors cannot be filled, and why: one text for each."""
+    targets, begins, ends = _in_memory(targets)
+    # One call for each column: this runs for each tensor of a load.
+    storages = [tensor.untyped_storage() for _, tensor in targets]
+    held = np.array([storage.data_ptr() + storage.nbytes() for storage in storages], dtype=np.uint64)
+    freed = [
+        f"{name!r} cannot be loaded into: its storage holds {tensor.untyped_storage().nbytes()} bytes where its data "
+        f"ends at byte {tensor.storage_offset() * tensor.itemsize + _extent_nbytes(tensor)}: its memory was freed"
+        for name, tensor in map(targets.__getitem__, np.flatnonzero((begins == 0) | (ends > held)).tolist())
+    ]
+    if freed:
+        return freed
+    repeating = [
         f"{name!r} cannot be loaded into: its own elements share memory (it is expanded)"
         for name, tensor in targets
         if not tensor.is_contiguous()
         and any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     ]
+    read_only = [
+        f"{targets[place][0]!r} cannot be loaded into: its memory may not be written to"
+        for place in np.flatnonzero(_are_read_only(begins)).tolist()
+        if targets[place][1].is_cpu
+    ]
+    return repeating + read_only
 
 
-def _read_only(targets: Sequence[tuple[str, torch.Tensor]], begins: np.ndarray[Any, np.dtype[np.uint64]]) -> list[str]:
-    """Tensors in memory that may not be written to: of a file that was mapped to be read, for example."""
+def _are_read_only(addresses: UInt64) -> npt.NDArray[np.bool_]:
+    """Which addresses are in memory that may not be written to: of a file that was mapped to be read, for example."""
     mappings: list[tuple[int, int]] = []
     with suppress(OSError), open("/proc/self/maps", "rb") as file:  # other systems do not tell
         for begin, end, may_write in _MAPPING.findall(file.read()):
             if may_write != b"w":
                 mappings.append((int(begin, 16), int(end, 16)))
-    if not mappings:
-        return []
-    starts, stops = np.array(mappings, dtype=np.uint64).T
-    number = np.searchsorted(starts, begins, side="right")
-    inside = (number > 0) & (begins < stops[number - 1])
-    return [
-        f"{targets[place][0]!r} cannot be loaded into: its memory may not be written to"
-        for place in np.flatnonzero(inside).tolist()
-        if targets[place][1].is_cpu
-    ]
+    starts, stops = np.array(mappings or [(0, 0)], dtype=np.uint64).T
+    number = np.searchsorted(starts, addresses, side="right")
+    inside: npt.NDArray[np.bool_] = (number > 0) & (addresses < stops[number - 1])
+    return inside
 
 
-def overlapping_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, str]]:
+def overlapping_targets(targets: Targets) -> list[tuple[str, str]]:
     """Pairs of tensors that share some of their memory. A tensor that has two names is fine, as with tied weights."""
-    targets = [target for target in targets if _has_memory(target[1])]
-    if not targets:
-        return []
-    begins = np.array([tensor.data_ptr() for _, tensor in targets], dtype=np.uint64)
-    ends = begins + np.array([_extent_nbytes(tensor) for _, tensor in targets], dtype=np.uint64)
+    targets, begins, ends = _in_memory(targets)
     order = np.argsort(begins, kind="stable")
     furthest = np.maximum.accumulate(ends[order])
     found = []
