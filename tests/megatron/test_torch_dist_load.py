@@ -334,8 +334,16 @@ def a_checkpoint_of_another_format_is_left_to_megatron_and_that_is_said(director
         path = directory / "1" / "metadata.json"
         path.write_text(path.read_text().replace('"torch_dist"', '"of_tomorrow"'))
     dist.barrier()
-    with chosen(), warnings_of("robust_dcp.switch.patching") as messages, pytest.raises(Exception, match="of_tomorrow"):
-        _load(directory / "1", _one)
+
+    def outcome() -> Any:
+        try:
+            return _load(directory / "1", _one)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    by_stock = outcome()
+    with chosen(), warnings_of("robust_dcp.switch.patching") as messages:
+        assert outcome() == by_stock
     assert len(messages) == 1 and "loads of of_tomorrow checkpoints (only torch_dist is taken over)" in messages[0]
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.switch import dcp_calls, patching
-from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.ranks import in_ranks, values
 from tests.support.torch_versions import needs_background_stager, needs_use_collectives
 from tests.switch.programs import is_ours, run
 
@@ -35,67 +35,12 @@ def load_what_each_rank_saved_by_itself(path: str) -> dict[str, Any]:
 
 @needs_use_collectives
 def test_what_each_rank_saved_by_itself_is_loaded_again_by_each(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, load_what_each_rank_saved_by_itself, str(tmp_path / "1"))
+    outcomes = in_ranks(2, load_what_each_rank_saved_by_itself, str(tmp_path / "1"))
     assert values(outcomes) == [{f"rank{rank}": [5.0 + rank] * 3, "step": 5.0} for rank in range(2)]
     assert {path.name for path in (tmp_path / "1").glob("*.metadata")} == {"__0.metadata", "__1.metadata"}
     for outcome in outcomes:
         assert "use_collectives=False: each rank would save by itself" in outcome.output
         assert "it was saved with use_collectives=False, so each rank loads by itself" in outcome.output
-
-
-def load_where_nothing_is(path: str) -> None:
-    robust_dcp.install()
-    dcp.load(own_part(0.0), checkpoint_id=path)
-
-
-def test_a_directory_without_any_checkpoint_is_one_error_of_ours_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for error in errors(run_ranks(2, load_where_nothing_is, str(tmp_path / "empty"))):
-        assert error.is_a(robust_dcp.StorageError) and "the directory is there, and is empty" in error.message
-
-
-@needs_use_collectives
-def test_objects_of_other_classes_are_refused_there_too(tmp_path: Path) -> None:
-    """Each rank loads by itself, but with robust_dcp's reader, which runs no code of the checkpoint."""
-    script = """
-        class Mine:
-            pass
-        dcp.save({"mine": Mine()}, checkpoint_id=path + "/1", use_collectives=False)
-        try:
-            dcp.load({"mine": None}, checkpoint_id=path + "/1")
-        except BaseException as error:
-            assert "UnsafeCheckpoint" in repr(error) or "UnsafeCheckpoint" in str(error), error
-        else:
-            raise SystemExit("it was loaded")
-    """
-    run(tmp_path, script, ROBUST_DCP="1")
-
-
-def test_writers_that_transform_what_they_write_are_stock_and_what_they_wrote_is_loaded(tmp_path: Path) -> None:
-    script = """
-        from torch.distributed.checkpoint._extension import ZStandard
-        save(state, storage_writer=FileSystemWriter(path + "/1", _extensions=[ZStandard()]))
-        loaded = empty()
-        load(loaded, checkpoint_id=path + "/1")
-        check(loaded)
-    """
-    done = run(tmp_path, script, ROBUST_DCP="1")
-    assert not is_ours(tmp_path / "1")
-    assert "FileSystemWriter with extensions transforms what it writes" in done.stderr
-
-
-def test_stocks_own_safetensors_are_stock_and_ours_are_named(tmp_path: Path) -> None:
-    filesystem = dcp.filesystem
-    if not hasattr(filesystem, "SerializationFormat"):
-        pytest.skip("this torch writes no safetensors")
-    script = """
-        from torch.distributed.checkpoint.filesystem import SerializationFormat
-        kind = SerializationFormat.SAFETENSORS
-        save({"w": state["w"]}, storage_writer=FileSystemWriter(path + "/1", serialization_format=kind))
-    """
-    done = run(tmp_path, script, ROBUST_DCP="1")
-    assert not is_ours(tmp_path / "1")
-    assert 'robust_dcp writes safetensors by RobustWriter(layout="safetensors")' in done.stderr
 
 
 @needs_background_stager
@@ -113,21 +58,6 @@ def test_a_stager_of_ones_own_stages_what_is_saved(tmp_path: Path) -> None:
     """
     done = run(tmp_path, script, ROBUST_DCP="1")
     assert "Doubles stages in a way of its own" in done.stderr
-
-
-def test_without_any_directory_the_error_is_that_of_stock(tmp_path: Path) -> None:
-    script = """
-        for call in (save, load, async_save):
-            try:
-                saving = call(state)
-                if saving is not None:
-                    saving.result()
-            except (RuntimeError, ValueError, AssertionError) as error:
-                print(f"{call.__name__}: {type(error).__name__}: {error}")
-    """
-    ours, stock = run(tmp_path, script, ROBUST_DCP="1"), run(tmp_path, script)
-    assert ours.stdout == stock.stdout and len(ours.stdout.splitlines()) == 3
-    assert ours.stderr.count("there is neither a checkpoint_id nor a directory") == 3
 
 
 def test_the_old_names_take_their_arguments_by_place(tmp_path: Path) -> None:

@@ -54,81 +54,48 @@ logger = logging.getLogger(__name__)
 CheckpointDir = str | os.PathLike[str]
 
 
-@dataclass(frozen=True, eq=False)
-class _ShardedSave:
-    """One save of the shards of a sharded state dict, now or beside training. All ranks of the group make it together.
+def _save_shards(
+    save: Callable[..., Any],
+    strategy: Any,
+    sharded_state_dict: dict[str, Any],
+    writer: RobustWriter,
+    timeout_seconds: float,
+    process_group: dist.ProcessGroup | None,
+    **known: Any,
+) -> Any:
+    """Save the shards of a sharded state dict, now or beside training. All ranks of the group call it together.
 
-    Attributes:
+    Args:
+        save: :func:`robust_dcp.save` or :func:`robust_dcp.async_save`.
+        strategy: of Megatron. With ``FullyParallelSaveStrategyWrapper`` the global plan spreads the writes over the
+            ranks of its group, anew for the shards of this save: any of them may write a shard whose main replica is
+            on another. The shards' replica ids are not changed.
         sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, after factories were applied.
-        checkpoint_dir: a directory on a mounted file system.
-        options: the options of the writer and the exchanges.
-        process_group: the ranks that save together; ``None`` for all ranks.
-        writer: for a caller that must undo the commit if a later step fails.
-        parallelization_group: the group of ``FullyParallelSaveStrategyWrapper``. Any rank of this group may write a
-            shard whose main replica is on another of its ranks. ``None`` without the wrapper: the main replica is
-            written.
-        facts: the facts of the shards, if they are known.
-        refused: what else a load would refuse in this checkpoint, by key.
+        known: arguments of :class:`MegatronPlanner`.
+
+    Raises:
+        RobustCheckpointError: any rank failed. Every rank raises it.
     """
+    group = getattr(strategy, "parallelization_group", None)
+    peers = () if group is None else dist.get_process_group_ranks(group)
+    meet_before_saving()
+    with as_megatron_raises():
+        return save(
+            sharded_state_dict,
+            storage_writer=writer,
+            planner=MegatronPlanner(peers=peers, **known),
+            process_group=process_group,
+            timeout_seconds=timeout_seconds,
+        )
 
-    sharded_state_dict: dict[str, Any]
-    checkpoint_dir: CheckpointDir
-    options: MegatronOptions
-    process_group: dist.ProcessGroup | None = None
-    writer: RobustWriter | None = None
-    parallelization_group: dist.ProcessGroup | None = None
-    facts: ShardFacts | None = None
-    refused: Mapping[str, Refusal] | None = None
 
-    @entry_point
-    def write(self) -> SaveReport:
-        """Write and commit.
-
-        Raises:
-            RobustCheckpointError: any rank failed. Every rank raises it.
-            ValueError: ``checkpoint_dir`` is a URL.
-        """
-        report: SaveReport = self._call(api.save)
-        log_report(report)
-        return report
-
-    @entry_point
-    def start(self) -> BackgroundSave:
-        """Agree with the other ranks, and copy the data that this rank writes. Training then goes on while it is
-        written and committed.
-
-        Raises what :meth:`write` raises.
-        """
-        return BackgroundSave(self._call(async_save))
-
-    def request(self, strategy: Any, async_strategy: str | None) -> Any:
-        """Start the save and return a request for Megatron's queue. When the request is finalized, ``strategy`` gets
-        its ``last_report``.
-
-        Args:
-            async_strategy: the package that owns the queue (Megatron-Core 0.17 and newer).
-
-        Raises what :meth:`write` raises.
-        """
-        request_class = versions.async_request_class(async_strategy)  # first: it raises if the queue is not installed
-        return request_for(request_class, self.start(), lambda report: setattr(strategy, "last_report", report))
-
-    def _call(self, save: Callable[..., Any]) -> Any:
-        group, options = self.parallelization_group, self.options
-        writer = self.writer or RobustWriter(self.checkpoint_dir, threads=options.writer_threads)
-        meet_before_saving()
-        with as_megatron_raises():
-            return save(
-                self.sharded_state_dict,
-                storage_writer=writer,
-                planner=MegatronPlanner(
-                    peers=() if group is None else dist.get_process_group_ranks(group),
-                    facts=self.facts,
-                    refused=self.refused,
-                ),
-                process_group=self.process_group,
-                timeout_seconds=options.exchange_timeout_seconds,
-            )
+def _save_by(
+    save: Callable[..., Any], strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir
+) -> Any:
+    """Save the shards as a strategy, ours or Megatron's, is asked to."""
+    options, group = _options_of(_base_strategy_of(strategy))
+    writer = RobustWriter(checkpoint_dir, threads=options.writer_threads)
+    return _save_shards(save, strategy, sharded_state_dict, writer, options.exchange_timeout_seconds, group)
 
 
 class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
@@ -184,7 +151,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             RobustCheckpointError: any rank failed. Every rank raises it.
             ValueError: ``checkpoint_dir`` is a URL.
         """
-        self.last_report = _shards_of(self, sharded_state_dict, checkpoint_dir).write()
+        strategy_save(versions.TorchDistSaveShardedStrategy.save, self, sharded_state_dict, checkpoint_dir)
 
     @entry_point
     def async_save(
@@ -199,37 +166,31 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             sharded_state_dict, checkpoint_dir: as in :meth:`save`.
             async_strategy: the package that owns the queue (Megatron-Core 0.17 and newer).
         """
-        return _shards_of(self, sharded_state_dict, checkpoint_dir).request(self, async_strategy)
+        return strategy_async_save(
+            versions.TorchDistSaveShardedStrategy.async_save, self, sharded_state_dict, checkpoint_dir, async_strategy
+        )
 
 
-def _shards_of(strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir) -> _ShardedSave:
-    """The save of a strategy, ours or Megatron's, with ``FullyParallelSaveStrategyWrapper`` around it or without.
-
-    The global plan spreads the writes over the ranks of the wrapper's group, anew for the shards of this save. The
-    shards' replica ids are not changed.
-    """
-    base = _base_strategy_of(strategy)
-    is_robust = isinstance(base, RobustSaveStrategy)
-    return _ShardedSave(
-        sharded_state_dict,
-        checkpoint_dir,
-        base.options if is_robust else current_options(),
-        base.process_group if is_robust else None,
-        parallelization_group=getattr(strategy, "parallelization_group", None),
-    )
+def _options_of(base_strategy: Any) -> tuple[MegatronOptions, dist.ProcessGroup | None]:
+    if isinstance(base_strategy, RobustSaveStrategy):
+        return base_strategy.options, base_strategy.process_group
+    return current_options(), None
 
 
+@entry_point
 def strategy_save(
     stock: Callable[..., Any], strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any
 ) -> None:
     """``save`` of Megatron's strategy and of ``FullyParallelSaveStrategyWrapper``, for callers of these methods."""
     base = _base_strategy_of(strategy)
     if _is_written_by_ours(base):
-        base.last_report = _shards_of(strategy, sharded_state_dict, checkpoint_dir).write()
+        base.last_report = _save_by(api.save, strategy, sharded_state_dict, checkpoint_dir)
+        log_report(base.last_report)
     else:
         stock(strategy, sharded_state_dict, checkpoint_dir)
 
 
+@entry_point
 def strategy_async_save(
     stock: Callable[..., Any],
     strategy: Any,
@@ -243,7 +204,9 @@ def strategy_async_save(
     if not _is_written_by_ours(base):
         given = {} if async_strategy is None else {"async_strategy": async_strategy}
         return stock(strategy, sharded_state_dict, checkpoint_dir, **given, **options)
-    return _shards_of(strategy, sharded_state_dict, checkpoint_dir).request(base, async_strategy)
+    request_class = versions.async_request_class(async_strategy)  # first: it raises if the queue is not installed
+    background = BackgroundSave(_save_by(async_save, strategy, sharded_state_dict, checkpoint_dir))
+    return request_for(request_class, background, lambda report: setattr(base, "last_report", report))
 
 
 def _base_strategy_of(strategy: Any) -> Any:
@@ -297,9 +260,7 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _is_written_by_ours(strategy):
         return stock(*args, **kwargs)
     directory = directory_path(call["checkpoint_dir"])
-    options, group = current_options(), None
-    if isinstance(strategy, RobustSaveStrategy):
-        options, group = strategy.options, strategy.process_group
+    options, group = _options_of(strategy)
     phase = f"save {checkpoint_name(directory)}"
     channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=options.exchange_timeout_seconds)
     is_async, hashes_files = call["async_sharded_save"], call.get("verify_integrity", False)
@@ -308,22 +269,19 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     meet_before_saving()
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, directory, strategy, channel, phase)
-    shards = _ShardedSave(
-        prepared.sharded,
-        directory,
-        options,
-        group,
-        writer,
-        parallelization_group=getattr(call["sharded_strategy"], "parallelization_group", None),
-        facts=prepared.facts,
-        refused=prepared.refused,
-    )
+
+    def save_shards(save: Callable[..., Any]) -> Any:
+        known = {"facts": prepared.facts, "refused": prepared.refused}
+        timeout_seconds = options.exchange_timeout_seconds
+        return _save_shards(save, call["sharded_strategy"], prepared.sharded, writer, timeout_seconds, group, **known)
+
     finish = _Finish(strategy, channel, phase, writer, directory, prepared.common_file)
     if not is_async:
-        report = shards.write()
+        report = save_shards(api.save)
+        log_report(report)
         finish(report, (lambda: integrity.hashes_of(directory, report.files)) if hashes_files else None)
         return None
-    background = shards.start()
+    background = BackgroundSave(save_shards(async_save))
     hashes: Callable[[], dict[str, str]] | None = None
     if hashes_files:
         hashes = background.then(channel.ranks, lambda report: integrity.hashes_of(directory, report.files))
