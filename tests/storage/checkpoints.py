@@ -67,12 +67,6 @@ def load(directory: Path, state_dict: dict[str, Any], planner: Any = None, **opt
     return state_dict
 
 
-def zstd() -> Any:
-    from torch.distributed.checkpoint._extension import ZStandard
-
-    return ZStandard()
-
-
 def rewritten(directory: Path, name: str, tensor: torch.Tensor) -> None:
     """Append our own record of ``tensor`` to the checkpoint and let the metadata point to it."""
     path = directory / "__9_0.distcp"

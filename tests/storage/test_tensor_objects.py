@@ -14,7 +14,9 @@ from torch import _utils as torch_utils
 from torch.storage import TypedStorage
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.records.objects import load_object
+from tests.storage.test_forged_objects import Call
+from tests.storage.test_objects import load as load_bytes
+from tests.storage.test_objects import saved
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
@@ -23,16 +25,6 @@ pytestmark = [
 ]
 
 NO_HOOKS: collections.OrderedDict[str, Any] = collections.OrderedDict()
-
-
-def saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def load_bytes(data: bytes) -> Any:
-    return load_object(data, file="__0_0.distcp", item="extra")
 
 
 def load(value: Any) -> Any:
@@ -115,16 +107,6 @@ def test_a_tensor_is_loaded_as_it_was_saved(make: Callable[[], torch.Tensor]) ->
 )
 def test_constants_of_torch_are_data(value: Any) -> None:
     assert load({"constant": value}) == {"constant": value}
-
-
-class Call:
-    """Is pickled as a call of ``function``."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
 
 
 def storage(numbers: int = 4) -> TypedStorage:
