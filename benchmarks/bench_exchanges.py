@@ -32,10 +32,9 @@ import torch
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.comm.connections import Connections, Payload, Whereabouts
+from robust_dcp.comm.connections import Connections, Moving, Whereabouts
+from robust_dcp.comm.endings import Notes
 from robust_dcp.comm.link import Link
-from robust_dcp.comm.network import make_device
-from robust_dcp.comm.notes import Notes
 from robust_dcp.comm.operation import Operation
 
 __all__ = ["CountingStore", "Group", "Row", "measure", "n_sockets"]
@@ -135,13 +134,13 @@ class _CountingConnections(Connections):
         super().__init__(*args)
         self._nbytes = nbytes
 
-    def send(self, peer: int, tag: int, data: Payload) -> Any:
+    def send(self, peer: int, tag: int, data: Any) -> Moving:
         self._nbytes[peer] += len(data)
         return super().send(peer, tag, data)
 
-    def receive(self, peer: int, tag: int, nbytes: int, seconds: float | None = None) -> bytearray:
+    def receive(self, peer: int, tag: int, nbytes: int, *args: Any, **more: Any) -> bytearray:
         self._nbytes[peer] += nbytes
-        return super().receive(peer, tag, nbytes, seconds)
+        return super().receive(peer, tag, nbytes, *args, **more)
 
 
 class Group:
@@ -165,7 +164,7 @@ class Group:
         def make_connections(place: str) -> Connections:
             store, nbytes = notes.under(place), self._nbytes[rank]
             here = Whereabouts("bench", "127.0.0.1", "this host")
-            return _CountingConnections(nbytes, store, rank, self.size, lambda: make_device(here.address), here, b"hi")
+            return _CountingConnections(nbytes, store, rank, self.size, here, b"hi")
 
         return Link(rank=rank, ranks=tuple(range(self.size)), notes=notes, make_connections=make_connections)
 

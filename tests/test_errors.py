@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from robust_dcp.comm.failures import ErrorMessage, describe, joint_error
-from robust_dcp.comm.wire import decode
+from robust_dcp.comm.endings import ErrorMessage, FailuresBelow
 from robust_dcp.errors import (
     ExchangeTimeout,
     PlanConflict,
@@ -37,8 +36,8 @@ def _caught(call: Callable[[], object]) -> BaseException:
 
 def _joint(errors: dict[int, BaseException], phase: str = "save /ckpt: write") -> RobustCheckpointError:
     """What all ranks raise when these failed, by way of the bytes that travel."""
-    told = {rank: decode(describe(rank, error), ErrorMessage) for rank, error in errors.items()}
-    return joint_error(phase, sorted(errors), told)
+    told = {rank: ErrorMessage.of(error, rank) for rank, error in errors.items()}
+    return FailuresBelow(tuple(sorted(errors)), told).joint_error(phase)
 
 
 def _printed(error: BaseException) -> str:

@@ -23,7 +23,7 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.comm.connections import Connections, Payload
+from robust_dcp.comm.connections import Connections, Moving
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.errors import ExchangeTimeout
 from tests.harness.ranks import RanksOverran, run_ranks
@@ -154,7 +154,7 @@ def _prepare(trial: Trial) -> None:
         send = Connections.send
         n_payloads = 0
 
-        def send_and_end(self: Connections, peer: int, tag: int, data: Payload) -> Any:
+        def send_and_end(self: Connections, peer: int, tag: int, data: Any) -> Moving:
             nonlocal n_payloads
             sent = send(self, peer, tag, data)
             n_payloads += len(data) > FRAME_NBYTES

@@ -17,8 +17,8 @@ from benchmarks.simulation.mailbox import COORDINATOR, Mailbox, SimulatedOperati
 from benchmarks.simulation.others import OtherRanks, SaveName
 from benchmarks.simulation.payloads import Payloads
 from robust_dcp.comm import Agreement, Channel, Offer
-from robust_dcp.comm.connections import Payload
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, operation_id, phase_id
+from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.operation import Operation, Work
 
 __all__ = ["SimulatedChannel"]

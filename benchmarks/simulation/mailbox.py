@@ -15,10 +15,8 @@ from typing import TypeVar, cast
 import msgspec
 
 from robust_dcp.comm import Agreement, Channel, ExchangeStats, Offer
-from robust_dcp.comm.beats import Stragglers
-from robust_dcp.comm.connections import Payload
+from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.operation import Operation, Work
-from robust_dcp.comm.stats import Costs
 from robust_dcp.comm.tree import Tree
 
 __all__ = ["COORDINATOR", "Mailbox", "SimulatedLink", "SimulatedOperation"]
@@ -50,8 +48,8 @@ class SimulatedOperation:
         self.link = SimulatedLink(rank, tuple(range(n_ranks)))
         self.tree = self.link.tree(COORDINATOR)
         self.timeout_seconds = 300.0
-        self.stragglers = Stragglers()
-        self.costs = Costs(ExchangeStats())
+        self.stragglers: list[str] = []
+        self.recordings: list[ExchangeStats] = []
 
     def stopped(self) -> None:
         """Report nothing: no rank fails here."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from robust_dcp.comm import Channel
-from robust_dcp.comm.connections import _GREETING_TAG, Connections
+from robust_dcp.comm.connections import GREETING_TAG, Connections
 from robust_dcp.comm.frames import FRAME_NBYTES
 
 FrameFault = Callable[[bytes], bytes]
@@ -23,9 +24,9 @@ def inject(
     assert channel.size > 1
     receive = Connections.receive
 
-    def receive_damaged(self: Connections, peer: int, tag: int, nbytes: int, seconds: float | None = None) -> bytearray:
-        data = receive(self, peer, tag, nbytes, seconds)
-        if peer != sender or tag == _GREETING_TAG:
+    def receive_damaged(self: Connections, peer: int, tag: int, nbytes: int, *args: Any, **more: Any) -> bytearray:
+        data = receive(self, peer, tag, nbytes, *args, **more)
+        if peer != sender or tag == GREETING_TAG:
             return data
         return bytearray(frames(bytes(data))) if nbytes == FRAME_NBYTES else payload(data)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, ExchangeStats, Offer, combined_signature, connections
 from robust_dcp.comm.frames import FRAME_NBYTES
-from robust_dcp.comm.link import _make_link
+from robust_dcp.comm.link import make_link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
@@ -26,7 +26,7 @@ def _random_bytes(rank: int, nbytes: int) -> bytes:
 
 
 def _all_verbs(nbytes: int, chunk_nbytes: int) -> dict[str, Any]:
-    connections.CHUNK_NBYTES = chunk_nbytes
+    connections.PIECE_NBYTES = chunk_nbytes
     channel = Channel.for_group(timeout_seconds=50)
     rank, size = channel.rank, channel.size
     own = Note(rank, _random_bytes(rank, nbytes))
@@ -238,7 +238,9 @@ def test_a_channel_works_again_after_the_group_was_destroyed_and_made_again() ->
 
 def _exchange_in_two_lives() -> list[int]:
     # As if the group had been made again under its name in a store that remembers the first one.
-    lives = [Channel(Operation(_make_link(dist.group.WORLD), "x", 50), 0) for _ in range(2)]
+    store, group = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(dist.group.WORLD)
+    links = [make_link(store, "a name", dist.get_rank(), tuple(group)) for _ in range(2)]
+    lives = [Channel(Operation(link, "x", 50), 0) for link in links]
     return [channel.agree("plan", Offer).n_ranks for channel in lives]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from robust_dcp.comm import Channel, network
+from robust_dcp.comm import Channel, connections
 from robust_dcp.comm.connections import Connections
 from robust_dcp.errors import ExchangeTimeout
 from tests.comm.messages import Note
@@ -49,7 +49,7 @@ def test_a_rank_that_dies_as_its_own_work_begins_is_named_long_before_the_timeou
 
 def _connect_each_to_each() -> None:
     """As torch 2.7 does, which knows no connections at first use."""
-    network.make_device = lambda address: (dist.ProcessGroupGloo.create_device(hostname=address), False)
+    connections.make_device = lambda address: (dist.ProcessGroupGloo.create_device(hostname=address), False)
 
 
 def _exchange_in_a_mesh() -> list[int]:

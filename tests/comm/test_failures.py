@@ -11,8 +11,8 @@ import torch
 
 import robust_dcp
 from robust_dcp.comm import Channel, Offer, Stopped
-from robust_dcp.comm.failures import MAX_FAILURES_TOLD, ErrorMessage, describe
-from robust_dcp.comm.wire import decode
+from robust_dcp.comm.endings import MAX_FAILURES_TOLD, ErrorMessage
+from robust_dcp.comm.messages import decode, encode
 from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError, StorageError
 from tests.comm.messages import Note, OtherNote
 from tests.harness.ranks import RankError, errors, run_ranks, values
@@ -223,14 +223,14 @@ def test_descriptions_are_bounded_in_length_and_number(monkeypatch: pytest.Monke
 
 def test_fields_too_long_to_send_are_left_out_but_the_class_stays() -> None:
     error = PlanConflict("conflict", key="w", ranks=list(range(200_000)))
-    told = decode(describe(0, error), ErrorMessage).to_error()
+    told = decode(encode(ErrorMessage.of(error, 0)), ErrorMessage).to_error()
     assert isinstance(told, PlanConflict)
     assert (told.message, told.key, told.ranks) == ("conflict", "w", None)
 
 
 def test_a_path_that_is_no_text_is_told_with_another_letter() -> None:
     error = StorageError("open \udcff", path="/data/\udcff", operation="open")
-    told = decode(describe(0, error), ErrorMessage).to_error()
+    told = decode(encode(ErrorMessage.of(error, 0)), ErrorMessage).to_error()
     assert isinstance(told, StorageError) and (told.message, told.path) == ("open ?", "/data/?")
 
 

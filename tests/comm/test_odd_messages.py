@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from isal import isal_zlib
 
-from robust_dcp.comm import Channel, Offer, wire
-from robust_dcp.comm.beats import Beat
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm import messages as wire
 from robust_dcp.comm.link import Link
-from robust_dcp.comm.operation import Operation
+from robust_dcp.comm.operation import Beat, Operation
 from robust_dcp.comm.stats import MAX_PHASES, ExchangeStats, PhaseStats
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from tests.comm.messages import Note

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
 
-from robust_dcp.comm.wire import COMPRESS_ABOVE_NBYTES, decode, encode
+from robust_dcp.comm.messages import COMPRESS_ABOVE_NBYTES, decode, encode
 from robust_dcp.errors import ExchangeError
 
 

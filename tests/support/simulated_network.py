@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from robust_dcp.comm.connections import Broken, Connections, Payload, Whereabouts
+from robust_dcp.comm.connections import Broken, Connections, Moving, Whereabouts
+from robust_dcp.comm.endings import Notes
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.comm.link import Link
-from robust_dcp.comm.notes import Notes
 
 __all__ = ["Fault", "FaultKind", "SimulatedNetwork"]
 
@@ -51,39 +52,31 @@ class Fault:
     seconds: float = 0.0
 
 
-class _StoreOfRank:
+class _StoreOfRank(dist.Store):
     """The store that all ranks share, as one rank reaches it."""
 
-    def __init__(self, network: SimulatedNetwork, rank: int, store: Any, prefix: str = "") -> None:
-        self._network, self._rank, self._store, self._prefix = network, rank, store, prefix
-
-    def under(self, prefix: str) -> _StoreOfRank:
-        return _StoreOfRank(self._network, self._rank, self._store, f"{self._prefix}{prefix}/")
+    def __init__(self, network: SimulatedNetwork, rank: int, store: Any) -> None:
+        super().__init__()
+        self._network, self._rank, self._store = network, rank, store
 
     def _reached(self) -> Any:
         self._network.await_store(self._rank)
         return self._store
 
-    def set(self, key: str, value: bytes | str) -> None:
-        self._reached().set(self._prefix + key, value)
+    def set(self, key: str, value: Any) -> None:
+        self._reached().set(key, value)
 
     def get(self, key: str) -> bytes:
-        return bytes(self._reached().get(self._prefix + key))
+        return bytes(self._reached().get(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._reached().check([self._prefix + key for key in keys]))
+        return bool(self._reached().check(list(keys)))
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._reached().add(self._prefix + key, amount))
+        return int(self._reached().add(key, amount))
 
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return bytes(self._reached().compare_set(self._prefix + key, expected, desired))
-
-
-class _SimulatedNotes(Notes):
-    def under(self, place: str) -> Any:
-        life = self._current()
-        return self._store.under(f"{self._name}/{life}/{place}")
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return bytes(self._reached().compare_set(key, expected, desired))
 
 
 class _SimulatedConnections(Connections):
@@ -91,7 +84,7 @@ class _SimulatedConnections(Connections):
 
     def __init__(self, network: SimulatedNetwork, place: str, store: Any, rank: int) -> None:
         here = Whereabouts(f"rank {rank} of a simulation", "", "")
-        super().__init__(store, rank, network.size, lambda: (None, True), here, b"hi")
+        super().__init__(store, rank, network.size, here, b"hi")
         self._network = network
         self._place = place
         network.join(place, rank, self)
@@ -99,15 +92,19 @@ class _SimulatedConnections(Connections):
     def _make_group(self, look: Callable[[], None]) -> None:
         """There is none."""
 
-    def send(self, peer: int, tag: int, data: Payload) -> Any:
+    def send(self, peer: int, tag: int, data: Any) -> Moving:
         self._network.send(self._place, self._rank, peer, tag, bytes(data))
-        return ()
+        return Moving(data, torch.empty(0), [])
 
-    def receive(self, peer: int, tag: int, nbytes: int, seconds: float | None = None) -> bytearray:
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        nbytes: int,
+        seconds: float | None = None,
+        note_piece: Callable[[], object] = lambda: None,
+    ) -> bytearray:
         return bytearray(self._network.receive(self._place, self._rank, peer, tag, seconds))
-
-    def await_sent(self, sending: Any, seconds: float) -> None:
-        """It has been."""
 
     def drop(self) -> None:
         self.is_dropped = True
@@ -147,7 +144,7 @@ class SimulatedNetwork:
     def link(self, rank: int) -> Link:
         """The link of ``rank``."""
         store = _StoreOfRank(self, rank, self._store)
-        notes = _SimulatedNotes(lambda: store, "robust_dcp/simulation")
+        notes = Notes(lambda: store, "robust_dcp/simulation")
         return Link(
             rank=rank,
             ranks=tuple(range(self.size)),

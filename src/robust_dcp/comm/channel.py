@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
 
-from robust_dcp.comm import network, wire
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
-from robust_dcp.comm.connections import Broken, Connections, Payload
-from robust_dcp.comm.failures import Stopped
-from robust_dcp.comm.link import link_for, local_link
-from robust_dcp.comm.messages import Messages, Shares
+from robust_dcp.comm.link import Link, link_for
+from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
 from robust_dcp.comm.operation import Contribution, Operation, Work
-from robust_dcp.comm.relay import HostMover, Relay, lost_on_the_way, move_buckets, refuse_damage
+from robust_dcp.comm.relay import Passing, Relay
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.errors import ExchangeError
 from robust_dcp.events import Event, is_heard, tell
@@ -88,7 +85,10 @@ class Channel:
         for name, seconds in (("timeout_seconds", timeout_seconds), ("deadline_seconds", deadline_seconds)):
             if seconds is not None and not 0 < seconds < math.inf:
                 raise ValueError(f"{name} is {seconds}: it has to be positive and finite")
-        link = local_link() if no_dist or not network.is_initialised() else link_for(network.parent_of(process_group))
+        if no_dist or not (dist.is_available() and dist.is_initialized()):
+            link = Link(0, (0,))
+        else:
+            link = link_for(dist.group.WORLD if process_group is None else process_group)
         if not 0 <= coordinator_rank < link.size:
             raise ValueError(f"coordinator_rank is {coordinator_rank} in a group of {link.size} ranks")
         return cls(Operation(link, operation, timeout_seconds, deadline_seconds), coordinator_rank)
@@ -127,9 +127,15 @@ class Channel:
         """What all exchanges of this group have cost this rank so far, over all operations."""
         return self._link.stats
 
-    def recording(self) -> AbstractContextManager[ExchangeStats]:
-        """``with channel.recording() as stats:`` counts the exchanges of this operation within the block."""
-        return self._operation.costs.recording()
+    @contextmanager
+    def recording(self) -> Iterator[ExchangeStats]:
+        """``with channel.recording() as stats:`` counts the exchanges of this operation that end within the block."""
+        stats, operation = ExchangeStats(), self._operation
+        operation.recordings = [*operation.recordings, stats]
+        try:
+            yield stats
+        finally:
+            operation.recordings = [other for other in operation.recordings if other is not stats]
 
     def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
         """Combine the offers of all ranks, and return the result on every rank.
@@ -192,23 +198,25 @@ class Channel:
         """
         own: M | None = None
         gathered: list[M | None] = []
-        messages = Messages(phase, message_type)
 
         def contribute() -> Contribution:
             nonlocal own
             own = produce()
-            payload = b"" if self.is_coordinator else messages.bundled(self.rank, own)
+            payload = b"" if own is None or self.is_coordinator else self._bundled(own, message_type)
             return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
 
         def open_all(agreement: Agreement, nothing: Payload, below: list[Payload]) -> Payload:
             found = {} if own is None else {self.rank: own}
             if below:
-                found.update(messages.open(below))
+                found.update(self._merged(phase, below, message_type).open())
             gathered.extend(found.get(rank) for rank in range(self.size))
             then(gathered)
             return b""
 
-        self._run("gather", phase, Work(contribute, messages.merge, open_all))
+        def merge(own: Payload, below: list[Payload]) -> Payload:
+            return self._merged(phase, [own, *below], message_type).encode()
+
+        self._run("gather", phase, Work(contribute, merge, open_all))
         return gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
@@ -223,10 +231,10 @@ class Channel:
             if not self.is_coordinator:
                 return Contribution()
             own.append(produce())
-            return Contribution(payload=wire.encode(own[0]) if self.size > 1 else b"")
+            return Contribution(payload=encode(own[0]) if self.size > 1 else b"")
 
         _, payload = self._run("broadcast", phase, Work(contribute, reply=lambda agreement, own, below: own))
-        return own[0] if own else self._decoded(phase, lambda: wire.decode(payload, message_type))
+        return own[0] if own else self._decoded(phase, lambda: decode(payload, message_type))
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
         """Return the message that the coordinator made for this rank. ``produce`` runs on the coordinator only.
@@ -260,7 +268,7 @@ class Channel:
         if own:
             return own[0]
         mine = Shares.decode(payload).first() if payload else b""
-        return self._decoded(phase, lambda: wire.decode(mine, message_type)) if mine else None
+        return self._decoded(phase, lambda: decode(mine, message_type)) if mine else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
         """Return every rank's message, in rank order, on every rank. Use it for small messages: each rank gets all.
@@ -269,17 +277,19 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         own: list[M] = []
-        messages = Messages(phase, message_type)
 
         def contribute() -> Contribution:
             own.append(produce())
-            return Contribution(payload=messages.bundled(self.rank, own[0]) if self.size > 1 else b"")
+            return Contribution(payload=self._bundled(own[0], message_type) if self.size > 1 else b"")
 
-        work = Work(contribute, messages.merge, lambda agreement, own, below: messages.merge(own, below))
+        def merge(own: Payload, below: list[Payload]) -> Payload:
+            return self._merged(phase, [own, *below], message_type).encode()
+
+        work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
         _, payload = self._run("all_gather", phase, work)
         if self.size == 1:
             return own
-        found = self._decoded(phase, lambda: messages.open([payload]))
+        found = self._decoded(phase, lambda: self._merged(phase, [payload], message_type).open())
         return [found[rank] for rank in range(self.size)]
 
     def combine(self, phase: str, produce: Callable[[], M], join: Callable[[M, M], M], message_type: type[M]) -> M:
@@ -296,17 +306,17 @@ class Channel:
         """
 
         def merge(own: Payload, below: list[Payload]) -> Payload:
-            total = wire.decode(own, message_type)
+            total = decode(own, message_type)
             for payload in below:
-                total = join(total, wire.decode(payload, message_type))
-            return wire.encode(total)
+                total = join(total, decode(payload, message_type))
+            return encode(total)
 
         def contribute() -> Contribution:
-            return Contribution(payload=wire.encode(produce()))
+            return Contribution(payload=encode(produce()))
 
         work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
         _, payload = self._run("combine", phase, work)
-        return self._decoded(phase, lambda: wire.decode(payload, message_type))
+        return self._decoded(phase, lambda: decode(payload, message_type))
 
     def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
         """Compute what :class:`Agreement` holds as the signature of all ranks, from their signatures in rank order."""
@@ -320,31 +330,20 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         operation, cost = self._operation, PhaseStats()
-
-        def connect() -> Connections:
-            return self._link.connections_for(f"relay {operation.key} {operation.n_exchanges}")
-
-        def move() -> None:
-            try:
-                damaged = move_buckets(self.rank, relayed, on_host, self.timeout_seconds, cost, operation.note_progress)
-            except Broken as error:
-                self.stop_if_announced()
-                raise lost_on_the_way(self.rank, phase, self.timeout_seconds, error) from None
-            refuse_damage(damaged, self.rank, phase)
-
-        on_host = HostMover(connect, self.stop_if_announced)
-        operation.interrupt = on_host.drop
+        passing = Passing(relayed, operation, cost)
+        operation.interrupt = passing.drop
         try:
-            self.barrier(phase, move)
+            self.barrier(phase, passing.run)
         finally:
             operation.interrupt = None
-            on_host.drop()
-            operation.costs.count(phase, cost)
+            passing.drop()
+            for stats in operation.recordings:
+                stats.count(phase, cost)
 
     @property
     def stragglers(self) -> tuple[str, ...]:
         """On the coordinator, the log lines that say which ranks the others waited for, and how far those were."""
-        return tuple(self._operation.stragglers.lines)
+        return tuple(self._operation.stragglers)
 
     def fail_next_work(self, fault: Callable[[], None]) -> None:
         """For tests: call ``fault`` before this rank's own work in the next exchange, so that it can raise there."""
@@ -383,18 +382,31 @@ class Channel:
         Raises:
             Stopped: let it leave ``produce``. The exchange then raises the failure that was announced.
         """
-        announced = self.failure_announced()
-        if announced is not None:
-            raise Stopped(announced)
+        self._operation.stop_if_announced()
 
     def _run(self, verb: str, phase: str, work: Work) -> tuple[Agreement, Payload]:
         self.last_agreement, payload = self._operation.run(verb, phase, self.coordinator_rank, work)
         return self.last_agreement, payload
 
-    def _decoded(self, phase: str, decode: Callable[[], T]) -> T:
+    def _bundled(self, message: M, message_type: type[M]) -> Payload:
+        bundler = Bundler(message_type)
+        bundler.add(self.rank, message)
+        return bundler.encode()
+
+    def _merged(self, phase: str, bundles: list[Payload], message_type: type[M]) -> Bundler[M]:
+        bundler = Bundler(message_type)
+        try:
+            for bundle in bundles:
+                if bundle:
+                    bundler.add_bundle(bundle)
+        except ExchangeError as error:
+            raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
+        return bundler
+
+    def _decoded(self, phase: str, decode_all: Callable[[], T]) -> T:
         """Decode a reply from the coordinator. If this rank cannot decode it, the operation ends on all ranks."""
         try:
-            return decode()
+            return decode_all()
         except ExchangeError as error:
             sender = self.coordinator_rank
             message = f"rank {self.rank} cannot use what rank {sender} sent in {phase!r}: {error.message}"

@@ -21,7 +21,7 @@ SIGNATURE_NBYTES = 16
 N_FLAGS = 4
 
 _NOTHING = bytes(SIGNATURE_NBYTES)
-_LAYOUT = struct.Struct(f"<{SIGNATURE_NBYTES}s{SIGNATURE_NBYTES}s?QIQI{N_FLAGS}I{N_FLAGS}IQI")
+_LAYOUT = struct.Struct(f"<I{SIGNATURE_NBYTES}s{SIGNATURE_NBYTES}s?QIQI{N_FLAGS}I{N_FLAGS}IQ")
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,9 @@ class Agreement(NamedTuple):
     def of(cls, rank: int, offer: Offer) -> Agreement:
         """The agreement of a single rank."""
         counts = tuple(offer.flags >> bit & 1 for bit in range(N_FLAGS))
-        return cls(
-            n_ranks=1,
-            signature=offer.signature,
-            plan_id=offer.plan_id,
-            same_plan_id=True,
-            lowest=offer.value,
-            lowest_rank=rank,
-            highest=offer.value,
-            highest_rank=rank,
-            counts=counts,
-            first_ranks=tuple(rank if count else 0 for count in counts),
-            told=offer.told,
-        )
+        first_ranks = tuple(rank if count else 0 for count in counts)
+        extremes = offer.value, rank, offer.value, rank
+        return cls(1, offer.signature, offer.plan_id, True, *extremes, counts, first_ranks, offer.told)
 
     def with_children(self, children: Sequence[Agreement]) -> Agreement:
         """Combine this rank's agreement with those of its children, which are in the order of their places."""
@@ -114,10 +104,8 @@ class Agreement(NamedTuple):
             first if count else other_first
             for count, first, other_first in zip(self.counts, self.first_ranks, other.first_ranks, strict=True)
         )
-        return Agreement(
+        return self._replace(
             n_ranks=self.n_ranks + other.n_ranks,
-            signature=self.signature,
-            plan_id=self.plan_id,
             same_plan_id=self.same_plan_id and other.same_plan_id and self.plan_id == other.plan_id,
             lowest=lowest.lowest,
             lowest_rank=lowest.lowest_rank,
@@ -147,37 +135,14 @@ class Agreement(NamedTuple):
 
     def encode(self) -> bytes:
         """Encode for the body of a frame."""
-        return _LAYOUT.pack(
-            self.signature,
-            self.plan_id,
-            self.same_plan_id,
-            self.lowest,
-            self.lowest_rank,
-            self.highest,
-            self.highest_rank,
-            *self.counts,
-            *self.first_ranks,
-            self.told,
-            self.n_ranks,
-        )
+        return _LAYOUT.pack(*self[:8], *self.counts, *self.first_ranks, self.told)
 
     @classmethod
     def decode(cls, body: bytes) -> Agreement:
         """Decode what :meth:`encode` made, from the body of a frame."""
-        signature, plan_id, same, lowest, low_rank, highest, high_rank, *rest = _LAYOUT.unpack_from(body)
-        return cls(
-            n_ranks=rest[-1],
-            signature=signature,
-            plan_id=plan_id,
-            same_plan_id=same,
-            lowest=lowest,
-            lowest_rank=low_rank,
-            highest=highest,
-            highest_rank=high_rank,
-            counts=tuple(rest[:N_FLAGS]),
-            first_ranks=tuple(rest[N_FLAGS : 2 * N_FLAGS]),
-            told=rest[2 * N_FLAGS],
-        )
+        fields = _LAYOUT.unpack_from(body)
+        counts, first_ranks = fields[8 : 8 + N_FLAGS], fields[8 + N_FLAGS : 8 + 2 * N_FLAGS]
+        return cls._make((*fields[:8], counts, first_ranks, fields[-1]))
 
 
 def combined_signature(signatures: Sequence[bytes]) -> bytes:

@@ -20,12 +20,11 @@ MAX_PAYLOAD_NBYTES = 8 << 30
 """The largest payload that a rank may announce. A receiver allocates what a frame announces, so it needs a bound."""
 
 MAGIC = b"RDCP"
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
-# The fields in order: magic, version, kind, status, a free byte, secret, operation, occurrence, exchange, phase,
-# payload nbytes, payload CRC-32, payload tag, body. The CRC-32 of all that follows. Magic and CRC have the same place
-# in every version, so that we can tell damage from another version.
-_CONTENT = struct.Struct(f"<4sBBBxQQIIIQII{BODY_NBYTES}s")
+# Magic, version, and the fields of a frame in their order; then the CRC-32 of all that. Magic and CRC have the same
+# place in every version, so that we can tell damage from another version.
+_CONTENT = struct.Struct(f"<4sBBxQIIIB{BODY_NBYTES}sQIIQ")
 _CRC = struct.Struct("<I")
 
 
@@ -39,6 +38,7 @@ class Kind(IntEnum):
     STOP = 5  # the current exchange will fail; the payload says why
     AGAIN = 6  # what came was damaged: please send again
     GONE = 7  # the sender drops its connections; the store says why
+    RELAY = 8  # a tensor that is passed on within an exchange
 
 
 class Status(IntEnum):
@@ -88,26 +88,10 @@ class Frame(NamedTuple):
         Raises:
             ValueError: a value does not fit its field.
         """
-        if len(self.body) > BODY_NBYTES:
-            raise ValueError(f"the body of a frame has at most {BODY_NBYTES} bytes, not {len(self.body)}")
-        if self.payload_nbytes > MAX_PAYLOAD_NBYTES:
-            raise ValueError(f"a payload of {self.payload_nbytes} bytes is larger than {MAX_PAYLOAD_NBYTES}")
+        if len(self.body) > BODY_NBYTES or self.payload_nbytes > MAX_PAYLOAD_NBYTES:
+            raise ValueError(f"a frame has no room for a body of {len(self.body)} bytes, or its payload is too large")
         try:
-            content = _CONTENT.pack(
-                MAGIC,
-                PROTOCOL_VERSION,
-                self.kind,
-                self.status,
-                self.secret,
-                self.operation,
-                self.occurrence,
-                self.exchange,
-                self.phase,
-                self.payload_nbytes,
-                self.payload_crc32,
-                self.payload_tag,
-                self.body,
-            )
+            content = _CONTENT.pack(MAGIC, PROTOCOL_VERSION, *self)
         except struct.error as error:
             raise ValueError(f"{self} does not fit a frame: {error}") from None
         return content + _CRC.pack(zlib.crc32(content))
@@ -123,27 +107,23 @@ class Frame(NamedTuple):
             raise FrameError(f"it has {len(data)} bytes instead of {FRAME_NBYTES}")
         if not any(data):
             raise FrameError("it is all zeros")
-        content = data[: _CONTENT.size]
-        fields = _CONTENT.unpack(content)
-        if fields[0] != MAGIC:
-            raise FrameError(f"it begins with {fields[0]!r} instead of {MAGIC!r}")
-        (found,) = _CRC.unpack(data[_CONTENT.size :])
-        expected = zlib.crc32(content)
+        magic, version, kind, *fields = _CONTENT.unpack_from(data)
+        if magic != MAGIC:
+            raise FrameError(f"it begins with {magic!r} instead of {MAGIC!r}")
+        (found,), expected = _CRC.unpack_from(data, _CONTENT.size), zlib.crc32(data[: _CONTENT.size])
         if found != expected:
             raise FrameError(f"its CRC-32 is {found:#010x}, that of its bytes is {expected:#010x}")
-        if fields[1] != PROTOCOL_VERSION:
-            raise FrameError(f"it is of protocol version {fields[1]} instead of {PROTOCOL_VERSION}")
-        _, _, kind, status, found_secret, operation, occurrence, exchange, phase, *payload, body = fields
-        if found_secret != secret:
-            raise FrameError("it is of another group: it does not carry the secret of this one")
-        if payload[0] > MAX_PAYLOAD_NBYTES:
-            raise FrameError(f"it announces {payload[0]} bytes, more than {MAX_PAYLOAD_NBYTES}")
+        if version != PROTOCOL_VERSION:
+            raise FrameError(f"it is of protocol version {version} instead of {PROTOCOL_VERSION}")
         try:
-            kind, status = Kind(kind), Status(status)
+            frame = cls(Kind(kind), *fields)._replace(status=Status(fields[4]))
         except ValueError as error:
             raise FrameError(str(error)) from None
-        nbytes, crc32, tag = payload
-        return cls(kind, operation, occurrence, exchange, phase, status, body, nbytes, crc32, tag, secret)
+        if frame.secret != secret:
+            raise FrameError("it is of another group: it does not carry the secret of this one")
+        if frame.payload_nbytes > MAX_PAYLOAD_NBYTES:
+            raise FrameError(f"it announces {frame.payload_nbytes} bytes, more than {MAX_PAYLOAD_NBYTES}")
+        return frame
 
 
 def operation_id(name: str) -> int:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import logging
 import os
 import socket
 import threading
@@ -21,36 +19,39 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
+import torch.distributed as dist
 
-from robust_dcp.comm import network, patience, wire
+from robust_dcp.comm import connections as network
+from robust_dcp.comm import patience
 from robust_dcp.comm.connections import Broken, Connections, Whereabouts
-from robust_dcp.comm.ending import Answer, end_of_leaving, end_without_store, verdict
-from robust_dcp.comm.failures import EndMessage, Problem
+from robust_dcp.comm.endings import (
+    STORE_IS_LOST,
+    Answer,
+    EndMessage,
+    Notes,
+    OperationKey,
+    Problem,
+    StoreLost,
+    end_of_leaving,
+    end_without_store,
+    verdict,
+)
 from robust_dcp.comm.frames import operation_id
-from robust_dcp.comm.notes import STORE_IS_LOST, Notes, StoreLost
+from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["Link", "OperationKey", "link_for", "local_link"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Link", "link_for", "make_link"]
 
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
 
-
-class OperationKey(NamedTuple):
-    """Identifies an operation: a hash of its name, and how many operations of that name there were before."""
-
-    operation: int
-    occurrence: int
-
-    def __str__(self) -> str:
-        return f"{self.operation:016x}/{self.occurrence}"
+_WAITS = "waits"
+"""Where in the store ranks say that they wait."""
 
 
 class Link:
@@ -60,17 +61,17 @@ class Link:
         rank: this process's rank in the group.
         ranks: the global rank of each rank of the group.
         notes: what the ranks tell each other in their store; ``None`` in a group of one.
-        make_connections: makes the connections that the ranks meet for under a name.
+        make_connections: makes the connections that the ranks meet for in a place of the store.
         store_host: the rank whose process hosts the store; ``None`` if no rank of the group does.
 
     Attributes:
         generation: how many generations of connections have ended.
         gone: ranks that seem to have ended, each with the reason. They are named soon unless they connect again.
+        threads: those that may be in gloo.
     """
 
     def __init__(
         self,
-        *,
         rank: int,
         ranks: tuple[int, ...],
         notes: Notes | None = None,
@@ -79,10 +80,12 @@ class Link:
     ) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.size = len(ranks)
         self.store_host = store_host
         self.stats = ExchangeStats()
         self.generation = 0
         self.gone: dict[int, str] = {}
+        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._notes = notes
         self._make_connections = make_connections
         self._lock = threading.RLock()
@@ -91,17 +94,12 @@ class Link:
         self._dropped = -1  # the latest generation that was dropped
         self._first = 0  # the first generation of this life of the group
         self._connections: Connections | None = None
-        self._unsettled: tuple[int, bytes] | None = None
+        self._unsettled: tuple[str, bytes] | None = None
         self._trees: dict[int, Tree] = {}
         self._operations: weakref.WeakValueDictionary[OperationKey, Any] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
         self._ended_before: dict[OperationKey, bytes] = {}
         self._is_closed = False
-        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     @property
     def secret(self) -> int:
@@ -132,6 +130,11 @@ class Link:
         if end_message is not None:
             operation.end(end_message)
 
+    def operations(self) -> list[Any]:
+        """The operations that this rank is in."""
+        with self._lock:
+            return list(self._operations.values())
+
     # Connecting.
 
     def connect(self, peer: int, is_over: Callable[[], bool], announced: Callable[[], None]) -> tuple[int, Connections]:
@@ -145,28 +148,40 @@ class Link:
             Broken: the generation is over, or the store is lost.
             RobustCheckpointError: this rank, or ``peer``, listens where the other one cannot reach it.
         """
-        generation = self.generation
+        generation, connections = self.generation, self._connections
         try:
-            with self._making:  # without the other lock, since the store may take long to answer
-                self._settle_the_last()
-                if self._is_closed or self._make_connections is None:
-                    raise Broken("the process group was destroyed")
-                generation, connections = self.generation, self._connections
-                if generation == self._dropped:  # the ranks have not agreed yet how it ended
-                    raise Broken("the connections were dropped")
-                if connections is None:
-                    connections = self._make_connections(f"{generation - self._first}")
-                    with self._lock:
-                        if generation != self.generation or generation == self._dropped:
-                            raise Broken("the connections were dropped")
-                        self._connections = connections
-            connections.connect(peer, self._looking(generation, is_over), announced)
+            if connections is None:
+                generation, connections = self._begin_generation()
+            if peer not in connections.peers or connections.is_dropped:
+                connections.connect(peer, self._looking(generation, is_over), announced)
             self.gone.pop(peer, None)
             return generation, connections
         except RobustCheckpointError:
             raise
         except (StoreLost, RuntimeError) as error:
             raise Broken(f"{STORE_IS_LOST} ({error})") from None
+
+    def _begin_generation(self) -> tuple[int, Connections]:
+        with self._making:  # without the other lock, since the store may take long to answer
+            if self._unsettled is not None and self._notes is not None:  # the store did not answer when it ended
+                self._notes.settle(*self._unsettled, patient=True)
+                self._unsettled = None
+            if self._is_closed or self._make_connections is None:
+                raise Broken("the process group was destroyed")
+            generation, connections = self.generation, self._connections
+            if generation == self._dropped:  # the ranks have not agreed yet how it ended
+                raise Broken("the connections were dropped")
+            if connections is None:
+                connections = self._make_connections(self._place(generation))
+                with self._lock:
+                    if generation != self.generation or generation == self._dropped:
+                        raise Broken("the connections were dropped")
+                    self._connections = connections
+            return generation, connections
+
+    def _place(self, generation: int) -> str:
+        """Where in the store the ranks meet for a generation."""
+        return str(generation - self._first)
 
     def _looking(self, generation: int, is_over: Callable[[], bool]) -> Callable[[], None]:
         """A function to call while a rank does not come. It raises ``Broken`` if that has become pointless."""
@@ -178,17 +193,13 @@ class Link:
                 raise Broken("the connections were dropped")
             if self._notes is not None and time.monotonic() - looked_seconds > _LOOK_SECONDS:
                 looked_seconds = time.monotonic()
-                if self._notes.is_pointless(generation - self._first):
+                if self._notes.is_pointless(self._place(generation)):
                     raise Broken("the others have given up these connections")
 
         return look
 
     def connections_for(self, place: str) -> Connections:
-        """Connections that nothing else uses, for the tensors that one operation passes on. Drop them afterwards.
-
-        Raises:
-            ValueError: this is a group of one.
-        """
+        """Connections that nothing else uses, for the tensors that one operation passes on. Drop them afterwards."""
         if self._make_connections is None:
             raise ValueError("a group of one has nobody to connect to")
         return self._make_connections(place)
@@ -198,24 +209,18 @@ class Link:
         connections = self._connections
         return connections.peers.get(peer, "") if connections is not None else ""
 
-    def _settle_the_last(self) -> None:
-        """Write the end of the last generation into the store, if the store did not answer when it ended."""
-        if self._unsettled is not None and self._notes is not None:
-            self._notes.settle(*self._unsettled, patient=True)
-            self._unsettled = None
-
     # Ranks that wait in different operations.
 
     def say_waiting(self, where: bytes) -> None:
         """Tell the others where this rank waits; no bytes if it waits no longer. Nobody minds if that fails."""
         if self._notes is not None:
             with contextlib.suppress(StoreLost):
-                self._notes.waits(self.rank, where)
+                self._notes.write(_WAITS, str(self.rank), where)
 
     def where_waits(self, peer: int) -> bytes:
         """What ``peer`` has said by :meth:`say_waiting`."""
         with contextlib.suppress(StoreLost):
-            return self._notes.where_waits(peer) if self._notes is not None else b""
+            return self._notes.read(_WAITS, str(peer)) if self._notes is not None else b""
         return b""
 
     # Ending a generation.
@@ -227,60 +232,56 @@ class Link:
         """
         with self._breaking:
             if self._is_closed:
-                operation.end(end_of_leaving([operation.key]))
+                operation.end(end_of_leaving(operation.key))
             if self._is_closed or generation != self.generation:
                 return
+            place = self._place(generation)
 
             def verdict_on(answers: Sequence[Answer]) -> EndMessage:
-                return verdict(
-                    problem,
-                    operation.key,
-                    operation.what,
-                    operation.phase,
-                    self.size,
-                    operation.timeout_seconds,
-                    self._answer(problem),
-                    answers,
-                )
+                return verdict(problem, operation.where(), self.size, self._answer(problem), answers)
 
-            if self._notes is not None and self._notes.has_begun_anew:
-                end_message = wire.encode(EndMessage((), verdict_on([]).error))
+            if self._notes is None:
+                end_message = encode(verdict_on([]))
+            elif self._notes.has_begun_anew:
+                end_message = encode(EndMessage((), verdict_on([]).error))
                 self._first = generation + 1
-            elif self._notes is not None:
+            else:
                 try:
-                    end_message = self._agree_on_end(self._notes, problem, verdict_on)
+                    end_message = self._agree_on_end(self._notes, place, problem, verdict_on)
                 except StoreLost as lost:
                     problem.is_loss = False  # the lost ranks cannot say that they are alive
-                    ended = end_without_store(
-                        verdict_on([]), operation.what, self.size, str(lost), self.store_host, self.rank
-                    )
-                    end_message = wire.encode(ended)
-                    self._unsettled = generation - self._first, end_message
-            else:
-                end_message = wire.encode(verdict_on([]))
+                    host = self.store_host
+                    ended = end_without_store(verdict_on([]), operation.what, self.size, str(lost), host, self.rank)
+                    end_message = encode(ended)
+                    self._unsettled = place, end_message
             self._drop(problem)
             self._apply(end_message)
-            self._stay_until_heard(generation - self._first, end_message)
+            self._stay_until_heard(place, end_message)
 
     def _answer(self, problem: Problem, connections: Connections | None = None) -> Answer:
         operations = self.operations()
         missing = dict(problem.missing)
         for each in operations:
             missing.update(each.missing())
-        doing = "; ".join(sorted(each.whereabouts() for each in operations)) or "no operation"
-        closed = () if connections is None else tuple(connections.closed)
-        lost = {} if connections is None else dict(connections.lost)
-        return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed, lost)
+        doing = "; ".join(sorted(each.doing() for each in operations)) or "no operation"
+        answer = Answer(self.rank, doing, tuple(each.key for each in operations), missing)
+        if connections is None:
+            return answer
+        return msgspec.structs.replace(answer, closed=tuple(connections.closed), lost=dict(connections.lost))
 
     def _agree_on_end(
-        self, notes: Notes, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
+        self, notes: Notes, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
     ) -> bytes:
         """The end message that counts for all ranks."""
-        generation = self.generation - self._first
-        end_message = notes.end_of(generation)
-        if end_message:
-            notes.note_heard(generation)
-            return end_message
+        end_message = notes.read(place, "end")
+        if not end_message:
+            end_message = self._call_roll(notes, place, problem, verdict_on)
+        notes.note_heard(place)
+        return end_message
+
+    def _call_roll(
+        self, notes: Notes, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
+    ) -> bytes:
         awaited: list[int] = []
         if self._connections is not None and problem.missing and not problem.is_loss:
             awaited = notes.ask(self._connections.awaited)
@@ -290,27 +291,24 @@ class Link:
         if awaited:  # the others have come, and cannot connect either
             problem.missing = {rank: f"rank {rank} has not come" for rank in awaited}
             answer = msgspec.structs.replace(answer, missing=problem.missing)
-        is_first = notes.call_roll(generation, wire.encode(answer))
+        is_first = notes.call_roll(place, encode(answer))
         if connections is not None:
             connections.drop()
         until = time.monotonic() + patience.VERDICT_SECONDS
         pause_seconds = 0.005
         while not is_first and time.monotonic() < until:
-            end_message = notes.end_of(generation)
+            end_message = notes.read(place, "end")
             if end_message:
-                notes.note_heard(generation)
                 return end_message
             time.sleep(pause_seconds)
             pause_seconds = min(0.1, 1.3 * pause_seconds)
         if problem.is_elsewhere or problem.missing:
             expected = self.size - (0 if problem.is_loss else len(problem.missing))  # who is lost may be alive
             until = time.monotonic() + patience.ROLL_CALL_SECONDS
-            while len(notes.answers(generation)) < expected and time.monotonic() < until:
+            while len(notes.answers(place)) < expected and time.monotonic() < until:
                 time.sleep(0.02)
-        answers = [wire.decode(each, Answer) for each in notes.answers(generation)]
-        end_message = notes.settle(generation, wire.encode(verdict_on(answers)))
-        notes.note_heard(generation)
-        return end_message
+        answers = [decode(each, Answer) for each in notes.answers(place)]
+        return notes.settle(place, encode(verdict_on(answers)))
 
     def _say_gone(self, problem: Problem | None = None) -> Connections | None:
         """Tell the neighbours that the connections will be dropped, and return these. Nobody connects any more."""
@@ -334,7 +332,7 @@ class Link:
         An end message with several operations means that their ranks waited for each other. A rank that is not in one
         of these operations skips it, so that operations have the same numbers on all ranks afterwards.
         """
-        ended = wire.decode(end_message, EndMessage)
+        ended = decode(end_message, EndMessage)
         keys = [OperationKey(*key) for key in ended.operations]
         with self._lock:
             self.gone.update(dict.fromkeys(ended.gone, "and it does not answer"))
@@ -352,20 +350,17 @@ class Link:
         for operation in others:
             operation.resume()
 
-    def _stay_until_heard(self, generation: int, end_message: bytes) -> None:
+    def _stay_until_heard(self, place: str, end_message: bytes) -> None:
         """Stay until the others have read the end message, if the store is in this process, which may exit next."""
         if self.store_host != self.rank or self._notes is None:
             return
-        n_missing = len(wire.decode(end_message, EndMessage).error.to_error().to_fields().get("missing_ranks") or ())
+        n_missing = len((decode(end_message, EndMessage).error.fields or {}).get("missing_ranks") or ())
         until = time.monotonic() + patience.HEARD_SECONDS
         with contextlib.suppress(StoreLost):
-            while self._notes.note_heard(generation, 0) < self.size - n_missing and time.monotonic() < until:
+            while self._notes.note_heard(place, 0) < self.size - n_missing and time.monotonic() < until:
                 time.sleep(0.02)
 
-    def operations(self) -> list[Any]:
-        """The operations that this rank is in."""
-        with self._lock:
-            return list(self._operations.values())
+    # The end of a group.
 
     def leave(self) -> None:
         """The process group is destroyed. Operations that are under way, such as an async save, still go on."""
@@ -384,16 +379,12 @@ class Link:
         self._is_closed = True
         self._drop()
         for operation in self.operations():
-            operation.end(end_of_leaving([operation.key]))
-        self.join()
-        self._notes = self._make_connections = None  # and with them the store
-
-    def join(self) -> None:
-        """Wait a limited time until no thread is in gloo any more."""
+            operation.end(end_of_leaving(operation.key))
         until = time.monotonic() + patience.EXIT_SECONDS
         for thread in list(self.threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
+        self._notes = self._make_connections = None  # and with them the store
 
     def abandon(self) -> None:
         """Leave everything as it is. A forked child calls this: the connections are its parent's."""
@@ -412,10 +403,18 @@ class _Registry:
         self._of_the_parent: list[Link] = []
 
     def find_or_make(self, parent: Any) -> Link:
-        network.members(parent)  # raises if this process is not in the group: torch then passes a number
+        rank = dist.get_rank(parent)
+        if rank < 0:  # torch then passes a number
+            raise ValueError("this rank is not a member of the process group that it was given")
         with self._lock:
             if parent not in self._links:
-                self._links[parent] = link = _make_link(parent)
+                ranks = tuple(dist.get_process_group_ranks(parent))
+                if len(ranks) == 1:
+                    link = Link(rank, ranks)
+                else:
+                    store, host = network.store_of(parent), network.store_host(parent)
+                    link = make_link(store, str(parent.group_name), rank, ranks, host)
+                self._links[parent] = link
                 self._all.add(link)
                 weakref.finalize(parent, _leave, weakref.ref(link)).atexit = False
             return self._links[parent]
@@ -455,18 +454,6 @@ def link_for(parent: Any) -> Link:
     return _registry.find_or_make(parent)
 
 
-def local_link(global_rank: int = 0) -> Link:
-    """A link for a rank that talks to nobody."""
-    return Link(rank=0, ranks=(global_rank,))
-
-
-def _make_link(parent: Any) -> Link:
-    rank, ranks = network.members(parent)
-    if len(ranks) == 1:
-        return local_link(ranks[0])
-    return make_link(network.store_of(parent), str(parent.group_name), rank, ranks, network.store_host(parent))
-
-
 def make_link(store: Any, name: str, rank: int, ranks: tuple[int, ...], store_host: int | None = None) -> Link:
     """A link among ``ranks`` that meet in ``store`` under ``name``.
 
@@ -480,8 +467,6 @@ def make_link(store: Any, name: str, rank: int, ranks: tuple[int, ...], store_ho
 
     def make_connections(place: str) -> Connections:
         here = Whereabouts(f"host {socket.gethostname()[:64]}, pid {os.getpid()}", address, network.network_id())
-        store_there = notes.under(place)
-        device = functools.partial(network.make_device, address)
-        return Connections(store_there, rank, len(ranks), device, here, notes.life.encode())
+        return Connections(notes.under(place), rank, len(ranks), here, notes.life.encode())
 
-    return Link(rank=rank, ranks=ranks, notes=notes, make_connections=make_connections, store_host=store_host)
+    return Link(rank, ranks, notes, make_connections, store_host)

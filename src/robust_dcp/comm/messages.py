@@ -1,73 +1,123 @@
-"""The messages of one exchange on their way through the tree: bundled by rank, merged where they meet, shared out.
+"""Messages between ranks: msgspec structs as msgpack, compressed if that pays, and checked before they are used.
 
-A bundle holds the messages of several ranks. For each field it stores the distinct values, and which rank has which.
-Replicas send the same columns, so their bundle is hardly larger than one message. On the way up the tree each rank
-merges the bundles of its children with its own message without decoding their values. The root decodes them.
-
-On the way down each rank takes its own message, and passes on those of the ranks below it.
+Decoding never runs code from the message and never allocates more than it is allowed to. On the way up the tree the
+messages of several ranks become one bundle. For each field it stores the distinct values, and which rank has which.
+Replicas send the same columns, so their bundle is hardly larger than one message. Each rank merges the bundles of its
+children with its own message without decoding their values; the root decodes them. On the way down each rank takes its
+own message from the shares, and passes on those of the ranks below it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import struct
+import threading
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from isal import isal_zlib
 
-from robust_dcp.comm import wire
-from robust_dcp.comm.connections import Payload
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["Bundler", "Messages", "Shares", "merge_bundles", "open_bundles"]
+__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "Bundler", "Payload", "Shares", "decode", "encode"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
+Payload = bytes | bytearray | memoryview
 
-class Messages(Generic[M]):
-    """The messages of one exchange.
+MAX_MESSAGE_NBYTES = 4 << 30
+COMPRESS_ABOVE_NBYTES = 1024
+
+# Measured: ISA-L at level 1 compresses the structure of 20,000 items from 1.5 MB to 248 kB in 1.7 ms. zlib at level 1
+# takes 10 ms for 240 kB, zstandard at level 3 takes 4 ms for 171 kB.
+_LEVEL = 1
+
+# The first byte says how to read the rest. If it is compressed, the inflated size follows, so that it is checked first.
+_RAW = 1
+_DEFLATED = 3  # 2 were messages by zstandard
+_PREFIX = struct.Struct("<B")
+_DEFLATED_PREFIX = struct.Struct("<BQ")
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_decoders_lock = threading.Lock()
+
+
+def _decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return a decoder for ``kind``, a type with its annotations.
+
+    msgspec inspects a type when it first meets it, and crashes if two threads do that at once. So we hold a lock here.
+    """
+    with _decoders_lock:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return _decoders[kind]
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode ``message``. The result has at least one byte, so that an empty message differs from no payload.
+
+    Raises:
+        TypeError: msgpack cannot encode the value of a field.
+        ExchangeError: the message is larger than any receiver accepts.
+    """
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_MESSAGE_NBYTES:
+        raise ExchangeError(f"a {type(message).__name__} of {len(body)} bytes is larger than {MAX_MESSAGE_NBYTES}")
+    if len(body) > COMPRESS_ABOVE_NBYTES:
+        compressed = isal_zlib.compress(body, _LEVEL)
+        if len(compressed) + _DEFLATED_PREFIX.size < len(body):
+            return _DEFLATED_PREFIX.pack(_DEFLATED, len(body)) + bytes(compressed)
+    return _PREFIX.pack(_RAW) + body
+
+
+def decode(payload: Payload, message_type: type[M], *, max_nbytes: int | None = None) -> M:
+    """Decode the one message of type ``message_type`` that ``payload`` holds.
 
     Args:
-        phase: the name of the exchange.
-        message_type: the type that messages are decoded as and checked against.
+        payload: what :func:`encode` returned.
+        message_type: the type of the message. msgspec checks the fields.
+        max_nbytes: how large the inflated message may be; ``MAX_MESSAGE_NBYTES`` if not given. A larger one is refused
+            before it is inflated.
+
+    Raises:
+        ExchangeError: ``payload`` is of another type, malformed, too large, or has bytes left over.
     """
+    view = memoryview(payload)
+    try:
+        body = _inflated(view, MAX_MESSAGE_NBYTES if max_nbytes is None else max_nbytes)
+    except ValueError as error:
+        raise ExchangeError(f"{len(view)} bytes are no message: {error}") from None
+    try:
+        message: M = _decoder_of(message_type).decode(body)
+        return message
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        # msgspec raises a plain ValueError for text that is not UTF-8.
+        raise ExchangeError(f"{len(body)} bytes are no {message_type.__name__}: {error}") from None
 
-    def __init__(self, phase: str, message_type: type[M]) -> None:
-        self._phase = phase
-        self._type = message_type
 
-    def bundled(self, rank: int, message: M | None) -> Payload:
-        """Encode the message of one rank; no bytes if it has none."""
-        if message is None:
-            return b""
-        bundler = Bundler(self._type)
-        bundler.add(rank, message)
-        return bundler.encode()
-
-    def merge(self, own: Payload, below: Sequence[Payload]) -> Payload:
-        """Make one payload of this rank's and those from below it in the tree.
-
-        Raises:
-            ExchangeError: one cannot be decoded.
-        """
-        with self._phase_in_error():
-            return merge_bundles([own, *below], self._type)
-
-    def open(self, payloads: Sequence[Payload]) -> dict[int, M]:
-        """Decode all messages, by rank.
-
-        Raises:
-            ExchangeError: one cannot be decoded.
-        """
-        with self._phase_in_error():
-            return open_bundles(payloads, self._type)
-
-    @contextmanager
-    def _phase_in_error(self) -> Iterator[None]:
-        try:
-            yield
-        except ExchangeError as error:
-            raise ExchangeError(f"{self._phase!r}: {error.message}", phase=self._phase, ranks=error.ranks) from None
+def _inflated(view: memoryview, max_nbytes: int) -> memoryview | bytes:
+    """The msgpack in ``view``, which is not checked yet."""
+    if len(view) == 0:
+        raise ValueError("they are empty")
+    if view[0] == _RAW:
+        if len(view) - _PREFIX.size > max_nbytes:
+            raise ValueError(f"they are more than {max_nbytes}")
+        return view[_PREFIX.size :]
+    if view[0] != _DEFLATED:
+        raise ValueError(f"they begin with {view[0]}, which is neither raw ({_RAW}) nor deflated ({_DEFLATED})")
+    if len(view) < _DEFLATED_PREFIX.size:
+        raise ValueError("they end within the prefix")
+    _, nbytes = _DEFLATED_PREFIX.unpack_from(view)
+    if nbytes > max_nbytes:
+        raise ValueError(f"they announce {nbytes} bytes once inflated, more than {max_nbytes}")
+    inflating = isal_zlib.decompressobj()
+    try:
+        body: bytes = inflating.decompress(view[_DEFLATED_PREFIX.size :], nbytes + 1)
+    except isal_zlib.error as error:  # type: ignore[misc]
+        raise ValueError(f"deflate: {error}") from None
+    if len(body) != nbytes or not inflating.eof or inflating.unused_data:
+        raise ValueError(f"deflate: the prefix announces {nbytes} bytes, and that is not what there is")
+    return body
 
 
 class Shares(msgspec.Struct, array_like=True):
@@ -94,7 +144,7 @@ class Shares(msgspec.Struct, array_like=True):
         for message in messages:
             if message is not None and id(message) not in number_of:
                 number_of[id(message)] = len(payloads)
-                payloads.append(memoryview(wire.encode(message)))
+                payloads.append(memoryview(encode(message)))
         return cls(first_place, [-1 if each is None else number_of[id(each)] for each in messages], payloads)
 
     def of(self, places: range) -> Shares:
@@ -158,18 +208,31 @@ class Bundler(Generic[M]):
         for name, which, places in zip(self._names, self._which, self._places, strict=True):
             which.append(places.setdefault(msgspec.msgpack.encode(getattr(message, name)), len(places)))
 
-    def add_bundle(self, payload: Payload) -> None:
-        """Merge the bundle of another rank.
+    def add_bundle(self, payload: Payload, *, max_nbytes: int | None = None) -> None:
+        """Merge the bundle of other ranks; see :func:`decode` for ``max_nbytes``.
 
         Raises:
             ExchangeError: ``payload`` is not a bundle of this type.
         """
-        bundle = wire.decode(payload, Bundle)
-        _check(bundle, self._names)
+        bundle = decode(payload, Bundle, max_nbytes=max_nbytes)
+        self._check(bundle)
         self._ranks.extend(bundle.ranks)
         for column, which, places in zip(bundle.columns, self._which, self._places, strict=True):
             moved = [places.setdefault(bytes(value), len(places)) for value in column.values]
             which.extend([moved[place] for place in column.which])
+
+    def _check(self, bundle: Bundle) -> None:
+        ranks = list(bundle.ranks)
+        if bundle.fields != self._names or len(bundle.columns) != len(self._names):
+            raise ExchangeError(
+                f"the messages of {_some(ranks)} have the fields {list(bundle.fields)}, not {list(self._names)}: the "
+                "ranks run different versions of the package, or are in different operations",
+                ranks=ranks,
+            )
+        for name, column in zip(self._names, bundle.columns, strict=True):
+            n_values = len(column.values)
+            if len(column.which) != len(ranks) or not all(0 <= place < n_values for place in column.which):
+                raise ExchangeError(f"the bundle of {_some(ranks)} is malformed at {name!r}", ranks=ranks)
 
     def encode(self) -> bytes:
         """Encode the bundle of everything that was added.
@@ -181,7 +244,7 @@ class Bundler(Generic[M]):
             Column(tuple(map(msgspec.Raw, places)), tuple(which))
             for places, which in zip(self._places, self._which, strict=True)
         )
-        return wire.encode(Bundle(tuple(self._ranks), self._names, columns))
+        return encode(Bundle(tuple(self._ranks), self._names, columns))
 
     def open(self) -> dict[int, M]:
         """Return all messages that were added, by rank. Each distinct value is decoded and checked once.
@@ -193,7 +256,7 @@ class Bundler(Generic[M]):
         """
         columns: list[list[Any]] = []
         for field, which, places in zip(self._fields, self._which, self._places, strict=True):
-            decoder = wire.decoder_of(field.type)
+            decoder = _decoder_of(field.type)
             decoded: list[Any] = []
             try:
                 decoded.extend(map(decoder.decode, places))
@@ -214,49 +277,6 @@ class Bundler(Generic[M]):
         return ExchangeError(f"what {_some(ranks)} sent is no {self._message_type.__name__}: {detail}", ranks=ranks)
 
 
-def merge_bundles(payloads: Sequence[Payload], message_type: type[M]) -> Payload:
-    """Merge bundles into one. Some of them may be empty; if all are, the result is empty too.
-
-    Raises:
-        ExchangeError: one is not a bundle of this type.
-    """
-    payloads = [payload for payload in payloads if payload]
-    if not payloads:
-        return b""
-    return payloads[0] if len(payloads) == 1 else _added(payloads, message_type).encode()
-
-
-def open_bundles(payloads: Sequence[Payload], message_type: type[M]) -> dict[int, M]:
-    """Return the messages in bundles, by rank, as :meth:`Bundler.open` does.
-
-    Raises:
-        ExchangeError: one is not a bundle of this type.
-    """
-    return _added(payloads, message_type).open()
-
-
-def _added(payloads: Sequence[Payload], message_type: type[M]) -> Bundler[M]:
-    bundler = Bundler(message_type)
-    for payload in payloads:
-        bundler.add_bundle(payload)
-    return bundler
-
-
-def _check(bundle: Bundle, names: tuple[str, ...]) -> None:
-    if bundle.fields != names or len(bundle.columns) != len(names):
-        raise ExchangeError(
-            f"the messages of {_some(bundle.ranks)} have the fields {list(bundle.fields)}, not {list(names)}: the "
-            "ranks run different versions of the package, or are in different operations",
-            ranks=list(bundle.ranks),
-        )
-    for name, column in zip(names, bundle.columns, strict=True):
-        n_values = len(column.values)
-        if len(column.which) != len(bundle.ranks) or not all(0 <= place < n_values for place in column.which):
-            raise ExchangeError(
-                f"the bundle of {_some(bundle.ranks)} is malformed at {name!r}", ranks=list(bundle.ranks)
-            )
-
-
-def _some(ranks: tuple[int, ...] | list[int]) -> str:
+def _some(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -12,10 +12,12 @@ An exchange is the rank's own work, then a message up the tree, then one down, a
 For each neighbour in the tree a thread reads what comes while an exchange runs. A rank returns when its children have
 heard the result, so it may end at once. There are two ways to fail. If a rank's own work fails, the ranks stay in step:
 all raise the same exception and can go on. If a rank is gone, silent, or in another operation, the operation ends on
-all of them, with the verdict on which the ranks agree (:mod:`~robust_dcp.comm.ending`). If only the connections were
+all of them, with the verdict on which the ranks agree (:mod:`~robust_dcp.comm.endings`). If only the connections were
 dropped, because of another operation, the ranks connect again and send again what the others may not have got.
 
-What a payload means is known to the channel only.
+A rank is alive as long as beats or pieces of a payload come from it. Its beat says which rank has shown no progress for
+longest, among all of which the receiver hears only through it, and how far the slowest one has come. It takes a few
+bytes, however many ranks these are. What a payload means is known to the channel only.
 """
 
 from __future__ import annotations
@@ -29,30 +31,46 @@ import struct
 import threading
 import time
 import weakref
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
+from isal import isal_zlib
 
-from robust_dcp.comm import patience, wire
-from robust_dcp.comm.beats import Beat, Progress, Stragglers
+from robust_dcp.comm import patience
 from robust_dcp.comm.combine import Agreement, Offer
-from robust_dcp.comm.connections import CONNECTING_FAILED, Broken, Connections, Payload
-from robust_dcp.comm.ending import as_told_to
-from robust_dcp.comm.failures import EndMessage, ErrorMessage, FailuresBelow, Problem, Stopped
+from robust_dcp.comm.connections import CONNECTING_FAILED, INTERFACE, Broken, Connections, Moving
+from robust_dcp.comm.endings import (
+    STORE_IS_LOST,
+    EndMessage,
+    ErrorMessage,
+    FailuresBelow,
+    OperationKey,
+    Problem,
+    Stopped,
+    Where,
+    as_told_to,
+)
 from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, Status, phase_id
-from robust_dcp.comm.link import Link, OperationKey
-from robust_dcp.comm.neighbours import Neighbours
-from robust_dcp.comm.stats import Costs, PhaseStats
+from robust_dcp.comm.link import Link
+from robust_dcp.comm.messages import Payload, decode, encode
+from robust_dcp.comm.stats import PhaseStats
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["Contribution", "Operation", "Result", "Work"]
+__all__ = ["Beat", "Contribution", "Operation", "Work"]
 
 logger = logging.getLogger(__name__)
+
+_MISSED_AFTER = 0.7
+"""A rank that was silent for this part of the timeout is reported as missing when others ask."""
+
+_MAX_RECONNECTS = 8
+"""In one exchange. So many other operations do not fail while one exchange runs."""
+
+_BEAT = struct.Struct("<idIiQQd")
+_NOBODY = -1
 
 
 @dataclass(frozen=True)
@@ -82,32 +100,68 @@ class Work:
     share: Callable[[Payload, int], Payload] = lambda payload, child: payload
 
 
-@dataclass(frozen=True)
-class Result:
-    """How an exchange ended for all ranks. ``payload`` is the root's reply, or the error if ``status`` is not OK."""
+class Beat(NamedTuple):
+    """What a rank says about itself and the ranks behind it.
 
-    status: Status
-    agreement: Agreement
-    payload: Payload
+    Attributes:
+        silent_rank: the rank that has shown no progress for longest; -1 if all are done.
+        silent_seconds: for how long, at the time of sending.
+        n_at_work: how many ranks are not done, as far as the sender knows.
+        slow_rank: the rank that has done the smallest part of its work, among ranks that said how much they have to
+            do; -1 if none said so.
+        slow_done_nbytes, slow_total_nbytes: how much that rank has done, and how much it has to do.
+        slow_seconds: how long that rank has been working.
+        arrived_seconds: when this beat was received (``time.monotonic()``).
+    """
+
+    silent_rank: int = _NOBODY
+    silent_seconds: float = 0.0
+    n_at_work: int = 0
+    slow_rank: int = _NOBODY
+    slow_done_nbytes: int = 0
+    slow_total_nbytes: int = 0
+    slow_seconds: float = 0.0
+    arrived_seconds: float = 0.0
+
+    @classmethod
+    def slowest(cls, beats: Sequence[Beat]) -> Beat:
+        """Combine several beats into one."""
+        silent = max(beats, key=lambda beat: beat.silent_seconds, default=cls())
+        slow = min((beat for beat in beats if beat.slow_rank >= 0), key=lambda beat: beat.part_done, default=silent)
+        n_at_work = sum(beat.n_at_work for beat in beats)
+        return slow._replace(silent_rank=silent.silent_rank, silent_seconds=silent.silent_seconds, n_at_work=n_at_work)
+
+    @property
+    def part_done(self) -> float:
+        """The part of its work that the slowest rank has done, from 0 to 1."""
+        return self.slow_done_nbytes / self.slow_total_nbytes if self.slow_total_nbytes else 0.0
+
+    def encode(self) -> bytes:
+        """Encode for the body of a frame."""
+        return _BEAT.pack(*self[:-1])
+
+    @classmethod
+    def decode(cls, body: bytes) -> Beat:
+        """Decode what :meth:`encode` made. The time of arrival is now."""
+        return cls._make((*_BEAT.unpack_from(body), time.monotonic()))
+
+    def __str__(self) -> str:
+        """For people: which rank the others wait for, how far it has come, and how fast it is."""
+        if self.slow_rank < 0:
+            return f"{self.n_at_work} ranks are at work; rank {self.silent_rank} for {self.silent_seconds:.0f} seconds"
+        rate = self.slow_done_nbytes / max(self.slow_seconds, 1e-3)
+        return (
+            f"{self.n_at_work} ranks are at work; the slowest is rank {self.slow_rank}: "
+            f"{100 * self.part_done:.0f} % of {self.slow_total_nbytes / 2**30:.2f} GiB, {rate / 2**20:.1f} MiB/s"
+        )
 
 
 class Message(NamedTuple):
-    """What ``peer`` sent, and when it arrived (``time.monotonic()``)."""
+    """What ``peer`` sent."""
 
     peer: int
     frame: Frame
-    payload: Payload
-    seconds: float
-
-
-class Where(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank waits for others: the generation of connections, the operation, its exchange, and what that is."""
-
-    generation: int
-    operation: int
-    occurrence: int
-    exchange: int
-    what: str
+    payload: Payload = b""
 
 
 class _Ended(Exception):
@@ -115,10 +169,11 @@ class _Ended(Exception):
 
 
 class _Exchange:
-    """The state of one exchange, guarded by its operation's lock.
+    """One exchange: its messages, and what this rank knows of its neighbours. Guarded by its operation's lock.
 
     Attributes:
         number: how many exchanges of the operation there were before.
+        what: its full description.
         arrived: the messages that count, by the rank that sent them.
         done: the neighbours from which nothing more comes.
         open: the connections to the neighbours that are connected.
@@ -127,14 +182,19 @@ class _Exchange:
         announced: the neighbours that find in the store where this rank listens.
         damaged: the neighbours that have been asked to send something again.
         kept: what gloo is sending. It must not be freed before it has arrived.
+        heard: the neighbours from which something has come, each with the time of the latest (``time.monotonic()``).
+        absent: the neighbours that this rank waits for.
+        waiting_since: silence before this time does not count.
+        stood_still_seconds: for how long this process stood still in this exchange.
+        began_seconds, moved_seconds: when this rank's own work began, and when it last advanced.
+        done_nbytes, total_nbytes: how much of it is done, and how much there is to do; 0 while that is not known.
     """
 
-    def __init__(self, number: int, what: str, tree: Tree, link: Link) -> None:
+    def __init__(self, number: int, what: str, tree: Tree, link: Link, timeout_seconds: float) -> None:
         self.number = number
         self.what = what
         self.phase_id = phase_id(what)
         self.tree = tree
-        self.neighbours = Neighbours(what, tree, link.process_of, link.gone)
         self.arrived: dict[tuple[int, Kind], Message] = {}
         self.done: set[int] = set()
         self.open: dict[int, Connections] = {}
@@ -146,10 +206,175 @@ class _Exchange:
         self.failure: str | None = None
         self.problem: Problem | None = None
         self.is_working = True
+        self.heard: dict[int, float] = {}
+        self.absent: tuple[int, ...] = ()
+        self.stood_still_seconds = 0.0
+        self.done_nbytes = self.total_nbytes = 0
+        self._link = link
+        self._timeout_seconds = timeout_seconds
+        self._beats: dict[int, Beat] = {}
+        self._catches_up_until = 0.0
+        self._n_reconnects = 0
+        self.began_seconds = self.moved_seconds = time.monotonic()
+        self.waiting_since = self._connecting_since = self._last_look = self.began_seconds
 
-    def absent(self, peers: Sequence[int], kind: Kind) -> tuple[int, ...]:
+    def lacking(self, peers: Sequence[int], kind: Kind) -> tuple[int, ...]:
         """Those of ``peers`` whose message has not come."""
         return tuple(peer for peer in peers if (peer, kind) not in self.arrived)
+
+    def note_heard(self, peer: int, frame: Frame | None = None) -> None:
+        """``peer`` is alive. It has sent ``frame``, or a piece of a payload."""
+        self.heard[peer] = time.monotonic()
+        if frame is not None and frame.kind == Kind.BEAT:
+            self._beats[peer] = Beat.decode(frame.body)
+        elif frame is not None and frame.kind in (Kind.UP, Kind.DOWN):
+            self._beats.pop(peer, None)  # it waits for nobody any more, and its beats are behind a payload now
+
+    def count_from_now(self) -> None:
+        """Ignore silence, standstills and beats before this moment, because this rank was connecting.
+
+        After some times silence counts after all, so that ranks which lose each other again and again come to an end.
+        """
+        self._n_reconnects += 1
+        if self._n_reconnects <= _MAX_RECONNECTS:
+            self._beats.clear()
+            self.waiting_since = self._connecting_since = self._last_look = time.monotonic()
+
+    def catching_up_seconds(self) -> float:
+        """How long this process should only read messages, because it stood still itself (``SIGSTOP``, say).
+
+        Others may have given up on it meanwhile, so it reads what they sent before it decides anything. Call this
+        often, because a long time between two calls counts as standing still."""
+        now = time.monotonic()
+        if now - self._last_look > self._timeout_seconds / 2:
+            self.stood_still_seconds = max(self.stood_still_seconds, now - self._last_look)
+            self.waiting_since, self._catches_up_until = now, now + 2 * patience.BEAT_SECONDS
+        self._last_look = now
+        return max(0.0, self._catches_up_until - now)
+
+    # How long neighbours, and the ranks behind them, have been silent.
+
+    def silence_of(self, peer: int, now: float) -> float:
+        """For how many seconds nothing has come from ``peer`` itself."""
+        return now - max(self.waiting_since, self.heard.get(peer, 0.0))
+
+    def silence_behind(self, peer: int, now: float) -> tuple[float, int]:
+        """Among ``peer`` and the ranks behind it, find the longest time without a sign of progress, and which rank."""
+        silence = self.silence_of(peer, now)
+        beat = self._beats.get(peer)
+        if beat is None or beat.silent_rank < 0:
+            return silence, peer
+        behind = beat.silent_seconds + now - beat.arrived_seconds
+        return (behind, beat.silent_rank) if behind > silence else (silence, peer)
+
+    def beat_for(self, receiver: int | None) -> Beat:
+        """The beat for ``receiver``, a neighbour: about this rank, and about all others of which it hears only through
+        this rank. ``None`` is this rank itself."""
+        now, beats = time.monotonic(), []
+        absent = self.lacking(self.tree.children, Kind.UP) if self.is_working else self.absent
+        if self.is_working or not absent:
+            beats.append(
+                Beat(
+                    silent_rank=self.tree.rank,
+                    silent_seconds=now - self.moved_seconds,
+                    n_at_work=1,
+                    slow_rank=self.tree.rank if self.total_nbytes > 0 else _NOBODY,
+                    slow_done_nbytes=self.done_nbytes,
+                    slow_total_nbytes=self.total_nbytes,
+                    slow_seconds=now - self.began_seconds,
+                )
+            )
+        for peer in absent:
+            if peer != receiver:
+                silence, rank = self.silence_behind(peer, now)
+                beat = self._beats.get(peer) or Beat(n_at_work=len(self.tree.places_below(peer)))
+                beats.append(beat._replace(silent_rank=rank, silent_seconds=silence))
+        return Beat.slowest(beats)
+
+    def refuse_silent(self) -> None:
+        """Raise if a neighbour is silent. This is for a rank that works, since it waits for nobody and would not
+        notice.
+
+        Raises:
+            Problem: nothing at all has come from a neighbour for the timeout.
+        """
+        for peer in self.tree.neighbours:
+            self._refuse(peer, peer, self.silence_of(peer, time.monotonic()))
+
+    def seconds_to_wait(self) -> float:
+        """How long to wait before looking at the absent neighbours again.
+
+        Raises:
+            Problem: one of them will not come.
+        """
+        now, left = time.monotonic(), patience.BEAT_SECONDS
+        for peer in self.absent:
+            silence = self.silence_of(peer, now)
+            left = min(left, self._timeout_seconds - silence)
+            self._refuse(peer, peer, silence)
+            silence, rank = self.silence_behind(peer, now)
+            # The neighbours of a silent rank report it first. Other ranks wait a little longer for that report.
+            self._refuse(peer, rank, silence - (0 if rank == peer else 2 * patience.BEAT_SECONDS))
+        return max(left, 0.001)
+
+    def _refuse(self, peer: int, rank: int, silence: float) -> None:
+        """Raise if ``rank``, which is ``peer`` or behind it, has been silent for too long, or ``peer`` is gone."""
+        detail = self._link.gone.get(peer)
+        is_due = time.monotonic() > self._connecting_since + patience.RECONNECT_SECONDS
+        if detail is not None and peer not in self.heard and is_due:
+            raise Problem("broke off: connection lost", missing={peer: self.words_for_lost(peer, detail)})
+        if silence >= self._timeout_seconds:
+            raise Problem.of_silent(rank, self._timeout_seconds, self.words_for_silent(rank, silence))
+
+    def missing(self) -> dict[int, str]:
+        """Neighbours that are silent for most of the timeout, and what this rank knows of each."""
+        now, found = time.monotonic(), {}
+        for peer in self.absent:
+            silence, rank = self.silence_behind(peer, now)
+            if rank == peer and silence > _MISSED_AFTER * self._timeout_seconds:
+                found[peer] = self.words_for_silent(peer, silence)
+        return found
+
+    def late(self) -> dict[int, str]:
+        """The ranks that this rank waits for, and what it knows of each.
+
+        A neighbour that is done itself, and waits for others, says in its beats for whom."""
+        found = {}
+        for peer in self.absent:
+            beat = self._beats.get(peer)
+            if beat is None or beat.silent_rank < 0:
+                found[peer] = f"rank {peer}, or a rank behind it, is not done"
+                continue
+            rank = beat.slow_rank if beat.slow_rank >= 0 else beat.silent_rank
+            others = f", nor are {beat.n_at_work - 1} other ranks" if beat.n_at_work > 1 else ""
+            found[rank] = f"{self._called(rank)} is not done{others}"
+        return found
+
+    def words_for_lost(self, peer: int, detail: str) -> str:
+        """Describe a lost neighbour, for people."""
+        if detail.startswith(STORE_IS_LOST):
+            return f"{self._called(peer)} cannot be connected to"
+        if detail.startswith(CONNECTING_FAILED):
+            return (
+                f"rank {peer} cannot be reached, or its process has ended ({detail}): does {INTERFACE} name the "
+                "interface of the network that joins the hosts?"
+            )
+        return f"{self._called(peer)} closed its connection: its process has ended, or was cut off ({detail})"
+
+    def words_for_silent(self, rank: int, seconds: float) -> str:
+        """Describe a silent rank, for people."""
+        if rank in self._beats:
+            work = f"its own work for {self.what}"
+            return f"{self._called(rank)} is still at {work}, which has not got on for {seconds:.1f} seconds"
+        if rank in self.heard:
+            return f"{self._called(rank)} has given no sign of life for {seconds:.1f} seconds"
+        if rank in self.tree.neighbours:
+            return f"{self._called(rank)} has not come"
+        return f"rank {rank} has shown no progress for {seconds:.1f} seconds"
+
+    def _called(self, rank: int) -> str:
+        process = self._link.process_of(rank) if rank in self.tree.neighbours else ""
+        return f"rank {rank} ({process})" if process else f"rank {rank}"
 
 
 class Operation:
@@ -168,7 +393,8 @@ class Operation:
         what, phase: the current or latest exchange: its full description, and the caller's name for it.
         fault: for tests. It is called before this rank's own work in the next exchange.
         stragglers: on the root, the log lines about ranks that the others waited for.
-        costs: what the exchanges have cost this rank.
+        n_exchanges: how many exchanges have ended well.
+        recordings: where it is counted what the exchanges have cost this rank.
     """
 
     key = OperationKey(0, 0)
@@ -181,25 +407,25 @@ class Operation:
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
         self.fault: Callable[[], None] | None = None
-        self.stragglers = Stragglers()
-        self.costs = Costs(link.stats)
+        self.stragglers: list[str] = []
+        self.n_exchanges = 0
+        self.recordings = [link.stats]
         self._busy = threading.Lock()
         self._holder: int | None = None
         self._changed = threading.Condition()
         self._end_message: bytes | None = None
         self._is_untold = False  # whether the caller has not seen the end yet
         self._has_begun = False
-        self._n_exchanges = 0
         self._begun_seconds = time.monotonic()
         self._last_beat = 0.0
+        self._next_log_seconds = 0.0
         self._exchange: _Exchange | None = None  # the one that runs
         self._last: _Exchange | None = None  # the latest that has ended well
         self._heard: set[int] = set()  # the ranks that have come to this operation
         self._early: dict[int, Message] = {}  # what neighbours have sent for the next exchange
         self._raised: BaseException | None = None
-        self._progress = Progress.now()
-        self._cost = PhaseStats()
         self._own_error: BaseException | None = None
+        self._cost = PhaseStats()
 
     # What the channel calls.
 
@@ -227,50 +453,42 @@ class Operation:
                 contribution, failures = self._do_own_work(exchange, work)
                 began = time.monotonic()
                 try:
-                    result = self._result_of_all(exchange, *self._join_children(exchange, work, contribution, failures))
-                    self._pass_down(exchange, work, result)
+                    status, agreement, payload = self._go_up(exchange, work, contribution, failures)
+                    self._go_down(exchange, work, status, agreement, payload)
                 finally:
                     self._cost.seconds = time.monotonic() - began
                 with self._changed:
-                    self._n_exchanges += 1
+                    self.n_exchanges += 1
                     self._last = exchange
             except _Ended:
-                error = self._error()
+                self._is_untold = False
+                error = as_told_to(self.link.rank, self._end().error.to_error())
             except BaseException as interrupt:
                 if self._exchange is not None:
                     self._conclude(Problem.of_leaving(self.link.rank, interrupt))
                 raise
             else:
-                if result.status == Status.OK:
-                    return result.agreement, result.payload
-                error = wire.decode(result.payload, ErrorMessage).to_error()
+                if status == Status.OK:
+                    return agreement, payload
+                error = decode(payload, ErrorMessage).to_error()
             finally:
                 with self._changed:
                     if self._exchange is not None:
                         self._exchange.kept.clear()  # it has arrived, or the connections are dropped
                     self._exchange = None
                 _CLOCK.discard(self)
-                self.costs.count(phase, self._cost)
-            raise self._as_raised(error)
+                for stats in self.recordings:
+                    stats.count(phase, self._cost)
+            if isinstance(self._own_error, KeyboardInterrupt | SystemExit | GeneratorExit):
+                self._raised = self._own_error  # this rank raises that, whatever the others raise
+            else:
+                error.__cause__, self._raised = self._own_error, error
+            raise self._raised
 
     def leave(self, error: BaseException) -> None:
         """End the operation because this rank failed between two exchanges. Tell the others unless they know."""
         if self._has_begun and error is not self._raised:
             self._conclude(Problem.of_leaving(self.link.rank, error))
-
-    def _as_raised(self, error: RobustCheckpointError) -> BaseException:
-        """The exception that this rank raises: ``error``, unless its own work was interrupted (Ctrl-C, say)."""
-        if self._own_error is not None and is_interrupt(self._own_error):
-            self._raised = self._own_error
-        else:
-            error.__cause__ = self._own_error
-            self._raised = error
-        return self._raised
-
-    @property
-    def n_exchanges(self) -> int:
-        """How many exchanges have ended well."""
-        return self._n_exchanges
 
     @property
     def tree(self) -> Tree:
@@ -281,13 +499,27 @@ class Operation:
     def stopped(self) -> str | None:
         """The failure that another rank announced for the current or next exchange; ``None`` if there is none."""
         if self._end_message is not None:
-            return wire.decode(self._end_message, EndMessage).error.to_error().message
+            return self._end().error.to_error().message
         exchange = self._exchange
         return None if exchange is None else exchange.failure
 
+    def stop_if_announced(self) -> None:
+        """Leave this rank's own work if another rank has announced a failure.
+
+        Raises:
+            Stopped: let it leave the work. The exchange then raises the failure that was announced.
+        """
+        announced = self.stopped()
+        if announced is not None:
+            raise Stopped(announced)
+
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
-        """Record that this rank's work has advanced, and how far, if the caller knows."""
-        self._progress = self._progress.moved(done_nbytes, total_nbytes)
+        """Record that this rank's work has advanced, and how far, if the caller knows. Any thread may call this."""
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.moved_seconds = time.monotonic()
+            exchange.done_nbytes = exchange.done_nbytes if done_nbytes is None else done_nbytes
+            exchange.total_nbytes = exchange.total_nbytes if total_nbytes is None else total_nbytes
 
     @contextlib.contextmanager
     def _held(self, phase: str) -> Iterator[None]:
@@ -309,22 +541,18 @@ class Operation:
     def _start(self, verb: str, phase: str, root: int) -> _Exchange:
         self.what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
         self.phase = phase
-        if self._is_untold:
-            raise _Ended  # the operation ended for all ranks while this one was between two exchanges
-        if not self._has_begun:
+        if not self._has_begun and not self._is_untold:
             with self._changed:
-                self._end_message, self._n_exchanges, self._last, self._early = None, 0, None, {}
+                self._end_message, self.n_exchanges, self._last, self._early = None, 0, None, {}
                 self._heard = set()
                 self._begun_seconds = time.monotonic()
                 self._has_begun = True
             self.link.begin(self.name, self)
-            if self._is_untold:
-                raise _Ended
-        exchange = _Exchange(self._n_exchanges, self.what, self.link.tree(root), self.link)
+        if self._is_untold:
+            raise _Ended  # the operation ended for all ranks while this one was between two exchanges
+        exchange = _Exchange(self.n_exchanges, self.what, self.link.tree(root), self.link, self.timeout_seconds)
         with self._changed:
-            self.stragglers.begin_exchange()
-            self._last_beat = time.monotonic()
-            self._progress = Progress.now()
+            self._last_beat, self._next_log_seconds = time.monotonic(), patience.LOG_SECONDS
             early, self._early = self._early, {}
             self._exchange = exchange
             try:
@@ -351,105 +579,101 @@ class Operation:
             failures = self._failed(exchange, error)
         with self._changed:
             exchange.is_working = False
-            self._progress = self._progress.moved(None, None)
+            exchange.moved_seconds = time.monotonic()
         return contribution, failures
 
     def _failed(self, exchange: _Exchange, error: BaseException) -> FailuresBelow:
         """Record a failure of this rank, and tell the ranks that are still working."""
         self._own_error = error
         rank = self.link.rank
-        if isinstance(error, Stopped):
-            return FailuresBelow.stopped_on(rank, str(error))
-        line = str(error).partition("\n")[0][:500]
-        with self._changed:
-            self._announce_failure(exchange, f"rank {rank}: {type(error).__name__}: {line}")
+        if not isinstance(error, Stopped):
+            line = str(error).partition("\n")[0][:500]
+            with self._changed:
+                self._announce_failure(exchange, f"rank {rank}: {type(error).__name__}: {line}")
         return FailuresBelow.on(rank, error)
 
-    def _join_children(
+    def _go_up(
         self, exchange: _Exchange, work: Work, contribution: Contribution, failures: FailuresBelow
-    ) -> tuple[Agreement, Payload, FailuresBelow]:
-        """Wait for the children, and join what comes from them with what this rank adds."""
-        tree, payload = exchange.tree, contribution.payload
-        arrived = self._receive(exchange, tree.children, Kind.UP)
-        own = Agreement.of(tree.rank, contribution.offer)
+    ) -> tuple[Status, Agreement, Payload]:
+        """Wait for the children, join what comes from them with what this rank adds, and pass it to the parent.
+
+        Returns:
+            The result of all ranks: a status, their agreement, and the root's reply. Instead of a reply that is the
+            error if the status is not OK.
+        """
+        parent, payload = exchange.tree.parent, contribution.payload
+        arrived = self._receive(exchange, exchange.tree.children, Kind.UP)
+        own = Agreement.of(exchange.tree.rank, contribution.offer)
         total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
         for message in arrived:
             if message.frame.status != Status.OK:
-                failures = failures.merged(wire.decode(message.payload, FailuresBelow))
+                failures = failures.merged(decode(message.payload, FailuresBelow))
         if not failures:
             try:
                 below = [message.payload for message in arrived if message.payload]
-                if tree.parent is None:
+                if parent is None:
                     self.note_progress()  # this rank may have waited for long before
                     payload = work.reply(total, payload, below)
                 elif below:
                     payload = work.merge(payload, below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
-        return total, payload, failures
-
-    def _result_of_all(
-        self, exchange: _Exchange, total: Agreement, payload: Payload, failures: FailuresBelow
-    ) -> Result:
-        """The result, from the parent. On the root it is made here."""
-        status, parent = failures.status, exchange.tree.parent
+        status = failures.status
         if parent is not None:
-            up = payload if status == Status.OK else wire.encode(failures)
+            up = payload if status == Status.OK else encode(failures)
             self._send(exchange, parent, Frame(Kind.UP, status=status, body=total.encode()), up)
             (reply,) = self._receive(exchange, (parent,), Kind.DOWN)
-            return Result(reply.frame.status, Agreement.decode(reply.frame.body), reply.payload)
+            return reply.frame.status, Agreement.decode(reply.frame.body), reply.payload
         if status != Status.OK:
-            payload = wire.encode(ErrorMessage.of(failures.joint_error(self.phase)))
-        return Result(status, total, payload)
+            payload = encode(ErrorMessage.of(failures.joint_error(self.phase)))
+        return status, total, payload
 
-    def _pass_down(self, exchange: _Exchange, work: Work, result: Result) -> None:
+    def _go_down(self, exchange: _Exchange, work: Work, status: Status, agreement: Agreement, payload: Payload) -> None:
         """Send the result to the children, and wait until they have heard it. A child that is lost now is a matter of
         the next exchange, because the result stands."""
         children = exchange.tree.children
         for child in reversed(children):
-            share = result.payload
-            if result.status == Status.OK and share:
-                share = work.share(share, child)
-            self._send(exchange, child, Frame(Kind.DOWN, status=result.status, body=result.agreement.encode()), share)
+            share = work.share(payload, child) if status == Status.OK and payload else payload
+            self._send(exchange, child, Frame(Kind.DOWN, status=status, body=agreement.encode()), share)
         with self._changed:
-            exchange.neighbours.absent = children
-            exchange.neighbours.waiting_since = time.monotonic()
-            generation = self.link.generation
-            until = time.monotonic() + self.timeout_seconds
-            while self._end_message is None and (absent := self._not_heard_of(exchange, children)):
+            exchange.absent = children
+            exchange.waiting_since = time.monotonic()
+            generation, until, silent = self.link.generation, math.inf, None
+            while self._end_message is None:
+                gone = self.link.gone
+                exchange.absent = tuple(peer for peer in exchange.lacking(children, Kind.HEARD) if peer not in gone)
                 if generation != self.link.generation:  # those that have not got the result connect again soon
                     generation = self.link.generation
                     until = min(until, time.monotonic() + patience.RECONNECT_SECONDS)
-                if time.monotonic() > until:
+                exchange.catching_up_seconds()
+                now = time.monotonic()
+                silence = {peer: exchange.silence_of(peer, now) for peer in exchange.absent}
+                silent = next((peer for peer in silence if silence[peer] >= self.timeout_seconds), None)
+                if not silence or silent is not None or now > until:
                     break
-                exchange.neighbours.absent = absent
-                self._changed.wait(min(patience.BEAT_SECONDS, max(0.001, until - time.monotonic())))
+                left = self.timeout_seconds - max(silence.values())
+                self._changed.wait(max(0.001, min(patience.BEAT_SECONDS, until - now, left)))
             if self._end_message is not None:
                 raise _Ended  # the others had given up on this rank before it sent the result
-            silent = generation == self.link.generation and bool(absent)
-        if silent:  # its thread must not read what belongs to the next exchange
-            peer = absent[0]
-            words = exchange.neighbours.words_for_silent(peer, self.timeout_seconds)
-            self.link.break_up(generation, Problem.of_lost({peer: words}, may_return=True), self)
-
-    def _not_heard_of(self, exchange: _Exchange, children: Sequence[int]) -> tuple[int, ...]:
-        """The children that have not said that they have heard the result, and may still say so."""
-        return tuple(peer for peer in exchange.absent(children, Kind.HEARD) if peer not in self.link.gone)
+        if silent is not None and generation == self.link.generation:
+            # The thread that reads from it must not read what belongs to the next exchange.
+            words = exchange.words_for_silent(silent, self.timeout_seconds)
+            self.link.break_up(generation, Problem.of_lost({silent: words}, may_return=True), self)
 
     # Sending.
 
-    def _send(self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload) -> None:
+    def _send(self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload = b"") -> None:
         """Send a message that ``peer`` has to get, now or as soon as it is connected."""
         with self._changed:
             exchange.sent[peer].append((frame, payload))
             self._post(exchange, peer, frame, payload)
             if frame.kind == Kind.DOWN:
                 exchange.closed.add(peer)
-        self._cost.sent(FRAME_NBYTES, payload)
+        self._cost.sent(FRAME_NBYTES, len(payload))
 
     def _post(
         self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload = b"", *, for_good: bool = False
-    ) -> Any:
+    ) -> Moving | None:
         """Start to send. Called with the lock.
 
         Args:
@@ -458,25 +682,30 @@ class Operation:
         connections = exchange.open.get(peer)
         if connections is None:
             return None
-        tag = connections.new_tag() if len(payload) else 0
-        frame = frame._replace(
+        kept = connections.kept if for_good else exchange.kept
+        if len(payload):
+            crc32, tag = isal_zlib.crc32(payload), connections.new_tag()
+            frame = frame._replace(payload_nbytes=len(payload), payload_crc32=crc32, payload_tag=tag)
+        with contextlib.suppress(Broken):  # the thread that reads finds the same
+            moving = connections.send(peer, self._tag, self.stamped(frame, exchange).encode())
+            kept.append(moving)
+            if len(payload):
+                kept.append(connections.send(peer, frame.payload_tag, payload))
+            return moving
+        return None
+
+    def stamped(self, frame: Frame, exchange: _Exchange | None = None) -> Frame:
+        """``frame`` with the numbers of this operation and of ``exchange``, or of the exchange that runs."""
+        exchange = exchange or self._exchange
+        if exchange is None:
+            raise ValueError("no exchange runs")
+        return frame._replace(
             secret=self.link.secret,
             operation=self.key.operation,
             occurrence=self.key.occurrence,
             exchange=exchange.number,
             phase=exchange.phase_id,
-            payload_nbytes=len(payload),
-            payload_crc32=zlib.crc32(payload),
-            payload_tag=tag,
         )
-        with contextlib.suppress(Broken):  # the thread that reads finds the same
-            kept = connections.kept if for_good else exchange.kept
-            kept.append(connections.send(peer, self._tag, frame.encode()))
-            sending = kept[-1]
-            if len(payload):
-                kept.append(connections.send(peer, tag, payload))
-            return sending
-        return None
 
     @property
     def _tag(self) -> int:
@@ -500,7 +729,7 @@ class Operation:
         with self._changed:
             exchange = self._exchange
             if exchange is None and self._last is not None:  # the others may have begun the next one
-                exchange = _Exchange(self._n_exchanges, "", self._last.tree, self.link)
+                exchange = _Exchange(self.n_exchanges, "", self._last.tree, self.link, self.timeout_seconds)
                 exchange.open = self._last.open
             for peer in exchange.tree.neighbours if exchange is not None else ():
                 if exchange is not None and peer not in exchange.closed:
@@ -519,19 +748,23 @@ class Operation:
 
     def _read(self, exchange: _Exchange, peer: int) -> None:
         """Take what ``peer`` sends in this exchange. A thread of its own runs this."""
+
+        def note_announced() -> None:
+            with self._changed:
+                exchange.announced.add(peer)
+                self._changed.notify_all()
+
         generation = self.link.generation
         connections: Connections | None = None
         try:
-            generation, connections = self.link.connect(
-                peer, lambda: self._exchange is not exchange, lambda: self._note_announced(exchange, peer)
-            )
+            generation, connections = self.link.connect(peer, lambda: self._exchange is not exchange, note_announced)
             with self._changed:
                 is_old = self._exchange is not exchange or generation != self.link.generation
                 if is_old or exchange.open.get(peer) is connections:  # then another thread reads from there already
                     return
                 exchange.open[peer] = connections
                 if exchange.number == 0 and peer not in exchange.closed:  # so that the others know that this rank came
-                    self._post(exchange, peer, self._beat_frame(exchange, peer, time.monotonic()))
+                    self._post(exchange, peer, Frame(Kind.BEAT, body=exchange.beat_for(peer).encode()))
                 for frame, payload in exchange.sent[peer]:
                     self._post(exchange, peer, frame, payload, for_good=True)
             while not self._read_one(exchange, peer, connections):
@@ -546,11 +779,6 @@ class Operation:
             logger.exception("reading from rank %d fails", peer)
             self._lose(exchange, peer, generation, connections, f"{type(error).__name__}: {error}")
 
-    def _note_announced(self, exchange: _Exchange, peer: int) -> None:
-        with self._changed:
-            exchange.announced.add(peer)
-            self._changed.notify_all()
-
     def _read_one(self, exchange: _Exchange, peer: int, connections: Connections) -> bool:
         """Take the next message. Return whether it was the last one in this exchange.
 
@@ -561,46 +789,44 @@ class Operation:
         payload: Payload = b""
         try:
             frame = Frame.decode(bytes(connections.receive(peer, self._tag, FRAME_NBYTES)), self.link.secret)
-            is_old = frame.exchange < exchange.number or (frame.exchange, frame.kind) in self._have(exchange, peer)
-            if frame.payload_nbytes and not is_old:  # the payload of a repeated message may never be sent
-                payload = connections.receive(peer, frame.payload_tag, frame.payload_nbytes)
-                found = zlib.crc32(payload)
-                if found != frame.payload_crc32:
+            # A repeated message is not read again: its payload may never be sent.
+            is_repeated = frame.exchange == exchange.number and (peer, frame.kind) in exchange.arrived
+            if frame.payload_nbytes and frame.exchange >= exchange.number and not is_repeated:
+                exchange.note_heard(peer, frame)
+
+                def note_piece() -> None:
+                    exchange.note_heard(peer)
+
+                payload = connections.receive(peer, frame.payload_tag, frame.payload_nbytes, note_piece=note_piece)
+                crc32 = isal_zlib.crc32(payload)
+                if crc32 != frame.payload_crc32:
                     raise FrameError(
-                        f"a payload of {frame.payload_nbytes} bytes arrived damaged: its CRC-32 is {found:#010x}, "
+                        f"a payload of {frame.payload_nbytes} bytes arrived damaged: its CRC-32 is {crc32:#010x}, "
                         f"announced was {frame.payload_crc32:#010x}"
                     )
         except FrameError as error:
             text = str(error) if str(error).startswith("a payload") else f"a frame arrived damaged: {error}"
             return self._ask_again(exchange, peer, text)
         if frame.kind == Kind.DOWN and frame.exchange == exchange.number:
-            self._answer_heard(exchange, peer, connections)
-        message = Message(peer, frame, payload, time.monotonic())
+            # Answer before the caller knows the result, and may end.
+            with self._changed:
+                heard = self._post(exchange, peer, Frame(Kind.HEARD))
+                exchange.closed.add(peer)
+            if heard is not None:
+                with contextlib.suppress(Broken):
+                    connections.finish(heard, self.timeout_seconds)
         with self._changed:
             if self._exchange is not exchange or self._end_message is not None:
                 return True
             try:
-                return self._take(exchange, message)
+                return self._take(exchange, Message(peer, frame, payload))
             finally:
                 self._changed.notify_all()
 
-    def _answer_heard(self, exchange: _Exchange, peer: int, connections: Connections) -> None:
-        """Tell ``peer`` that its result has come. This is sent before the caller knows the result, and may end."""
-        with self._changed:
-            heard = self._post(exchange, peer, Frame(Kind.HEARD))
-            exchange.closed.add(peer)
-        if heard is not None:
-            with contextlib.suppress(Broken):
-                connections.await_sent(heard, self.timeout_seconds)
-
-    def _have(self, exchange: _Exchange, peer: int) -> list[tuple[int, Kind]]:
-        """The messages that have come already, so that a repeated one is not read again."""
-        return [(exchange.number, kind) for other, kind in exchange.arrived if other == peer]
-
     def _take(self, exchange: _Exchange, message: Message) -> bool:
         """Note a message. Return whether nothing more comes from its sender in this exchange. Called with the lock."""
-        peer, frame = message.peer, message.frame
-        if frame.operation != self.key.operation or frame.occurrence != self.key.occurrence:
+        peer, frame, payload = message
+        if (frame.operation, frame.occurrence) != self.key:
             return False
         if frame.exchange < exchange.number:
             last = self._last
@@ -614,21 +840,20 @@ class Operation:
             exchange.done.add(peer)
             return True
         self._heard.add(peer)
-        exchange.neighbours.note_heard(peer, Beat.decode(frame.body) if frame.kind == Kind.BEAT else None)
+        exchange.note_heard(peer, frame)
         if frame.kind == Kind.GONE:
             (n_missing,) = struct.unpack_from("<I", frame.body)
             missing = struct.unpack_from(f"<{n_missing}I", frame.body, 4)
             if not missing:
                 raise Broken("it dropped its connections")
-            words = {rank: exchange.neighbours.words_for_lost(rank, f"rank {peer} says so") for rank in missing}
-            raise Problem.of_lost(words)
+            raise Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
         if frame.phase != exchange.phase_id:
             raise Problem("in different operations", is_elsewhere=True)
         if frame.kind == Kind.AGAIN:
             self._repeat(exchange, exchange, peer)
         elif frame.kind == Kind.STOP:
             if exchange.failure is None:
-                exchange.failure = bytes(message.payload).decode(errors="replace")
+                exchange.failure = bytes(payload).decode(errors="replace")
                 self._announce_failure(exchange, exchange.failure, but=peer)
                 self._interrupt_work(exchange)
         elif frame.kind in (Kind.UP, Kind.DOWN, Kind.HEARD):
@@ -651,18 +876,18 @@ class Operation:
                 return True
             if peer in exchange.closed:  # it says that it has heard the result, or asks for the result again
                 self._repeat(exchange, exchange, peer)
-                exchange.arrived[peer, Kind.HEARD] = Message(peer, Frame(Kind.HEARD), b"", time.monotonic())
+                exchange.arrived[peer, Kind.HEARD] = Message(peer, Frame(Kind.HEARD))
                 exchange.done.add(peer)
                 self._changed.notify_all()
                 return True
             if peer in exchange.damaged:
-                raise Problem.of_damage(self.link.rank, peer, f"twice: {what}")
+                sent = f"what rank {peer} sent to rank {self.link.rank}"
+                raise Problem(f"{sent} arrived damaged twice: {what}", damaged_by=peer)
             exchange.damaged.add(peer)
             self._cost.repeats += 1
             logger.info("asking rank %d again: %s", peer, what)
-            again = Frame(Kind.AGAIN)
-            exchange.sent[peer].append((again, b""))
-            self._post(exchange, peer, again)
+            exchange.sent[peer].append((Frame(Kind.AGAIN), b""))
+            self._post(exchange, peer, Frame(Kind.AGAIN))
         return False
 
     def _lose(
@@ -672,24 +897,20 @@ class Operation:
         with self._changed:
             if self._exchange is not exchange or peer in exchange.done or generation != self.link.generation:
                 return
-            neighbours = exchange.neighbours
-            neighbours.seconds_to_catch_up(time.monotonic(), self.timeout_seconds)
+            exchange.catching_up_seconds()
             is_closed_there = connections is not None and not connections.is_dropped
             may_return = not is_closed_there or peer not in self._heard or peer in exchange.closed
-            words = neighbours.words_for_lost(peer, detail)
-            problem = Problem.of_lost({peer: words}, may_return=may_return)
+            problem = Problem.of_lost({peer: exchange.words_for_lost(peer, detail)}, may_return=may_return)
             if connections is not None and is_closed_there:
                 connections.closed.add(peer)
                 if not may_return:
                     connections.lost.update(problem.missing)
             elif detail.startswith(CONNECTING_FAILED):
                 self.link.gone[peer] = detail
-            if neighbours.stood_still_seconds > self.timeout_seconds / 2:
-                rank, seconds = self.link.rank, neighbours.stood_still_seconds
-                problem = Problem(
-                    f"did not finish: no progress for {self.timeout_seconds:g} seconds",
-                    missing={rank: f"rank {rank} stood still for {seconds:.1f} seconds"},
-                )
+            if exchange.stood_still_seconds > self.timeout_seconds / 2:
+                rank, seconds = self.link.rank, exchange.stood_still_seconds
+                text = f"rank {rank} stood still for {seconds:.1f} seconds"
+                problem = Problem.of_silent(rank, self.timeout_seconds, text)
         self.link.break_up(generation, problem, self)
 
     def resume(self) -> None:
@@ -697,7 +918,7 @@ class Operation:
         with self._changed:
             exchange = self._exchange
             if exchange is not None and self._end_message is None:
-                exchange.neighbours.count_from_now()
+                exchange.count_from_now()
                 self._read_from_all(exchange)
                 self._changed.notify_all()
 
@@ -709,9 +930,9 @@ class Operation:
         Raises:
             _Ended: the operation has ended on all ranks.
         """
-        exchange.neighbours.waiting_since = time.monotonic()
+        exchange.waiting_since = time.monotonic()
         look_seconds = min(patience.ELSEWHERE_SECONDS, self.timeout_seconds / 2)
-        says_where = -1  # in which generation of connections
+        says_where = b""
         try:
             while True:
                 generation = self.link.generation
@@ -719,25 +940,30 @@ class Operation:
                     with self._changed:
                         if self._wait(exchange, peers, kind):
                             break
-                        waited = time.monotonic() - exchange.neighbours.waiting_since
-                        unheard = exchange.neighbours.unheard
+                        waited = time.monotonic() - exchange.waiting_since
+                        unheard = [peer for peer in exchange.tree.neighbours if peer not in exchange.heard]
                     if unheard and waited > look_seconds / 2:
-                        where = Where(generation, *self.key, exchange.number, self.what)
-                        if says_where != generation:
-                            says_where = generation
-                            self.link.say_waiting(wire.encode(where))
+                        where = f"{generation}: {self.key} {exchange.number} {self.what}".encode(errors="replace")
+                        if says_where != where:
+                            says_where = where
+                            self.link.say_waiting(where)
                         elif waited > look_seconds and any(self._is_elsewhere(peer, where) for peer in unheard):
                             raise Problem("in different operations", is_elsewhere=True)
                 except Problem as problem:
                     self.link.break_up(generation, problem, self)
         finally:
-            if says_where >= 0:
+            if says_where:
                 self.link.say_waiting(b"")
         with self._changed:
             messages = [exchange.arrived[peer, kind] for peer in peers]
         for message in messages:
-            self._cost.received(message.payload)
+            self._cost.received(len(message.payload))
         return messages
+
+    def _is_elsewhere(self, peer: int, own: bytes) -> bool:
+        """Whether ``peer`` waits in another operation than ``own``, or in another exchange of this one."""
+        where = self.link.where_waits(peer)
+        return where.partition(b":")[0] == own.partition(b":")[0] and where != own
 
     def _wait(self, exchange: _Exchange, peers: Sequence[int], kind: Kind) -> bool:
         """Wait a while. Return whether the messages of all ``peers`` have come. Called with the lock.
@@ -748,38 +974,24 @@ class Operation:
         """
         if self._end_message is not None:
             raise _Ended
-        neighbours = exchange.neighbours
-        catching_up = neighbours.seconds_to_catch_up(time.monotonic(), self.timeout_seconds)
+        catching_up = exchange.catching_up_seconds()
         if catching_up:
             self._changed.wait(catching_up)
             return False
-        neighbours.absent = exchange.absent(peers, kind)
-        if not neighbours.absent:
+        exchange.absent = exchange.lacking(peers, kind)
+        if not exchange.absent:
             return True
         if exchange.problem is not None:
             problem, exchange.problem = exchange.problem, None
             raise problem
-        self._changed.wait(min(neighbours.seconds_to_wait(self.timeout_seconds), self._seconds_to_deadline(neighbours)))
+        left = exchange.seconds_to_wait()
+        if self.deadline_seconds is not None:
+            left = min(left, self._begun_seconds + self.deadline_seconds - time.monotonic())
+            if left <= 0:
+                text = f"did not finish within its deadline of {self.deadline_seconds:g} seconds"
+                raise Problem(text, missing=exchange.late())
+        self._changed.wait(left)
         return False
-
-    def _is_elsewhere(self, peer: int, own: Where) -> bool:
-        """Whether ``peer`` waits in another operation than ``own``, or in another exchange of this one."""
-        said = self.link.where_waits(peer)
-        where = wire.decode(said, Where) if said else own
-        return where.generation == own.generation and where != own
-
-    def _seconds_to_deadline(self, neighbours: Neighbours) -> float:
-        """How much of ``deadline_seconds`` is left.
-
-        Raises:
-            Problem: nothing is left.
-        """
-        if self.deadline_seconds is None:
-            return math.inf
-        left = self._begun_seconds + self.deadline_seconds - time.monotonic()
-        if left <= 0:
-            raise Problem.of_deadline(neighbours.late(), self.deadline_seconds)
-        return left
 
     # Beats.
 
@@ -789,10 +1001,10 @@ class Operation:
             now, exchange = time.monotonic(), self._exchange
             if exchange is None or self._end_message is not None:
                 return
-            exchange.neighbours.seconds_to_catch_up(now, self.timeout_seconds)
+            exchange.catching_up_seconds()
             if exchange.is_working and exchange.problem is None:
                 try:
-                    exchange.neighbours.refuse_silent(now, self.timeout_seconds)
+                    exchange.refuse_silent()
                 except Problem as problem:
                     exchange.problem = problem
                     exchange.failure = "; ".join(problem.missing.values())
@@ -801,21 +1013,14 @@ class Operation:
             if now - self._last_beat < min(patience.BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
-            if exchange.tree.parent is None and not exchange.is_working:
-                waited = now - exchange.neighbours.waiting_since
-                self.stragglers.note_wait(self.what, waited, lambda: self._beat_for(exchange, None, now))
+            waited = now - exchange.waiting_since
+            if exchange.tree.parent is None and not exchange.is_working and waited >= self._next_log_seconds:
+                self._next_log_seconds *= 2
+                self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {exchange.beat_for(None)}")
+                logger.warning("%s", self.stragglers[-1])
             for peer in exchange.tree.neighbours:
                 if peer not in exchange.closed:
-                    self._post(exchange, peer, self._beat_frame(exchange, peer, now))
-
-    def _beat_frame(self, exchange: _Exchange, peer: int, now: float) -> Frame:
-        return Frame(Kind.BEAT, body=self._beat_for(exchange, peer, now).encode())
-
-    def _beat_for(self, exchange: _Exchange, receiver: int | None, now: float) -> Beat:
-        neighbours = exchange.neighbours
-        absent = exchange.absent(exchange.tree.children, Kind.UP) if exchange.is_working else neighbours.absent
-        waits = not exchange.is_working and len(absent) > 0
-        return neighbours.beat_for(receiver, absent, None if waits else self._progress, now)
+                    self._post(exchange, peer, Frame(Kind.BEAT, body=exchange.beat_for(peer).encode()))
 
     # Ending out of step.
 
@@ -835,10 +1040,8 @@ class Operation:
                 self._interrupt_work(self._exchange)
             self._changed.notify_all()
 
-    def _error(self) -> RobustCheckpointError:
-        """The exception that this rank raises for the end of the operation."""
-        self._is_untold = False
-        return as_told_to(self.link.rank, wire.decode(self._end_message or b"", EndMessage).error.to_error())
+    def _end(self) -> EndMessage:
+        return decode(self._end_message or b"", EndMessage)
 
     def _interrupt_work(self, exchange: _Exchange) -> None:
         if self.interrupt is not None and exchange.is_working:
@@ -846,22 +1049,19 @@ class Operation:
 
     # What this rank tells others after a failure.
 
-    def whereabouts(self) -> str:
+    def where(self) -> Where:
+        return Where(self.key, self.what, self.phase, self.timeout_seconds)
+
+    def doing(self) -> str:
         """Describe where this rank is, for people."""
         if self._exchange is not None:
             return f"{self.what} of {self.name}"
-        return f"{self.name}, after {self._n_exchanges} exchanges"
+        return f"{self.name}, after {self.n_exchanges} exchanges"
 
     def missing(self) -> dict[int, str]:
         """The neighbours that this rank did not hear for most of the timeout, and what it knows of each."""
         with self._changed:
-            exchange = self._exchange
-            return {} if exchange is None else exchange.neighbours.missing(self.timeout_seconds)
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether this rank raises ``error`` itself, even if the other ranks raise something else."""
-    return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+            return {} if self._exchange is None else self._exchange.missing()
 
 
 class _Clock:
@@ -886,10 +1086,8 @@ class _Clock:
 
     def _run(self) -> None:
         idle_since = time.monotonic()
-        while True:
+        while not self._is_closed:
             time.sleep(patience.TICK_SECONDS)
-            if self._is_closed:
-                return
             with self._lock:
                 operations = list(self._operations)
                 if operations:
@@ -897,15 +1095,13 @@ class _Clock:
                 elif time.monotonic() - idle_since > 10 * patience.TICK_SECONDS:
                     self._thread = None
                     return
-            for operation in operations:
-                self._beat(operation)
-            del operations
-
-    def _beat(self, operation: Operation) -> None:
-        try:
-            operation.beat()
-        except Exception:  # the beats of other operations go on, and this one may succeed next time
-            logger.exception("a beat of %s fails", operation.name)
+            while operations:
+                operation = operations.pop()
+                try:
+                    operation.beat()
+                except Exception:  # the beats of other operations go on, and this one may succeed next time
+                    logger.exception("a beat of %s fails", operation.name)
+                del operation
 
     def close(self) -> None:
         """At the end of the process, before Python ends the thread in the midst of gloo."""
@@ -914,11 +1110,7 @@ class _Clock:
         if thread is not None and thread is not threading.current_thread():
             thread.join(patience.EXIT_SECONDS)
 
-    def begin_anew(self) -> None:
-        """In a forked child, where the thread does not exist."""
-        self.__init__()  # type: ignore[misc]
-
 
 _CLOCK = _Clock()
 atexit.register(_CLOCK.close)
-os.register_at_fork(after_in_child=_CLOCK.begin_anew)
+os.register_at_fork(after_in_child=_CLOCK.__init__)  # type: ignore[misc]

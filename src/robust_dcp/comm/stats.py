@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-__all__ = ["Costs", "ExchangeStats", "PhaseStats"]
+__all__ = ["ExchangeStats", "PhaseStats"]
 
 MAX_PHASES = 1000
 
@@ -37,28 +35,21 @@ class PhaseStats:
     payloads_received: int = 0
     seconds: float = 0.0
 
-    def sent(self, header_nbytes: int, payload: bytes | bytearray | memoryview) -> None:
+    def sent(self, header_nbytes: int, payload_nbytes: int) -> None:
         """Count a message that this rank has sent."""
-        self.messages_sent += 2 if payload else 1
+        self.messages_sent += 2 if payload_nbytes else 1
         self.header_nbytes_sent += header_nbytes
-        self.payload_nbytes_sent += len(payload)
+        self.payload_nbytes_sent += payload_nbytes
 
-    def received(self, payload: bytes | bytearray | memoryview) -> None:
+    def received(self, payload_nbytes: int) -> None:
         """Count a message that this rank has received."""
-        self.messages_received += 2 if payload else 1
-        self.payload_nbytes_received += len(payload)
-        self.payloads_received += 1 if payload else 0
+        self.messages_received += 2 if payload_nbytes else 1
+        self.payload_nbytes_received += payload_nbytes
+        self.payloads_received += 1 if payload_nbytes else 0
 
     def add(self, other: PhaseStats) -> None:
-        self.exchanges += other.exchanges
-        self.repeats += other.repeats
-        self.messages_sent += other.messages_sent
-        self.messages_received += other.messages_received
-        self.header_nbytes_sent += other.header_nbytes_sent
-        self.payload_nbytes_sent += other.payload_nbytes_sent
-        self.payload_nbytes_received += other.payload_nbytes_received
-        self.payloads_received += other.payloads_received
-        self.seconds += other.seconds
+        for each in fields(PhaseStats):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass
@@ -73,30 +64,3 @@ class ExchangeStats(PhaseStats):
         if len(self.phases) >= MAX_PHASES and phase not in self.phases:
             self.phases.pop(next(iter(self.phases)))
         self.phases.setdefault(phase, PhaseStats()).add(cost)
-
-
-class Costs:
-    """Counts what the exchanges of one operation cost, for its group and for whoever records them.
-
-    Args:
-        of_group: the sums over all operations of the group.
-    """
-
-    def __init__(self, of_group: ExchangeStats) -> None:
-        self._of_group = of_group
-        self._recordings: list[ExchangeStats] = []
-
-    def count(self, phase: str, cost: PhaseStats) -> None:
-        """Add what ``phase`` has cost this rank."""
-        for stats in (self._of_group, *self._recordings):
-            stats.count(phase, cost)
-
-    @contextmanager
-    def recording(self) -> Iterator[ExchangeStats]:
-        """Count the exchanges that end within the block."""
-        stats = ExchangeStats()
-        self._recordings.append(stats)
-        try:
-            yield stats
-        finally:
-            self._recordings = [other for other in self._recordings if other is not stats]

@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.comm import wire
-from robust_dcp.comm.messages import Bundler, open_bundles
+from robust_dcp.comm.messages import Bundler
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
 from robust_dcp.plan.diff import diff_items, merge_diffs
 from robust_dcp.plan.global_plan import GlobalPlan, ascending, by_rank, make_global_plan
@@ -417,9 +416,11 @@ def stored_plan(
     if not leads:
         return share, None
     bundle = file.read("structures", 0, file.nbytes("structures"))
-    # Compressed data may be a bomb. So first check that it announces no more than this many ranks can need.
-    wire.body_of(bundle, max_nbytes=max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.items) + 1_000)))
-    messages = open_bundles([bundle], ItemsMessage)
+    # Compressed data may be a bomb. So it may announce no more than this many ranks can need.
+    max_nbytes = max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.items) + 1_000))
+    bundler = Bundler(ItemsMessage)
+    bundler.add_bundle(bundle, max_nbytes=max_nbytes)
+    messages = bundler.open()
     if sorted(messages) != list(range(n_ranks)):
         raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = ItemsDecoder()

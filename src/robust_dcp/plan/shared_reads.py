@@ -54,7 +54,6 @@ from robust_dcp.storage.reading.reads import (
     sharable_reads,
     target_of,
 )
-from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
 
 __all__ = [
@@ -815,13 +814,13 @@ class SharedReads:
             RobustCheckpointError: the same on all ranks.
         """
         if not self._n_rounds:
-            channel.relay(phase, Relay(self._buckets, self, _checksum_of, self._move_on_device))
+            channel.relay(phase, Relay(self._buckets, self, self._move_on_device))
         for number in range(self._n_rounds):
             self._first = sum(bucket.round < number for bucket in self._buckets)  # they are in the order of rounds
             buckets = [bucket for bucket in self._buckets if bucket.round == number]
             of_round = range(self._first, self._first + len(buckets))
             channel.barrier(f"{phase}: read for other nodes", partial(self._read_for_others, of_round, check_stop))
-            channel.relay(phase, Relay(buckets, self, _checksum_of))
+            channel.relay(phase, Relay(buckets, self))
             for each in of_round:
                 self._parts[each] = []
 
@@ -912,7 +911,3 @@ def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterat
         nbytes = part.numel() * part.element_size()
         yield part, buffer[at : at + nbytes]
         at += nbytes
-
-
-def _checksum_of(tensor: torch.Tensor) -> int:
-    return crc32(memoryview(tensor.numpy().data))

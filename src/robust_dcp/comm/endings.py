@@ -1,0 +1,592 @@
+"""How exchanges fail: what is told of it, what ranks write into the store, and the one verdict for all of them.
+
+A failure in a rank's own work travels over the tree: :class:`FailuresBelow` on the way up, :class:`ErrorMessage` on the
+way down. All else ends the connections of all ranks. Take three ranks in a save, of which rank 2 dies. Ranks 0 and 1
+lose their connection to it. The first of them calls the roll in the store and drops its connections, so that the others
+notice and answer too. Then it reads the answers, and writes the verdict into the store: which operations end, and the
+exception that their ranks raise. The other ranks read it. Operations that it does not name go on over new connections.
+
+Everything that is told has a bounded length, and none of it is a pickle. The link owns the order of these steps.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from robust_dcp.comm import patience
+from robust_dcp.comm.connections import short
+from robust_dcp.comm.frames import Status
+from robust_dcp.comm.messages import encode
+from robust_dcp.errors import (
+    ExchangeError,
+    ExchangeTimeout,
+    RankFailure,
+    RobustCheckpointError,
+    alike,
+    error_from_fields,
+    failure_of,
+    ranks_in_words,
+)
+
+__all__ = [
+    "MAX_FAILURES_TOLD",
+    "STORE_IS_LOST",
+    "Answer",
+    "EndMessage",
+    "ErrorMessage",
+    "FailuresBelow",
+    "Notes",
+    "OperationKey",
+    "Problem",
+    "Stopped",
+    "StoreLost",
+    "Where",
+    "as_told_to",
+    "end_of_leaving",
+    "end_without_store",
+    "verdict",
+]
+
+T = TypeVar("T")
+
+MAX_FAILURES_TOLD = 16
+"""If more ranks fail, only this many descriptions are sent; of the other ranks only their numbers."""
+
+_MAX_MESSAGE_CHARS = 16 << 10
+_MAX_TRACEBACK_CHARS = 32 << 10
+_MAX_FIELDS_NBYTES = 256 << 10
+_MAX_RANKS_DESCRIBED = 16
+
+STORE_IS_LOST = "the store of the process group does not answer"
+
+
+class Stopped(Exception):
+    """This rank stopped its work because another rank announced a failure. It is not at fault itself.
+
+    Raise it in the work that you give to an exchange; ``Channel.stop_if_announced`` does. All ranks, this one included,
+    then raise the failure of the rank that announced it.
+    """
+
+
+# What is told of a failure.
+
+
+class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
+    """An exception as a message. ``fields`` holds the fields of our own classes; it is ``None`` for other
+    exceptions."""
+
+    type_name: str
+    fields: dict[str, Any] | None
+    failures: tuple[RankFailure, ...]
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int | None = None) -> ErrorMessage:
+        """Describe ``error`` and the failures that it holds; if it was caught on ``rank``, that is one of them."""
+        failures = [] if rank is None else [failure_of(rank, error)]
+        fields: dict[str, Any] | None = None
+        if isinstance(error, RobustCheckpointError):
+            fields = _plain_fields(error)
+            failures += error.rank_failures[:MAX_FAILURES_TOLD] if failures else error.rank_failures
+        return cls(type(error).__name__, fields, tuple(map(_bounded, failures)))
+
+    def to_error(self) -> RobustCheckpointError:
+        return error_from_fields(self.type_name, self.fields or {}, self.failures)
+
+
+class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
+    """The failures of a rank and of those below it in the tree, on their way up.
+
+    Attributes:
+        failed: the ranks that failed in their own work, in ascending order.
+        told: the descriptions of the first ``MAX_FAILURES_TOLD`` of these ranks.
+        stopped: the ranks that stopped because they heard of a failure.
+        reason: the failure that they heard of.
+    """
+
+    failed: tuple[int, ...] = ()
+    told: dict[int, ErrorMessage] = {}
+    stopped: tuple[int, ...] = ()
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.stopped)
+
+    @classmethod
+    def on(cls, rank: int, error: BaseException) -> FailuresBelow:
+        """The failures of ``rank`` after ``error`` was raised there."""
+        if isinstance(error, Stopped):
+            return cls(stopped=(rank,), reason=_shortened(str(error), 500))
+        return cls(failed=(rank,), told={rank: ErrorMessage.of(error, rank)})
+
+    def merged(self, other: FailuresBelow) -> FailuresBelow:
+        """The failures of both."""
+        told = {**self.told, **other.told}
+        return FailuresBelow(
+            failed=tuple(sorted({*self.failed, *other.failed})),
+            told={rank: told[rank] for rank in sorted(told)[:MAX_FAILURES_TOLD]},
+            stopped=tuple(sorted({*self.stopped, *other.stopped})),
+            reason=self.reason or other.reason,
+        )
+
+    @property
+    def status(self) -> Status:
+        """The status that the rank reports for itself and those below it."""
+        if self.failed:
+            return Status.ERROR
+        return Status.STOPPED if self.stopped else Status.OK
+
+    def joint_error(self, phase: str) -> RobustCheckpointError:
+        """The one exception that all ranks raise. It is that of the lowest rank, and lists the failures of all."""
+        if not self.failed:
+            return RobustCheckpointError(
+                f"{phase!r} was stopped on ranks {list(self.stopped)}, as a failure was announced: {self.reason}"
+            )
+        failures: list[RankFailure] = []
+        for rank in self.failed:
+            if rank in self.told:
+                failures.extend(self.told[rank].failures)
+            else:
+                failures.append(RankFailure(rank, "unknown", "its description was not sent, or did not arrive whole"))
+        lowest = self.told.get(self.failed[0])
+        if lowest is not None and lowest.fields is not None:
+            return error_from_fields(lowest.type_name, lowest.fields, failures)
+        own = [failure for failure in failures if failure.rank in self.failed]
+        what = ", ".join(sorted({failure.type_name for failure in own}))
+        if len(alike(own)) == 1 and own[0].message:
+            what += ": " + own[0].message
+        return RobustCheckpointError(f"{phase!r} failed on {ranks_in_words(self.failed)}: {what}", failures=failures)
+
+
+def _bounded(failure: RankFailure) -> RankFailure:
+    message = _shortened(failure.message, _MAX_MESSAGE_CHARS)
+    return RankFailure(
+        failure.rank, failure.type_name, message, _shortened(failure.traceback_text, _MAX_TRACEBACK_CHARS)
+    )
+
+
+def _plain_fields(error: RobustCheckpointError) -> dict[str, Any]:
+    """The fields of ``error`` as msgpack supports them. If they are too long, lists and dicts are left out."""
+    fields = error.to_fields()
+    fields["message"] = _shortened(str(fields["message"]), _MAX_MESSAGE_CHARS)
+    plain: dict[str, Any] = _as_text(msgspec.to_builtins(fields, str_keys=True, enc_hook=str))
+    if len(msgspec.msgpack.encode(plain)) > _MAX_FIELDS_NBYTES:
+        plain = {name: None if isinstance(value, list | tuple | dict) else value for name, value in plain.items()}
+    return plain
+
+
+def _as_text(value: Any) -> Any:
+    """A plain value, in which lone surrogates are replaced: a path that is no UTF-8 has some, and UTF-8 has none."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_as_text(key): _as_text(each) for key, each in value.items()}
+    return [_as_text(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _shortened(text: str, limit: int) -> str:
+    """``text``, or its beginning and end if it is longer than ``limit``. Lone surrogates are replaced."""
+    text = _as_text(text)
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[{len(text) - limit} characters left out]\n{text[-(limit // 2) :]}"
+
+
+# How operations end on all ranks.
+
+
+class OperationKey(NamedTuple):
+    """Identifies an operation: a hash of its name, and how many operations of that name there were before."""
+
+    operation: int
+    occurrence: int
+
+    def __str__(self) -> str:
+        return f"{self.operation:016x}/{self.occurrence}"
+
+
+class Where(NamedTuple):
+    """Where an operation is: its key, its exchange in words, the caller's name for that, and its timeout."""
+
+    key: OperationKey
+    what: str
+    phase: str
+    timeout_seconds: float
+
+
+class Problem(Exception):
+    """Why this rank cannot go on. It is internal to :mod:`robust_dcp.comm`.
+
+    Attributes:
+        what: what happened, worded to follow the name of the exchange.
+        cause: the exception that this rank raised itself, if that is the problem.
+        missing: ranks that are gone or silent, each with what is known of it.
+        damaged_by: the rank that sent messages which arrived damaged.
+        is_elsewhere: some ranks are in another operation or phase.
+        is_loss: the connection to the missing ranks broke. They may be alive.
+        may_return: the missing ranks have said nothing in this operation, or it was this rank that closed.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        cause: BaseException | None = None,
+        *,
+        missing: dict[int, str] | None = None,
+        damaged_by: int | None = None,
+        is_elsewhere: bool = False,
+        is_loss: bool = False,
+        may_return: bool = False,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.cause = cause
+        self.missing = missing or {}
+        self.damaged_by = damaged_by
+        self.is_elsewhere = is_elsewhere
+        self.is_loss = is_loss
+        self.may_return = may_return
+
+    @classmethod
+    def of_leaving(cls, rank: int, error: BaseException) -> Problem:
+        """``rank``, which is this one, raised ``error`` and does not go on."""
+        return cls(f"was left by rank {rank}: {type(error).__name__}", error)
+
+    @classmethod
+    def of_lost(cls, lost: dict[int, str], *, may_return: bool = False) -> Problem:
+        """The connections to the ranks in ``lost`` broke. The texts say what is known."""
+        return cls("broke off: connection lost", missing=lost, is_loss=True, may_return=may_return)
+
+    @classmethod
+    def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:
+        """``rank`` showed no progress for ``seconds``, the longest allowed time; ``text`` says what is known."""
+        return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: text})
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """What one rank says when the roll is called.
+
+    Attributes:
+        rank: the rank.
+        doing: what it is doing, for people.
+        inside: the keys of the operations that it is in.
+        missing: ranks that it lost or does not hear, each with what it knows of it.
+        closed: ranks that closed their connections to it.
+        lost: those of them that took part in its operations, each with what it knows of it.
+    """
+
+    rank: int
+    doing: str
+    inside: tuple[tuple[int, int], ...]
+    missing: dict[int, str]
+    closed: tuple[int, ...] = ()
+    lost: dict[int, str] = {}
+
+
+class EndMessage(msgspec.Struct, array_like=True, frozen=True):
+    """The end message: how operations ended out of step, the same for all ranks.
+
+    Attributes:
+        operations: the operations that end, as ``OperationKey``. There are several if their ranks waited for each
+            other.
+        error: the exception that all ranks in these operations raise.
+        gone: ranks that closed their connections and did not answer the roll call.
+    """
+
+    operations: tuple[tuple[int, int], ...]
+    error: ErrorMessage
+    gone: tuple[int, ...] = ()
+
+
+def verdict(problem: Problem, where: Where, size: int, own: Answer, answers: Sequence[Answer]) -> EndMessage:
+    """Decide which operations end, and make the exception for all ranks that are in them.
+
+    Args:
+        problem: what happened on this rank.
+        where: the operation that it happened in.
+        size: how many ranks the group has.
+        own: the answer of this rank.
+        answers: those of all ranks that have answered.
+    """
+    key, what, phase, _ = where
+    answers = sorted({answer.rank: answer for answer in (own, *answers)}.values(), key=lambda answer: answer.rank)
+    alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
+    inside = {each for answer in answers for each in answer.inside}
+    dead = {rank: text for answer in answers for rank, text in answer.lost.items() if rank not in alive}
+    ending: set[tuple[int, int]] = {key}
+    error: RobustCheckpointError
+    if problem.cause is not None:
+        failures = [failure_of(own.rank, problem.cause)]
+        error = ExchangeError(f"{what} {problem.what}", failures=failures, phase=phase, ranks=[own.rank])
+    elif problem.damaged_by is not None:
+        error = ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
+    elif dead:
+        ending |= inside
+        error = _missing_ranks_error(Problem.of_lost(dead), where, size, answers)
+    elif problem.is_loss:
+        ending = set()
+        error = ExchangeError("the ranks connect again")
+    elif problem.is_elsewhere:
+        error = _different_operations_error(phase, answers, own.rank)
+        here = {answer.rank for answer in answers if key in answer.inside}
+        # The operations that share no rank with this one: their ranks wait for those of this one, and vice versa.
+        ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
+    else:
+        error = _missing_ranks_error(problem, where, size, answers)
+    gone = {rank for answer in answers for rank in answer.closed} - alive
+    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted(gone)))
+
+
+def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int) -> ExchangeError:
+    # Assume that the operation with the most ranks is the right one. If there are several, take this rank's own.
+    doing: dict[str, list[int]] = {}
+    for answer in answers:
+        doing.setdefault(answer.doing, []).append(answer.rank)
+    counts = Counter({text: len(ranks) for text, ranks in doing.items()})
+    expected = max(counts, key=lambda text: (counts[text], rank in doing[text]))
+    described = []
+    for text, _ in counts.most_common(_MAX_RANKS_DESCRIBED):
+        ranks = doing[text]
+        described.append(f"{f'rank {ranks[0]} is' if len(ranks) == 1 else f'ranks {ranks} are'} in {text}")
+    return ExchangeError(
+        f"the ranks are in different operations: {'; '.join(described)}",
+        phase=phase,
+        ranks=sorted(each for text, ranks in doing.items() if text != expected for each in ranks),
+    )
+
+
+def _missing_ranks_error(problem: Problem, where: Where, size: int, answers: Sequence[Answer]) -> ExchangeTimeout:
+    doing = {answer.rank: answer.doing for answer in answers}
+    missing = dict(problem.missing)
+    for answer in answers if not problem.is_loss else ():
+        missing = {**{rank: text for rank, text in answer.missing.items() if rank not in doing}, **missing}
+    for rank, text in problem.missing.items():
+        # A rank that answers is alive: only its work does not advance.
+        if rank in doing and where.what not in doing[rank]:
+            missing[rank] = f"{text}: it is in {doing[rank]}"
+    described = [missing[rank] for rank in sorted(missing)[:_MAX_RANKS_DESCRIBED]]
+    if len(missing) > len(described):
+        described.append(f"and {len(missing) - len(described)} more: {sorted(missing)[_MAX_RANKS_DESCRIBED:]}")
+    return ExchangeTimeout(
+        f"{where.what} {problem.what}; {len(missing)} of {size} ranks missing: {'; '.join(described)}",
+        phase=where.phase,
+        ranks=sorted(missing),
+        missing_ranks=sorted(missing),
+        timeout_seconds=where.timeout_seconds,
+    )
+
+
+def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError:
+    """The exception as ``rank`` raises it. If the others had given up on that rank, the message says so first."""
+    if not isinstance(error, ExchangeTimeout) or rank not in (error.missing_ranks or ()):
+        return error
+    return _changed(error, message=f"this rank ({rank}) came after the others had given up on it: {error.message}")
+
+
+def end_without_store(ended: EndMessage, what: str, size: int, detail: str, host: int | None, rank: int) -> EndMessage:
+    """The verdict of this rank alone, because the ranks could not agree on one in the store.
+
+    Then it names the rank that hosts the store. The others may be missing only because that one is.
+    """
+    error = ended.error.to_error()
+    if host is not None and host != rank and isinstance(error, ExchangeTimeout):
+        message = (
+            f"{what} did not finish; 1 of {size} ranks missing: rank {host}, whose process hosts the "
+            f"store unless a launcher's does, has ended or is frozen: {STORE_IS_LOST} ({detail}), and ranks meet there"
+        )
+        error = _changed(error, message=message, missing_ranks=[host], ranks=[host])
+    else:
+        message = (
+            f"{error.message}; {STORE_IS_LOST} either ({detail}): the process that hosts it, rank 0 "
+            "unless a launcher does, has ended or is frozen"
+        )
+        error = _changed(error, message=message)
+    return EndMessage(ended.operations, ErrorMessage.of(error))
+
+
+def _changed(error: RobustCheckpointError, **changes: Any) -> RobustCheckpointError:
+    return error_from_fields(type(error).__name__, {**error.to_fields(), **changes}, error.rank_failures)
+
+
+def end_of_leaving(key: OperationKey) -> bytes:
+    """The end of an operation on a rank whose group was destroyed, or whose process ends."""
+    error = ExchangeError("this rank leaves: its process group was destroyed, or its process ends")
+    return encode(EndMessage((key,), ErrorMessage.of(error)))
+
+
+# What ranks write into the store.
+
+
+class StoreLost(Exception):
+    """The store does not answer: its host is gone or frozen. This is internal to :mod:`robust_dcp.comm`."""
+
+
+class Notes:
+    """What the ranks of one group tell each other through the store of their process group.
+
+    A store answers in microseconds, or never again if its host is gone or frozen. So a thread asks each question, and
+    we leave that thread behind if no answer comes. Once ranks are connected, the store is asked nothing until something
+    fails.
+
+    A store can outlive a process group, and a new group may get the same name. So the ranks of a group meet under its
+    *life*, a random word. The first rank that comes draws it, and the first one that leaves the group takes it away.
+    Within a life each generation of connections has a place of its own.
+
+    Args:
+        open_store: opens the store that the ranks share. It may take long.
+        name: the name of the group, the same on all ranks. No other group that uses the store has it.
+
+    Attributes:
+        life: the random word, once it is known.
+        has_begun_anew: the ranks of a later group of this name meet under another life.
+    """
+
+    def __init__(self, open_store: Callable[[], Any], name: str) -> None:
+        self._open_store = open_store
+        self._name = name
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._lost_until = 0.0
+        self._lost_detail = ""
+        self.life = ""
+        self.has_begun_anew = False
+
+    def under(self, place: str) -> Any:
+        """A store for the keys of ``place`` in this life of the group. It waits for the store as long as that takes.
+
+        Raises:
+            StoreLost: the store is gone.
+        """
+        with _noting_loss():
+            with self._lock:
+                if self._store is None:
+                    self._store = self._open_store()
+                if not self.life:
+                    drawn = secrets.token_hex(8)
+                    self.life = _compare_set(self._store, f"{self._name}/life", "", drawn).decode()
+                    self.has_begun_anew = False
+            return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
+
+    def is_pointless(self, place: str) -> bool:
+        """Whether the other ranks do not meet in ``place`` any more. It waits for the store.
+
+        Raises:
+            StoreLost: the store is gone.
+        """
+        with _noting_loss():
+            if self.life and _value(self._store, f"{self._name}/life") != self.life.encode():
+                self.life, self.has_begun_anew = "", True
+                return True
+            return bool(self.under(place).check(["end"]))
+
+    def leave(self) -> None:
+        """Take the life away, so that a later group of the same name begins anew. See :meth:`ask`."""
+        if self.life:
+            self.ask(lambda: _compare_set(self._store, f"{self._name}/life", self.life, ""))
+
+    def call_roll(self, place: str, answer: bytes) -> bool:
+        """Answer the roll call of ``place``. Return whether this rank is the first one. See :meth:`ask`."""
+
+        def call() -> bool:
+            store = self.under(place)
+            number = store.add("answers", 1)
+            store.set(f"answer {number}", answer)
+            return int(number) == 1
+
+        return self.ask(call)
+
+    def answers(self, place: str) -> list[bytes]:
+        """What ranks have answered so far. See :meth:`ask`."""
+
+        def read() -> list[bytes]:
+            store = self.under(place)
+            found = [_value(store, f"answer {number + 1}") for number in range(store.add("answers", 0))]
+            return [answer for answer in found if answer]
+
+        return self.ask(read)
+
+    def read(self, place: str, key: str) -> bytes:
+        """What ``key`` holds; no bytes if nothing was written. See :meth:`ask`."""
+        return self.ask(lambda: _value(self.under(place), key))
+
+    def write(self, place: str, key: str, value: bytes) -> None:
+        """Let ``key`` hold ``value``. See :meth:`ask`."""
+        self.ask(lambda: self.under(place).set(key, value))
+
+    def settle(self, place: str, end_message: bytes, *, patient: bool = False) -> bytes:
+        """Record ``end_message`` as the end of ``place``, unless it has one. Return the one that counts.
+
+        Args:
+            patient: wait for the store as long as that takes. Otherwise see :meth:`ask`.
+        """
+
+        def write() -> bytes:
+            return _compare_set(self.under(place), "end", "", end_message)
+
+        return write() if patient else self.ask(write)
+
+    def note_heard(self, place: str, n: int = 1) -> int:
+        """Count that ``n`` ranks have read the end message, and return how many have. See :meth:`ask`."""
+        return self.ask(lambda: int(self.under(place).add("heard", n)))
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """What ``question``, which asks the store, returns.
+
+        Raises:
+            StoreLost: the store does not answer in time, or has not done so shortly before.
+        """
+        if time.monotonic() < self._lost_until:
+            raise StoreLost(self._lost_detail)
+        answers: list[T] = []
+        problems: list[str] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except (RuntimeError, StoreLost) as error:
+                problems.append(short(str(error) or type(error).__name__))
+
+        thread = threading.Thread(target=ask, name="robust_dcp: question to the store", daemon=True)
+        thread.start()
+        thread.join(patience.STORE_ANSWER_SECONDS)
+        if answers:
+            return answers[0]
+        self._lost_detail = problems[0] if problems else f"no answer within {patience.STORE_ANSWER_SECONDS:g} seconds"
+        self._lost_until = time.monotonic() + patience.STORE_LOST_SECONDS
+        raise StoreLost(self._lost_detail)
+
+
+@contextmanager
+def _noting_loss() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise StoreLost(short(str(error) or type(error).__name__)) from None
+
+
+def _value(store: Any, key: str) -> bytes:
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def _compare_set(store: Any, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+    """Set ``key`` to ``desired`` if it is ``expected`` or, where nothing is expected, not there. Return its value."""
+    try:
+        return bytes(store.compare_set(key, expected, desired))
+    except (NotImplementedError, RuntimeError) as error:
+        # A store written in Python, such as torchelastic's EtcdStore, cannot do that in one step.
+        lacks_method = isinstance(error, NotImplementedError) or "pure virtual" in str(error)
+        if not (lacks_method or "mplemented" in str(error)):
+            raise
+    value = _value(store, key)
+    if value != (expected.encode() if isinstance(expected, str) else expected):
+        return value
+    store.set(key, desired)
+    return desired.encode() if isinstance(desired, str) else desired
