@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import torch
 
-import robust_dcp
 from robust_dcp.comm import Channel, Offer, Stopped
 from robust_dcp.comm.endings import MAX_FAILURES_TOLD, ErrorMessage
 from robust_dcp.comm.messages import decode, encode
-from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError, StorageError
-from tests.comm.messages import Note, OtherNote
+from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
+from tests.comm.messages import Note
 from tests.harness.ranks import RankError, errors, run_ranks, values
 
 
@@ -56,17 +53,6 @@ def test_an_exception_on_one_rank_is_raised_on_all_with_its_traceback(verb: str)
     assert "raise KeyError(f" in failure.traceback_text
 
 
-def test_exceptions_on_several_ranks_are_all_told() -> None:
-    error = _the_one_error(errors(run_ranks(5, _fail_on, [1, 4], "gather")))
-    assert error.message == "'save 3: plan' failed on ranks 1, 4: KeyError: 'no weight on 1'"
-    assert [failure.rank for failure in error.rank_failures] == [1, 4]
-
-
-@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
-def test_an_exception_on_the_coordinator_is_raised_on_all(verb: str) -> None:
-    assert _the_one_error(errors(run_ranks(3, _fail_on, [0], verb))).rank_failures[0].rank == 0
-
-
 def _fail_with_own_classes() -> None:
     channel = Channel.for_group(timeout_seconds=50)
 
@@ -93,50 +79,6 @@ def test_one_of_our_exceptions_keeps_class_and_fields_on_every_rank() -> None:
         (1, "StorageError"),
         (2, "PlanConflict"),
     ]
-
-
-def _undecodable() -> None:
-    channel = Channel.for_group(timeout_seconds=50)
-    try:
-        if channel.is_coordinator:
-            channel.gather("sizes", lambda: None, OtherNote)
-        else:
-            channel.gather("sizes", lambda: Note(channel.rank), Note)
-    except ExchangeError:
-        assert channel.all_gather("next", lambda: Note(channel.rank), Note)[2].rank == 2
-        raise
-
-
-def test_a_payload_that_cannot_be_decoded_fails_on_all_ranks_naming_its_sender() -> None:
-    error = _the_one_error(errors(run_ranks(3, _undecodable)))
-    assert error.type_name == "ExchangeError"
-    assert "rank 1" in error.message
-    assert "'sizes'" in error.message
-    assert "have the fields ['rank', 'data'], not ['text']" in error.message
-    assert error.fields["ranks"] == [1]
-
-
-def _bad_values() -> None:
-    channel = Channel.for_group(timeout_seconds=50)
-    try:
-        channel.agree("offers", lambda: Offer(value=-1 if channel.rank else 0))
-    except RobustCheckpointError:
-        channel.barrier("next")
-        raise
-
-
-def test_an_offer_that_does_not_fit_is_an_error_on_all_ranks() -> None:
-    assert "ValueError" in _the_one_error(errors(run_ranks(2, _bad_values))).message
-
-
-def _too_few_messages() -> None:
-    channel = Channel.for_group(timeout_seconds=50)
-    channel.scatter("plans", lambda: [Note(0)], Note)
-
-
-def test_a_scatter_with_too_few_messages_is_an_error_on_all_ranks() -> None:
-    error = _the_one_error(errors(run_ranks(2, _too_few_messages)))
-    assert "1 messages for 2 ranks" in error.rank_failures[0].message
 
 
 def _interrupted() -> str:
@@ -185,23 +127,6 @@ def test_others_stop_their_work_when_one_fails_and_are_not_listed_as_failed() ->
     assert max(values(run_ranks(3, _stop_early))) < 20
 
 
-def _stopped_for_nothing() -> None:
-    channel = Channel.for_group(timeout_seconds=50)
-
-    def work() -> None:
-        if channel.rank == 1:
-            raise Stopped("false alarm")
-
-    channel.barrier("write", work)
-
-
-def test_a_rank_that_stopped_though_none_failed_fails_all_ranks() -> None:
-    assert (
-        "was stopped on ranks [1], as a failure was announced: false alarm"
-        in _the_one_error(errors(run_ranks(2, _stopped_for_nothing))).message
-    )
-
-
 def _everyone_fails() -> None:
     channel = Channel.for_group(timeout_seconds=50)
 
@@ -226,18 +151,3 @@ def test_fields_too_long_to_send_are_left_out_but_the_class_stays() -> None:
     told = decode(encode(ErrorMessage.of(error, 0)), ErrorMessage).to_error()
     assert isinstance(told, PlanConflict)
     assert (told.message, told.key, told.ranks) == ("conflict", "w", None)
-
-
-def test_a_path_that_is_no_text_is_told_with_another_letter() -> None:
-    error = StorageError("open \udcff", path="/data/\udcff", operation="open")
-    told = decode(encode(ErrorMessage.of(error, 0)), ErrorMessage).to_error()
-    assert isinstance(told, StorageError) and (told.message, told.path) == ("open ?", "/data/?")
-
-
-def _load_what_is_not_there(path: str) -> None:
-    robust_dcp.load({"w": torch.zeros(3)}, checkpoint_id=f"{path}/nothing\udcff")
-
-
-def test_all_ranks_hear_of_a_path_that_is_no_text(tmp_path: Path) -> None:
-    for error in errors(run_ranks(2, _load_what_is_not_there, str(tmp_path))):
-        assert error.type_name == "StorageError" and "nothing?" in error.message

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel
-from robust_dcp.errors import ExchangeError, RobustCheckpointError
+from robust_dcp.errors import ExchangeError
 from tests.comm.messages import Note
 from tests.harness.ranks import run_ranks, values
 
@@ -58,28 +58,6 @@ def test_operations_run_at_the_same_time_though_ranks_start_them_in_different_or
     assert outcomes[1:] == [[[None] * 10] * 3] * 3
 
 
-def _one_fails() -> list[Any]:
-    def fail() -> str:
-        channel = Channel.for_group(operation="save 1", timeout_seconds=40)
-
-        def work() -> None:
-            if channel.rank == 2:
-                raise ValueError("the disk is full")
-
-        channel.barrier("plan")
-        with pytest.raises(RobustCheckpointError) as caught:
-            channel.barrier("write", work)
-        return str(caught.value)
-
-    return at_once([fail, lambda: _gather_often("save 2", 1000)])
-
-
-def test_a_failure_in_one_operation_leaves_the_other_alone() -> None:
-    for rank, (message, gathered) in enumerate(values(run_ranks(4, _one_fails))):
-        assert "rank 2: ValueError: the disk is full" in message
-        assert gathered == [[0, 1, 2, 3] if rank == 0 else None] * 10
-
-
 def _one_times_out() -> list[Any]:
     given_up = threading.Event()
     Channel.for_group(operation="connect", timeout_seconds=40).barrier("all are here")
@@ -119,20 +97,3 @@ def test_a_timeout_in_one_operation_leaves_the_other_alone() -> None:
     assert [ranks for ranks, _ in outcomes] == [[1]] * 4
     assert len({n_turns for _, n_turns in outcomes}) == 1
     assert outcomes[0][1] > 0
-
-
-def _elsewhere() -> tuple[str, list[int] | None]:
-    name = "save /ckpt/3" if dist.get_rank() != 2 else "load /ckpt/2"
-    channel = Channel.for_group(operation=name, timeout_seconds=8)
-    with pytest.raises(ExchangeError) as caught:
-        channel.barrier(f"{name}: plan")
-    channel = Channel.for_group(operation="save /ckpt/4", timeout_seconds=40)
-    assert len(channel.all_gather("next", lambda: Note(channel.rank), Note)) == channel.size
-    return str(caught.value), caught.value.ranks
-
-
-def test_ranks_in_different_operations_are_told_what_the_others_do_and_the_next_operation_works() -> None:
-    for message, ranks in values(run_ranks(4, _elsewhere)):
-        assert ranks == [2]
-        assert "ranks [0, 1, 3] are in barrier 'save /ckpt/3: plan' of save /ckpt/3" in message
-        assert "rank 2 is in barrier 'load /ckpt/2: plan' of load /ckpt/2" in message

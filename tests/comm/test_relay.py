@@ -118,23 +118,3 @@ def test_a_rank_that_dies_on_the_way_is_named(on_device: bool) -> None:
     assert outcomes[1].exitcode == -signal.SIGKILL
     for error in errors([outcome for outcome in outcomes if outcome.rank != 1]):
         assert error.is_a(ExchangeTimeout) and "1" in error.message
-
-
-def relay_with_a_death_before_devices_connect() -> None:
-    channel = Channel.for_group(operation="test", timeout_seconds=10)
-    boxes = Boxes(channel.rank, on_device=True)
-    mover = GroupMover(dist.group.WORLD, "cpu")
-    channel.barrier("all are here")
-
-    def die(*args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if channel.rank == 2:
-        mover.connect = die  # type: ignore[method-assign]
-    channel.relay("pass on", Relay(boxes.buckets, boxes, mover))
-
-
-def test_a_rank_that_dies_before_the_devices_are_connected_is_named() -> None:
-    outcomes = run_ranks(4, relay_with_a_death_before_devices_connect)
-    for error in errors([outcome for outcome in outcomes if outcome.rank != 2]):
-        assert error.is_a(ExchangeTimeout) and "rank 2" in error.message

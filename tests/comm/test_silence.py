@@ -1,4 +1,4 @@
-"""Ranks that are slow are waited for, ranks that are silent are not; on a simulated network, with short times."""
+"""Ranks that are slow are waited for, until a deadline; ranks that are silent are not. On a simulated network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeTimeout
@@ -87,25 +87,38 @@ def test_all_ranks_that_still_write_stop_when_another_dies(killed: int) -> None:
         assert rank == killed or seconds < 5
 
 
-@pytest.mark.parametrize("frozen", [0, 3])
-def test_all_ranks_that_still_write_stop_when_another_is_silent(frozen: int) -> None:
-    network, all_write = SimulatedNetwork(6), threading.Barrier(6)
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with quick():
+        yield
 
-    def save(link: Link) -> float:
-        channel = channel_of(link)
-        channel.barrier("plan")
+
+@pytest.mark.parametrize("late", [0, 2, 3])
+def test_a_rank_that_gets_on_all_the_time_is_still_late_at_the_deadline(late: int) -> None:
+    """Progress moves the timeout, and never the deadline."""
+    n_ranks = 4
+    over = threading.Event()
+
+    def save(link: Link) -> Any:
+        channel = Channel(Operation(link, "save", 30.0, deadline_seconds=1.0), 0)
+        channel.agree("plan", Offer)
 
         def write() -> None:
-            all_write.wait()
-            if link.rank == frozen:
-                network.freeze(frozen, 4)
-            works_for(channel, 20, says_so=True)
+            done = 0
+            while link.rank == late and not over.wait(0.01):
+                channel.stop_if_announced()
+                channel.note_progress(done := done + 1, 10_000)
 
-        began = time.monotonic()
         with pytest.raises(ExchangeTimeout) as caught:
             channel.barrier("write", write)
-        assert caught.value.missing_ranks == [frozen]
-        return time.monotonic() - began
+        return caught.value.message, caught.value.missing_ranks
 
-    for rank, seconds in enumerate(run_threads(network, save)):
-        assert rank == frozen or seconds < 3.5
+    try:
+        found = run_threads(SimulatedNetwork(n_ranks), save)
+    finally:
+        over.set()
+    for message, missing in found:
+        assert "barrier 'write' did not finish within its deadline of 1 seconds" in message
+        assert missing == [late] and f"1 of {n_ranks} ranks missing: rank {late} " in message
+    told = {message.partition("had given up on it: ")[2] or message for message, _ in found}
+    assert len(told) == 1, "all ranks raise the same, and a late one is told that the others have given up on it"

@@ -1,10 +1,12 @@
-"""The tree reaches every rank once, and no rank has more than log2(size) neighbours below it."""
+"""What ranks offer adds up to the same, however the tree lies; the tree reaches every rank once."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_dcp.comm import Agreement, Offer, combined_signature
+from robust_dcp.comm.combine import N_FLAGS
 from robust_dcp.comm.tree import Tree
 
 sizes = st.integers(1, 300)
@@ -42,7 +44,47 @@ def test_a_rank_has_few_neighbours(size: int) -> None:
     assert sum(counts) == 2 * (size - 1)
 
 
-@given(st.integers(2, 300))
-def test_trees_of_all_roots_together_have_few_neighbours(size: int) -> None:
-    neighbours = {peer for root in range(size) for peer in Tree(0, size, root).neighbours}
-    assert len(neighbours) <= 2 * (size - 1).bit_length()
+offers = st.builds(
+    Offer,
+    signature=st.binary(min_size=16, max_size=16),
+    plan_id=st.sampled_from([bytes(16), bytes([1]) * 16, bytes([2]) * 16]),
+    value=st.sampled_from([0, 0, 1, 5, 2**64 - 1]),
+    flags=st.integers(0, (1 << N_FLAGS) - 1),
+)
+
+
+def agreed(of_all: list[Offer], root: int = 0, rank: int | None = None) -> Agreement:
+    """What ``rank`` (the root) has combined of its own offer and those of all ranks below it."""
+    tree = Tree(root if rank is None else rank, len(of_all), root)
+    children = [agreed(of_all, root, child) for child in tree.children]
+    return Agreement.decode(Agreement.of(tree.rank, of_all[tree.rank]).with_children(children).encode())
+
+
+@given(st.lists(offers, min_size=1, max_size=40), st.integers(0, 39))
+def test_an_agreement_is_what_one_rank_would_say_that_sees_all_offers(of_all: list[Offer], root: int) -> None:
+    root %= len(of_all)
+    found = agreed(of_all, root)
+    by_place = [of_all[rank] for rank in Tree(0, len(of_all), root).ranks_by_place]
+    values = [offer.value for offer in of_all if offer.value]
+    assert found.n_ranks == len(of_all)
+    assert found.plan_id == of_all[root].plan_id
+    assert found.same_plan_id == (len({offer.plan_id for offer in of_all}) == 1)
+    assert (found.lowest, found.highest) == (min(values, default=0), max(values, default=0))
+    assert not values or of_all[found.lowest_rank].value == found.lowest
+    assert not values or of_all[found.highest_rank].value == found.highest
+    assert found.same_value == (len(set(values)) <= 1)
+    for bit in range(N_FLAGS):
+        having = [rank for rank, offer in enumerate(of_all) if offer.flags >> bit & 1]
+        assert found.count(1 << bit) == len(having)
+        assert found.all_have(1 << bit) == (len(having) == len(of_all))
+        first = found.first_rank(1 << bit)
+        assert first is None if not having else first in having
+    assert found.signature == combined_signature([offer.signature for offer in by_place])
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=70), st.data())
+def test_no_rank_changes_its_signature_unseen(signatures: list[bytes], data: st.DataObject) -> None:
+    before = combined_signature(signatures)
+    rank = data.draw(st.integers(0, len(signatures) - 1))
+    other = data.draw(st.binary(min_size=16, max_size=16).filter(lambda value: value != signatures[rank]))
+    assert combined_signature([*signatures[:rank], other, *signatures[rank + 1 :]]) != before

@@ -44,6 +44,8 @@ def save_with_a_fault(path: str, phase: str) -> tuple[str, float]:
             robust_dcp.save(state(2), checkpoint_id=path)
         except robust_dcp.RobustCheckpointError as error:
             message = str(error)
+    dist.barrier()
+    assert not [name for name in os.listdir(path) if "saving" in name], "the claim on the directory is left"
     before = step_in(path)
     robust_dcp.save(state(3), checkpoint_id=path)
     assert step_in(path) == 3.0
@@ -102,9 +104,12 @@ def save_with_a_late_rank(path: str) -> str:
 
 
 def come_too_late(path: str) -> Verdict:
-    if dist.get_rank() == 1:
-        time.sleep(3)
+    dist.barrier()
+    given_up = Path(f"{path}.given up")
+    while dist.get_rank() == 1 and not given_up.exists():
+        time.sleep(0.02)
     verdict = verdict_of(robust_dcp.save, state(0), checkpoint_id=path, timeout_seconds=1.5)
+    given_up.touch()
     dist.barrier()  # all are here again: the next save works
     robust_dcp.save(state(1), checkpoint_id=path, timeout_seconds=30)
     assert step_in(path) == 1.0

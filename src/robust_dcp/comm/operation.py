@@ -691,8 +691,16 @@ class Operation:
             kept.append(moving)
             if len(payload):
                 kept.append(connections.send(peer, frame.payload_tag, payload))
+                if len(kept[-1].works) > 1:
+                    self._start_thread(self._watch_leaving, exchange, peer, connections, kept[-1])
             return moving
         return None
+
+    def _watch_leaving(self, exchange: _Exchange, peer: int, connections: Connections, moving: Moving) -> None:
+        """Count each piece that leaves as a sign that ``peer`` is alive. gloo brings a beat of ``peer`` only once it
+        has told it that we are ready for it, and on a slow link that waits behind the payload."""
+        with contextlib.suppress(Broken):
+            connections.finish(moving, note_piece=lambda: exchange.note_heard(peer))
 
     def stamped(self, frame: Frame, exchange: _Exchange | None = None) -> Frame:
         """``frame`` with the numbers of this operation and of ``exchange``, or of the exchange that runs."""
@@ -740,11 +748,13 @@ class Operation:
     def _read_from_all(self, exchange: _Exchange) -> None:
         for peer in exchange.tree.neighbours:
             if peer not in exchange.done:
-                thread = threading.Thread(
-                    target=self._read, args=(exchange, peer), name=f"robust_dcp: from rank {peer}", daemon=True
-                )
-                self.link.threads.add(thread)
-                thread.start()
+                self._start_thread(self._read, exchange, peer)
+
+    def _start_thread(self, function: Callable[..., None], exchange: _Exchange, peer: int, *more: Any) -> None:
+        name = f"robust_dcp: {function.__name__.strip('_')} {peer}"
+        thread = threading.Thread(target=function, args=(exchange, peer, *more), name=name, daemon=True)
+        self.link.threads.add(thread)
+        thread.start()
 
     def _read(self, exchange: _Exchange, peer: int) -> None:
         """Take what ``peer`` sends in this exchange. A thread of its own runs this."""
