@@ -47,7 +47,7 @@ class SimulatedOperation:
     def __init__(self, rank: int, n_ranks: int) -> None:
         self.link = SimulatedLink(rank, tuple(range(n_ranks)))
         self.tree = self.link.tree(COORDINATOR)
-        self.timeout_seconds = 300.0
+        self.name, self.timeout_seconds = "simulated", 300.0
         self.stragglers: list[str] = []
         self.recordings: list[ExchangeStats] = []
 

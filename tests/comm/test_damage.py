@@ -8,7 +8,7 @@ from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError
 from tests.comm.faults import Damage
 from tests.comm.messages import Note, OtherNote
-from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.ranks import errors, run_ranks
 
 FROM_NOW_ON = range(1000)
 AFTER_THE_FIRST = range(1, 1000)
@@ -35,18 +35,6 @@ def _exchange(channel: Channel, verb: str) -> bool:
         notes = channel.gather("plan", lambda: Note(channel.rank, b"abc" * 100), Note)
         return notes is None or notes == [Note(rank, b"abc" * 100) for rank in range(channel.size)]
     return channel.broadcast("plan", lambda: Note(7, b"abc" * 100), Note) == Note(7, b"abc" * 100)
-
-
-def _exchange_where_a_request_is_damaged_too() -> bool:
-    """Rank 0 gets a bad frame from rank 2, which gets a damaged request to send it again."""
-    channel = Channel.for_group(timeout_seconds=50)
-    if channel.rank in (0, 2):
-        Damage(2 - channel.rank, range(1, 2), frames=True)
-    return _exchange(channel, "gather")
-
-
-def test_a_damaged_request_for_repetition_is_asked_for_once_more_itself() -> None:
-    assert values(run_ranks(3, _exchange_where_a_request_is_damaged_too)) == [True] * 3
 
 
 def test_a_frame_that_is_damaged_twice_is_named_on_all_ranks() -> None:

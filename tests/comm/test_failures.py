@@ -8,8 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from robust_dcp.comm import Channel, Offer, Stopped
-from robust_dcp.comm.endings import MAX_FAILURES_TOLD, ErrorMessage
-from robust_dcp.comm.messages import decode, encode
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
 from tests.comm.messages import Note
 from tests.harness.ranks import RankError, errors, run_ranks, values
@@ -125,29 +123,3 @@ def _stop_early() -> float:
 
 def test_others_stop_their_work_when_one_fails_and_are_not_listed_as_failed() -> None:
     assert max(values(run_ranks(3, _stop_early))) < 20
-
-
-def _everyone_fails() -> None:
-    channel = Channel.for_group(timeout_seconds=50)
-
-    def work() -> None:
-        raise ValueError("x" * 100_000 + f"end {channel.rank} \udcff")
-
-    channel.barrier("plan", work)
-
-
-def test_descriptions_are_bounded_in_length_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = _the_one_error(errors(run_ranks(3, _everyone_fails)))
-    assert len(error.rank_failures) == 3
-    for rank, failure in enumerate(error.rank_failures):
-        assert len(failure.message) < 20_000
-        assert f"end {rank}" in failure.message
-        assert "characters left out" in failure.message
-    assert MAX_FAILURES_TOLD == 16
-
-
-def test_fields_too_long_to_send_are_left_out_but_the_class_stays() -> None:
-    error = PlanConflict("conflict", key="w", ranks=list(range(200_000)))
-    told = decode(encode(ErrorMessage.of(error, 0)), ErrorMessage).to_error()
-    assert isinstance(told, PlanConflict)
-    assert (told.message, told.key, told.ranks) == ("conflict", "w", None)

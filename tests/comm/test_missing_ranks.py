@@ -6,17 +6,14 @@ import datetime
 import os
 import signal
 import time
-from functools import partial
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer, connections
-from robust_dcp.comm.connections import Connections
 from robust_dcp.errors import ExchangeTimeout, RobustCheckpointError
 from tests.comm.messages import Note
-from tests.harness.ranks import Outcome, RankError, errors, run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 def _wait_for(key: str) -> None:
@@ -63,69 +60,6 @@ def test_a_late_rank_is_named_on_both_sides_and_the_next_exchange_works(connecte
             assert "has not come" in message or "no sign of life" in message
 
 
-def _killed(when: str) -> float:
-    channel = Channel.for_group(timeout_seconds=30)
-    channel.barrier("connect")
-    if channel.rank == 2 and when == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    began = time.monotonic()
-    try:
-        for i in range(100):
-            channel.gather(f"step {i}", partial(_work, channel, when, i), Note)
-    finally:
-        # None waits for the timeout: connections that break are noticed, and passed on.
-        assert time.monotonic() - began < 15
-    return 0
-
-
-def _work(channel: Channel, when: str, i: int) -> Note:
-    if channel.rank == 2 and when == "at work" and i == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return Note(channel.rank, bytes(1000))
-
-
-def _errors_of_survivors(outcomes: list[Outcome], killed: int) -> list[RankError]:
-    assert outcomes[killed].exitcode == -signal.SIGKILL
-    return errors(outcomes, [outcome.rank for outcome in outcomes if outcome.rank != killed])
-
-
-@pytest.mark.parametrize("when", ["before", "at work"])
-def test_a_killed_rank_is_named_at_once_by_all_others(when: str) -> None:
-    caught = _errors_of_survivors(run_ranks(5, _killed, when), 2)
-    assert len({error.message for error in caught}) == 1
-    for error in caught:
-        assert error.type_name == "ExchangeTimeout"
-        assert error.is_a(TimeoutError)
-        assert error.fields["missing_ranks"] == [2]
-        assert "broke off: connection lost; 1 of 5 ranks missing: rank 2" in error.message
-        assert "closed its connection: its process has ended, or was cut off" in error.message
-
-
-def _two_killed() -> list[list[int]]:
-    channel = Channel.for_group(timeout_seconds=30)
-    channel.barrier("connect")
-    if channel.rank in (1, 4):
-        os.kill(os.getpid(), signal.SIGKILL)
-    named: list[list[int]] = []
-    for attempt in range(5):
-        again = channel if attempt == 0 else Channel.for_group(timeout_seconds=4)
-        with pytest.raises(ExchangeTimeout) as caught:
-            again.gather("step", lambda: Note(channel.rank, bytes(1000)), Note)
-        named.append(caught.value.missing_ranks or [])
-        if {rank for ranks in named for rank in ranks} == {1, 4}:
-            break
-    return named
-
-
-def test_two_killed_ranks_are_both_named_together_or_one_after_the_other() -> None:
-    outcomes = run_ranks(6, _two_killed)
-    named = values([outcomes[rank] for rank in (0, 2, 3, 5)])
-    assert named[1:] == named[:1] * 3
-    assert all(ranks and set(ranks) <= {1, 4} for ranks in named[0])
-    assert {rank for ranks in named[0] for rank in ranks} == {1, 4}
-
-
 def _interrupted_while_waiting() -> tuple[str, float]:
     channel = Channel.for_group(timeout_seconds=40)
     channel.barrier("connect")
@@ -155,50 +89,9 @@ def test_an_interrupt_while_waiting_ends_the_exchange_on_all_ranks_at_once() -> 
     assert seconds < 10
 
 
-def die(*args: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def dies_when_it_has_said_where_it_listens(victim: int) -> None:
-    if dist.get_rank() == victim:
-        Connections.receive = die  # type: ignore[method-assign, assignment]
-    Channel.for_group(operation="save 1", timeout_seconds=100).barrier("plan")
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_that_dies_before_it_answers_where_it_listens_is_named_long_before_the_timeout(victim: int) -> None:
-    outcomes = run_ranks(4, dies_when_it_has_said_where_it_listens, victim, timeout_seconds=80)
-    for error in errors(outcomes, [rank for rank in range(4) if rank != victim]):
-        assert error.is_a(ExchangeTimeout)
-        assert error.fields["missing_ranks"] == [victim]
-
-
-def dies_as_its_own_work_begins(victim: int) -> None:
-    channel = Channel.for_group(operation="save 1", timeout_seconds=100)
-    channel.barrier("plan", die if channel.rank == victim else lambda: None)
-
-
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_dies_as_its_own_work_begins_is_named_long_before_the_timeout(victim: int) -> None:
-    outcomes = run_ranks(4, dies_as_its_own_work_begins, victim, timeout_seconds=40)
-    for error in errors(outcomes, [rank for rank in range(4) if rank != victim]):
-        assert error.is_a(ExchangeTimeout)
-        assert error.fields["missing_ranks"] == [victim]
-
-
 def _connect_each_to_each() -> None:
     """As torch 2.7 does, which knows no connections at first use."""
     connections.make_device = lambda address: (dist.ProcessGroupGloo.create_device(hostname=address), False)
-
-
-def _exchange_in_a_mesh() -> list[int]:
-    _connect_each_to_each()
-    channel = Channel.for_group(timeout_seconds=40)
-    return [note.rank for note in channel.all_gather("all", lambda: Note(channel.rank), Note)]
-
-
-def test_ranks_exchange_where_torch_connects_each_to_each() -> None:
-    assert values(run_ranks(4, _exchange_in_a_mesh)) == [[0, 1, 2, 3]] * 4
 
 
 def _killed_in_a_mesh() -> list[list[int] | None]:

@@ -1,10 +1,13 @@
-"""A few hundred random schedules of faults; ``python -m torture.exchanges`` runs thousands."""
+"""A few of the schedules of faults, and of the kills of processes, that the modules of ``torture`` run by thousands."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
 from torture.exchanges import run_many
+from torture.kills import WHEN, make_trial, run_trial
 from torture.schedules import KINDS, complaints
 
 
@@ -18,3 +21,10 @@ def test_whatever_goes_wrong_all_survivors_come_to_one_verdict_in_time_and_none_
     # The faults did strike; and what one repetition or a new connection mends was mended.
     assert n_struck > 20
     assert n_raised == 0 if kind in ("harmless", "cut") else n_raised > 10
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_process_that_is_killed_is_named_by_all_others_within_seconds(when: str) -> None:
+    trials = (trial for trial in map(make_trial, itertools.count(1)) if trial.when == when)
+    for trial in itertools.islice(trials, 3):
+        assert not run_trial(trial).complaints, trial

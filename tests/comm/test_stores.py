@@ -80,25 +80,6 @@ def _start_with_a_store_of_rank_0() -> int:
     return rank
 
 
-def _host_dies_before_the_first_save() -> None:
-    rank = _start_with_a_store_of_rank_0()
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        Channel.for_group(operation="save 1", timeout_seconds=3).barrier("plan")
-    finally:
-        print(f"after {time.monotonic() - began:.1f} seconds")
-
-
-def test_a_store_that_died_before_the_first_save_ends_in_an_error_of_our_own_in_bounded_time() -> None:
-    outcomes = run_ranks(4, _host_dies_before_the_first_save, init=False, env={"STORE_PORT": _free_port()})
-    for error, outcome in zip(errors(outcomes, [1, 2, 3]), outcomes[1:], strict=True):
-        assert error.is_a(ExchangeError)
-        assert "the store of the process group does not answer" in error.message
-        assert float(outcome.output.partition("after ")[2].split()[0]) < 30
-
-
 def _host_leaves_after_an_error() -> None:
     rank = _start_with_a_store_of_rank_0()
     channel = Channel.for_group(operation="save 1", timeout_seconds=30)

@@ -46,6 +46,8 @@ class Channel:
         size: how many ranks the group has.
         ranks: the global rank of each rank of the group.
         coordinator_rank: the rank of the group that gathers and decides.
+        is_coordinator: whether that is this rank.
+        operation: what the operation does, for example ``"save step_1000"``.
         timeout_seconds: how long a rank may be silent.
         last_agreement: the combined offers of all ranks from the last exchange of this object.
     """
@@ -54,8 +56,11 @@ class Channel:
 
     def __init__(self, operation: Operation, coordinator_rank: int) -> None:
         self._operation = operation
-        self._link = operation.link
+        self.rank, self.size, self.ranks = operation.link.rank, operation.link.size, operation.link.ranks
         self.coordinator_rank = coordinator_rank
+        self.is_coordinator = self.rank == coordinator_rank
+        self.operation = operation.name
+        self.timeout_seconds = operation.timeout_seconds
 
     @classmethod
     def for_group(
@@ -98,34 +103,9 @@ class Channel:
         return self if coordinator_rank == self.coordinator_rank else Channel(self._operation, coordinator_rank)
 
     @property
-    def rank(self) -> int:
-        return self._link.rank
-
-    @property
-    def size(self) -> int:
-        return self._link.size
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._link.ranks
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self.rank == self.coordinator_rank
-
-    @property
-    def operation(self) -> str:
-        """What the operation does, for example ``"save step_1000"``."""
-        return self._operation.name
-
-    @property
-    def timeout_seconds(self) -> float:
-        return self._operation.timeout_seconds
-
-    @property
     def stats(self) -> ExchangeStats:
         """What all exchanges of this group have cost this rank so far, over all operations."""
-        return self._link.stats
+        return self._operation.link.stats
 
     @contextmanager
     def recording(self) -> Iterator[ExchangeStats]:
@@ -320,7 +300,7 @@ class Channel:
 
     def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
         """Compute what :class:`Agreement` holds as the signature of all ranks, from their signatures in rank order."""
-        by_place = self._link.tree(self.coordinator_rank).ranks_by_place
+        by_place = self._operation.link.tree(self.coordinator_rank).ranks_by_place
         return combined_signature([signatures[rank] for rank in by_place])
 
     def relay(self, phase: str, relayed: Relay) -> None:

@@ -242,8 +242,9 @@ class Connections:
 
     def _start(self, move: Any, peer: int, tag: int, data: Payload | torch.Tensor) -> Moving:
         tensor = data if isinstance(data, torch.Tensor) else _tensor_of(data)
-        starts = range(0, len(tensor), PIECE_NBYTES)
-        works = [_call(move, [tensor[start : start + PIECE_NBYTES]], peer, tag) for start in starts]
+        nbytes = tensor.numel()
+        pieces = [tensor] if nbytes <= PIECE_NBYTES else list(tensor.split(PIECE_NBYTES))
+        works = [_call(move, [piece], peer, tag) for piece in pieces if nbytes]
         self._connected.add(peer)
         return Moving(data, tensor, works)
 

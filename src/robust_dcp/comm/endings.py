@@ -14,9 +14,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -222,6 +224,7 @@ class Where(NamedTuple):
     timeout_seconds: float
 
 
+@dataclass(eq=False)
 class Problem(Exception):
     """Why this rank cannot go on. It is internal to :mod:`robust_dcp.comm`.
 
@@ -235,25 +238,13 @@ class Problem(Exception):
         may_return: the missing ranks have said nothing in this operation, or it was this rank that closed.
     """
 
-    def __init__(
-        self,
-        what: str,
-        cause: BaseException | None = None,
-        *,
-        missing: dict[int, str] | None = None,
-        damaged_by: int | None = None,
-        is_elsewhere: bool = False,
-        is_loss: bool = False,
-        may_return: bool = False,
-    ) -> None:
-        super().__init__(what)
-        self.what = what
-        self.cause = cause
-        self.missing = missing or {}
-        self.damaged_by = damaged_by
-        self.is_elsewhere = is_elsewhere
-        self.is_loss = is_loss
-        self.may_return = may_return
+    what: str
+    cause: BaseException | None = None
+    missing: dict[int, str] = field(default_factory=dict)
+    damaged_by: int | None = None
+    is_elsewhere: bool = False
+    is_loss: bool = False
+    may_return: bool = False
 
     @classmethod
     def of_leaving(cls, rank: int, error: BaseException) -> Problem:
@@ -445,6 +436,7 @@ class Notes:
         name: the name of the group, the same on all ranks. No other group that uses the store has it.
 
     Attributes:
+        threads: those that may be asking.
         life: the random word, once it is known.
         has_begun_anew: the ranks of a later group of this name meet under another life.
     """
@@ -456,6 +448,7 @@ class Notes:
         self._store: Any = None
         self._lost_until = 0.0
         self._lost_detail = ""
+        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self.life = ""
         self.has_begun_anew = False
 
@@ -555,6 +548,7 @@ class Notes:
                 problems.append(short(str(error) or type(error).__name__))
 
         thread = threading.Thread(target=ask, name="robust_dcp: question to the store", daemon=True)
+        self.threads.add(thread)
         thread.start()
         thread.join(patience.STORE_ANSWER_SECONDS)
         if answers:

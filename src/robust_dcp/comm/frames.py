@@ -116,7 +116,8 @@ class Frame(NamedTuple):
         if version != PROTOCOL_VERSION:
             raise FrameError(f"it is of protocol version {version} instead of {PROTOCOL_VERSION}")
         try:
-            frame = cls(Kind(kind), *fields)._replace(status=Status(fields[4]))
+            fields[4] = Status(fields[4])
+            frame = cls(Kind(kind), *fields)
         except ValueError as error:
             raise FrameError(str(error)) from None
         if frame.secret != secret:

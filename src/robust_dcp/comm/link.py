@@ -381,7 +381,8 @@ class Link:
         for operation in self.operations():
             operation.end(end_of_leaving(operation.key))
         until = time.monotonic() + patience.EXIT_SECONDS
-        for thread in list(self.threads):
+        asking = [] if self._notes is None else list(self._notes.threads)
+        for thread in (*self.threads, *asking):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         self._notes = self._make_connections = None  # and with them the store
@@ -393,56 +394,12 @@ class Link:
             self._connections.abandon()
 
 
-class _Registry:
-    """The links of this process by group. The references are weak, so a destroyed group takes its link along."""
+_links: weakref.WeakKeyDictionary[Any, Link] = weakref.WeakKeyDictionary()
+"""The links of this process by group. A destroyed group takes its link along, unless an operation is under way."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._links: weakref.WeakKeyDictionary[Any, Link] = weakref.WeakKeyDictionary()
-        self._all: weakref.WeakSet[Link] = weakref.WeakSet()
-        self._of_the_parent: list[Link] = []
-
-    def find_or_make(self, parent: Any) -> Link:
-        rank = dist.get_rank(parent)
-        if rank < 0:  # torch then passes a number
-            raise ValueError("this rank is not a member of the process group that it was given")
-        with self._lock:
-            if parent not in self._links:
-                ranks = tuple(dist.get_process_group_ranks(parent))
-                if len(ranks) == 1:
-                    link = Link(rank, ranks)
-                else:
-                    store, host = network.store_of(parent), network.store_host(parent)
-                    link = make_link(store, str(parent.group_name), rank, ranks, host)
-                self._links[parent] = link
-                self._all.add(link)
-                weakref.finalize(parent, _leave, weakref.ref(link)).atexit = False
-            return self._links[parent]
-
-    def forget_all(self) -> None:
-        """In a forked child: the connections are the parent's, and gloo's threads do not exist here."""
-        self._lock = threading.Lock()
-        for link in list(self._all):
-            link.abandon()
-            self._of_the_parent.append(link)
-        self._links.clear()
-        self._all.clear()
-
-    def close_all(self) -> None:
-        """At the end of the process, before Python ends the threads."""
-        for link in list(self._all):
-            link.close()
-
-
-def _leave(link: weakref.ref[Link]) -> None:
-    left = link()
-    if left is not None:
-        left.leave()
-
-
-_registry = _Registry()
-os.register_at_fork(after_in_child=_registry.forget_all)
-atexit.register(_registry.close_all)
+_all_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_links_of_the_parent: list[Link] = []
+_links_lock = threading.Lock()
 
 
 def link_for(parent: Any) -> Link:
@@ -451,7 +408,47 @@ def link_for(parent: Any) -> Link:
     Raises:
         ValueError: this process is not a member of ``parent``.
     """
-    return _registry.find_or_make(parent)
+    rank = dist.get_rank(parent)
+    if rank < 0:  # torch then passes a number
+        raise ValueError("this rank is not a member of the process group that it was given")
+    with _links_lock:
+        if parent not in _links:
+            ranks = tuple(dist.get_process_group_ranks(parent))
+            if len(ranks) == 1:
+                link = Link(rank, ranks)
+            else:
+                store, host = network.store_of(parent), network.store_host(parent)
+                link = make_link(store, str(parent.group_name), rank, ranks, host)
+            _links[parent] = link
+            _all_links.add(link)
+            weakref.finalize(parent, _leave, weakref.ref(link)).atexit = False
+        return _links[parent]
+
+
+def _leave(link: weakref.ref[Link]) -> None:
+    left = link()
+    if left is not None:
+        left.leave()
+
+
+def _forget_all() -> None:
+    """In a forked child: the connections are the parent's, and gloo's threads do not exist here."""
+    for link in list(_all_links):
+        link.abandon()
+        _links_of_the_parent.append(link)
+    _links.clear()
+    _all_links.clear()
+    _links_lock.release()
+
+
+def _close_all() -> None:
+    """At the end of the process, before Python ends the threads."""
+    for link in list(_all_links):
+        link.close()
+
+
+os.register_at_fork(before=_links_lock.acquire, after_in_parent=_links_lock.release, after_in_child=_forget_all)
+atexit.register(_close_all)
 
 
 def make_link(store: Any, name: str, rank: int, ranks: tuple[int, ...], store_host: int | None = None) -> Link:

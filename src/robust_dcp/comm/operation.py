@@ -966,8 +966,7 @@ class Operation:
                 self.link.say_waiting(b"")
         with self._changed:
             messages = [exchange.arrived[peer, kind] for peer in peers]
-        for message in messages:
-            self._cost.received(len(message.payload))
+        self._cost.payload_nbytes_received += sum(len(message.payload) for message in messages)
         return messages
 
     def _is_elsewhere(self, peer: int, own: bytes) -> bool:

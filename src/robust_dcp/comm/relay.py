@@ -192,7 +192,7 @@ class Passing:
                     self._cost.payload_nbytes_sent += bucket.nbytes
                 elif 1 << step <= place < 2 << step:
                     incoming[bucket.on_device].append(_Move(bucket, tensor, bucket.ranks[place - (1 << step)]))
-                    self._cost.received(bucket.nbytes)
+                    self._cost.payload_nbytes_received += bucket.nbytes
             self._move_on_host(outgoing[False], incoming[False])
             if self._relay.move_on_device is not None and (outgoing[True] or incoming[True]):
                 self._relay.move_on_device.move(outgoing[True], incoming[True], self._operation.timeout_seconds)

@@ -17,22 +17,18 @@ class PhaseStats:
         exchanges: how many it joined.
         repeats: how many messages were asked for a second time.
         messages_sent: how many messages this rank sent, of any size.
-        messages_received: how many messages this rank received.
         header_nbytes_sent: bytes sent in frames, up and down.
         payload_nbytes_sent: bytes of payloads sent to neighbours in the tree, including what it only passed on.
         payload_nbytes_received: bytes of payloads received from neighbours.
-        payloads_received: how many payloads it received. A payload may take several messages.
         seconds: time from joining an exchange, after its own work, to the end. Most of it is waiting for others.
     """
 
     exchanges: int = 0
     repeats: int = 0
     messages_sent: int = 0
-    messages_received: int = 0
     header_nbytes_sent: int = 0
     payload_nbytes_sent: int = 0
     payload_nbytes_received: int = 0
-    payloads_received: int = 0
     seconds: float = 0.0
 
     def sent(self, header_nbytes: int, payload_nbytes: int) -> None:
@@ -41,15 +37,13 @@ class PhaseStats:
         self.header_nbytes_sent += header_nbytes
         self.payload_nbytes_sent += payload_nbytes
 
-    def received(self, payload_nbytes: int) -> None:
-        """Count a message that this rank has received."""
-        self.messages_received += 2 if payload_nbytes else 1
-        self.payload_nbytes_received += payload_nbytes
-        self.payloads_received += 1 if payload_nbytes else 0
-
     def add(self, other: PhaseStats) -> None:
-        for each in fields(PhaseStats):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        own, others = vars(self), vars(other)
+        for name in _COUNTED:
+            own[name] += others[name]
+
+
+_COUNTED = tuple(each.name for each in fields(PhaseStats))
 
 
 @dataclass
