@@ -18,11 +18,11 @@ __all__ = ["quick", "run_threads"]
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """Beats every 50 ms, and all other times in proportion: within the block, for all links of the process.
+    """Beats every 50 ms, and other times in proportion: within the block, for all links of the process.
 
     But the store may take long, since a frozen rank does not reach it, while its clock goes on.
     """
-    seconds_of = {"BEAT": 0.05, "RECONNECT": 0.5, "TICK": 0.01, "ROLL_CALL": 0.25, "GONE": 0.005, "STORE_ANSWER": 20.0}
+    seconds_of = {"BEAT": 0.05, "RECONNECT": 0.5, "TICK": 0.01, "ROLL_CALL": 1.0, "GONE": 0.005, "STORE_ANSWER": 20.0}
     with contextlib.ExitStack() as stack:
         for name, seconds in seconds_of.items():
             stack.enter_context(mock.patch.object(patience, f"{name}_SECONDS", seconds))
