@@ -13,14 +13,14 @@ from torture.schedules import KINDS, complaints
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_goes_wrong_all_survivors_come_to_one_verdict_in_time_and_none_to_a_wrong_result(kind: str) -> None:
-    runs = run_many(first_seed=100, n_trials=60, kind=kind)
+    runs = run_many(first_seed=100, n_trials=40, kind=kind)
     broken = {run.schedule.seed: complaints(run) for run in runs}
     assert not {seed: found for seed, found in broken.items() if found}
-    n_raised = sum(any(outcome.error is not None for outcome in run.outcomes) for run in runs)
-    n_struck = sum(len(run.network.happened) > 0 for run in runs)
+    raised = {run.schedule.seed: [str(each.error) for each in run.outcomes if each.error] for run in runs}
+    raised = {seed: messages for seed, messages in raised.items() if messages}
     # The faults did strike; and what one repetition or a new connection mends was mended.
-    assert n_struck > 20
-    assert n_raised == 0 if kind in ("harmless", "cut") else n_raised > 10
+    assert sum(len(run.network.happened) > 0 for run in runs) > 10
+    assert not raised if kind in ("harmless", "cut") else len(raised) > 5
 
 
 @pytest.mark.parametrize("when", WHEN)
