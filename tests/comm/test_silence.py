@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named() -> None
     for missing, says_where, seconds in run_threads(SimulatedNetwork(9), save):
         assert missing == [5]
         assert says_where
-        assert 0.5 < seconds < 5
+        assert 0.5 < seconds < 15
 
 
 @pytest.mark.parametrize("killed", [0, 3, 4])
@@ -84,7 +84,7 @@ def test_all_ranks_that_still_write_stop_when_another_dies(killed: int) -> None:
         return time.monotonic() - began
 
     for rank, seconds in enumerate(run_threads(network, save)):
-        assert rank == killed or seconds < 5
+        assert rank == killed or seconds < 15
 
 
 @pytest.fixture(autouse=True)
