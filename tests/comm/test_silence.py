@@ -119,6 +119,6 @@ def test_a_rank_that_gets_on_all_the_time_is_still_late_at_the_deadline(late: in
         over.set()
     for message, missing in found:
         assert "barrier 'write' did not finish within its deadline of 1 seconds" in message
-        assert missing == [late] and f"1 of {n_ranks} ranks missing: rank {late} " in message
+        assert missing == [late] and f"1 of {n_ranks} ranks missing: rank {late}" in message
     told = {message.partition("had given up on it: ")[2] or message for message, _ in found}
     assert len(told) == 1, "all ranks raise the same, and a late one is told that the others have given up on it"
