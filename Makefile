@@ -17,10 +17,8 @@
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  repairs what ruff can repair of the complaints of `check`
 #   make bench   the benchmarks
-#   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory, kills,
-#                power cuts and refusals at each call to files, TRIALS=2000 hostile checkpoints; of async saves 200
-#                kills, 1000 while training overwrites all tensors, and 300 back to back for each way of saving; SEED=1
-#                (some hours)
+#   make torture thousands of faults between ranks and at calls to files, kills, hostile checkpoints, and async saves while
+#                training overwrites all tensors; SEED=1 (some hours)
 #   make gpu     tests and benchmark for a CUDA device, without network. GPU_PYTHON=python3 must have torch with CUDA. The
 #                other packages come from .gpu-wheels. Run `make gpu-wheels` on a machine with a network to fill it
 #   make clean   remove everything that make has made
@@ -37,10 +35,10 @@ PYTEST := pytest -n 3 --dist loadfile --reruns 2
 SOURCES := $(wildcard src tests demo benchmarks torture scripts docs)
 # A warning is an error. It fetches nothing, and is not to advertise.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
-TRIALS ?= 2000
 SEED ?= 1
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
+CAMPAIGNS := exchanges kills savers hostile async_kills torn_copies back_to_back
 BENCHMARKS := planning loading storage messages async_save megatron
 
 .DELETE_ON_ERROR:
@@ -171,15 +169,9 @@ bench: $(INSTALLED)
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 torture: $(INSTALLED)
-	$(BIN)/python -m torture.exchanges --trials 3000 --seed $(SEED)
-	$(BIN)/python -m torture.kills --trials 300 --seed $(SEED)
-	$(BIN)/python -m torture.endings --trials 200 --seed $(SEED)
-	$(BIN)/python -m torture.savers --rounds 300 --seed $(SEED)
-	$(BIN)/python -m torture.disk --seed $(SEED)
-	$(BIN)/python -m torture.hostile --trials $(TRIALS) --seed $(SEED)
-	$(BIN)/python -m torture.async_kills --trials 200 --seed $(SEED)
-	$(BIN)/python -m torture.torn_copies --saves 1000 --seed $(SEED)
-	$(BIN)/python -m torture.back_to_back --saves 300 --seed $(SEED)
+	@set -e; for name in $(CAMPAIGNS); do echo "== $$name"; $(BIN)/python -W ignore -m torture.$$name --seed $(SEED); done
+	LONG_TESTS=1 $(BIN)/python -m pytest --timeout 0 tests/promises/test_kills.py tests/promises/test_refusals.py \
+	  tests/promises/test_power_cuts.py
 
 gpu:
 	GPU_PYTHON=$(GPU_PYTHON) scripts/gpu.sh

@@ -10,19 +10,18 @@ that the seed draws where a thread writes, else after a time that the seed draws
 
 In both cases the directory has to load, with stock's reader and with ours: as the checkpoint that was committed last,
 or as the one that was on its way. Another job then has to save over it, and to leave nothing behind of what was killed.
-Prints each trial that broke this; ends with 1 if any did.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import random
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -32,17 +31,10 @@ from tests.faults.disk import Call, FaultDisk
 from tests.harness.ranks import Outcome, RanksOverran, run_ranks
 from tests.support.waiting import wait_until
 from torture.generations import files_not_named, generation_in, is_gone, make_state, set_generation, writer_pids
-from torture.survivors import (
-    LIMIT_SECONDS,
-    Raised,
-    Result,
-    end_process,
-    judge_survivors,
-    killed_at_seconds,
-    print_table,
-)
+from torture.kills import LIMIT_SECONDS, Raised, end_process, judge_survivors, killed_at_seconds
+from torture.trials import Result, Trial, main
 
-__all__ = ["KINDS", "Trial", "make_trial", "run_trial"]
+__all__ = ["Kill", "judge"]
 
 KINDS = (("thread", "trainer"), ("process", "trainer"), ("process", "writer"))
 """Who writes, and who is killed."""
@@ -65,7 +57,7 @@ _SAVED = "committed "
 
 
 @dataclass(frozen=True)
-class Trial:
+class Kill:
     """What happens: while generation 2 is saved, a process of rank ``victim`` is killed.
 
     Attributes:
@@ -106,93 +98,81 @@ class Told:
     outlived_by_writer: bool = False
 
 
-def make_trial(seed: int) -> Trial:
-    """The trial number ``seed``. Kinds and stagings are gone through in turn, all else is random."""
-    rng = random.Random(f"async kill {seed}")
-    executor, kills = KINDS[seed % len(KINDS)]
-    staging = list(STAGINGS)[seed // len(KINDS) % len(STAGINGS)]
-    size = rng.randint(2, 4) if executor == "thread" else rng.choice((2, 2, 2, 3))  # writers take long to start
-    return Trial(seed, size, rng.randrange(size), executor, kills, rng.randrange(50), staging, rng.randint(1, 2))
+def make_trials(n_trials: int, seed: int) -> Iterator[Trial]:
+    """Kinds and stagings are gone through in turn, all else is random."""
+    for number in range(seed * 1000, seed * 1000 + n_trials):
+        rng = random.Random(f"async kill {number}")
+        executor, kills = KINDS[number % len(KINDS)]
+        staging = list(STAGINGS)[number // len(KINDS) % len(STAGINGS)]
+        size = rng.randint(2, 4) if executor == "thread" else rng.choice((2, 2, 2, 3))  # writers take long to start
+        kill = Kill(number, size, rng.randrange(size), executor, kills, rng.randrange(50), staging, rng.randint(1, 2))
+        yield Trial(kill.kind, kill, partial(judge, kill))
 
 
-def run_trial(trial: Trial) -> Result[Trial]:
+def judge(kill: Kill) -> Result:
     """Run it, and judge what came of it."""
-    result = Result(trial)
     with tempfile.TemporaryDirectory(prefix="async-kill-") as directory:
         path = os.path.join(directory, "checkpoint")
         try:
-            outcomes = run_ranks(
-                *(trial.size, _be_rank, trial, path),
-                timeout_seconds=90,
-            )
+            outcomes = run_ranks(kill.size, _be_rank, kill, path, timeout_seconds=90)
         except RanksOverran as error:
-            result.complaints.append(str(error)[:5000])
-            return result
+            return Result([str(error)[:5000]])
         told = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
-        if trial.kills == "trainer":
+        if kill.kills == "trainer":
             first, last = ({rank: each.raised[n] for rank, each in told.items() if each.raised} for n in (0, -1))
             is_same = len({each.message for each in first.values()}) == 1
-            judge_survivors(result, outcomes, trial.victim, first if is_same else last)
+            result = judge_survivors(outcomes, kill.victim, first if is_same else last)
         else:
-            _judge_writer_trial(result, outcomes, told)
+            result = _judge_writer_kill(kill, outcomes, told)
         for rank, each in told.items():
             if each.outlived_by_writer:
                 result.complaints.append(f"rank {rank}: the writer process outlives the rank that was killed")
-        _judge_directory(result, outcomes, path)
+        result.complaints += _complaints_of_directory(kill, outcomes, path)
     return result
 
 
-def _judge_writer_trial(result: Result[Trial], outcomes: list[Outcome], told: dict[int, Told]) -> None:
+def _judge_writer_kill(kill: Kill, outcomes: list[Outcome], told: dict[int, Told]) -> Result:
     """At most one save has failed, on all ranks with the same words; the last one is there."""
-    trial = result.trial
-    if "killed at" not in outcomes[trial.victim].output:
-        result.complaints.append(f"no writer was killed: {outcomes[trial.victim]}")
-    messages = {rank: [error.message for error in each.raised] for rank, each in told.items()}
-    if len(told) < trial.size:
-        result.complaints.append("\n".join(str(outcome) for outcome in outcomes if outcome.value is None)[:5000])
-    elif len({tuple(each) for each in messages.values()}) > 1 or len(messages[0]) > 1:
-        result.complaints.append(f"more than one error: {messages}")
-    elif any(f"the writer process of rank {trial.victim}" not in message for message in messages[0]):
-        result.complaints.append(f"another error: {messages[0]}")
-    killed_at = killed_at_seconds(outcomes[trial.victim])
-    for each in told.values():
-        result.complaints += [f"after the error: {found}" for found in each.loaded if isinstance(found, str)]
-        result.seconds += [error.at_seconds - (killed_at or 0.0) for error in each.raised]
+    killed_at = killed_at_seconds(outcomes[kill.victim])
+    if killed_at is None or len(told) < kill.size:
+        return Result([f"no writer was killed, or a rank has not returned: {[*map(str, outcomes)]}"[:5000]])
+    errors = {rank: [error.message for error in each.raised] for rank, each in told.items()}
+    result = Result(seconds=[error.at_seconds - killed_at for each in told.values() for error in each.raised])
+    if len({tuple(each) for each in errors.values()}) > 1 or len(errors[0]) > 1:
+        result.complaints.append(f"more than one error: {errors}")
+    elif any(f"the writer process of rank {kill.victim}" not in message for message in errors[0]):
+        result.complaints.append(f"another error: {errors[0]}")
+    found = [each for rank in told.values() for each in rank.loaded if isinstance(each, str)]
+    result.complaints += [f"after the error: {each}" for each in found]
     if max(result.seconds, default=0.0) > LIMIT_SECONDS:
         result.complaints.append(f"the error took {max(result.seconds):.1f} s")
+    return result
 
 
-def _judge_directory(result: Result[Trial], outcomes: list[Outcome], path: str) -> None:
+def _complaints_of_directory(kill: Kill, outcomes: list[Outcome], path: str) -> list[str]:
     """What is there is whole and not older than what any rank was told; and another job can save over it."""
-    trial = result.trial
-    saved = max(_numbers_after(_SAVED, outcomes), default=0)
-    oldest, newest = (saved, saved + trial.max_in_flight) if trial.kills == "trainer" else (_LAST, _LAST)
-    paths = [
-        each
-        for each in {trial.directory(path, number) for number in _GENERATIONS}
-        if os.path.exists(f"{each}/.metadata")
-    ]
-    found = [generation_in(each, range(trial.size), _GENERATIONS) for each in paths]
+    ranks = range(kill.size)
+    saved = max((int(part.split()[0]) for each in outcomes for part in each.output.split(_SAVED)[1:]), default=0)
+    oldest, newest = (saved, saved + kill.max_in_flight) if kill.kills == "trainer" else (_LAST, _LAST)
+    paths = [each for each in {kill.directory(path, 0), kill.directory(path, 1)} if os.path.exists(f"{each}/.metadata")]
+    found = [generation_in(each, ranks, _GENERATIONS) for each in paths]
     generations = [each for each in found if isinstance(each, int)]
+    complaints = []
     if len(generations) < len(found) or not oldest <= max(generations, default=0) <= newest:
-        result.complaints.append(f"loaded: {found}; committed before: {saved}")
+        complaints.append(f"loaded: {found}; committed before: {saved}")
     for each in paths:
         try:
-            robust_dcp.save(make_state(range(trial.size), _OF_ANOTHER_JOB), checkpoint_id=each, no_dist=True)
+            robust_dcp.save(make_state(ranks, _OF_ANOTHER_JOB), checkpoint_id=each, no_dist=True)
         except robust_dcp.RobustCheckpointError as error:
-            result.complaints.append(f"another job cannot save over it: {error}")
+            complaints.append(f"another job cannot save over it: {error}")
             continue
-        new = generation_in(each, range(trial.size), [_OF_ANOTHER_JOB])
-        left = files_not_named(each)
+        new, left = generation_in(each, ranks, [_OF_ANOTHER_JOB]), files_not_named(each)
         if new != _OF_ANOTHER_JOB or left:
-            result.complaints.append(f"another job has saved over it, and there is: {new}; left behind: {left}")
+            complaints.append(f"another job has saved over it, and there is: {new}; left behind: {left}")
+    return complaints
 
 
-def _numbers_after(words: str, outcomes: list[Outcome]) -> list[int]:
-    return [int(part.split()[0]) for outcome in outcomes for part in outcome.output.split(words)[1:]]
-
-
-def _be_rank(trial: Trial, path: str) -> Told:
+def _be_rank(kill: Kill, path: str) -> Told:
     """One rank, which trains and saves until all generations are saved, or another rank is gone."""
     rank = dist.get_rank()
     state = make_state([rank], 0)
@@ -200,21 +180,21 @@ def _be_rank(trial: Trial, path: str) -> Told:
     pending: list[tuple[int, Any]] = []
     first_writer = f"{os.path.dirname(path)}/writer"
     # A writer may die at any time, a rank will: so the others go on until they hear of it.
-    generations = _GENERATIONS if trial.kills == "trainer" else range(1, _LAST + 1)
+    generations = _GENERATIONS if kill.kills == "trainer" else range(1, _LAST + 1)
     for generation in generations:
         set_generation(state, generation)
-        if generation == _ARMED and rank == trial.victim:
+        if generation == _ARMED and rank == kill.victim:
             with open(first_writer, "w") as file:
                 file.write(" ".join(map(str, writer_pids())))
-            _arm(trial, path)
+            _arm(kill, path)
         is_last = generation == generations[-1]
         is_over = bool(told.raised)
         try:
-            pending.append((generation, _save(state, trial.directory(path, generation), trial)))
+            pending.append((generation, _save(state, kill.directory(path, generation), kill)))
         except robust_dcp.RobustCheckpointError as error:
             _note(told, error)
             is_over = True
-        while pending and (is_last or generation < _ARMED or len(pending) >= trial.max_in_flight):
+        while pending and (is_last or generation < _ARMED or len(pending) >= kill.max_in_flight):
             number, saving = pending.pop(0)
             try:
                 saving.result(timeout=60)
@@ -222,37 +202,37 @@ def _be_rank(trial: Trial, path: str) -> Told:
             except robust_dcp.RobustCheckpointError as error:
                 _note(told, error)
         # Who was the only one to hear of the death, with the last message of a save, asks once more, as others do.
-        if is_over and trial.kills == "trainer" and os.path.exists(first_writer):
+        if is_over and kill.kills == "trainer" and os.path.exists(first_writer):
             told.outlived_by_writer = _is_outlived(first_writer)
             return told
-        if told.raised and not told.loaded and rank == 0 and trial.max_in_flight == 1:
-            told.loaded.append(generation_in(path, range(trial.size), _GENERATIONS))
+        if told.raised and not told.loaded and rank == 0 and kill.max_in_flight == 1:
+            told.loaded.append(generation_in(path, range(kill.size), _GENERATIONS))
     return told
 
 
-def _arm(trial: Trial, path: str) -> None:
+def _arm(kill: Kill, path: str) -> None:
     """Have this rank or its writer killed, from now on."""
 
     def strike(call: Call | None = None) -> None:
-        for pid in writer_pids() if trial.kills == "writer" else [None]:
+        for pid in writer_pids() if kill.kills == "writer" else [None]:
             end_process(pid)
 
-    if trial.executor == "thread":
-        FaultDisk(os.path.dirname(path), at=(trial.number, strike)).install()
+    if kill.executor == "thread":
+        FaultDisk(os.path.dirname(path), at=(kill.number, strike)).install()
     else:
-        timer = threading.Timer(trial.number / 100, strike)
+        timer = threading.Timer(kill.number / 100, strike)
         timer.daemon = True
         timer.start()
 
 
-def _save(state: dict[str, Any], path: str, trial: Trial) -> Any:
+def _save(state: dict[str, Any], path: str, kill: Kill) -> Any:
     saving = robust_dcp.async_save(
         state,
         checkpoint_id=path,
-        executor=trial.executor,  # type: ignore[arg-type]
-        max_in_flight=trial.max_in_flight,
+        executor=kill.executor,  # type: ignore[arg-type]
+        max_in_flight=kill.max_in_flight,
         timeout_seconds=_TIMEOUT_SECONDS,
-        **STAGINGS[trial.staging],
+        **STAGINGS[kill.staging],
     )
     if isinstance(saving, robust_dcp.AsyncSave):
         saving.wait_staged()
@@ -278,23 +258,5 @@ def _is_outlived(path: str) -> bool:
     return False
 
 
-def main() -> int:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    logging.disable(logging.WARNING)
-    results: list[Result[Trial]] = []
-    for seed in range(arguments.seed * 1000, arguments.seed * 1000 + arguments.trials):
-        results.append(run_trial(make_trial(seed)))
-        if len(results) % 20 == 0:
-            print(f"{len(results)} trials", flush=True)
-        if results[-1].complaints:
-            print(results[-1].trial, *results[-1].complaints, sep="\n  ", flush=True)
-    results.sort(key=lambda result: result.trial.kind)
-    return int(not print_table([(result.trial.kind, result) for result in results]))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, make_trials, n_trials=200))

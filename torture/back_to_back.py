@@ -1,23 +1,22 @@
-"""Async saves without a pause, and what they leave behind: ``python -m torture.back_to_back --saves 300 --seed 1``.
+"""Async saves without a pause, and what they leave behind: ``python -m torture.back_to_back --trials 8 --seed 1``.
 
-Two ranks save a state that grows and shrinks into one of two directories in turn, 300 times for each way of saving: by
-a thread or a process, with one or two saves under way, ``when_busy`` ``"wait"`` and ``"skip"``. After each quarter all
+In each trial two ranks save a state that grows and shrinks into one of two directories in turn, 300 times in one way:
+by a thread or a process, one or two saves under way, ``when_busy`` ``"wait"`` or ``"skip"``. After each quarter all
 saves are waited for and everything is counted: memory, shared memory, open files, threads, processes, and files that
 are no part of a checkpoint. What is counted must be the same after the last quarter as after the first, memory but for
-a few MiB. Prints the table; ends with 1 if anything has grown.
+a few MiB.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import logging
 import os
 import random
 import sys
 import tempfile
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,9 @@ from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
 from robust_dcp.structure_cache import clear_caches
 from tests.harness.ranks import run_ranks, values
 from torture.generations import child_pids, files_not_named, writer_pids
+from torture.trials import Result, Trial, main
 
-__all__ = ["WAYS", "Counts", "Way", "grown", "run_way"]
+__all__ = ["judge"]
 
 _N_RANKS = 2
 _N_QUARTERS = 4
@@ -39,85 +39,52 @@ _MEMORY_MIB = 24
 """What memory may differ by: allocators keep some of what was freed, and the state that was saved last varies."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """How is saved."""
-
-    executor: str
-    max_in_flight: int
-    when_busy: str
-
-    def __str__(self) -> str:
-        return f"{self.executor}, {self.max_in_flight} in flight, {self.when_busy}"
+_ROOM_MIB = dict.fromkeys(("memory", "memory of the writer", "shared memory"), _MEMORY_MIB)
 
 
-WAYS = tuple(Way(*way) for way in product(("thread", "process"), (1, 2), ("wait", "skip")))
+def make_trials(n_trials: int, seed: int) -> Iterator[Trial]:
+    """All ways in turn."""
+    ways = list(product(("thread", "process"), (1, 2), ("wait", "skip")))
+    for number in range(seed - 1, seed - 1 + n_trials):
+        executor, max_in_flight, when_busy = ways[number % len(ways)]
+        options = {"executor": executor, "max_in_flight": max_in_flight, "when_busy": when_busy}
+        kind = f"{executor}, {max_in_flight} in flight, {when_busy}"
+        yield Trial(kind, f"seed {number}", partial(judge, options, 300, number))
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What there is on rank 0 while no save is under way. Memory is in MiB, of this process and of its writer."""
-
-    committed: int
-    skipped: int
-    rss: int
-    writer_rss: int
-    shared: int
-    files: int
-    threads: int
-    processes: int
-    left_behind: int
-
-
-def run_way(way: Way, n_saves: int, seed: int) -> list[Counts]:
-    """Save, and count after each quarter."""
+def judge(options: dict[str, Any], n_saves: int, seed: int) -> Result:
+    """Save, count after each quarter, and say what is more after the last than after the first."""
     with tempfile.TemporaryDirectory(prefix="back-to-back-") as directory:
         timeout_seconds = 300 + 5.0 * n_saves
-        outcomes = run_ranks(_N_RANKS, _be_rank, way, n_saves, seed, directory, timeout_seconds=timeout_seconds)
-        counts: list[Counts] = values(outcomes)[0]
-        return counts
-
-
-def grown(counts: list[Counts]) -> list[str]:
-    """What is more after the last quarter than after the first."""
+        counts = values(
+            run_ranks(_N_RANKS, _be_rank, options, n_saves, seed, directory, timeout_seconds=timeout_seconds)
+        )[0]
     first, last = counts[0], counts[-1]
-    room = dict.fromkeys(("rss", "writer_rss", "shared"), _MEMORY_MIB) | dict.fromkeys(
-        ("files", "threads", "processes"), 0
-    )
-    found = [
-        f"{name}: {getattr(first, name)}, then {getattr(last, name)}"
-        for name, more in room.items()
-        if getattr(last, name) > getattr(first, name) + more
-    ]
-    if last.left_behind:
-        found.append(f"{last.left_behind} files are no part of a checkpoint")
-    return found
+    grown = {name: (first[name], last[name]) for name in first if last[name] > first[name] + _ROOM_MIB.get(name, 0)}
+    complaints = [f"{name}: {before}, then {after}" for name, (before, after) in grown.items()]
+    if last["files left behind"]:
+        complaints.append(f"{last['files left behind']} files are no part of a checkpoint")
+    return Result(complaints)
 
 
-def _be_rank(way: Way, n_saves: int, seed: int, directory: str) -> list[Counts]:
+def _be_rank(options: dict[str, Any], n_saves: int, seed: int, directory: str) -> list[dict[str, int]]:
     rng = random.Random(f"back to back {seed}")  # the same on all ranks
     counts = []
-    committed = skipped = n_taken = 0
+    n_taken = 0
     for quarter in range(_N_QUARTERS):
         n_first, n_end = quarter * n_saves // _N_QUARTERS, (quarter + 1) * n_saves // _N_QUARTERS
         futures = []
         for number in range(n_first, n_end):
-            future = robust_dcp.async_save(
-                _state(rng),
-                checkpoint_id=f"{directory}/{n_taken % 2}",
-                executor=way.executor,  # type: ignore[arg-type]
-                max_in_flight=way.max_in_flight,
-                when_busy=way.when_busy,  # type: ignore[arg-type]
-            )
+            path = f"{directory}/{n_taken % 2}"
+            future: Any = robust_dcp.async_save(_state(rng), checkpoint_id=path, **options)
             futures.append(future)
             n_taken += not (future.done() and future.result() is None)
             if len(futures) == 20 or number == n_end - 1:  # their reports are not to be counted
-                reports: list[Any] = [future.result(timeout=120) for future in futures]
-                committed += sum(report is not None for report in reports)
-                skipped += sum(report is None for report in reports)
+                for each in futures:
+                    each.result(timeout=120)
                 futures.clear()
         dist.barrier()
-        counts.append(_count(committed, skipped, directory))
+        counts.append(_count(directory))
         dist.barrier()
     return counts
 
@@ -131,25 +98,24 @@ def _state(rng: random.Random) -> dict[str, Any]:
     return state
 
 
-def _count(committed: int, skipped: int, directory: str) -> Counts:
+def _count(directory: str) -> dict[str, int]:
+    """What there is on this rank and in its writer while no save is under way. Memory is in MiB."""
     STAGING.release()  # of a size that depends on the last saves
     SHARED_STAGING.release()
     clear_caches()  # it has a limit, and keeps the plans of some hundred structures until then
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    children, writers = child_pids(), writer_pids()
-    names = os.listdir(directory)
-    return Counts(
-        committed=committed,
-        skipped=skipped,
-        rss=_mib(os.getpid(), "RssAnon") + _mib(os.getpid(), "RssFile"),
-        writer_rss=sum(_mib(pid, "RssAnon") + _mib(pid, "RssFile") for pid in writers),
-        shared=sum(_mib(pid, "RssShmem") for pid in [os.getpid(), *writers]),
-        files=sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in [os.getpid(), *writers]),
-        threads=sum(len(os.listdir(f"/proc/{pid}/task")) for pid in [os.getpid(), *writers]),
-        processes=len(children),
-        left_behind=sum(len(files_not_named(f"{directory}/{name}")) for name in names),
-    )
+    writers = writer_pids()
+    pids = [os.getpid(), *writers]
+    return {
+        "memory": _mib(os.getpid(), "RssAnon") + _mib(os.getpid(), "RssFile"),
+        "memory of the writer": sum(_mib(pid, "RssAnon") + _mib(pid, "RssFile") for pid in writers),
+        "shared memory": sum(_mib(pid, "RssShmem") for pid in pids),
+        "open files": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
+        "threads": sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),
+        "processes": len(child_pids()),
+        "files left behind": sum(len(files_not_named(f"{directory}/{name}")) for name in os.listdir(directory)),
+    }
 
 
 def _mib(pid: int, what: str) -> int:
@@ -157,24 +123,5 @@ def _mib(pid: int, what: str) -> int:
     return int(status.partition(f"{what}:")[2].split()[0]) >> 10
 
 
-def main() -> int:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--saves", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    logging.disable(logging.WARNING)
-    print(f"{'after the first quarter, after the last':34}", *(f"{field.name:>13}" for field in fields(Counts)))
-    has_grown = False
-    for way in WAYS:
-        counts = run_way(way, arguments.saves, arguments.seed)
-        changes = (f"{a}, {b}" for a, b in zip(astuple(counts[0]), astuple(counts[-1]), strict=True))
-        print(f"{way!s:34}", *(f"{change:>13}" for change in changes), flush=True)
-        for words in grown(counts):
-            has_grown = True
-            print(f"  has grown: {words}", flush=True)
-    return int(has_grown)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, make_trials, n_trials=8))

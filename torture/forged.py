@@ -6,15 +6,21 @@ Owns their bytes. Each is made by hand, opcode by opcode, and gets into a file w
 from __future__ import annotations
 
 import enum
+import io
+import os
 import random
 import struct
+import tempfile
 import typing
-from collections.abc import Callable, Iterator
+import zipfile
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["FORGED", "FORGED_METADATA", "random_pickle"]
+__all__ = ["CANARY", "FORGED", "FORGED_METADATA", "archive", "framed", "metadata_with", "random_pickle"]
+
+CANARY = os.path.join(tempfile.gettempdir(), f"canary-of-hostile-{os.getpid()}")
+"""A path that comes to exist if code of a checkpoint is run."""
 
 
 class Careful(enum.Enum):
@@ -42,6 +48,28 @@ class Loud:
 
     def __setstate__(self, state: object) -> None:
         raise SystemError("the code of a dataclass has run")
+
+
+def framed(opcodes: bytes) -> bytes:
+    """A whole pickle: the opcodes between a protocol and an end."""
+    return b"\x80\x04" + opcodes + b"."
+
+
+def archive(pickled: bytes, *, compressed: bool = False) -> bytes:
+    """An archive with this pickle, as ``torch.save`` writes it, and with two small storages."""
+    buffer = io.BytesIO()
+    kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(buffer, "w", kind) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/data/0", b"A" * 16)
+        archive.writestr("archive/version", b"3\n")
+    return buffer.getvalue()
+
+
+def metadata_with(value: bytes) -> bytes:
+    """The pickle of a ``Metadata``. The opcodes ``value`` make its ``state_dict_metadata``."""
+    return framed(_METADATA + b"Metadata\n" + _state(state_dict_metadata=value))
 
 
 def _text(value: str) -> bytes:
@@ -121,35 +149,24 @@ def _colliding(n: int) -> bytes:
 _BUILTINS = "builtins"
 _DEEP = 400_000
 
-FORGED: dict[str, Callable[[str], bytes]] = {
+FORGED: dict[str, bytes] = {
     # These ask for more memory than there is.
-    "list of a range": lambda _: _call(_named(_BUILTINS, "list"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
-    "set of a range": lambda _: _call(_named(_BUILTINS, "set"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
-    "size of a range": lambda _: _call(_named("torch", "Size"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
-    "deque of a range": lambda _: _call(
-        _named("collections", "deque"), _call(_named(_BUILTINS, "range"), _int(30_000_000))
-    ),
-    "bytearray of a GiB": lambda _: _call(_named(_BUILTINS, "bytearray"), _int(1 << 30)),
-    "bytes of a GiB": lambda _: _call(_named(_BUILTINS, "bytes"), _int(1 << 30)),
-    "new bytes of a GiB": lambda _: _named(_BUILTINS, "bytes") + b"(" + _int(1 << 30) + b"t\x81",
-    "memo of 50 million": lambda _: b"]" + _put(50_000_000),
-    "memo of 4 billion": lambda _: b"]" + _put(4_000_000_000),
-    "memo in text": lambda _: b"]p99999999999\n",
-    "frame of an exabyte": lambda _: b"\x95" + struct.pack("<Q", 1 << 60) + b"]",
-    "text of an exabyte": lambda _: b"\x8d" + struct.pack("<Q", 1 << 60),
-    "bytes of 4 GiB": lambda _: b"B" + struct.pack("<I", (1 << 32) - 1),
-    "bytes of an exabyte": lambda _: b"\x8e" + struct.pack("<Q", 1 << 60),
-    "bytearray of an exabyte": lambda _: b"\x96" + struct.pack("<Q", 1 << 60),
-    "number of 2 GiB": lambda _: b"\x8b" + struct.pack("<i", (1 << 31) - 1),
-    "number of negative length": lambda _: b"\x8b" + struct.pack("<i", -1),
-    "number of 300,000 digits": lambda _: b"L" + b"9" * 300_000 + b"L\n",
-    "decimal exponent": lambda _: _call(_named("decimal", "Decimal"), _text("1e3000000")),
-    "int of a decimal": lambda _: _call(
-        _named(_BUILTINS, "int"), _call(_named("decimal", "Decimal"), _text("1e3000000"))
-    ),
-    "fraction exponent": lambda _: _call(_named("fractions", "Fraction"), _text("1e300000000")),
-    "text of a list": lambda _: _doubled(b"]", 40) + _call(_named(_BUILTINS, "str"), _get(40)),
-    "copies of a list": lambda _: (
+    "list of a range": _call(_named(_BUILTINS, "list"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
+    "deque of a range": _call(_named("collections", "deque"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
+    "bytearray of a GiB": _call(_named(_BUILTINS, "bytearray"), _int(1 << 30)),
+    "bytes of a GiB": _call(_named(_BUILTINS, "bytes"), _int(1 << 30)),
+    "memo of 4 billion": b"]" + _put(4_000_000_000),
+    "memo in text": b"]p99999999999\n",
+    "frame of an exabyte": b"\x95" + struct.pack("<Q", 1 << 60) + b"]",
+    "text of an exabyte": b"\x8d" + struct.pack("<Q", 1 << 60),
+    "bytes of an exabyte": b"\x8e" + struct.pack("<Q", 1 << 60),
+    "number of 2 GiB": b"\x8b" + struct.pack("<i", (1 << 31) - 1),
+    "number of negative length": b"\x8b" + struct.pack("<i", -1),
+    "number of 300,000 digits": b"L" + b"9" * 300_000 + b"L\n",
+    "decimal exponent": _call(_named("decimal", "Decimal"), _text("1e3000000")),
+    "fraction exponent": _call(_named("fractions", "Fraction"), _text("1e300000000")),
+    "text of a list": _doubled(b"]", 40) + _call(_named(_BUILTINS, "str"), _get(40)),
+    "copies of a list": (
         b"]("
         + b"K\x01" * 50_000
         + b"e"
@@ -159,32 +176,27 @@ FORGED: dict[str, Callable[[str], bytes]] = {
         + b"t"
     ),
     # These are nested very deeply.
-    "doubled lists": lambda _: _doubled(b"]", 60),
-    "doubled tuples": lambda _: _doubled(b"\x86", 60),
-    "doubled tuple as key": lambda _: b"}" + _doubled(b"\x86", 60) + b"Ns",
-    "doubled tuple in a set": lambda _: b"\x8f(" + _doubled(b"\x86", 60) + b"\x90",
-    "doubled tuple in a frozenset": lambda _: b"(" + _doubled(b"\x86", 60) + b"\x91",
-    "lists nested deeply": lambda _: b"]" * _DEEP + b"a" * (_DEEP - 1),
-    "tuples nested deeply": lambda _: b"N" + b"\x85" * _DEEP,
-    "tuples nested deeply as key": lambda _: b"}N" + b"\x85" * _DEEP + b"Ns",
-    "dicts nested deeply": lambda _: b"}" + b"N}" * _DEEP + b"s" * _DEEP,
-    "arrays nested deeply": lambda _: (
+    "doubled lists": _doubled(b"]", 60),
+    "doubled tuples": _doubled(b"\x86", 60),
+    "doubled tuple as key": b"}" + _doubled(b"\x86", 60) + b"Ns",
+    "doubled tuple in a set": b"\x8f(" + _doubled(b"\x86", 60) + b"\x90",
+    "lists nested deeply": b"]" * _DEEP + b"a" * (_DEEP - 1),
+    "tuples nested deeply": b"N" + b"\x85" * _DEEP,
+    "tuples nested deeply as key": b"}N" + b"\x85" * _DEEP + b"Ns",
+    "dicts nested deeply": b"}" + b"N}" * _DEEP + b"s" * _DEEP,
+    "arrays nested deeply": (
         b"N" + b"".join(_put(0) + b"0" + _array(_OBJECTS, _ints(1), b"]" + _get(0) + b"a") for _ in range(8_000))
     ),
-    "marks nested deeply": lambda _: b"(" * _DEEP + b"t" * _DEEP,
-    "numbers that collide": lambda _: _colliding(60_000),
+    "marks nested deeply": b"(" * _DEEP + b"t" * _DEEP,
+    "numbers that collide": _colliding(60_000),
     # These make pointers of bytes, or arrays that are larger than their bytes.
-    "object dtype without its flags": lambda _: _array(
-        _dtype("O8", _plain_state("|", flags=0)), _ints(4), b"C\x20" + b"A" * 32
-    ),
-    "object dtype with its flags, of bytes": lambda _: _array(_OBJECTS, _ints(4), b"C\x20" + b"A" * 32),
-    "number dtype with the flags of objects": lambda _: _array(
-        _dtype("f8", _plain_state(flags=63)), _ints(4), b"](NNNNe"
-    ),
-    "scalar of objects": lambda _: _call(
+    "object dtype without its flags": _array(_dtype("O8", _plain_state("|", flags=0)), _ints(4), b"C\x20" + b"A" * 32),
+    "object dtype with its flags, of bytes": _array(_OBJECTS, _ints(4), b"C\x20" + b"A" * 32),
+    "number dtype with the flags of objects": _array(_dtype("f8", _plain_state(flags=63)), _ints(4), b"](NNNNe"),
+    "scalar of objects": _call(
         _named("numpy._core.multiarray", "scalar"), _dtype("O8", _plain_state("|", flags=0)), b"C\x08AAAAAAAA"
     ),
-    "structured dtype with objects": lambda _: _array(
+    "structured dtype with objects": _array(
         _dtype(
             "V8",
             b"(K\x03"
@@ -206,40 +218,36 @@ FORGED: dict[str, Callable[[str], bytes]] = {
         _ints(4),
         b"C\x20" + b"A" * 32,
     ),
-    "subarray dtype": lambda _: _array(
+    "subarray dtype": _array(
         _dtype(
             "V8", b"(K\x03" + _text("|") + b"(" + _OBJECTS + b"(K\x01tt" + b"NN" + _int(8) + _int(1) + _int(0) + b"t"
         ),
         _ints(4),
         b"C\x20" + b"A" * 32,
     ),
-    "dtype of another size": lambda _: _array(_dtype("S8", _plain_state("|", 1 << 40, 1)), _ints(1), b"C\x08AAAAAAAA"),
-    "dtype of a terabyte": lambda _: _array(
-        _dtype("S999999999", _plain_state("|", 999999999, 1)), _ints(1000), b"C\x00"
-    ),
-    "array without its bytes": lambda _: _array(_F8, _ints(1 << 40), b"C\x00"),
-    "array with too few bytes": lambda _: _array(_F8, _ints(5), b"C\x20" + b"A" * 32),
-    "array of a negative shape": lambda _: _array(_F8, _ints(-1, -4), b"C\x20" + b"A" * 32),
-    "array whose shape overflows": lambda _: _array(_F8, _ints(1 << 33, 1 << 33), b"C\x00"),
-    "array of no elements and many": lambda _: _array(_F8, _ints(0, 1 << 62, 1 << 61), b"C\x00"),
-    "array that is never filled": lambda _: _array(_F8, _ints(1), b"C\x08AAAAAAAA")[:-1] + b"0",
+    "dtype of another size": _array(_dtype("S8", _plain_state("|", 1 << 40, 1)), _ints(1), b"C\x08AAAAAAAA"),
+    "dtype of a terabyte": _array(_dtype("S999999999", _plain_state("|", 999999999, 1)), _ints(1000), b"C\x00"),
+    "array without its bytes": _array(_F8, _ints(1 << 40), b"C\x00"),
+    "array of a negative shape": _array(_F8, _ints(-1, -4), b"C\x20" + b"A" * 32),
+    "array whose shape overflows": _array(_F8, _ints(1 << 33, 1 << 33), b"C\x00"),
+    "array of no elements and many": _array(_F8, _ints(0, 1 << 62, 1 << 61), b"C\x00"),
+    "array that is never filled": _array(_F8, _ints(1), b"C\x08AAAAAAAA")[:-1] + b"0",
     # These tensors reach beyond their storage.
-    "tensor larger than its storage": lambda _: _tensor(_storage(4), 0, _ints(1 << 32), _ints(1)),
-    "tensor before its storage": lambda _: _tensor(_storage(4), -1000, _ints(4), _ints(1)),
-    "tensor with negative strides": lambda _: _tensor(_storage(4), 0, _ints(4), _ints(-1000)),
-    "tensor whose size overflows": lambda _: _tensor(_storage(4), 0, _ints(1 << 40, 1 << 40), _ints(0, 0)),
-    "tensor whose offset overflows": lambda _: _tensor(_storage(4), (1 << 63) - 1, _ints(1), _ints(1)),
-    "tensor of no storage": lambda _: _tensor(b"N", 0, _ints(1), _ints(1)),
-    "storage of a TiB": lambda _: _storage(1 << 38),
-    "storage that is not there": lambda _: _storage(4, key="../../7"),
-    "storage of a negative length": lambda _: _storage(-4),
-    "sparse tensor out of bounds": lambda _: _call(
+    "tensor larger than its storage": _tensor(_storage(4), 0, _ints(1 << 32), _ints(1)),
+    "tensor before its storage": _tensor(_storage(4), -1000, _ints(4), _ints(1)),
+    "tensor with negative strides": _tensor(_storage(4), 0, _ints(4), _ints(-1000)),
+    "tensor whose size overflows": _tensor(_storage(4), 0, _ints(1 << 40, 1 << 40), _ints(0, 0)),
+    "tensor of no storage": _tensor(b"N", 0, _ints(1), _ints(1)),
+    "storage of a TiB": _storage(1 << 38),
+    "storage that is not there": _storage(4, key="../../7"),
+    "storage of a negative length": _storage(-4),
+    "sparse tensor out of bounds": _call(
         _named("torch._utils", "_rebuild_sparse_tensor"),
         _call(_named("torch.serialization", "_get_layout"), _text("torch.sparse_coo")),
         b"(" + _tensor(_storage(2, "LongStorage"), 0, _ints(1, 2), _ints(2, 1)),
         _tensor(_storage(4), 0, _ints(2), _ints(1)) + _call(_named("torch", "Size"), _ints(3)) + b"\x88t",
     ),
-    "quantized tensor of a TiB": lambda _: _call(
+    "quantized tensor of a TiB": _call(
         _named("torch._utils", "_rebuild_qtensor"),
         _storage(16, "QInt8Storage"),
         _int(0),
@@ -250,43 +258,34 @@ FORGED: dict[str, Callable[[str], bytes]] = {
         _named("collections", "OrderedDict") + b")R",
     ),
     # These run code.
-    "system call": lambda canary: _call(_named("os", "mkdir"), _text(canary)),
-    "system call, other opcodes": lambda canary: b"(" + _text(canary) + b"ios\nmkdir\n",
-    "system call by OBJ": lambda canary: b"(" + _named("os", "mkdir") + _text(canary) + b"o",
-    "system call on the stack": lambda canary: _text("posix") + _text("mkdir") + b"\x93" + _text(canary) + b"\x85R",
-    "system call behind broken text": lambda canary: b"I0x10\n0" + _call(_named("os", "mkdir"), _text(canary)),
-    "system call without protocol": lambda canary: b"(" + _text(canary) + b"tcos\nmkdir\nR",
-    "evaluation": lambda canary: _call(_named(_BUILTINS, "eval"), _text(f"__import__('os').mkdir({canary!r})")),
-    "attribute of a module": lambda _: _call(
-        _named(_BUILTINS, "getattr"), _named(_BUILTINS, "int"), _text("__class__")
-    ),
-    "factory that calls": lambda _: _call(_named("collections", "defaultdict"), _named("os", "getcwd")),
-    "method of a class replaced": lambda _: (
-        _named("argparse", "Namespace") + b"N}" + _text("__init__") + _named(_BUILTINS, "list") + b"s\x86b"
-    ),
-    "extension registry": lambda _: b"\x82\x01",
-    "enum with code": lambda _: _call(_named(__name__, "Careful"), _int(7)),
-    "dataclass with code": lambda _: _named(__name__, "Loud") + b")\x81}" + _text("value") + b"K\x01sb",
-    "named tuple of too much": lambda _: _named(__name__, "Pair") + b"(K\x01K\x02K\x03t\x81",
-    "module that is not imported": lambda _: _call(_named("antigravity", "fly"), b""),
+    "system call": _call(_named("os", "mkdir"), _text(CANARY)),
+    "system call, other opcodes": b"(" + _text(CANARY) + b"ios\nmkdir\n",
+    "system call by OBJ": b"(" + _named("os", "mkdir") + _text(CANARY) + b"o",
+    "system call on the stack": _text("posix") + _text("mkdir") + b"\x93" + _text(CANARY) + b"\x85R",
+    "system call behind broken text": b"I0x10\n0" + _call(_named("os", "mkdir"), _text(CANARY)),
+    "system call without protocol": b"(" + _text(CANARY) + b"tcos\nmkdir\nR",
+    "evaluation": _call(_named(_BUILTINS, "eval"), _text(f"__import__('os').mkdir({CANARY!r})")),
+    "factory that calls": _call(_named("collections", "defaultdict"), _named("os", "getcwd")),
+    "extension registry": b"\x82\x01",
+    "enum with code": _call(_named(__name__, "Careful"), _int(7)),
+    "dataclass with code": _named(__name__, "Loud") + b")\x81}" + _text("value") + b"K\x01sb",
+    "named tuple of too much": _named(__name__, "Pair") + b"(K\x01K\x02K\x03t\x81",
+    "module that is not imported": _call(_named("antigravity", "fly"), b""),
     # These make no sense.
-    "nothing": lambda _: b"",
-    "empty stack": lambda _: b"0000",
-    "value that was never remembered": lambda _: _get(77),
-    "list of itself": lambda _: b"]" + _put(0) + _get(0) + b"a",
-    "tuple of itself": lambda _: b"](" + _put(0) + _get(0) + b"te",
-    "date that is none": lambda _: _call(_named("datetime", "date"), b"C\x04\x07\xe8\x63\x63"),
-    "datetime that is none": lambda _: _call(
-        _named("datetime", "datetime"), b"C\x0a\xff\xff\x0c\xff\xff\xff\xff\xff\xff\xff"
-    ),
-    "timedelta that overflows": lambda _: _call(_named("datetime", "timedelta"), _int(1 << 80), _int(0), _int(0)),
-    "stream beyond its end": lambda _: _named("_io", "BytesIO") + b")\x81(C\x01x" + _int(1 << 40) + b"Ntb",
-    "parameter of a number": lambda _: _call(
+    "nothing": b"",
+    "empty stack": b"0000",
+    "value that was never remembered": _get(77),
+    "list of itself": b"]" + _put(0) + _get(0) + b"a",
+    "tuple of itself": b"](" + _put(0) + _get(0) + b"te",
+    "date that is none": _call(_named("datetime", "date"), b"C\x04\x07\xe8\x63\x63"),
+    "datetime that is none": _call(_named("datetime", "datetime"), b"C\x0a\xff\xff\x0c\xff\xff\xff\xff\xff\xff\xff"),
+    "timedelta that overflows": _call(_named("datetime", "timedelta"), _int(1 << 80), _int(0), _int(0)),
+    "stream beyond its end": _named("_io", "BytesIO") + b")\x81(C\x01x" + _int(1 << 40) + b"Ntb",
+    "parameter of a number": _call(
         _named("torch._utils", "_rebuild_parameter"), b"K\x01", b"\x89", _named("collections", "OrderedDict") + b")R"
     ),
 }
-"""The forged pickles by name. Each function takes a path that must not come to exist (the canary), and returns opcodes
-without PROTO and STOP."""
+"""The forged pickles by name, without PROTO and STOP."""
 
 _METADATA = b"ctorch.distributed.checkpoint.metadata\n"
 
@@ -350,9 +349,4 @@ _PIECES = [
 
 def random_pickle(chosen: random.Random) -> bytes:
     """Opcodes and names in random order. Each of them is allowed somewhere."""
-    return b"".join(_random_pieces(chosen))
-
-
-def _random_pieces(chosen: random.Random) -> Iterator[bytes]:
-    for _ in range(chosen.randrange(1, 40)):
-        yield chosen.choice(_PIECES)
+    return b"".join(chosen.choice(_PIECES) for _ in range(chosen.randrange(1, 40)))

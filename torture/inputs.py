@@ -6,30 +6,28 @@ without its checksum, and Megatron's ``common.pt``.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 import socket
 import stat
 import struct
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+from isal import isal_zlib
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import robust_dcp
+from robust_dcp.storage.files.paths import INDEX_NAME
+from robust_dcp.storage.index.form import Head, Section, encode_sections, head_nbytes
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, trailer_of
 from robust_dcp.storage.reader import RobustReader
-from torture.files import (
-    archive,
-    framed,
-    metadata_with,
-    put_file,
-    put_index_bomb,
-    put_metadata,
-    put_object,
-    put_places,
-)
-from torture.forged import FORGED, FORGED_METADATA, random_pickle
+from torture.forged import FORGED, FORGED_METADATA, archive, framed, metadata_with, random_pickle
 from torture.samples import SAMPLES, Sample, load_megatron
 
 __all__ = ["Input", "all_forged", "random_inputs"]
@@ -44,73 +42,121 @@ class Input:
     Attributes:
         group, name: names for the table and for the list of lost trials.
         sample: the sample. A copy of it is damaged.
-        damage: takes the directory and a path that must not come to exist. It changes the directory, and returns the
-            name that a refusal has to contain.
+        damage: changes the directory, and returns the name that a refusal has to contain.
         load: loads the directory.
     """
 
     group: str
     name: str
     sample: Sample
-    damage: Callable[[str, str], str]
-    load: Callable[[str], None]
+    damage: Callable[[str], str]
+    load: Callable[[str], object]
+
+
+# What is written into a valid checkpoint, so that everything else in it still fits.
+
+
+def put_object(directory: str, data: bytes) -> str:
+    """Make ``data`` the item of the sample, in its own file, as a stock writer does: without marks of a save."""
+    path = os.path.join(directory, ".metadata")
+    with open(path, "rb") as file:
+        metadata = decode_metadata(file.read(), path)
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "objects.args":
+            place = copy.copy(info)
+            place.relative_path, place.offset, place.length = "__0_9.distcp", 0, len(data)
+            metadata.storage_data[index] = place
+    put_file(directory, ".metadata", encode_metadata(metadata)[:-TRAILER_NBYTES])
+    put_file(directory, "__0_9.distcp", data)
+    return directory
+
+
+def put_metadata(directory: str, pickled: bytes, *, checksum: bool) -> str:
+    """Make ``pickled`` the ``.metadata``."""
+    trailer = trailer_of(len(pickled), zlib.crc32(pickled)) if checksum else b""
+    return put_file(directory, ".metadata", pickled + trailer)
+
+
+def put_file(directory: str, name: str, data: bytes) -> str:
+    """Write a file of the checkpoint. Returns its path."""
+    path = os.path.join(directory, name)
+    with open(path, "wb") as file:
+        file.write(data)
+    return path
+
+
+def _deflated_zeros(nbytes: int) -> bytes:
+    return struct.pack("<BQ", 3, nbytes) + bytes(isal_zlib.compress(bytes(nbytes), 3))
+
+
+def put_index_bomb(directory: str, section: str) -> str:
+    """Make a section of the index announce a GiB, and really have it, with valid checksums."""
+    path = os.path.join(directory, INDEX_NAME)
+    with open(path, "rb") as file:
+        data = file.read()
+    head = Head.decode(data[: head_nbytes()], len(data), path)
+    bomb = _deflated_zeros(1 << 30)
+    sections = {
+        name: Section.of(name, bomb if name == section else data[start : start + nbytes])
+        for name, (start, nbytes) in head.places.items()
+        if name != "checksums"
+    }
+    if section == "shares":  # the share of the only rank
+        sections["share_ends"] = Section.of("share_ends", struct.pack("<Q", len(bomb)))
+    return put_file(directory, INDEX_NAME, b"".join(encode_sections(sections, head.fit)))
+
+
+def put_places(directory: str, offset: int, length: int) -> str:
+    """Change the metadata to say that every item is at ``offset`` and has ``length`` bytes."""
+    path = os.path.join(directory, ".metadata")
+    with open(path, "rb") as file:
+        metadata = decode_metadata(file.read(), path)
+    for info in metadata.storage_data.values():
+        info.offset, info.length = offset, length
+    put_file(directory, ".metadata", encode_metadata(metadata))
+    return directory
 
 
 # These functions load forged checkpoints. There is nothing to compare the result with.
 
 
-def _load_object(directory: str) -> None:
+def _load_object(directory: str, **options: object) -> None:
     wanted: dict[str, object] = {"objects": {"args": None}}
-    robust_dcp.load(wanted, checkpoint_id=directory, no_dist=True)
+    robust_dcp.load(wanted, checkpoint_id=directory, no_dist=True, **options)
 
 
-def _load_by_stock_planner(directory: str) -> None:
-    wanted: dict[str, object] = {"objects": {"args": None}}
-    robust_dcp.load(wanted, checkpoint_id=directory, planner=DefaultLoadPlanner(), no_dist=True)
+def _load_object_by_stock_planner(directory: str) -> None:
+    _load_object(directory, planner=DefaultLoadPlanner())
+
+
+def _load_bare_by_stock_planner(directory: str) -> None:
+    """Load an object that is not in ``torch.save``'s format. The planner decodes it, so an error of torch is right."""
+    try:
+        _load_object_by_stock_planner(directory)
+    except (EOFError, RuntimeError, ValueError) as error:
+        if isinstance(error, robust_dcp.RobustCheckpointError) and "Unpickling" not in str(error):
+            raise
 
 
 def _load_metadata(directory: str) -> None:
     RobustReader(directory).read_metadata()
 
 
-def _load_common(directory: str) -> None:
-    load_megatron(directory)
-
-
-def _forged(name: str, opcodes: Callable[[str], bytes]) -> Iterator[Input]:
-    torchs, megatron = _BY_NAME["torch layout"], _BY_NAME["Megatron"]
-
-    def into_object(directory: str, canary: str) -> str:
-        return put_object(directory, archive(framed(opcodes(canary))))
-
-    def put_bare(directory: str, canary: str) -> str:
-        return put_object(directory, framed(opcodes(canary)))
-
-    def into_metadata(directory: str, canary: str) -> str:
-        return put_metadata(directory, metadata_with(opcodes(canary)), checksum=True)
-
-    def put_unsigned(directory: str, canary: str) -> str:
-        return put_metadata(directory, metadata_with(opcodes(canary)), checksum=False)
-
-    def put_common(directory: str, canary: str) -> str:
-        return put_file(directory, "common.pt", archive(framed(opcodes(canary))))
-
-    yield Input("forged pickle: object", name, torchs, into_object, _load_object)
-    yield Input("forged pickle: object, stock planner", name, torchs, into_object, _load_by_stock_planner)
-    yield Input("forged pickle: bare object", name, torchs, put_bare, _load_object)
-    yield Input("forged pickle: bare object, stock planner", name, torchs, put_bare, _load_bare_by_stock_planner)
-    yield Input("forged pickle: .metadata, right CRC", name, torchs, into_metadata, _load_metadata)
-    yield Input("forged pickle: .metadata, no CRC", name, torchs, put_unsigned, _load_metadata)
-    yield Input("forged pickle: common.pt", name, megatron, put_common, _load_common)
-
-
-def _load_bare_by_stock_planner(directory: str) -> None:
-    """Load an object that is not in ``torch.save``'s format. The planner decodes it, so an error of torch is right."""
-    try:
-        _load_by_stock_planner(directory)
-    except (EOFError, RuntimeError, ValueError) as error:
-        if isinstance(error, robust_dcp.RobustCheckpointError) and "Unpickling" not in str(error):
-            raise
+def _forged(name: str, opcodes: bytes) -> Iterator[Input]:
+    """A pickle in every place where one is read."""
+    bare, in_archive, metadata = framed(opcodes), archive(framed(opcodes)), metadata_with(opcodes)
+    by_stock = "stock planner"
+    for place, damage, load in (
+        ("object", partial(put_object, data=in_archive), _load_object),
+        (f"object, {by_stock}", partial(put_object, data=in_archive), _load_object_by_stock_planner),
+        ("bare object", partial(put_object, data=bare), _load_object),
+        (f"bare object, {by_stock}", partial(put_object, data=bare), _load_bare_by_stock_planner),
+        (".metadata, right CRC", partial(put_metadata, pickled=metadata, checksum=True), _load_metadata),
+        (".metadata, no CRC", partial(put_metadata, pickled=metadata, checksum=False), _load_metadata),
+        ("common.pt", partial(put_file, name="common.pt", data=in_archive), load_megatron),
+    ):
+        sample = _BY_NAME["Megatron" if place == "common.pt" else "torch layout"]
+        yield Input(f"forged pickle: {place}", name, sample, damage, load)
 
 
 def all_forged() -> Iterator[Input]:
@@ -119,6 +165,16 @@ def all_forged() -> Iterator[Input]:
         yield from _forged(name, opcodes)
     yield from _special_files()
     yield from _forged_heads()
+    yield from _forged_archives()
+    for name, opcodes in FORGED_METADATA.items():
+        for checksum in (True, False):
+            damage = partial(put_metadata, pickled=framed(opcodes), checksum=checksum)
+            words = f"{name}, {'right' if checksum else 'no'} CRC"
+            yield Input("forged .metadata", words, _BY_NAME["torch layout"], damage, _load_metadata)
+    for offset, length in ((0, 1 << 50), (1 << 50, 100), (0, 1 << 70), (1 << 70, 10)):
+        damage = partial(put_places, offset=offset, length=length)
+        sample = _BY_NAME["torch layout"]
+        yield Input("forged place", f"{length} bytes at {offset}", sample, damage, sample.load)
 
 
 def _socket(path: str) -> None:
@@ -151,25 +207,22 @@ def _special_files() -> Iterator[Input]:
     for sample, names in places.items():
         for place in names:
             for kind in _SPECIAL:
-                damage = _replacing(place, kind)
+                damage = partial(_replace, place=place, kind=kind)
                 yield Input("special file", f"{kind} as {place}", _BY_NAME[sample], damage, _BY_NAME[sample].load)
 
 
-def _replacing(place: str, kind: str) -> Callable[[str, str], str]:
-    def damage(directory: str, canary: str) -> str:
-        path = os.path.join(directory, min(name for name in os.listdir(directory) if place in name))
-        os.unlink(path)
-        try:
-            _SPECIAL[kind](path)
-        except PermissionError:  # only root can make devices
-            os.mkfifo(path)
-        return directory
-
-    return damage
+def _first(directory: str, place: str) -> str:
+    return os.path.join(directory, min(name for name in os.listdir(directory) if place in name))
 
 
-def _first_shard(directory: str) -> str:
-    return min(name for name in os.listdir(directory) if name.endswith(".safetensors"))
+def _replace(directory: str, place: str, kind: str) -> str:
+    path = _first(directory, place)
+    os.unlink(path)
+    try:
+        _SPECIAL[kind](path)
+    except PermissionError:  # only root can make devices
+        os.mkfifo(path)
+    return directory
 
 
 def _forged_heads() -> Iterator[Input]:
@@ -184,13 +237,12 @@ def _forged_heads() -> Iterator[Input]:
     heads["JSON nested deeply"] = b'{"a":' * 100_000 + b"}" * 100_000
     heads["number of a million digits"] = b'{"a":' + b"9" * 1_000_000 + b"}"
     heads["no JSON"] = b"\xff" * 100
+    data_of = {name: struct.pack("<Q", len(head)) + head + bytes(64) for name, head in heads.items()}
+    data_of["head of an exabyte"] = struct.pack("<Q", 1 << 60)
     sample = _BY_NAME["safetensors layout"]
-    for name, head in heads.items():
-        yield Input(
-            "forged head", name, sample, _with_head(struct.pack("<Q", len(head)) + head + bytes(64)), sample.load
-        )
-    yield Input("forged head", "head of an exabyte", sample, _with_head(struct.pack("<Q", 1 << 60)), sample.load)
-    megatron, plan, torchs = _BY_NAME["Megatron"], _BY_NAME["kept plan"], _BY_NAME["torch layout"]
+    for name, data in data_of.items():
+        yield Input("forged head", name, sample, partial(_put_shard, data=data), sample.load)
+    megatron, plan = _BY_NAME["Megatron"], _BY_NAME["kept plan"]
     for name, data in {
         "metadata.json nested deeply": b"[" * 200_000,
         "metadata.json without end": b"x" * (2 << 20),
@@ -198,59 +250,31 @@ def _forged_heads() -> Iterator[Input]:
         "metadata.json of another type": b'{"sharded_backend": [[[[1]]]]}',
         "empty metadata.json": b"",
     }.items():
-        yield Input("forged head", name, megatron, _with_file("metadata.json", data), megatron.load)
-    for sample in (plan, torchs):
-        yield Input("forged head", "index of zeros", sample, _with_file(".robust_dcp.index", bytes(5000)), sample.load)
+        yield Input("forged head", name, megatron, partial(put_file, name="metadata.json", data=data), megatron.load)
+    for sample in (plan, _BY_NAME["torch layout"]):
+        zeros = partial(put_file, name=INDEX_NAME, data=bytes(5000))
+        yield Input("forged head", "index of zeros", sample, zeros, sample.load)
     for section in ("structures", "shares", "meta", "properties"):
-        yield Input("forged head", f"index: {section} of a GiB", plan, _with_index_bomb(section), plan.load)
-    bomb = archive(framed(b"C\x01a" + b"0N" * 50_000_000), compressed=True)
+        bomb = partial(put_index_bomb, section=section)
+        yield Input("forged head", f"index: {section} of a GiB", plan, bomb, plan.load)
+
+
+def _put_shard(directory: str, data: bytes) -> str:
+    return put_file(directory, os.path.basename(_first(directory, ".safetensors")), data)
+
+
+def _forged_archives() -> Iterator[Input]:
     for name, data in {
         "deflated archive": archive(framed(b"]"), compressed=True),
-        "deflated bomb": bomb,
+        "deflated bomb": archive(framed(b"C\x01a" + b"0N" * 50_000_000), compressed=True),
         "zeros": bytes(5000),
         "zeros, then an archive": bytes(100) + archive(framed(b"]"))[100:],
         "tar archive": bytes(257) + b"ustar\x0000" + bytes(2000),
         "archive without a pickle": archive(b"")[:-200],
     }.items():
-        yield Input("forged archive", name, torchs, _with_object(data), _load_object)
-        yield Input("forged archive", f"{name}, common.pt", megatron, _with_file("common.pt", data), _load_common)
-    for name, opcodes in FORGED_METADATA.items():
-        for checksum in (True, False):
-            damage = _with_metadata(framed(opcodes), checksum)
-            yield Input(
-                "forged .metadata", f"{name}, {'right' if checksum else 'no'} CRC", torchs, damage, _load_metadata
-            )
-    for name, offset, length in (
-        ("longer than its file", 0, 1 << 50),
-        ("behind its file", 1 << 50, 100),
-        ("of a length that overflows", 0, 1 << 70),
-        ("at an offset that overflows", 1 << 70, 10),
-    ):
-        yield Input("forged place", name, torchs, _with_places(offset, length), torchs.load)
-
-
-def _with_head(data: bytes) -> Callable[[str, str], str]:
-    return lambda directory, canary: put_file(directory, _first_shard(directory), data)
-
-
-def _with_file(name: str, data: bytes) -> Callable[[str, str], str]:
-    return lambda directory, canary: put_file(directory, name, data)
-
-
-def _with_index_bomb(section: str) -> Callable[[str, str], str]:
-    return lambda directory, canary: put_index_bomb(directory, section)
-
-
-def _with_metadata(pickled: bytes, checksum: bool) -> Callable[[str, str], str]:
-    return lambda directory, canary: put_metadata(directory, pickled, checksum=checksum)
-
-
-def _with_object(data: bytes) -> Callable[[str, str], str]:
-    return lambda directory, canary: put_object(directory, data)
-
-
-def _with_places(offset: int, length: int) -> Callable[[str, str], str]:
-    return lambda directory, canary: put_places(directory, offset, length)
+        torchs, common = _BY_NAME["torch layout"], partial(put_file, name="common.pt", data=data)
+        yield Input("forged archive", name, torchs, partial(put_object, data=data), _load_object)
+        yield Input("forged archive", f"{name}, common.pt", _BY_NAME["Megatron"], common, load_megatron)
 
 
 # Random damage.
@@ -261,15 +285,10 @@ def random_inputs(chosen: random.Random, n: int) -> Iterator[Input]:
     for number in range(n):
         if number % 2:
             opcodes = random_pickle(chosen)
-            inputs = list(_forged(f"random opcodes {opcodes!r:.200}", lambda _, opcodes=opcodes: opcodes))  # type: ignore[misc]
-            found = chosen.choice(inputs)
-            yield Input(found.group.replace("forged pickle", "random opcodes"), *_rest(found))
+            found = chosen.choice(list(_forged(f"random opcodes {opcodes!r:.200}", opcodes)))
+            yield replace(found, group=found.group.replace("forged pickle", "random opcodes"))
         else:
             yield _damaged(chosen)
-
-
-def _rest(found: Input) -> tuple[str, Sample, Callable[[str, str], str], Callable[[str], None]]:
-    return found.name, found.sample, found.damage, found.load
 
 
 _DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {}
@@ -329,18 +348,19 @@ _DAMAGED_FILES = {
 
 def _damaged(chosen: random.Random) -> Input:
     sample = chosen.choice(SAMPLES)
-    suffix = chosen.choice(_DAMAGED_FILES[sample.name])
+    place = chosen.choice(_DAMAGED_FILES[sample.name])
     kind = chosen.choice(list(_DAMAGES))
     seed = chosen.randrange(1 << 30)
+    damage = partial(_damage_file, place=place, kind=kind, seed=seed)
+    return Input(f"{sample.name}: {kind}", f"{place}, seed {seed}", sample, damage, sample.load)
 
-    def damage(directory: str, canary: str) -> str:
-        path = os.path.join(directory, min(name for name in os.listdir(directory) if suffix in name))
-        with open(path, "rb") as file:
-            data = bytearray(file.read())
-        if data:
-            _DAMAGES[kind](data, random.Random(seed))
-        with open(path, "wb") as file:
-            file.write(data)
-        return directory
 
-    return Input(f"{sample.name}: {kind}", f"{suffix}, seed {seed}", sample, damage, sample.load)
+def _damage_file(directory: str, place: str, kind: str, seed: int) -> str:
+    path = _first(directory, place)
+    with open(path, "rb") as file:
+        data = bytearray(file.read())
+    if data:
+        _DAMAGES[kind](data, random.Random(seed))
+    with open(path, "wb") as file:
+        file.write(data)
+    return directory

@@ -34,6 +34,7 @@ from typing import Any, Final
 
 __all__ = [
     "CHANGES",
+    "LONG_TESTS",
     "Call",
     "Fault",
     "FaultDisk",
@@ -50,6 +51,9 @@ CHANGES: Final = frozenset(
     {"create", "write", "truncate", "allocate", "fsync", "rename", "link", "symlink", "unlink", "mkdir", "rmdir"}
 )
 """The operations that change what is there, or make it durable. Between two of them a kill leaves the same files."""
+
+LONG_TESTS: Final = os.environ.get("LONG_TESTS") == "1"
+"""Whether matrices are run whole, of which the tests else draw a part."""
 
 _real: Final = {name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))}
 
@@ -239,8 +243,11 @@ def count_calls(
 
 
 def chosen(n_calls: int, every: int = 1, seed: int | None = None) -> list[int]:
-    """The numbers of the calls to try: each ``every``-th one, from a place that ``seed`` draws and prints."""
-    if every == 1:
+    """The numbers of the calls to try: each ``every``-th one, from a place that ``seed`` draws and prints.
+
+    With ``LONG_TESTS=1`` in the environment all are tried.
+    """
+    if every == 1 or LONG_TESTS:
         return list(range(n_calls))
     seed = random.randrange(1 << 30) if seed is None else seed
     print(f"every {every}-th of {n_calls} calls, seed {seed}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import random
 from collections.abc import Collection
 from pathlib import Path
 
@@ -32,7 +33,7 @@ AROUND_THE_COMMIT = {"fsync", "close", "rename"}
 def test_a_refused_call_ends_in_an_error_that_names_the_path_and_loses_nothing(
     scenario: Scenario, counted: Collection[str], memory_path: Path
 ) -> None:
-    names = itertools.cycle(REFUSALS)
+    names = itertools.cycle(random.sample(REFUSALS, len(REFUSALS)))
     codes: dict[int, int] = {}
 
     def refuse(number: int) -> Fault:
