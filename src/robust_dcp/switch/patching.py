@@ -52,7 +52,9 @@ def announce(line: str) -> None:
     The user of a job should not have to guess what code wrote its checkpoints.
     """
     dist: Any = sys.modules.get("torch.distributed")
-    if multiprocessing.parent_process() is not None:
+    # A spawned process has a parent only after it has imported the program, and torch with it.
+    is_starting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if is_starting or multiprocessing.parent_process() is not None:
         return  # a worker process of a rank
     is_connected = dist is not None and dist.is_available() and dist.is_initialized()
     if (dist.get_rank() if is_connected else int(os.environ.get("RANK") or 0)) != 0:
