@@ -213,6 +213,7 @@ def messages(figures: Row) -> str:
                 *(f"{row[key]:,}" for key in ("nbytes", "others_nbytes", "stock_nbytes", "stock_others_nbytes")),
             ]
             for row in figures["messages"]["rows"]
+            if row["save"] in ("first", "repeated")  # new objects cost a repeated save no message
         ],
     )
 
