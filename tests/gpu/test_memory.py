@@ -33,7 +33,7 @@ def locks_no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What was locked for earlier saves is given back. From here on every request is refused."""
     POOL.release()
     STAGING.release()
-    monkeypatch.setattr("robust_dcp.staging.blocks.pin", lambda address, nbytes: False)
+    monkeypatch.setattr(Block, "pin", lambda self: setattr(self, "pin_was_refused", True))
     yield
     POOL.release()
     STAGING.release()

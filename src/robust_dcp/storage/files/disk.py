@@ -377,8 +377,10 @@ class Disk:
                 raise
             status: os.stat_result = _call("look at", path, os.stat, path)
         else:
-            status = os.fstat(file.fd)
-            self.close(file)
+            try:
+                status = _call("look at", path, os.fstat, file.fd)
+            finally:
+                self.close(file)
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def is_at(self, file: OpenFile, path: str) -> bool:

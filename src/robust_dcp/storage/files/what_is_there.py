@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from typing import Final
 
 from robust_dcp.on_demand import errors
@@ -97,7 +96,7 @@ def _contents_of(disk: Disk, path: str, names: list[str]) -> str:
         within = _names_in(disk, os.path.join(path, name)) or ()
         if METADATA_NAME in within or any(each.endswith(SAFETENSORS_SUFFIX) for each in within):
             checkpoints.append(name)
-    with suppress(errors.StorageError):  # what cannot be read is not told
+    try:
         if checkpoints:
             tracked = ""
             if TRACKER_NAME in names:
@@ -107,6 +106,8 @@ def _contents_of(disk: Disk, path: str, names: list[str]) -> str:
         for name in [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt"))][:_SHOWN]:
             if _is_of_torch_save(_beginning_of(disk, os.path.join(path, name))):
                 return f"and holds {name}, which is a file of torch.save: {_HOW_TO_LOAD_ONE_FILE}"
+    except errors.StorageError:
+        pass  # What cannot be read is not told. No `suppress`: that would import our errors, and so torch, each time.
     return f"and holds {_listed(checkpoints or names)}"
 
 
