@@ -269,7 +269,6 @@ class Reads:
 
     Attributes:
         order: int64, for each read its number among ``whole``, or after these among ``others``.
-        item_ids: int64, for each its :func:`~robust_dcp.storage.layouts.footer.item_id`.
         places: where each lies.
     """
 
@@ -283,10 +282,15 @@ class Reads:
         file = np.concatenate((of_whole, _column(number_of[read.relative_path] for read in others)))
         start = np.concatenate((at.start, _column(read.offset for read in others)))
         nbytes = np.concatenate((at.nbytes, _column(read.nbytes for read in others)))
-        ids = (item_id(index.fqn, index.offset or ()) for index in (read.item.storage_index for read in others))
         self.order: Int64 = np.lexsort((start, file))
-        self.item_ids: Int64 = np.concatenate((whole.item_ids(), _column(ids)))[self.order]
         self.places = Places(files, file[self.order], start[self.order], nbytes[self.order])
+
+    @cached_property
+    def item_ids(self) -> Int64:
+        """int64: for each read its :func:`~robust_dcp.storage.layouts.footer.item_id`. Only files of ours need them."""
+        indices = (read.item.storage_index for read in self._others)
+        ids = _column(item_id(index.fqn, index.offset or ()) for index in indices)
+        return np.concatenate((self.whole.item_ids(), ids))[self.order]
 
     def read(self, place: int) -> Read:
         """The read at ``place``."""

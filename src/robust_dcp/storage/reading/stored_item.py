@@ -391,13 +391,14 @@ def read_box(item: StoredItem, box: Box, into: torch.Tensor | None, verification
     Raises:
         CorruptCheckpoint: the bytes are not those that were written.
     """
-    buffer, begin, end = box.buffer_for(into), box.offset, box.offset + box.nbytes
-    verified = verification.range_for(item, box.sums, begin, end)
+    buffer, begin, nbytes = box.buffer_for(into), box.offset, box.nbytes
+    verified = verification.range_for(item, box.sums, begin, begin + nbytes)
+    first, last = verified or (begin, begin + nbytes)
+    found = item.view(first, last - first)
     if verified is not None and box.sums is not None:
-        first, last = verified
-        item.check(box.sums, first, last, crc32(item.view(first, last - first)))
-    if box.nbytes:
-        memory_at(buffer.data_ptr(), box.nbytes)[:] = item.view(begin, box.nbytes)
+        item.check(box.sums, first, last, crc32(found))
+    if nbytes:
+        memory_at(buffer.data_ptr(), nbytes)[:] = found[begin - first : begin - first + nbytes]
     return box.tensor_in(buffer, into)
 
 

@@ -115,12 +115,16 @@ class BlockSums(NamedTuple):
 
     def around(self, begin: int, end: int) -> tuple[int, int]:
         """The range of the item that consists of all blocks that bytes ``begin`` to ``end`` touch."""
+        if len(self.crcs) == 1:
+            return self.offset, self.offset + self.nbytes
         first = (begin - self.offset) // self.block_nbytes * self.block_nbytes
         last = -(-(end - self.offset) // self.block_nbytes) * self.block_nbytes
         return self.offset + first, self.offset + min(last, self.nbytes)
 
     def expected(self, begin: int, end: int) -> int:
         """The CRC-32 of bytes ``begin`` to ``end`` of the item. Both must be ends of blocks."""
+        if len(self.crcs) == 1:
+            return self.crcs[0]
         first = (begin - self.offset) // self.block_nbytes
         last = -(-(end - self.offset) // self.block_nbytes)
         return joined(self.crcs[first:last], end - begin, self.block_nbytes)

@@ -119,8 +119,15 @@ class Record:
         """The CRC-32 in the record that begins at ``at``, 0 if it has none; ``None`` if that record differs from this
         one in other bytes than checksums and data.
         """
-        for begin, end, part in self.frame:
-            if bytes(memory[at + begin : at + end]) != part:  # a memoryview would compare byte by byte
+        # Two copies for all parts: a memoryview would compare byte by byte.
+        header = bytes(memory[at : at + len(self.header)])
+        trailer_at = self.nbytes - len(self.trailer)
+        trailer = bytes(memory[at + trailer_at : at + self.nbytes])
+        for begin, _, part in self.frame:
+            is_here = (
+                header.startswith(part, begin) if begin < trailer_at else trailer.startswith(part, begin - trailer_at)
+            )
+            if not is_here:
                 return None
         found: int = _UINT32.unpack_from(memory, at + self.crc32_at[-1])[0]
         return found
