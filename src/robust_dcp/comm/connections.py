@@ -66,6 +66,9 @@ _AT_ONCE = datetime.timedelta(milliseconds=1)
 _STORE_TIMEOUT_SECONDS = 30.0
 """How long one question to the store may take. It answers in microseconds unless its host is gone."""
 
+_STORE_CONNECT_TIMEOUT = datetime.timedelta(seconds=1)
+"""How long torch goes on to connect to a store that accepts us and does not answer; it takes up to thrice that time."""
+
 _SPARE_FILES = 64
 """Room for files that others open meanwhile: data files, libraries."""
 
@@ -359,8 +362,9 @@ def store_opener(store: Any) -> Callable[[], Any]:
 
     A client of a ``TCPStore`` serves one call at a time, so another thread that waits for a key would block us. torch
     goes on for minutes to connect to a process that has ended, and a thread that does so crashes the process when
-    Python ends. So we connect by ourselves first, and give up at once. Still call the function in a thread that can be
-    left behind, since the host may be frozen.
+    Python ends. So we connect by ourselves first, and give up at once. A process that is being killed still accepts
+    connections until its memory is freed, but answers nothing; so we also ask it, with a short timeout. Still call the
+    function in a thread that can be left behind, since the host may be frozen.
     """
 
     def open_store() -> Any:
@@ -373,6 +377,7 @@ def store_opener(store: Any) -> Callable[[], Any]:
                 socket.create_connection((host, port), timeout=patience.STORE_ANSWER_SECONDS).close()
             except OSError as error:
                 raise RuntimeError(f"connecting to it fails: {error}") from None
+            dist.TCPStore(host, port, is_master=False, timeout=_STORE_CONNECT_TIMEOUT, wait_for_workers=False)
         try:
             own = clone()
             own.set_timeout(datetime.timedelta(seconds=_STORE_TIMEOUT_SECONDS))
@@ -457,8 +462,7 @@ def _host_of(store: Any) -> tuple[str, int]:
     """The host and the port of a store; an empty host if it has none."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    host, port = getattr(store, "host", ""), getattr(store, "port", 0)
-    return (host, port) if isinstance(host, str) and isinstance(port, int) and port else ("", 0)
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else ("", 0)
 
 
 def _source_towards(host: str, port: int) -> str:
