@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,23 @@ EVERY_WAY = """
 def test_with_the_variable_every_call_of_an_unmodified_program_is_taken_over(tmp_path: Path) -> None:
     done = run(tmp_path, EVERY_WAY, ROBUST_DCP="1")
     assert all(is_ours(tmp_path / number) for number in "1234")
+    assert done.stderr.count("takes over save, load and async_save of torch.distributed.checkpoint") == 1
+
+
+def test_a_process_that_the_program_spawns_is_switched_on_and_says_so_no_second_time(tmp_path: Path) -> None:
+    script = """if True:
+        import multiprocessing, sys, torch
+        import torch.distributed.checkpoint as dcp
+        given = {"checkpoint_id": sys.argv[1]}
+        child = multiprocessing.get_context("spawn").Process(target=dcp.save, args=({"step": 3},), kwargs=given)
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+    """
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    environment = {**os.environ, "ROBUST_DCP": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert is_ours(tmp_path)
     assert done.stderr.count("takes over save, load and async_save of torch.distributed.checkpoint") == 1
 
 
