@@ -70,7 +70,7 @@ def run_command(*arguments: str | Path, robust: bool, **environment: str) -> Job
         AssertionError: it has failed; the message is what it printed.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
-    while True:
+    for _ in range(2):
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
             env={**own, "OMP_NUM_THREADS": "1", **({"ROBUST_DCP": "1"} if robust else {}), **environment},
