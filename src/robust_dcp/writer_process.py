@@ -36,7 +36,7 @@ from robust_dcp.errors import RobustCheckpointError, failure_of
 from robust_dcp.staged_source import HeldItems, StagedSource
 from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_near
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
-from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, remove_files_of, write_files
+from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 
 __all__ = ["WRITERS", "WriterProcess", "WriterProcesses", "write_in_process"]
@@ -290,9 +290,8 @@ def write_in_process(
     if not isinstance(source, StagedSource) or memory is None or memory.fd is None:
         return write_files(files, source, check_stop, not_removed)
     plan = _Plan(source.names, source.forms_expected, source.chunk_offsets, files.placements)
-    options = replace(files.options, stripe_paths=files.options.stripes)  # the child has another working directory
     job = _Job(
-        files=replace(files, placements=place_as_they_come([], files=1), options=options),
+        files=replace(files, placements=place_as_they_come([], files=1)),
         plan=pickle.dumps(plan),
         memory_nbytes=memory.nbytes,
         tensor_places=source.copied,
@@ -312,7 +311,7 @@ def write_in_process(
                 ) from death
     except BaseException:
         # A process that was stopped has removed its files. One that died has not.
-        not_removed += remove_files_of(files)
+        not_removed += files.remove()
         raise
     not_removed += outcome.not_removed
     if isinstance(outcome.written, RobustCheckpointError):

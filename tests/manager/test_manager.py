@@ -417,15 +417,6 @@ class TestRemovals:
         assert (tmp_path / "worker0").read_text() == "a log"
         assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
-    def test_files_on_other_mounts_are_removed_with_their_checkpoint(self, tmp_path: Path) -> None:
-        mount = tmp_path / "mount"
-        mount.mkdir()
-        manager = CheckpointManager(tmp_path / "root", keep_last=1)
-        for step in (1, 2):
-            manager.save(step, state(step), storage_writer=RobustWriter(manager.path_of(step), stripe_paths=[mount]))
-        assert [each.name.partition("-")[0] for each in mount.iterdir()] == ["step_2"]
-        assert loaded(tmp_path / "root" / "step_2") == 2
-
     def test_a_checkpoint_whose_copy_has_not_arrived_stays(self, tmp_path: Path) -> None:
         save_steps(CheckpointManager(tmp_path), 1, 2, 3)
         path = str(tmp_path / "step_1")

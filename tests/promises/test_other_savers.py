@@ -77,57 +77,45 @@ def in_the_way(directory: Any) -> list[str]:
 # --- files of others --------------------------------------------------------------------------------------------------
 
 
-def options_of(layout: str, tmp_path: Path) -> dict[str, Any]:
-    stripes = [tmp_path / "nvme0", tmp_path / "nvme1"] if layout == "stripes" else []
-    for stripe in stripes:
-        stripe.mkdir(exist_ok=True)
-    return {"layout": "torch" if stripes else layout, "stripe_paths": stripes}
-
-
-@pytest.mark.parametrize("layout", ["torch", "safetensors", "stripes"])
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
 def test_files_with_names_like_ours_are_left_alone_and_the_log_says_why(
     layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "checkpoint"
-    users, options = put(directory), options_of(layout, tmp_path)
+    users = put(directory)
     with caplog.at_level(logging.WARNING):
-        robust_dcp.save(state(1), storage_writer=RobustWriter(directory, **options))
+        robust_dcp.save(state(1), storage_writer=RobustWriter(directory, layout=layout))
     assert contents(directory, LOOK_ALIKES) == users
     if layout != "safetensors":  # which cannot be replaced
         assert "files are kept" in caplog.text and "__7_0.distcp" in caplog.text
         check(directory, 1)
-        robust_dcp.save(state(2), storage_writer=RobustWriter(directory, **options))
+        robust_dcp.save(state(2), storage_writer=RobustWriter(directory, layout=layout))
         assert contents(directory, LOOK_ALIKES) == users
         check(directory, 2)
 
 
 def leave_after_kills(root: str, layout: str) -> list[str]:
     """Directories that killed saves have left; in a process of one thread, which may fork."""
-    options = options_of(layout, Path(root))
 
     def act(directory: str) -> None:
-        robust_dcp.save(state(1), storage_writer=RobustWriter(directory, **options), no_dist=True)
+        robust_dcp.save(state(1), storage_writer=RobustWriter(directory, layout=layout), no_dist=True)
 
     return [path for _, path in each_kill(act, root, prepare=lambda path: None, counted=CHANGES, every=4)]
 
 
-@pytest.mark.parametrize("layout", ["torch", "safetensors", "stripes"])
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
 def test_what_a_killed_save_has_left_is_removed_by_the_next_and_what_a_user_puts_beside_it_is_not(
     layout: str, memory_path: Path
 ) -> None:
     ((*left,),) = values(run_ranks(1, leave_after_kills, str(memory_path), layout, init=False))
-    options = options_of(layout, memory_path)
     for path in map(Path, left):
         if (path / ".metadata").exists() and layout == "safetensors":
             continue
         users = put(path)
-        robust_dcp.save(state(2), storage_writer=RobustWriter(path, **options))
+        robust_dcp.save(state(2), storage_writer=RobustWriter(path, layout=layout))
         assert contents(path, LOOK_ALIKES) == users
         ours = set(os.listdir(path)) - set(LOOK_ALIKES)
         assert ours == set(os.listdir(path)) - set(users) and len({mark_of(name) for name in ours}) <= 2, ours
-        for stripe in options["stripe_paths"]:
-            names = [name for place in Path(stripe).glob(f"{path.name}-*") for name in os.listdir(place)]
-            assert len({mark_of(name) for name in names}) <= 1
         if layout != "safetensors":
             check(path, 2)
 

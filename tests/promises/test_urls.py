@@ -33,7 +33,6 @@ def state_dict() -> StateDict:
 ENTRY_POINTS: dict[str, Callable[[Any], Any]] = {
     "writer": RobustWriter,
     "writer, reset": lambda url: RobustWriter("here").reset(url),
-    "stripes": lambda url: RobustWriter("here", stripe_paths=["there", url]),
     "stock save": lambda url: dcp.save(state_dict(), checkpoint_id=url, storage_writer=RobustWriter("here")),
 }
 

@@ -62,23 +62,23 @@ def test_a_path_out_of_the_directory_is_refused(path: object) -> None:
 
 
 def test_a_link_is_followed_to_a_data_file_of_its_name_only(tmp_path: Path) -> None:
-    directory, stripe = tmp_path / "checkpoint", tmp_path / "stripe"
+    directory, mount = tmp_path / "checkpoint", tmp_path / "mount"
     directory.mkdir()
-    stripe.mkdir()
+    mount.mkdir()
     for name in ("__0_0.distcp", "secret", "__0_1.distcp"):
-        (stripe / name).write_bytes(b"")
+        (mount / name).write_bytes(b"")
     (directory / "inside").write_bytes(b"")
-    (directory / "__0_0.distcp").symlink_to(stripe / "__0_0.distcp")
-    (directory / "__0_2.distcp").symlink_to(stripe / "secret")
-    (directory / "__0_3.distcp").symlink_to(stripe / "__0_1.distcp")
-    (directory / "secret").symlink_to(stripe / "secret")
+    (directory / "__0_0.distcp").symlink_to(mount / "__0_0.distcp")
+    (directory / "__0_2.distcp").symlink_to(mount / "secret")
+    (directory / "__0_3.distcp").symlink_to(mount / "__0_1.distcp")
+    (directory / "secret").symlink_to(mount / "secret")
     (directory / "__0_4.distcp").symlink_to("inside")
-    (directory / "out").symlink_to(stripe)
+    (directory / "out").symlink_to(mount)
 
     def located(name: str) -> str:
         return locate(Disk(), str(directory), name, file=".metadata")
 
-    assert located("__0_0.distcp") == os.path.realpath(stripe / "__0_0.distcp")
+    assert located("__0_0.distcp") == os.path.realpath(mount / "__0_0.distcp")
     assert located("__0_4.distcp") == os.path.realpath(directory / "inside")
     for name in ("__0_2.distcp", "__0_3.distcp", "secret", "out/secret"):
         with pytest.raises(UnsafeCheckpoint, match="symbolic link"):

@@ -15,10 +15,9 @@ from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.committing.saving_file import SaveState, claimed, remove_data_files
+from robust_dcp.storage.committing.saving_file import SaveState, claimed
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
-from robust_dcp.storage.files.paths import is_data_file
 
 __all__ = ["Workplace", "workplace_of"]
 
@@ -111,8 +110,6 @@ class Workplace:
         if os.path.islink(path) or not os.path.isdir(path):
             self._disk.unlink(path)
             return
-        # Data files first: on stripes, they are found by links that lie here.
-        remove_data_files(self._disk, path, [each for each in self._disk.list_directory(path) if is_data_file(each)])
         try:
             shutil.rmtree(path)
         except OSError as error:

@@ -55,7 +55,7 @@ from robust_dcp.storage.committing.saving_file import (
     saving_files_in,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 
@@ -553,18 +553,11 @@ def _sweep(disk: Disk, path: str) -> bool:
 
 
 def _remove_tree(disk: Disk, path: str) -> None:
-    """Files on other mounts first, because they are found by their links. Another process may do the same meanwhile.
-
-    A symbolic link is removed, and what it leads to is not.
-    """
+    """Remove a directory. Another process may do the same meanwhile. What a symbolic link leads to stays."""
     if os.path.islink(path):
         is_gone(disk.unlink, path, tells=True)
         return
     try:
-        names = disk.list_directory(path)
-        root, name = os.path.split(path)
-        saved_as = os.path.join(root, name.removeprefix(REMOVING_PREFIX))
-        remove_data_files(disk, path, filter(is_data_file, names), saved_as=saved_as)
         shutil.rmtree(path)
     except FileNotFoundError:
         return

@@ -28,7 +28,7 @@ from robust_dcp.errors import StorageError, entry_point, ranks_in_words
 from robust_dcp.report_file import Plan, SavedReport
 from robust_dcp.report_rows import PhaseClock, SaidOfRank, make_report, module_sizes, said_of_rank
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
-from robust_dcp.storage.committing.saving_file import identity, stripe_directories, stripe_of
+from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
@@ -161,36 +161,23 @@ class RobustWriter(StorageWriter):
         return self._directory
 
     def has_ample_room(self, nbytes: int) -> bool:
-        """Whether each disk of this save has room for twice ``nbytes`` and a GiB more."""
-        places = (self.path, *stripe_directories(self.disk, self.path, self.options.stripes))
-        return all(self.disk.room(place)[1] > 2 * nbytes + (1 << 30) for place in places)
+        """Whether the disk has room for twice ``nbytes`` and a GiB more."""
+        return self.disk.room(self.path)[1] > 2 * nbytes + (1 << 30)
 
     def room(
         self, rank: int, placements: Placements, known_places: npt.NDArray[np.int64] | None, *, is_alone: bool
     ) -> RoomOfRank:
-        """How much room this rank needs on which file systems, and how much is free. Called before any rank writes.
+        """How much room this rank needs on which file system, and how much is free. Called before any rank writes.
 
         Args:
             is_alone: whether there is no other rank, which may see another directory.
         """
-        stripes = stripe_directories(self.disk, self.path, self.options.stripes)
+        number, free_nbytes = self.disk.room(self.path)
         # The same text on all ranks that see this very directory. Others count for each node.
-        shared_as = "" if is_alone else identity(self.disk, self.path, self.save_id)
-        nbytes_of: dict[str, int] = defaultdict(int)
-        for number, nbytes in enumerate(placements.file_nbytes):
-            if number == placements.variable_file and known_places is not None:
-                nbytes += int(known_places[:, 1].sum())  # as in the save before
-            place = stripe_of(rank, number, stripes) if stripes else self.path
-            nbytes_of[place] += -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        room_of = {place: self.disk.room(place) for place in {self.path, *nbytes_of}}
-        main, _ = room_of[self.path]
-        rooms = [room_of[place] for place in nbytes_of]
-        return RoomOfRank(
-            tuple(shared_as if number == main else f"{node_of(rank)}: {number}" for number, _ in rooms),
-            tuple(nbytes_of),
-            tuple(nbytes_of.values()),
-            tuple(free_nbytes for _, free_nbytes in rooms),
-        )
+        file_system = "" if is_alone else identity(self.disk, self.path, self.save_id) or f"{node_of(rank)}: {number}"
+        variable_nbytes = 0 if known_places is None else int(known_places[:, 1].sum())  # as in the save before
+        pages = sum(-(-nbytes // PAGE_NBYTES) for nbytes in (*placements.file_nbytes, variable_nbytes))
+        return RoomOfRank(file_system, pages * PAGE_NBYTES, free_nbytes)
 
     def write(
         self,
@@ -213,8 +200,6 @@ class RobustWriter(StorageWriter):
             options=self.options,
             known_places=known_places,
         )
-        for place in files.stripes:
-            self.directory.make(place)
         written = self.write_files(files, source, check_stop, self.directory.not_removed)
         self.directory.own.update(written.uncommitted_names, written.names)
         self.directory.written = written.uncommitted_names
@@ -411,23 +396,21 @@ class PlannedSave(Protocol):
     def commit(self) -> None: ...
 
 
-# How much room a save needs on each file system, and whether there is so much: found out before the first byte. What
-# the save replaces does not count: it stays until the new checkpoint is committed.
+# How much room a save needs, and whether there is so much: found out before the first byte. What the save replaces does
+# not count: it stays until the new checkpoint is committed.
 
 
 class RoomOfRank(msgspec.Struct, frozen=True):
-    """What one rank needs on each file system. What all ranks have in common is sent once.
+    """What one rank needs. What all ranks have in common is sent once.
 
     Attributes:
-        file_systems: texts that tell the file systems from the others that the ranks of the save see.
-        paths: a directory of the save on each.
+        file_system: a text that tells its file system from others that ranks of the save see under the same path.
         nbytes, free_nbytes: needed and free, in bytes.
     """
 
-    file_systems: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
-    nbytes: tuple[int, ...] = ()
-    free_nbytes: tuple[int, ...] = ()
+    file_system: str = ""
+    nbytes: int = 0
+    free_nbytes: int = 0
 
 
 def refuse_without_room(checkpoint: str, ranks: Sequence[RoomOfRank | None]) -> None:
@@ -439,23 +422,21 @@ def refuse_without_room(checkpoint: str, ranks: Sequence[RoomOfRank | None]) -> 
     Raises:
         StorageError: they have not. It says what is needed and free on each file system that is too small.
     """
-    rooms: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
-    for rank, said in enumerate(ranks):
-        if said is not None:
-            for name, *room in zip(said.file_systems, said.paths, said.nbytes, said.free_nbytes, strict=True):
-                rooms[name].append((rank, *room))
+    ranks_of: dict[str, dict[int, RoomOfRank]] = defaultdict(dict)
+    for rank, room in enumerate(ranks):
+        if room is not None:
+            ranks_of[room.file_system][rank] = room
     too_small = []
-    for of_ranks in rooms.values():
-        who, paths, nbytes, free_nbytes = zip(*of_ranks, strict=True)
-        if sum(nbytes) > min(free_nbytes):
-            needs = f"{sum(nbytes)} bytes are needed there for {ranks_in_words(who)}, {min(free_nbytes)} are free"
-            too_small.append((paths[0], needs))
+    for rooms in ranks_of.values():
+        nbytes = sum(room.nbytes for room in rooms.values())
+        free_nbytes = min(room.free_nbytes for room in rooms.values())
+        if nbytes > free_nbytes:
+            too_small.append(f"{nbytes} bytes are needed for {ranks_in_words(list(rooms))}, {free_nbytes} are free")
     if too_small:
-        places = "; ".join(f"{path}: {why}" for path, why in too_small)
         raise StorageError(
-            f"{checkpoint} has no room, and nothing was written: {places}. What a save replaces is freed only after "
-            "its commit. Free space, or save to another directory",
-            path=too_small[0][0],
+            f"{checkpoint} has no room, and nothing was written: {'; '.join(too_small)}. What a save replaces is freed "
+            "only after its commit. Free space, or save to another directory",
+            path=checkpoint,
             errno=errno.ENOSPC,
             operation="begin",
         )

@@ -7,17 +7,12 @@ counts as over a day after it began.
 
 A data file may be removed if the ``.metadata`` that was replaced names it, or if its name has the mark of a save that
 is over and no checkpoint needs it. Every other file stays, and the log says so.
-
-If the files of a checkpoint are spread over several mounts, its directory holds a symbolic link of the same name for
-each file, so that every reader finds it. The file is removed before the link to it. If we are killed in between, the
-next save finds and removes a link without a file, but nobody would find a file without a link.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -39,7 +34,6 @@ from robust_dcp.storage.files.paths import (
     METADATA_NAME,
     SAVING_PREFIX,
     check_relative_path,
-    committed_name,
     is_data_file,
     mark_of,
     writer_of,
@@ -62,8 +56,6 @@ __all__ = [
     "others_in",
     "remove_data_files",
     "saving_files_in",
-    "stripe_directories",
-    "stripe_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -468,16 +460,13 @@ def is_gone(
     return True
 
 
-def remove_data_files(
-    disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = (), saved_as: str | None = None
-) -> list[str]:
+def remove_data_files(disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = ()) -> list[str]:
     """Remove files that no committed checkpoint names any more. After a commit, call this only once the commit has
     returned. A file that cannot be removed stays: the checkpoint is right, and only takes more space.
 
     Args:
         files: relative paths of files of the old checkpoint or of saves that failed.
         keep: relative paths that the committed metadata names. These are never removed.
-        saved_as: the path that the directory had when its files were written, if it was renamed.
 
     Returns:
         The relative paths that are still there.
@@ -485,12 +474,8 @@ def remove_data_files(
     Raises:
         UnsafeCheckpoint: a path leads out of the directory.
     """
-    left = []
-    for name in sorted({check_relative_path(path, file=directory) for path in files} - set(keep)):
-        is_target_gone = is_gone(lambda name: remove_target(disk, directory, name, saved_as), name, tells=True)
-        if not (is_target_gone and is_gone(disk.unlink, os.path.join(directory, name), tells=True)):
-            left.append(name)
-    return left
+    names = sorted({check_relative_path(path, file=directory) for path in files} - set(keep))
+    return [name for name in names if not is_gone(disk.unlink, os.path.join(directory, name), tells=True)]
 
 
 def name_left_over(error: BaseException, paths: Collection[str]) -> None:
@@ -505,48 +490,3 @@ def name_left_over(error: BaseException, paths: Collection[str]) -> None:
         error.message = f"{error.message}; {told}"
     else:
         logger.warning("%s", told)
-
-
-# Files on other mounts.
-
-
-def stripe_directories(disk: Disk, directory: str, stripe_paths: Sequence[str]) -> list[str]:
-    """For each mount, the directory that belongs to the checkpoint in ``directory`` and to no other.
-
-    It has the name of the checkpoint, so that people see whose it is. A hash of the checkpoint's path follows the name.
-    So two checkpoints called ``step-100`` get different directories, and a copy of a checkpoint's links does not own
-    the files that they lead to.
-    """
-    return [os.path.join(os.path.abspath(path), _stripe_name(disk, directory)) for path in stripe_paths]
-
-
-def _stripe_name(disk: Disk, directory: str) -> str:
-    path = disk.resolve(directory)
-    return f"{os.path.basename(path)}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
-
-
-def stripe_of(rank: int, number: int, directories: Sequence[str]) -> str:
-    """The directory that takes a file. The directories take turns, and each rank begins at another one."""
-    return directories[(rank + number) % len(directories)]
-
-
-def remove_target(disk: Disk, directory: str, name: str, saved_as: str | None = None) -> None:
-    """Remove the file that the link ``name`` in ``directory`` leads to, if it belongs to this checkpoint. The link
-    stays.
-
-    Args:
-        saved_as: the path that ``directory`` had when the file was written, if it was renamed.
-
-    Raises:
-        StorageError: the file cannot be removed, or is gone already.
-    """
-    if not is_data_file(name):
-        return
-    path = os.path.join(directory, name)
-    target = disk.resolve(path)
-    is_ours = os.path.basename(os.path.dirname(target)) == _stripe_name(disk, saved_as or directory)
-    if target != path and is_ours and committed_name(os.path.basename(target)) == committed_name(name):
-        disk.unlink(target)
-        if saved_as is not None:  # the whole checkpoint goes
-            with contextlib.suppress(errors.StorageError):  # other files of it are there
-                disk.rmdir(os.path.dirname(target))

@@ -216,9 +216,8 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     """The path to open for ``relative_path``, with symbolic links followed and checked.
 
     A checkpoint that was copied or unpacked may contain symbolic links. A link is followed if it stays in the
-    directory, or if it leads to a data file of the same name, or of the name that this file had before the commit.
-    Links to files on other mounts have that form (see ``stripe_paths``). A link to ``/etc/passwd`` or to a private key
-    does not.
+    directory, or if it leads to a data file of the same name, as somebody makes it who moves a file to another mount. A
+    link to ``/etc/passwd`` or to a private key is refused.
 
     Raises:
         UnsafeCheckpoint: the path, or a link in it, leads somewhere else.
@@ -231,7 +230,7 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     if os.path.commonpath([resolved, disk.resolve(directory)]) == disk.resolve(directory):
         return resolved
     name = os.path.basename(relative_path)
-    if committed_name(os.path.basename(resolved)) == name and is_data_file(name):
+    if os.path.basename(resolved) == name and is_data_file(name):
         return resolved
     raise _unsafe(file, relative_path, f"is a symbolic link out of the directory, to {resolved}")
 

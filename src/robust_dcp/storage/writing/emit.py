@@ -42,27 +42,12 @@ from robust_dcp.storage.writing.item_source import (
     saved_by_torch,
 )
 
-__all__ = ["DataFile", "Emission", "FileEmitter", "SiblingFailed", "WriteContext"]
+__all__ = ["Emission", "FileEmitter", "SiblingFailed", "WriteContext"]
 
 _SMALL_NBYTES: Final = 16 << 10
 """If records are smaller than this on average, Python's work for each takes longer than copies and checksums."""
 
 _CRC_DTYPE: Final = np.dtype("<u4")
-
-
-@dataclass(eq=False)
-class DataFile:
-    """One open file of a save in progress.
-
-    Attributes:
-        file: the file, open for writing.
-        committed_name: its name after the commit, relative to the checkpoint's directory.
-        link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if the file itself lies there.
-    """
-
-    file: OpenFile
-    committed_name: str
-    link: str | None = None
 
 
 class SiblingFailed(Exception):

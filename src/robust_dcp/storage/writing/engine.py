@@ -25,16 +25,16 @@ import torch
 from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import POOL
 from robust_dcp.staging.tensor_bytes import DeviceCopies
-from robust_dcp.storage.committing.saving_file import is_gone, stripe_directories, stripe_of
-from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.layouts import layout_named
+from robust_dcp.storage.committing.saving_file import is_gone
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.layouts import FileName, layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.blocks import file_orders
-from robust_dcp.storage.writing.emit import DataFile, Emission, FileEmitter, SiblingFailed, WriteContext
+from robust_dcp.storage.writing.emit import Emission, FileEmitter, SiblingFailed, WriteContext
 from robust_dcp.storage.writing.item_source import Changes, ItemSource
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 
-__all__ = ["FilesOfRank", "WriteFiles", "WrittenFiles", "remove_files_of", "write_files"]
+__all__ = ["FilesOfRank", "WriteFiles", "WrittenFiles", "write_files"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class FilesOfRank:
     """The files that one rank writes in a save, and how it writes them.
 
     Attributes:
-        directory: the checkpoint's directory. It exists already, and so do those on the stripes.
+        directory: the checkpoint's directory. It exists already.
         mark: the mark of the save. It is in the files and in their names.
         placements: where each item lies. They say how many files there are.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
@@ -58,19 +58,14 @@ class FilesOfRank:
     known_places: npt.NDArray[np.int64] | None = None
 
     @property
-    def stripes(self) -> list[str]:
-        """The directories that take the files in turn. ``directory`` then gets links to them."""
-        paths = self.options.stripes
-        return stripe_directories(self.disk, self.directory, paths) if paths else []
+    def names(self) -> list[FileName]:
+        """The names of the files."""
+        return layout_named(self.options.layout).file_names(self.rank, self.placements.head_nbytes, self.mark)
 
-    def locations(self) -> Iterator[tuple[str, str | None, str]]:
-        """For each file its path, the path of the link to it, if it lies on a stripe, and its name after the commit."""
-        stripes, layout = self.stripes, layout_named(self.options.layout)
-        for number, name in enumerate(layout.file_names(self.rank, self.placements.head_nbytes, self.mark)):
-            path, link = os.path.join(self.directory, name.written), None
-            if stripes:
-                path, link = os.path.join(stripe_of(self.rank, number, stripes), name.written), path
-            yield path, link, name.committed
+    def remove(self) -> list[str]:
+        """Remove the files of a save that failed, or whose process died. Returns the paths of those that stay."""
+        paths = [os.path.join(self.directory, name.written) for name in self.names]
+        return [path for path in paths if not is_gone(self.disk.unlink, path)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +111,13 @@ def write_files(
         RobustCheckpointError: an item cannot be resolved; the error names it.
     """
     disk, options, file_nbytes = files.disk, files.options, files.placements.file_nbytes
-    made: list[DataFile] = []
+    made: list[OpenFile] = []
     try:
-        _create(files, made, not_removed)
+        for name in files.names:
+            # Each must be new (``O_EXCL``), so this overwrites nothing, whatever other processes do and however stale a
+            # directory listing is.
+            path = os.path.join(files.directory, name.written)
+            made.append(disk.open_new(path, direct=options.direct is not False))
         page_nbytes = _page_nbytes(made, options)
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
@@ -138,8 +137,8 @@ def write_files(
             )
             emitters = []
             for file, order, nbytes in zip(made, orders, file_nbytes, strict=True):
-                disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
-                emitters.append(FileEmitter(file.file, order, nbytes, context))
+                disk.preallocate(file, -(-nbytes // page_nbytes) * page_nbytes)
+                emitters.append(FileEmitter(file, order, nbytes, context))
             borrowed = frozenset(source.borrowed)
             if borrowed:
                 _work(context, threads, _in_turn(emitters, borrowed, are_borrowed=True))
@@ -148,76 +147,36 @@ def write_files(
             with ThreadPoolExecutor(threads, thread_name_prefix="robust_dcp-write") as pool:
                 list(pool.map(FileEmitter.finish, emitters))
             context.changes.check_taken()
-        for place in (files.directory, *files.stripes):
-            disk.fsync_directory(place)
+        disk.fsync_directory(files.directory)
     except BaseException:
         for file in made:
             with contextlib.suppress(StorageError):
-                disk.close(file.file)
-            not_removed += _not_removed(disk, file.file.path, file.link)
+                disk.close(file)
+            if not is_gone(disk.unlink, file.path):
+                not_removed.append(file.path)
         raise
     return WrittenFiles(
         variable_places=np.array([place[1:] for place in sorted(context.appended)], dtype=np.int64).reshape(-1, 2),
-        names=tuple(file.committed_name for file in made),
+        names=tuple(name.committed for name in files.names),
         nbytes=sum(emitter.nbytes for emitter in emitters),
         how=(*sorted({emitter.how for emitter in emitters}), *context.copies.how),
         peak_buffer_nbytes=lease.used_nbytes,
-        uncommitted_names=tuple(os.path.basename(file.file.path) for file in made),
+        uncommitted_names=tuple(name.written for name in files.names),
     )
 
 
-def _create(files: FilesOfRank, made: list[DataFile], not_removed: list[str]) -> None:
-    """Create the files, and add each to ``made``.
-
-    Each file must be new (``O_EXCL``). So this overwrites nothing, whatever other processes do and however stale a
-    directory listing is.
-    """
-    disk = files.disk
-    for path, link, committed_name in files.locations():
-        if link is not None:
-            # Make the link first. If we are killed in between, the next save finds and removes a link without a file,
-            # but nobody finds a file without a link.
-            disk.symlink(path, link)
-        try:
-            opened = disk.open_new(path, direct=files.options.direct is not False)
-        except BaseException:
-            if link is not None and not is_gone(disk.unlink, link):
-                not_removed.append(link)
-            raise
-        made.append(DataFile(opened, committed_name, link))
-
-
-def _not_removed(disk: Disk, path: str, link: str | None) -> list[str]:
-    """Remove a file and then the link to it. Returns the paths of what is still there: if a file stays, so does its
-    link.
-    """
-    paths = [path] if link is None else [path, link]
-    while paths and is_gone(disk.unlink, paths[0]):
-        del paths[0]
-    return paths
-
-
-def remove_files_of(files: FilesOfRank) -> list[str]:
-    """Remove whatever a process has made that died while it wrote the files.
-
-    Returns:
-        the paths of those that are still there.
-    """
-    return [left for path, link, _ in files.locations() for left in _not_removed(files.disk, path, link)]
-
-
-def _page_nbytes(files: Sequence[DataFile], options: WriteOptions) -> int:
+def _page_nbytes(files: Sequence[OpenFile], options: WriteOptions) -> int:
     """The unit of writes: whole pages of memory that are also whole units of each file's file system."""
     for file in files:
-        if options.direct is True and file.file.alignment is None:
+        if options.direct is True and file.alignment is None:
             raise StorageError(
-                f"{file.file.path} cannot be written by direct I/O, and direct=True: {file.file.why_buffered}; leave "
+                f"{file.path} cannot be written by direct I/O, and direct=True: {file.why_buffered}; leave "
                 "direct at None to go through the page cache there",
-                path=file.file.path,
+                path=file.path,
                 errno=errno.EINVAL,
                 operation="create",
             )
-    return max([PAGE_NBYTES, *(file.file.alignment.offset for file in files if file.file.alignment is not None)])
+    return max([PAGE_NBYTES, *(file.alignment.offset for file in files if file.alignment is not None)])
 
 
 # The threads.

@@ -7,11 +7,10 @@ This module owns the options, their checks, and defaults that fit the machine. U
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict, TypeVar
 
-from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 
@@ -70,7 +69,6 @@ class WriteKeywords(TypedDict, total=False):
     files_per_rank: int | None
     buffer_bytes: int | None
     direct: bool | None
-    stripe_paths: Sequence[str | os.PathLike[str]]
     overwrite: bool
     report: bool
 
@@ -94,15 +92,12 @@ class WriteOptions(GivenOptions):
             threads fewer, to keep it.
         direct: ``None``: use direct I/O where the file system has it. ``True``: always; a file system without it is a
             ``StorageError``. ``False``: use the page cache. The last few bytes of each file always go through it.
-        stripe_paths: directories on other mounts. The files of a rank are spread over them. The checkpoint's directory
-            then holds symbolic links, which all readers follow. To delete such a checkpoint by hand, delete the files
-            on the other mounts as well.
         overwrite: whether a committed checkpoint in the directory may be replaced.
         report: whether each save leaves ``.robust_dcp.report.json`` beside the checkpoint: how long each rank took, how
             it wrote, how the plan was made, and how large the modules are.
 
     Raises:
-        ValueError: an option is out of range, or a path is a URL (``scheme://…``).
+        ValueError: an option is out of range.
 
     Example:
         >>> import torch, robust_dcp, tempfile
@@ -119,7 +114,6 @@ class WriteOptions(GivenOptions):
     files_per_rank: int | None = None
     buffer_bytes: int | None = None
     direct: bool | None = None
-    stripe_paths: Sequence[str | os.PathLike[str]] = ()
     overwrite: bool = True
     report: bool = True
 
@@ -129,7 +123,6 @@ class WriteOptions(GivenOptions):
             value = getattr(self, name)
             if value is not None and value < at_least:
                 raise ValueError(f"{name} must be at least {at_least}, got {value}")
-        self.stripes  # noqa: B018 a URL is refused now, not when the save begins
 
     @property
     def n_files(self) -> int:
@@ -139,11 +132,6 @@ class WriteOptions(GivenOptions):
         machine.
         """
         return next(n for n in (self.files_per_rank, self.threads, _FILES_PER_RANK) if n is not None)
-
-    @property
-    def stripes(self) -> tuple[str, ...]:
-        """``stripe_paths`` as absolute paths."""
-        return tuple(map(directory_path, self.stripe_paths))
 
     def fitted(self, page_nbytes: int) -> tuple[int, int]:
         """(threads, bytes of a block) that together stay within ``buffer_bytes``. Blocks are whole pages."""
