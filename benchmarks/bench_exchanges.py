@@ -159,7 +159,7 @@ class Group:
         self.channels = [Channel(Operation(link, "save", timeout_seconds), 0) for link in self._links]
 
     def _link(self, rank: int) -> Link:
-        notes = Notes(lambda: self.store, "robust_dcp/bench")
+        notes = Notes(self.store, "robust_dcp/bench")
 
         def make_connections(place: str) -> Connections:
             store, nbytes = notes.under(place), self._nbytes[rank]

@@ -144,7 +144,7 @@ class SimulatedNetwork:
     def link(self, rank: int) -> Link:
         """The link of ``rank``."""
         store = _StoreOfRank(self, rank, self._store)
-        notes = Notes(lambda: store, "robust_dcp/simulation")
+        notes = Notes(store, "robust_dcp/simulation")
         return Link(
             rank=rank,
             ranks=tuple(range(self.size)),

@@ -63,8 +63,8 @@ _CONNECT_TIMEOUT = datetime.timedelta(seconds=2)
 _FOR_EVER = datetime.timedelta(days=3650)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
-_STORE_TIMEOUT_SECONDS = 30.0
-"""How long one question to the store may take. It answers in microseconds unless its host is gone."""
+_STORE_TIMEOUT = datetime.timedelta(seconds=10)
+"""How long gloo waits for a key, which is there already."""
 
 _STORE_CONNECT_TIMEOUT = datetime.timedelta(seconds=1)
 """How long torch goes on to connect to a store that accepts us and does not answer; it takes up to thrice that time."""
@@ -357,39 +357,27 @@ def store_of(parent: Any) -> Any:
     return distributed_c10d._get_default_store()
 
 
-def store_opener(store: Any) -> Callable[[], Any]:
-    """Return a function that opens ``store`` over a connection of our own if possible.
+def own_client_of(store: Any) -> Any | None:
+    """A client of the ``TCPStore`` below ``store``, without prefixes, that nothing else uses; ``None`` of other stores.
 
-    A client of a ``TCPStore`` serves one call at a time, so another thread that waits for a key would block us. torch
-    goes on for minutes to connect to a process that has ended, and a thread that does so crashes the process when
-    Python ends. So we connect by ourselves first, and give up at once. A process that is being killed still accepts
-    connections until its memory is freed, but answers nothing; so we also ask it, with a short timeout. Still call the
-    function in a thread that can be left behind, since the host may be frozen.
+    A client serves one call at a time, so another thread that waits for a key would block us. ``clone()`` goes on for
+    as long as the timeout of the store to connect to a process that has ended, and a thread that does so crashes the
+    process when Python ends. So we connect by ourselves first, and give up at once. A process that is being killed
+    still accepts connections until its memory is freed, but answers nothing; so torch gets a short timeout.
+
+    Raises:
+        RuntimeError: the host of the store is gone.
     """
-
-    def open_store() -> Any:
-        clone = getattr(store, "clone", None)
-        if clone is None:
-            return store
-        host, port = _host_of(store)
-        if host:
-            try:
-                socket.create_connection((host, port), timeout=patience.STORE_ANSWER_SECONDS).close()
-            except OSError as error:
-                raise RuntimeError(f"connecting to it fails: {error}") from None
-            dist.TCPStore(host, port, is_master=False, timeout=_STORE_CONNECT_TIMEOUT, wait_for_workers=False)
-        try:
-            own = clone()
-            own.set_timeout(datetime.timedelta(seconds=_STORE_TIMEOUT_SECONDS))
-        except NotImplementedError:
-            return store
-        except RuntimeError as error:
-            if "pure virtual function" not in str(error):  # a store written in Python, such as torchelastic's EtcdStore
-                raise
-            return store
-        return own
-
-    return open_store
+    host, port = _host_of(store)
+    if not host:
+        return None
+    try:
+        socket.create_connection((host, port), timeout=patience.STORE_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise RuntimeError(f"connecting to it fails: {error}") from None
+    client = dist.TCPStore(host, port, is_master=False, timeout=_STORE_CONNECT_TIMEOUT, wait_for_workers=False)
+    client.set_timeout(_STORE_TIMEOUT)
+    return client
 
 
 def make_device(address: str) -> tuple[Any, bool]:

@@ -25,7 +25,7 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import patience
-from robust_dcp.comm.connections import short
+from robust_dcp.comm.connections import own_client_of, short
 from robust_dcp.comm.frames import Status
 from robust_dcp.comm.messages import encode
 from robust_dcp.errors import (
@@ -432,7 +432,7 @@ class Notes:
     Within a life each generation of connections has a place of its own.
 
     Args:
-        open_store: opens the store that the ranks share. It may take long.
+        store: the store of the process group.
         name: the name of the group, the same on all ranks. No other group that uses the store has it.
 
     Attributes:
@@ -441,8 +441,8 @@ class Notes:
         has_begun_anew: the ranks of a later group of this name meet under another life.
     """
 
-    def __init__(self, open_store: Callable[[], Any], name: str) -> None:
-        self._open_store = open_store
+    def __init__(self, store: Any, name: str) -> None:
+        self._store_of_group = store
         self._name = name
         self._lock = threading.Lock()
         self._store: Any = None
@@ -461,12 +461,24 @@ class Notes:
         with _noting_loss():
             with self._lock:
                 if self._store is None:
-                    self._store = self._open_store()
+                    self._store = self._open()
                 if not self.life:
                     drawn = secrets.token_hex(8)
                     self.life = _compare_set(self._store, f"{self._name}/life", "", drawn).decode()
                     self.has_begun_anew = False
             return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
+
+    def _open(self) -> Any:
+        """The store through a client of our own, where there is such a thing.
+
+        It lacks the prefixes of the group's store, which torch does not tell: torchelastic has a new one for each
+        restart. So the ranks agree on one of ours, and that is all that we ask the client of the group.
+        """
+        client = own_client_of(self._store_of_group)
+        if client is None:
+            return self._store_of_group
+        place = _compare_set(self._store_of_group, f"{self._name}/place", "", secrets.token_hex(8)).decode()
+        return dist.PrefixStore(place, client)
 
     def is_pointless(self, place: str) -> bool:
         """Whether the other ranks do not meet in ``place`` any more. It waits for the store.

@@ -457,7 +457,7 @@ def make_link(store: Any, name: str, rank: int, ranks: tuple[int, ...], store_ho
     Raises:
         RobustCheckpointError: ``GLOO_SOCKET_IFNAME`` names an interface that is not there, or has no address.
     """
-    notes = Notes(network.store_opener(store), f"robust_dcp/{name}")
+    notes = Notes(store, f"robust_dcp/{name}")
     # Now, so that the caller gets the errors. A tree needs two connections for each of its levels at most.
     network.ensure_open_files(8 + 2 * len(ranks).bit_length())
     address = network.listening_address(store)

@@ -44,6 +44,6 @@ STORE_ANSWER_SECONDS = 2.0
 STORE_LOST_SECONDS = 5.0
 """How long we do not ask a store again after it did not answer. Ranks should not wait for it each time."""
 
-EXIT_SECONDS = 35.0
-"""How long the process waits at its end for its threads in gloo and in the store, which does not answer for 30 seconds
-at most. A thread that Python ends there takes the process along."""
+EXIT_SECONDS = 12.0
+"""How long the process waits at its end for its threads in gloo, which connects for 10 seconds at most, and in the
+store. A thread that Python ends there takes the process along."""
