@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.cli.commands import Shell
 
@@ -42,3 +48,28 @@ def test_options_reach_the_store_and_a_copy_says_how_much_it_has_sent(originals:
     assert ended.code == 0 and "0 files, 0 B were there already" in ended.out
     again = shell("copy", originals / "ours", "memory://cli/step_1")
     assert again.code == 0 and "Sent 0 files" in again.out
+
+
+class _Program:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "x")
+
+
+def test_a_program_in_the_place_of_a_tensor_is_executed_by_no_command(tmp_path: Path, shell: Shell) -> None:
+    path, ran = tmp_path / "hostile", tmp_path / "ran"
+    dcp.save({"weight": torch.ones(4)}, checkpoint_id=path, no_dist=True)
+    record = io.BytesIO()
+    torch.save(_Program(str(ran)), record)
+    metadata = FileSystemReader(path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, len(record.getvalue())
+        (path / info.relative_path).write_bytes(record.getvalue())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert shell("convert", path, tmp_path / "file.pt", "--to", "torch").code == 2
+    assert shell("convert", path, tmp_path / "model", "--to", "safetensors").code == 2
+    assert shell("diff", path, path, "--values").code == 2
+    assert "a load has to trust weight" in shell("verify", path).err
+    assert not ran.exists()

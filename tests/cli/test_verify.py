@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import robust_dcp
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from tests.cli.checkpoints import KINDS, OURS
 from tests.cli.commands import Shell
 from tests.harness.damage import cut_short, data_files, flip_bit
@@ -28,7 +29,7 @@ def test_a_whole_checkpoint_is_whole_and_all_of_its_data_has_checksums(
 ) -> None:
     ended = shell("verify", originals / kind, "--json")
     assert ended.code == 0, ended
-    assert ended.json["is_whole"] and ended.json["problems"] == [] and ended.json["not_verified"] == []
+    assert ended.json["is_whole"] and ended.json["problems"] == [] and ended.json["unverified_nbytes"] == 0
     verified = ended.json["verified_nbytes"]
     items = shell("inspect", originals / kind, "--json").json["items"]
     assert verified >= sum(each["nbytes"] for each in items if each["kind"] == "tensor") > 0
@@ -166,3 +167,32 @@ def test_ctrl_c_ends_verify_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
         assert (process.returncode, said) == (130, "robust-dcp: stopped\n")
+
+
+def test_a_file_that_cannot_be_read_is_a_problem_of_that_file(
+    copy_of: CopyOf, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Disk.pread_into
+
+    def failing(self: Disk, file: OpenFile, buffer: object, offset: int) -> int:
+        if file.path.endswith(".distcp"):
+            raise storage_error("read", file.path, OSError(5, "Input/output error"))
+        return read(self, file, buffer, offset)  # type: ignore[arg-type]
+
+    path = copy_of("ours")
+    monkeypatch.setattr(Disk, "pread_into", failing)
+    ended = shell("verify", path)
+    assert ended.code == 1 and {row[0] for row in ended.rows} == {each.name for each in data_files(path)}
+    assert "Input/output error" in ended.out
+
+
+def test_all_damaged_items_are_named_up_to_twenty_of_a_file(tmp_path: Path, shell: Shell) -> None:
+    writer = robust_dcp.RobustWriter(tmp_path, files_per_rank=1)
+    robust_dcp.save({f"l.{n}": torch.ones(5000) for n in range(100)}, storage_writer=writer)
+    chunks = [(each["name"], each["chunks"][0]) for each in shell("inspect", tmp_path, "--json").json["items"]]
+    for _, chunk in chunks[10:13]:
+        flip_bit(tmp_path / chunk["file"], chunk["start"] + chunk["stored_nbytes"] // 2)
+    assert [row[1] for row in shell("verify", tmp_path).rows] == [name for name, _ in chunks[10:13]]
+    for _, chunk in chunks[13:]:
+        flip_bit(tmp_path / chunk["file"], chunk["start"] + chunk["stored_nbytes"] // 2)
+    assert len(shell("verify", tmp_path).rows) == 20

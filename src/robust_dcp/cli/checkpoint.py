@@ -11,7 +11,7 @@ from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is
 from robust_dcp.storage.files.what_is_there import what_is_there
 
 if TYPE_CHECKING:
-    from robust_dcp.contents.read import Contents
+    from robust_dcp.contents import Contents
 
 __all__ = ["check_directory", "check_is_there", "holds_checkpoint", "open_checkpoint", "summary", "summary_json"]
 
@@ -56,7 +56,7 @@ def open_checkpoint(path: str) -> Contents:
         StorageError, CorruptCheckpoint, UnsafeCheckpoint: as ``read_contents``.
     """
     check_is_there(path)
-    from robust_dcp.contents.read import read_contents
+    from robust_dcp.contents import read_contents
     from robust_dcp.storage.remote import RemoteDisk
 
     try:

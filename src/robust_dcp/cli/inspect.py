@@ -22,7 +22,7 @@ from robust_dcp.cli.output import FOUND, Output, number, size
 from robust_dcp.storage.files.paths import writer_of
 
 if TYPE_CHECKING:
-    from robust_dcp.contents.read import Contents, Item
+    from robust_dcp.contents import Contents, Item
 
 __all__ = ["declare", "run"]
 

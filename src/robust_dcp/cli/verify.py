@@ -1,4 +1,4 @@
-"""Find out whether a checkpoint is whole: structure, sizes, identity, and the checksums of all data.
+"""Find out whether a checkpoint is whole: all of it is loaded, into nothing, and compared with its checksums.
 
 Of a directory that holds the checkpoints of a run it verifies each. Exit code 1 means that something is
 broken. Data that was written without checksums is counted as not verified.
@@ -31,34 +31,33 @@ __all__ = ["declare", "run"]
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("path", type=place, help="A checkpoint, its URL, or a directory that holds those of a run.")
-    parser.add_argument("-j", "--jobs", type=number_in(int, 1, 256), help="How many threads read. Default: 4 to 16.")
-    parser.add_argument("--fast", action="store_true", help="Do not read data: structure, sizes, marks and index.")
+    parser.add_argument("-j", "--jobs", type=number_in(int, 1, 256), help="How many threads read.")
+    parser.add_argument("--fast", action="store_true", help="Do not read data: structure, sizes and index.")
 
 
 def run(options: Namespace) -> int:
     """Print whether a checkpoint, or each one of a run, is whole."""
     path, with_data = options.path, not options.fast
-    jobs = options.jobs or min(16, max(4, len(os.sched_getaffinity(0))))
     checkpoints: list[str] = []
     if not is_url(path) and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and not holds_checkpoint(path):
         series = series_in(Disk(), path)
         checkpoints = [each for one in series for each in one.directories() if holds_checkpoint(each)]
     if not checkpoints:
         check_is_there(path)
-        verified = _verify(path, jobs, with_data=with_data)
+        verified = _verify(path, options.jobs, with_data=with_data)
         Output.put(verified)
         return 0 if verified["is_whole"] else FOUND
     Output.note(f"{path}: {number(len(checkpoints), 'checkpoint')}")
-    all_verified = [_verify(each, jobs, with_data=with_data) for each in checkpoints]
+    all_verified = [_verify(each, options.jobs, with_data=with_data) for each in checkpoints]
     n_broken = sum(not each["is_whole"] for each in all_verified)
     Output.put({"root": path, "is_whole": not n_broken, "checkpoints": all_verified})
     Output.note(f"{n_broken} of {number(len(checkpoints), 'checkpoint')} {'is' if n_broken == 1 else 'are'} broken")
     return FOUND if n_broken else 0
 
 
-def _verify(path: str, jobs: int, *, with_data: bool) -> dict[str, Any]:
+def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any]:
     """Verify one checkpoint, show what was found, and give it as JSON."""
-    from robust_dcp.contents.verify import Findings, verify
+    from robust_dcp.contents import Findings, verify
     from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 
     findings = Findings()
@@ -68,7 +67,7 @@ def _verify(path: str, jobs: int, *, with_data: bool) -> dict[str, Any]:
         contents = open_checkpoint(path)
     except (CorruptCheckpoint, UnsafeCheckpoint) as error:
         file = os.path.relpath(getattr(error, "file", None) or os.path.join(path, METADATA_NAME), path)
-        findings.add(error, file, "a file of a checkpoint")
+        findings.add(error, file)
     if contents is not None:
         Output.note(summary(contents))
         disk, metadata = contents.disk, os.path.join(path, METADATA_NAME)
@@ -79,9 +78,7 @@ def _verify(path: str, jobs: int, *, with_data: bool) -> dict[str, Any]:
         before, started = fingerprint(), time.perf_counter()
         # A manager does not remove a checkpoint that is read.
         with needed_for_a_load(disk, path), Output.progress("verify") as show:
-            total_nbytes = contents.file_nbytes
-            on_progress = lambda: show(findings.checked_nbytes, total_nbytes)  # noqa: E731
-            verify(contents, findings, jobs=jobs, with_data=with_data, on_progress=on_progress)
+            verify(contents, findings, threads=threads, with_data=with_data, progress=show)
         if fingerprint() != before:
             raise CommandFailed(f"{path} was saved to, or removed, while it was verified: run verify again")
     result = {
@@ -91,10 +88,7 @@ def _verify(path: str, jobs: int, *, with_data: bool) -> dict[str, Any]:
         "problems": [each._asdict() for each in findings.problems],
         "n_problems": len(findings.problems),
         "notes": findings.notes,
-        "not_verified": [
-            {"why": why, "items": n_items, "nbytes": nbytes}
-            for why, (n_items, nbytes) in sorted(findings.unverified.items())
-        ],
+        "unverified_nbytes": findings.unverified_nbytes,
         "verified_nbytes": findings.verified_nbytes,
         "checked_nbytes": findings.checked_nbytes,
         "seconds": time.perf_counter() - started,
@@ -106,18 +100,18 @@ def _verify(path: str, jobs: int, *, with_data: bool) -> dict[str, Any]:
 def _show(result: dict[str, Any]) -> None:
     for text in result["notes"]:
         Output.note(text)
-    for each in result["not_verified"]:
-        Output.note(f"not verified: {size(each['nbytes'])} of {number(each['items'], 'item')}: {each['why']}")
+    if result["unverified_nbytes"]:
+        Output.note(f"not verified: {size(result['unverified_nbytes'])} were written without a checksum")
     if result.get("written_by") == "torch":
         Output.note(f"not verified: {METADATA_NAME} has no checksum, it was compared with the files only")
     if result["problems"]:
         Output.table(("file", "item", "expected", "found"), [tuple(each.values()) for each in result["problems"]])
         Output.note(f"{result['path']} is broken: {number(result['n_problems'], 'problem')}")
     elif not result["with_data"]:
-        Output.note("structure, sizes and marks are as they should be; data was not read")
+        Output.note("structure, sizes and index are as they should be; data was not read")
     else:
         rate = result["checked_nbytes"] / max(result["seconds"], 1e-9)
-        start = "no damage found, and not all could be verified" if result["not_verified"] else "whole"
+        start = "no damage found, and not all could be verified" if result["unverified_nbytes"] else "whole"
         Output.note(
             f"{start}: {size(result['verified_nbytes'])} have their checksums; read {size(result['checked_nbytes'])} "
             f"in {result['seconds']:.1f} s, {size(rate)}/s"

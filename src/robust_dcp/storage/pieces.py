@@ -131,8 +131,7 @@ class PieceReader:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, buffer_nbytes: int, disk: Disk | None = None) -> None:
-        # `trusted`: the bytes of objects are handed over as they are. Whoever loads them decides how.
-        self._reader = RobustReader(path, buffer_bytes=buffer_nbytes, trusted=True, disk=disk)
+        self._reader = RobustReader(path, buffer_bytes=buffer_nbytes, disk=disk)
         self.metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
 
@@ -172,7 +171,13 @@ class PieceReader:
         index = MetadataIndex(name, offsets)
         planner = _Into(())
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        self._reader.read_data(LoadPlan([item]), planner).wait()
+        untrusted = self._reader.options
+        # Only the bytes are handed over. Whoever loads them decides how.
+        self._reader.options = replace(untrusted, trusted=True)
+        try:
+            self._reader.read_data(LoadPlan([item]), planner).wait()
+        finally:
+            self._reader.options = untrusted
         return planner.objects[name]
 
 

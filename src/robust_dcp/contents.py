@@ -1,0 +1,507 @@
+"""What a checkpoint holds, as plain values: its items, their chunks, and the files that these lie in.
+
+It is read as a load reads it: from ``.metadata``, from the ``__0.metadata``, ``__1.metadata``, … that DCP writes with
+``use_collectives=False``, or from the heads of safetensors files where there is neither. :func:`verify` is a load of
+all of it without a target.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from robust_dcp.errors import RobustCheckpointError, UnsafeCheckpoint
+from robust_dcp.plan.conflicts import first_overlap
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import (
+    INDEX_NAME,
+    METADATA_NAME,
+    SAFETENSORS_SUFFIX,
+    is_data_file,
+    mark_of,
+    metadata_name,
+)
+from robust_dcp.storage.index.form import IndexFile, fit_of_file
+from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.reading.load import read_items
+from robust_dcp.storage.reading.metadata_source import MetadataSource
+from robust_dcp.storage.reading.read_options import ReadOptions
+
+__all__ = ["Chunk", "Contents", "Findings", "Item", "Problem", "StoredFile", "is_plain", "read_contents", "verify"]
+
+
+_NUMBER: Final = re.compile(r"([0-9]{1,18})")
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor, or a whole object.
+
+    Attributes:
+        offsets: where the chunk begins in its tensor; empty for an object.
+        sizes: its shape; empty for an object.
+        file: the data file that holds it, relative to the checkpoint; ``None`` if no file is named.
+        start: its first byte in the file.
+        stored_nbytes: how many bytes it takes in the file.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str | None = None
+    start: int = 0
+    stored_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor or an object of the state dict.
+
+    Attributes:
+        name: its FQN.
+        path: its keys in the nested state dict; empty where the checkpoint does not say them.
+        dtype: for example ``"bfloat16"``; ``None`` for an object.
+        itemsize: bytes of an element of the tensor.
+        shape: of the whole tensor; empty for an object.
+        chunks: in the order of the ``.metadata``.
+    """
+
+    name: str
+    path: tuple[str | int, ...]
+    dtype: str | None
+    itemsize: int
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def fits(self, globs: Iterable[str]) -> bool:
+        """Whether one of the patterns fits the name, or there are none."""
+        globs = list(globs)
+        return not globs or any(fnmatch.fnmatchcase(self.name, glob) for glob in globs)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor; an object otherwise."""
+        return self.dtype is not None
+
+    @property
+    def words(self) -> str:
+        """What it is, for people: ``"float32 [4, 3]"``, or ``"object"``."""
+        return f"{self.dtype} {list(self.shape)}" if self.is_tensor else "object"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements, or of the pickled object."""
+        if self.is_tensor:
+            return math.prod(self.shape) * self.itemsize
+        return sum(chunk.stored_nbytes for chunk in self.chunks)
+
+
+class StoredFile(NamedTuple):
+    """A data file.
+
+    Attributes:
+        name: its path relative to the checkpoint.
+        nbytes: its size; ``None`` if there is no such file.
+        held: what it holds, in the order of the file. What several ranks have saved for themselves is in several.
+    """
+
+    name: str
+    nbytes: int | None
+    held: list[tuple[Item, Chunk]]
+
+    @property
+    def needed_nbytes(self) -> int:
+        """How long it must be to hold what ``.metadata`` says it holds."""
+        return max(chunk.start + chunk.stored_nbytes for _, chunk in self.held)
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it, as far as its size says."""
+        if self.nbytes is None:
+            return "is missing"
+        needed = self.needed_nbytes
+        return f"has {self.nbytes} bytes and needs {needed}" if self.nbytes < needed else None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        disk: where it is.
+        path: its directory, or its URL.
+        written_by: ``robust_dcp``, ``torch``, or ``safetensors`` where there is no ``.metadata``.
+        saved_seconds: when it was committed, in seconds since 1970.
+        save_id: the id of the save; ``None`` if it has none.
+        metadata: the ``.metadata``, or one of each rank that saved for itself.
+        items: sorted by name, with numbers in names by their value.
+        files: the data files that are named, sorted by name.
+    """
+
+    disk: Disk
+    path: str
+    written_by: str
+    saved_seconds: float
+    save_id: str | None
+    metadata: tuple[Metadata, ...]
+    items: tuple[Item, ...]
+    files: tuple[StoredFile, ...]
+
+    @property
+    def layout(self) -> str:
+        """``torch`` or ``safetensors``."""
+        return "safetensors" if any(file.name.endswith(SAFETENSORS_SUFFIX) for file in self.files) else "torch"
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of all data files that are there."""
+        return sum(file.nbytes or 0 for file in self.files)
+
+    @property
+    def mark(self) -> str | None:
+        """What our save has marked its files with; ``None`` if they have no marks."""
+        return mark_of(self.save_id) if self.written_by == "robust_dcp" and self.save_id is not None else None
+
+
+def read_contents(disk: Disk, path: str) -> Contents:
+    """What the checkpoint in ``path`` holds.
+
+    Raises:
+        StorageError: there is no checkpoint, or it cannot be read.
+        CorruptCheckpoint: its ``.metadata`` is not what a writer made, or makes no sense.
+        UnsafeCheckpoint: it names files outside of the checkpoint, or classes that do not belong into it.
+    """
+    source = MetadataSource(disk, path, load_id="")
+    names = set(disk.list_directory(path)) if disk.exists(path) else set()
+    ranks: list[int | None] = [None]
+    if METADATA_NAME not in names:
+        numbers = (name.removeprefix("__").removesuffix(METADATA_NAME) for name in names)
+        found = sorted(int(each) for each in numbers if each.isdecimal() and metadata_name(int(each)) in names)
+        ranks = [*found] or [None]
+    of_ranks = [source.decode_metadata(source.metadata_bytes(rank), rank) for rank in ranks]
+    items: dict[str, Item] = {}
+    held: dict[str, list[tuple[Item, Chunk]]] = defaultdict(list)
+    for item in (each for metadata in of_ranks for each in _items(metadata)):
+        known = items.get(item.name)
+        there = () if known is None else {chunk.offsets for chunk in known.chunks}
+        more = tuple(chunk for chunk in item.chunks if chunk.offsets not in there)
+        items[item.name] = item if known is None else replace(known, chunks=known.chunks + more)
+        for chunk in item.chunks:
+            if chunk.file is not None:
+                held[chunk.file].append((item, chunk))
+    files = []
+    for name in sorted(held):
+        file = os.path.join(path, name)
+        in_order = sorted(held[name], key=lambda each: (each[1].start, each[1].stored_nbytes))
+        files.append(StoredFile(name, disk.fingerprint(file)[1] if disk.exists(file) else None, in_order))
+    has_metadata = any(metadata_name(rank) in names for rank in ranks)
+    dated = [metadata_name(rank) for rank in ranks] if has_metadata else [file.name for file in files]
+    save_id = getattr(of_ranks[0].storage_meta, "save_id", None)
+    written_by = "robust_dcp" if METADATA_NAME in names and source.files_are_marked() else "torch"
+    return Contents(
+        disk=disk,
+        path=path,
+        written_by=written_by if has_metadata else "safetensors",
+        saved_seconds=max((disk.modified_seconds(os.path.join(path, each)) for each in dated), default=0.0),
+        save_id=save_id if isinstance(save_id, str) else None,
+        metadata=tuple(of_ranks),
+        items=tuple(sorted(items.values(), key=_natural)),
+        files=tuple(files),
+    )
+
+
+def _natural(item: Item) -> list[tuple[int, str]]:
+    """So that ``layers.2`` comes before ``layers.10``."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in _NUMBER.split(item.name)]
+
+
+def _items(metadata: Metadata) -> Iterator[Item]:
+    places = {
+        (index.fqn, None if index.offset is None else tuple(index.offset)): (
+            info.relative_path,
+            info.offset,
+            info.length,
+        )
+        for index, info in (metadata.storage_data or {}).items()
+    }
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    for name, entry in metadata.state_dict_metadata.items():
+        keys = paths.get(name)
+        path = keys if isinstance(keys, tuple) and all(isinstance(key, (str, int)) for key in keys) else ()
+        whole = places.get((name, None), ())
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            chunks = tuple(Chunk(*box, *places.get((name, box[0]), whole)) for box in boxes)
+            yield Item(name, path, str(dtype).removeprefix("torch."), dtype.itemsize, tuple(entry.size), chunks)
+        else:
+            yield Item(name, path, None, 1, (), (Chunk((), (), *whole),))
+
+
+def is_plain(tensor: torch.Tensor | TensorProperties) -> bool:
+    """Whether it can be cut into pieces. Sparse and quantized tensors are read as objects are."""
+    return tensor.layout is torch.strided and not str(tensor.dtype).startswith(("torch.qint", "torch.quint"))
+
+
+# --- verify
+
+_OF_MEGATRON: Final = "common.pt"
+"""Megatron-Core writes it beside ``.metadata`` with ``torch.save``."""
+
+_BATCH_NBYTES: Final = 64 << 20
+_MOST_OF_FILE: Final = 20
+"""So many problems of one file are named. What is left of it is not read."""
+
+
+class Problem(NamedTuple):
+    """Something that is broken.
+
+    Attributes:
+        file: relative to the checkpoint.
+        item: the name of the item; ``None`` if the whole file is meant.
+        expected: what should be there.
+        found: what is there.
+    """
+
+    file: str
+    item: str | None
+    expected: str
+    found: str
+
+
+class Findings:
+    """What was found.
+
+    Attributes:
+        notes: what a user should know, and is no damage.
+        checked_nbytes: bytes of data that were read.
+        verified_nbytes: those that have the checksum that was written with them.
+        unverified_nbytes: those that were written without one.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.checked_nbytes = 0
+        self.verified_nbytes = 0
+        self.unverified_nbytes = 0
+        self._problems: dict[tuple[str, str | None], Problem] = {}
+
+    @property
+    def problems(self) -> list[Problem]:
+        """At most one for each item of a file."""
+        return list(self._problems.values())
+
+    def broken(self, file: str, item: str | None, expected: str, found: str) -> None:
+        """Note a problem. The first one of an item in a file counts, because the others follow from it."""
+        self._problems.setdefault((file, item), Problem(file, item, expected, found))
+
+    def add(self, error: RobustCheckpointError, file: str, item: str | None = None) -> None:
+        """Note an error of a file, or of the item ``item`` in it."""
+        expected, found = getattr(error, "expected", None), getattr(error, "found", None)
+        of_item = item if getattr(error, "item", None) else None
+        self.broken(file, of_item, expected or "a file that can be read", found or error.message)
+
+
+def verify(
+    contents: Contents,
+    findings: Findings,
+    *,
+    threads: int | None,
+    with_data: bool,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Add what is wrong with a checkpoint.
+
+    Args:
+        threads: how many threads read, as for ``ReadOptions``.
+        with_data: whether data is read and compared with checksums; otherwise only structure, sizes and the index are.
+        progress: called with the bytes that were read, and those of all files.
+    """
+    _check_structure(contents, findings)
+    disk, names = contents.disk, {file.name for file in contents.files}
+    for name in sorted(disk.list_directory(contents.path)):
+        if is_data_file(name) and name not in names:
+            findings.notes.append(f"{name} does not belong to this checkpoint: a crashed save may have left it")
+    index = os.path.join(contents.path, INDEX_NAME)
+    if contents.written_by == "robust_dcp" and disk.exists(index):
+        try:
+            file = IndexFile(disk, index)
+            if file.fit == fit_of_file(disk, os.path.join(contents.path, METADATA_NAME)):
+                file.check_all()
+            else:
+                expected = f"the index of this {METADATA_NAME}"
+                findings.broken(INDEX_NAME, None, expected, f"one of another {METADATA_NAME}")
+        except RobustCheckpointError as error:
+            findings.add(error, INDEX_NAME)
+    if not with_data:
+        return
+    load = _Load(contents, findings, threads, progress)
+    for metadata in contents.metadata:
+        load.read_all(metadata)
+    common = os.path.join(contents.path, _OF_MEGATRON)
+    if contents.written_by != "safetensors" and disk.exists(common):
+        at, nbytes = MetadataIndex(_OF_MEGATRON), disk.fingerprint(common)[1]
+        info = StorageInfo(_OF_MEGATRON, 0, nbytes)
+        metadata = Metadata({_OF_MEGATRON: BytesStorageMetadata()}, storage_data={at: info})
+        load.read([_Wanted(_OF_MEGATRON, 0, nbytes, _whole(at, None))], metadata, mark=None)
+
+
+def _check_structure(contents: Contents, findings: Findings) -> None:
+    """``.metadata`` with itself, and with the sizes of files."""
+    home = METADATA_NAME if contents.written_by != "safetensors" else ""
+    for item in contents.items:
+        for chunk in item.chunks:
+            if chunk.file is None:
+                where = f"its chunk at {list(chunk.offsets)}" if item.is_tensor else "it"
+                findings.broken(home, item.name, f"a file for {where}", "none")
+        if item.is_tensor:
+            _check_cover(item, home, findings)
+    for file in contents.files:
+        if file.nbytes is None:
+            chunks = f"{len(file.held)} chunk{'' if len(file.held) == 1 else 's'}"
+            findings.broken(file.name, None, f"a file with {chunks}", "no such file")
+        elif file.nbytes < file.needed_nbytes:
+            findings.broken(file.name, None, f"at least {file.needed_nbytes} bytes", f"{file.nbytes} bytes")
+
+
+def _check_cover(item: Item, home: str, findings: Findings) -> None:
+    """The chunks lie in the tensor, do not overlap, and have as many elements as the tensor: so they cover it once."""
+    rank, chunks = len(item.shape), sorted(chunk for chunk in item.chunks if 0 not in chunk.sizes)
+    for chunk in item.chunks:
+        sides = zip(chunk.offsets, chunk.sizes, item.shape, strict=False)
+        is_like = len(chunk.offsets) == len(chunk.sizes) == rank
+        if not is_like or any(min(offset, size) < 0 or offset + size > whole for offset, size, whole in sides):
+            found = f"a chunk {list(chunk.sizes)} at {list(chunk.offsets)}"
+            findings.broken(home, item.name, f"chunks within {list(item.shape)}", found)
+            return
+    clash = next((at for at in range(1, len(chunks)) if chunks[at - 1].offsets == chunks[at].offsets), None)
+    pair = None if clash is None else (clash - 1, clash)
+    if pair is None and len(chunks) > 1:
+        boxes = (np.array([each[side] for each in chunks], dtype=np.int64) for side in (0, 1))
+        pair = first_overlap(np.zeros(len(chunks), dtype=np.int32), *boxes)
+    n_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if pair is not None:
+        first, second = (f"{list(chunks[at].sizes)} at {list(chunks[at].offsets)}" for at in pair)
+        findings.broken(home, item.name, "chunks that do not overlap", f"{first} and {second}")
+    elif n_elements != math.prod(item.shape):
+        expected = f"chunks with all {math.prod(item.shape)} elements of {list(item.shape)}"
+        findings.broken(home, item.name, expected, f"chunks with {n_elements}")
+
+
+class _Wanted(NamedTuple):
+    """A stored chunk that is read: its file, its first byte there, the length of its data, and what a load asks for."""
+
+    file: str
+    start: int
+    nbytes: int
+    item: ReadItem
+
+
+def _whole(at: MetadataIndex, sizes: Sequence[int] | None) -> ReadItem:
+    """Asks for all of a tensor's chunk; without ``sizes`` for the bytes of a record."""
+    kind = LoadItemType.BYTE_IO if sizes is None else LoadItemType.TENSOR
+    zeros = torch.Size([0] * len(sizes or ()))
+    return ReadItem(kind, at, zeros, at, zeros, torch.Size(sizes or ()))
+
+
+class _Nowhere(DefaultLoadPlanner):
+    """The target of a load that has none."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        super().__init__()
+        self._entries: dict[str, Any] = metadata.state_dict_metadata
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.empty(read_item.lengths, dtype=self._entries[read_item.dest_index.fqn].properties.dtype)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        pass
+
+
+@dataclass
+class _Load:
+    """Loads chunks, a batch at a time, and notes those that cannot be loaded."""
+
+    contents: Contents
+    findings: Findings
+    threads: int | None
+    progress: Callable[[int, int], None]
+    n_problems: Counter[str] = field(default_factory=Counter)
+
+    def read_all(self, metadata: Metadata) -> None:
+        """Read all that a ``.metadata`` names. Files that are missing or too short were noted before."""
+        ends = {file.name: file.nbytes or 0 for file in self.contents.files}
+        tensors: list[_Wanted] = []
+        objects: list[_Wanted] = []
+        for item in _items(metadata):
+            entry = metadata.state_dict_metadata[item.name]
+            is_tensor = isinstance(entry, TensorStorageMetadata) and is_plain(entry.properties)
+            for number, chunk in enumerate(item.chunks):
+                if chunk.file is not None and chunk.start + chunk.stored_nbytes <= ends[chunk.file]:
+                    at = MetadataIndex(item.name, torch.Size(chunk.offsets) if item.is_tensor else None, number)
+                    nbytes = math.prod(chunk.sizes) * item.itemsize if item.is_tensor else chunk.stored_nbytes
+                    asked = _whole(at, chunk.sizes if is_tensor else None)
+                    (tensors if is_tensor else objects).append(_Wanted(chunk.file, chunk.start, nbytes, asked))
+        for wanted in (tensors, objects):
+            wanted.sort(key=lambda each: (each.file, each.start))
+            batch: list[_Wanted] = []
+            filled = 0
+            for each in wanted:
+                if batch and filled + each.nbytes > _BATCH_NBYTES:
+                    self.read(batch, metadata, self.contents.mark)
+                    batch, filled = [], 0
+                batch.append(each)
+                filled += each.nbytes
+            self.read(batch, metadata, self.contents.mark)
+
+    def read(self, batch: Sequence[_Wanted], metadata: Metadata, mark: str | None) -> None:
+        """Read some chunks, which are all tensors or all objects. If that fails, each half by itself."""
+        batch = [each for each in batch if self.n_problems[each.file] < _MOST_OF_FILE]
+        if not batch:
+            return
+        contents, findings = self.contents, self.findings
+        before_nbytes, nbytes = findings.checked_nbytes, sum(each.nbytes for each in batch)
+        is_object = batch[0].item.type == LoadItemType.BYTE_IO
+        # The bytes of an object are not loaded, so nothing in them runs.
+        options = ReadOptions(threads=self.threads, trusted=is_object, buffer_bytes=2 * _BATCH_NBYTES)
+        try:
+            _, unverified_nbytes = read_items(
+                [each.item for each in batch],
+                _Nowhere(metadata),
+                metadata,
+                contents.path,
+                contents.disk,
+                options,
+                lambda done_nbytes, _: self.progress(before_nbytes + done_nbytes, contents.file_nbytes),
+                mark,
+            )
+            findings.checked_nbytes += nbytes
+            findings.unverified_nbytes += unverified_nbytes
+            findings.verified_nbytes += nbytes - unverified_nbytes
+        except RobustCheckpointError as error:
+            (first, *others), middle = batch, len(batch) // 2
+            if others:
+                self.read(batch[:middle], metadata, mark)
+                self.read(batch[middle:], metadata, mark)
+            elif isinstance(error, UnsafeCheckpoint) and not is_object:  # perhaps a tensor of a class of the user
+                findings.notes.append(f"a load has to trust {first.item.storage_index.fqn}: {error.message}")
+                self.read([first._replace(item=_whole(first.item.storage_index, None))], metadata, mark)
+            else:
+                findings.add(error, first.file, first.item.storage_index.fqn)
+                self.n_problems[first.file] += 1 if getattr(error, "item", None) else _MOST_OF_FILE
