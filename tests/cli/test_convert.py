@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +67,7 @@ def test_a_flat_file_has_the_names_as_keys(source: Path, tmp_path: Path, shell: 
 @pytest.mark.parametrize("whole", ["torch", "dcp"])
 def test_a_file_of_torch_save_becomes_a_checkpoint_that_stock_loads(whole: str, tmp_path: Path, shell: Shell) -> None:
     torch.save(state(), tmp_path / "whole.pt")
-    assert shell("convert", tmp_path / "whole.pt", tmp_path / "made", "--to", "dcp", "--files", 2).code == 0
+    assert shell("convert", tmp_path / "whole.pt", tmp_path / "made", "--to", "dcp").code == 0
     assert shell("verify", tmp_path / "made").code == 0
     found = state()
     found["model"] = {name: torch.zeros_like(value) for name, value in found["model"].items()}
@@ -188,36 +184,6 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, shell: Shell) -> 
     (tmp_path / "noise.pt").write_bytes(b"noise" * 99)
     assert shell("convert", tmp_path / "noise.pt", tmp_path / "made", "--to", "dcp").code == 2
     assert not (tmp_path / "made").exists() and not (tmp_path / "executed").exists()
-
-
-KILLED = """
-import importlib, os, signal, sys
-convert = importlib.import_module("robust_dcp.conversion.convert")
-writes = []
-write = convert._finish
-def killed(disk, path, *rest):
-    if len(writes) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    writes.append(path)
-    write(disk, path, *rest)
-convert._finish = killed
-convert.convert(sys.argv[1], sys.argv[2], form="safetensors", max_shard_nbytes=300,
-                rules=convert.Rules(exclude=("*complex*",)))
-"""
-
-
-def test_what_was_killed_goes_on_with_the_files_that_it_had_finished(source: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, sys.path))
-    ran = subprocess.run(
-        [sys.executable, "-c", KILLED, source, tmp_path / "model"], env={**os.environ, "PYTHONPATH": path}
-    )
-    assert ran.returncode == -signal.SIGKILL and not (tmp_path / "model").exists()
-    rules = Rules(exclude=("*complex*",))
-    other = convert(source, tmp_path / "other", form="safetensors", max_shard_nbytes=300, rules=rules)
-    report = convert(source, tmp_path / "model", form="safetensors", max_shard_nbytes=300, rules=rules)
-    assert (other.files_there, report.files_there) == (0, 2)
-    assert differences(tensors_of(tmp_path / "other"), tensors_of(tmp_path / "model")) == []
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "model", "other"}
 
 
 def test_what_a_killed_call_has_left_goes_with_the_next_one(source: Path, tmp_path: Path) -> None:

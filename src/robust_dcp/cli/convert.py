@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
-from robust_dcp.cli.arguments import local_path, nbytes_in, number_in, pair
+from robust_dcp.cli.arguments import local_path, nbytes_in, pair
 from robust_dcp.cli.checkpoint import open_checkpoint, summary
 from robust_dcp.cli.output import CommandFailed, Output, number, size
 
@@ -42,7 +42,6 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", type=nbytes_in, default="5GiB", help=most)
     parser.add_argument("--config", type=local_path, help="safetensors: copy config.json and the tokenizer from here.")
     parser.add_argument("--layout", default="torch", help="dcp: of the data files, torch (default) or safetensors.")
-    parser.add_argument("--files", type=number_in(int, 1), default=1, help="dcp: how many data files.")
     parser.add_argument("--flat", action="store_true", help="torch: one dict by names instead of a nested one.")
     parser.add_argument("--force", action="store_true", help="Replace a target that exists.")
 
@@ -71,7 +70,6 @@ def run(options: Namespace) -> None:
                 rules=rules,
                 flat=options.flat,
                 layout=options.layout,
-                files=options.files,
                 max_shard_nbytes=int(options.max_shard_size),
                 config=options.config,
                 overwrite=options.force,
@@ -85,8 +83,7 @@ def run(options: Namespace) -> None:
         Output.say(f"Left out, because safetensors holds tensors only: {name}")
     for glob in report.unused:
         Output.note(f"No item has a name that fits {glob}")
-    there = f", {number(report.files_there, 'file')} of an earlier call kept" if report.files_there else ""
     Output.say(
         f"Made {report.target}: {number(report.tensors, 'tensor')}, {number(report.objects, 'object')}, "
-        f"{size(report.nbytes)}{there}"
+        f"{size(report.nbytes)}"
     )

@@ -1,34 +1,33 @@
 """``convert``: a checkpoint, or a file of ``torch.save``, in another form. It appears as a whole or not at all.
 
 torch reads and writes files of ``torch.save``, ``robust_dcp.save`` writes checkpoints, and the files of a Hugging Face
-model are filled piece by piece. The target is made in a directory beside it (``workplace``), with a note of what is
-being made. If the process is killed, the next one with the same arguments goes on with the finished files of
-safetensors, and makes other forms anew.
+model are filled piece by piece. The target is made in a directory beside it, ``….converting``, which one call at a time
+may use, and is renamed when it is whole. What a killed call has left there is removed by the next one.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from errno import ENOENT
+from functools import cache
 from typing import Any, Final, Literal
 
 import torch
 
 from robust_dcp.api import save
-from robust_dcp.conversion.outline import Outline, filled, outline_of_paths, with_items
-from robust_dcp.conversion.source import OUTLINE_NAME, Source, box_of, open_source
-from robust_dcp.conversion.workplace import workplace_of
+from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
+from robust_dcp.storage.committing.saving_file import SaveState, claimed, is_gone
 from robust_dcp.storage.files.disk import Disk, storage_error
+from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.model_file import INDEX_NAME, check_dtypes, in_shards, index_of, write_model_file
@@ -132,7 +131,6 @@ class ConversionReport:
         tensors, objects: how many of each.
         nbytes: bytes of tensors.
         left_out: objects that the form cannot hold.
-        files_there: how many files an earlier call had finished.
         unused: patterns of the rules that no item has fitted. They may be mistyped.
     """
 
@@ -141,7 +139,6 @@ class ConversionReport:
     objects: int
     nbytes: int
     left_out: tuple[str, ...] = ()
-    files_there: int = 0
     unused: tuple[str, ...] = ()
 
 
@@ -154,7 +151,6 @@ def convert(
     rules: Rules | None = None,
     flat: bool = False,
     layout: str = "torch",
-    files: int = 1,
     max_shard_nbytes: int = 5 << 30,
     config: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -168,11 +164,11 @@ def convert(
         source: a checkpoint of any kind, or a file of ``torch.save`` with a state dict.
         target: a directory, or for ``form="torch"`` a file.
         form: ``dcp``: a checkpoint that ``load`` reads; ``safetensors``: the files of a Hugging Face model;
-            ``torch``: one file that ``torch.load`` reads.
+            ``torch``: one file that ``torch.load`` reads, of a checkpoint.
         rules: which items, under which names, with which dtypes; ``None`` for all as they are.
-        flat: for ``torch``: whether the names are the keys of one dict. Otherwise it is nested as the source was.
+        flat: for ``torch``: whether the names are the keys of one dict. Otherwise it is nested as the paths of the
+            checkpoint say, which hold no number keys of dicts and no empty dicts.
         layout: for ``dcp``: the layout of the data files, as for ``RobustWriter``.
-        files: for ``dcp``: how many data files.
         max_shard_nbytes: for ``safetensors``: most bytes of tensors in one file.
         config: for ``safetensors``: a directory whose ``config.json`` and tokenizer are copied into the target.
         overwrite: whether to replace a target that exists. It stays until the new one is whole.
@@ -186,6 +182,8 @@ def convert(
         CorruptCheckpoint, UnsafeCheckpoint: the source is damaged, or no data.
     """
     layout_named(layout)
+    if form == "torch" and os.path.isfile(source):
+        raise ValueError(f"{os.fspath(source)} is a file of torch.save already: change it with torch.load, torch.save")
     disk = Disk() if disk is None else disk
     path = os.path.abspath(directory_path(target))
     rules = rules or Rules()
@@ -194,48 +192,37 @@ def convert(
     if is_model:
         check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
     beside = _beside(config, form)
-    n_there = 0
-    with workplace_of(disk, path) as place:
+    with _made_beside(disk, path) as made:
         _check_target(path, form, overwrite=overwrite)
+        unmapped = [] if is_model else [each for each in plan.tensors.values() if plan.mapped(each) is None]
+        needed_nbytes = plan.nbytes + sum(tensor.nbytes for tensor in unmapped)
+        _, free_nbytes = disk.room(os.path.dirname(path))
+        if free_nbytes < needed_nbytes:
+            raise StorageError(f"{path} needs about {needed_nbytes} bytes, and {free_nbytes} are free there", path=path)
         if is_model:
-            note = {
-                "source": _identity(disk, os.path.abspath(source)),
-                "rules": asdict(rules),
-                "shard": max_shard_nbytes,
-            }
-            place.begin(json.dumps(note, sort_keys=True).encode())
-            disk.mkdirs(place.made)
-            _check_room(disk, path, plan.nbytes - sum(each.stat().st_size for each in os.scandir(place.made)))
+            disk.mkdirs(made)
             # A piece is read, cast and written, and the next one is there by then.
-            n_there = _write_model(plan, place.made, disk, max_shard_nbytes, max(buffer_nbytes // 8, 1), progress)
+            _write_model(plan, made, disk, max_shard_nbytes, max(buffer_nbytes // 8, 1))
             for each in beside:
-                shutil.copy(each, place.made)
+                shutil.copy(each, made)
         else:
-            place.clear()
-            unmapped = [tensor.nbytes for tensor in plan.tensors.values() if plan.mapped(tensor) is None]
-            _check_room(disk, path, plan.nbytes + sum(unmapped))
-            outline = {name: name for name in plan.names} if flat and form == "torch" else plan.outline()
-            state_dict = filled(outline, lambda name: plan.value(name, place.directory))
+            paths = {new: plan.path_of(new, flat=flat and form == "torch") for new in plan.names}
+            state_dict = _nested(paths, lambda name: plan.value(name, os.path.dirname(made)))
             if form == "dcp":
-                buffer_bytes = max(buffer_nbytes // 2, 1 << 20)
-                writer = RobustWriter(
-                    place.made, layout=layout, files_per_rank=files, buffer_bytes=buffer_bytes, report=False, disk=disk
-                )
+                options: Any = {"layout": layout, "files_per_rank": 1, "report": False}
+                writer = RobustWriter(made, **options, buffer_bytes=max(buffer_nbytes // 2, 1 << 20), disk=disk)
                 writer.known_as = path
                 save(state_dict, storage_writer=writer, planner=RobustPlanner(on_structure_change="quiet"))
-                if plan.source.outline is not None:
-                    _write_file(outline, os.path.join(place.made, OUTLINE_NAME))
             else:
-                _write_file(state_dict, place.made)
-            progress(plan.nbytes, plan.nbytes)
-        place.publish()
+                _write_file(state_dict, made)
+        progress(plan.nbytes, plan.nbytes)
+        _publish(disk, made, path)
     return ConversionReport(
         target=os.fspath(target),
         tensors=len(plan.tensors),
         objects=0 if is_model else len(plan.objects),
         nbytes=plan.nbytes,
         left_out=plan.objects if is_model else (),
-        files_there=n_there,
         unused=tuple(rules.unused(plan.names)),
     )
 
@@ -284,22 +271,16 @@ class _Plan:
         value = self.source.mapped.get(self.names[tensor.name])
         return value if value is not None and value.dtype == tensor.dtype else None
 
-    def outline(self) -> Outline:
-        """How the items are nested. An item with a new name stands at the top, under that name.
-
-        Raises:
-            ValueError: two items are in each other's way.
-        """
-        in_place = {new for new, old in self.names.items() if new == old}
-        if self.source.outline is None:
-            paths = self.source.paths
-            return outline_of_paths({new: paths.get(new, (new,)) if new in in_place else (new,) for new in self.names})
-        return with_items(self.source.outline, in_place, (new for new in self.names if new not in in_place))
+    def path_of(self, name: str, *, flat: bool) -> Path:
+        """The keys of an item. One with a new name stands at the top, under that name."""
+        return (name,) if flat or self.names[name] != name else self.source.paths.get(name, (name,))
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The data of pieces of :attr:`tensors`, contiguous and cast."""
+        self._progress(self._done_nbytes, self.nbytes)  # what was read before is written by now, or being written
         asked = [piece._replace(tensor=self.source.tensors[self.names[piece.tensor.name]]) for piece in pieces]
         values = self.source.read(asked)
+        self._done_nbytes += sum(piece.nbytes for piece in pieces)
         return [value.to(piece.tensor.dtype).contiguous() for value, piece in zip(values, pieces, strict=True)]
 
     def value(self, name: str, directory: str) -> Any:
@@ -310,16 +291,37 @@ class _Plan:
             return self.source.load(self.names[name])
         mapped = self.mapped(tensor)
         if mapped is not None:
-            # Its own elements only: torch.save would write all of the storage that a slice is of.
-            is_whole = mapped.untyped_storage().nbytes() == mapped.nbytes and mapped.is_contiguous()
-            return mapped if is_whole else mapped.clone(memory_format=torch.contiguous_format)
+            return mapped
         value = _empty(tensor, directory)
         for batch in batches_of([tensor], self._piece_nbytes):
             for piece, data in zip(batch, self.read(batch), strict=True):
                 box_of(value, piece).copy_(data)
-            self._done_nbytes += sum(piece.nbytes for piece in batch)
-            self._progress(self._done_nbytes // 2, self.nbytes)
         return value
+
+
+def _nested(paths: Mapping[str, Path], value_of: Callable[[str], Any]) -> dict[str, Any]:
+    """The state dict with items at these paths. A dict by places is a list, unless a place is empty.
+
+    Raises:
+        ValueError: two items are in each other's way.
+    """
+    root: dict[Any, Any] = {}
+    for name, path in paths.items():
+        inside: Any = root
+        for key in path[:-1]:
+            inside = inside.setdefault(key, {}) if isinstance(inside, dict) else inside
+        if not isinstance(inside, dict) or path[-1] in inside:
+            raise ValueError(f"{name!r} stands where another item does, at {'.'.join(map(str, path))}; pass --flat")
+        inside[path[-1]] = name
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, str):
+            return value_of(node)
+        values = {key: filled(each) for key, each in node.items()}
+        is_list = all(type(key) is int for key in values) and sorted(values) == list(range(len(values)))
+        return [values[place] for place in range(len(values))] if is_list else values
+
+    return {key: filled(each) for key, each in root.items()}
 
 
 def _dtype_named(name: str) -> torch.dtype:
@@ -368,54 +370,17 @@ def _write_file(state_dict: Any, path: str) -> None:
         raise storage_error("write", path, error) from error
 
 
-def _write_model(
-    plan: _Plan,
-    directory: str,
-    disk: Disk,
-    max_shard_nbytes: int,
-    buffer_nbytes: int,
-    progress: Callable[[int, int], object],
-) -> int:
-    """Write the files of a Hugging Face model that are not in ``directory`` yet, and their index. Each gets its name
-    when it is durable. Returns how many files were there already.
-    """
+def _write_model(plan: _Plan, directory: str, disk: Disk, max_shard_nbytes: int, buffer_nbytes: int) -> None:
+    """Write the files of a Hugging Face model and their index, durably."""
     shards = in_shards([*plan.tensors.values()], max_shard_nbytes)
-    done = n_there = 0
-
-    def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        nonlocal done
-        progress(done, plan.nbytes)  # what was read before is written by now, or just being written
-        done += sum(piece.nbytes for piece in pieces)
-        return plan.read(pieces)
-
     for name, shard in shards.items():
-        path = os.path.join(directory, name)
-        if disk.exists(path):
-            n_there += 1
-            done += sum(tensor.nbytes for tensor in shard)
-            continue
-        _finish(disk, path, partial(write_model_file, disk, tensors=shard, read=read, buffer_nbytes=buffer_nbytes))
-        progress(done, plan.nbytes)
-    _finish(disk, os.path.join(directory, INDEX_NAME), lambda file: disk.pwrite(file, index_of(shards), 0))
-    return n_there
-
-
-def _finish(disk: Disk, path: str, write: Callable[..., object]) -> None:
-    """Write a file under another name, make it durable, and give it its own."""
-    temporary = f"{path}.part"
-    if disk.exists(temporary):
-        disk.unlink(temporary)
-    file = disk.open_new(temporary)
-    try:
-        write(file)
-        disk.fsync(file)
-        disk.rename(temporary, path)
-    except BaseException:
-        with suppress(StorageError):
-            disk.unlink(temporary)
-        raise
-    finally:
-        disk.close(file)
+        file = disk.open_new(os.path.join(directory, name))
+        try:
+            write_model_file(disk, file, tensors=shard, read=plan.read, buffer_nbytes=buffer_nbytes)
+            disk.fsync(file)
+        finally:
+            disk.close(file)
+    disk.write_file(os.path.join(directory, INDEX_NAME), index_of(shards))
 
 
 def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
@@ -437,14 +402,77 @@ def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
         )
 
 
-def _check_room(disk: Disk, path: str, nbytes: int) -> None:
-    _, free_nbytes = disk.room(os.path.dirname(path))
-    if free_nbytes < nbytes:
-        raise StorageError(f"{path} needs about {nbytes} bytes, and {free_nbytes} are free there", path=path)
+@contextmanager
+def _made_beside(disk: Disk, path: str) -> Iterator[str]:
+    """The name under which the target is made, in a directory beside it that this call holds.
+
+    Raises:
+        StorageError: another call makes the target, or a call to the file system failed.
+    """
+    directory = f"{path}.converting"
+    made, replaced = os.path.join(directory, "made"), os.path.join(directory, "replaced")
+    busy = StorageError(
+        f"another call makes {path} now (see {directory}); wait for it. If its machine has crashed, remove that",
+        path=path,
+        operation="begin",
+    )
+
+    def put_in_order() -> None:
+        if os.path.lexists(replaced) and not os.path.lexists(path):  # it was ended between two renames
+            disk.rename(replaced, path)
+        for each in (made, replaced):
+            _remove(disk, each)
+
+    disk.mkdirs(directory)
+    try:
+        with ExitStack() as stack:
+            try:
+                others = stack.enter_context(claimed(disk, directory))
+            except StorageError as error:
+                if error.operation == "begin" or error.errno == ENOENT:  # one has just ended, and removed the directory
+                    raise busy from error
+                raise
+            for other in others:
+                if other.state is not SaveState.OVER:
+                    raise busy
+                is_gone(disk.unlink, os.path.join(directory, other.name))  # another call may have removed it
+            put_in_order()
+            try:
+                yield made
+            finally:
+                with suppress(StorageError):
+                    put_in_order()
+    finally:
+        with suppress(StorageError):  # unless something is left
+            disk.rmdir(directory)
 
 
-def _identity(disk: Disk, path: str) -> list[Any]:
-    """What tells whether a source is still the one that an earlier call has read: its files, sizes and times."""
-    files = [path] if os.path.isfile(path) else []
-    files += sorted(os.path.join(directory, name) for directory, _, names in os.walk(path) for name in names)
-    return [(file, *disk.fingerprint(file)[1:]) for file in files]
+def _publish(disk: Disk, made: str, path: str) -> None:
+    """Give the target its name. An old one keeps it until that moment.
+
+    Where the system can swap two names in one step (``renameat2`` of Linux), there is always something whole under the
+    name. Elsewhere a process that is killed between two renames leaves the old directory as ``replaced``, and the next
+    call puts it back.
+    """
+    disk.fsync_directory(os.path.dirname(made))
+    is_swapped = False
+    if os.path.isdir(made) and os.path.lexists(path):
+        try:
+            is_swapped = exchange_names(made, path)
+        except OSError as error:
+            raise storage_error("rename", path, error) from error
+        if not is_swapped:
+            disk.rename(path, os.path.join(os.path.dirname(made), "replaced"))
+    if not is_swapped:
+        disk.rename(made, path)
+    disk.fsync_directory(os.path.dirname(path))
+
+
+def _remove(disk: Disk, path: str) -> None:
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            disk.unlink(path)
+    except OSError as error:
+        raise storage_error("remove", path, error) from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,16 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorProperties
 
-from robust_dcp.conversion.outline import Outline, Path, outline_of
+from robust_dcp.contents import is_plain
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader
 from robust_dcp.storage.records.objects import load_object
 
-__all__ = ["OUTLINE_NAME", "Source", "box_of", "open_source"]
+__all__ = ["Path", "Source", "box_of", "open_source"]
 
-OUTLINE_NAME: Final = ".robust_dcp.outline"
-"""The file beside ``.metadata`` in which a conversion leaves the outline of its source, by ``torch.save``."""
+Path = tuple[str | int, ...]
+"""The keys of an item in the nested state dict, as DCP has them."""
 
 _BLOCK_NBYTES: Final = 8 << 20
 
@@ -34,7 +33,6 @@ class Source:
         tensors: by name, in order.
         objects: the names of other items.
         paths: the keys of items in the nested state dict, where they are known.
-        outline: how items are nested, where more is known of it than the paths.
         load: an object, by its name.
         reader: reads pieces of tensors; ``None`` for a file of ``torch.save``.
         mapped: the tensors that lie in a mapped file, so that they take no memory before they are used.
@@ -43,7 +41,6 @@ class Source:
     tensors: dict[str, NamedTensor]
     objects: tuple[str, ...]
     paths: dict[str, Path]
-    outline: Outline | None
     load: Callable[[str], Any]
     reader: PieceReader | None
     mapped: dict[str, torch.Tensor]
@@ -74,30 +71,16 @@ def open_source(path: str, buffer_nbytes: int) -> Source:
 def _checkpoint(path: str, buffer_nbytes: int) -> Source:
     reader = PieceReader(path, buffer_nbytes=buffer_nbytes)
     entries: dict[str, Any] = reader.metadata.state_dict_metadata
-    tensors = {name: tensor for name, tensor in reader.tensors.items() if _is_plain(entries[name].properties)}
+    tensors = {name: tensor for name, tensor in reader.tensors.items() if is_plain(entries[name].properties)}
     paths = reader.metadata.planner_data or {}  # a dict, or an index, which looks paths up one by one
     return Source(
         tensors=tensors,
         objects=tuple(name for name in entries if name not in tensors),
         paths={name: paths[name] for name in entries if name in paths},
-        outline=_outline_beside(path),
         load=lambda name: load_object(reader.object_bytes(name), file=path, item=name),
         reader=reader,
         mapped={},
     )
-
-
-def _outline_beside(path: str) -> Outline | None:
-    file = os.path.join(path, OUTLINE_NAME)
-    if not os.path.isfile(file):
-        return None
-    with open(file, "rb") as stream:
-        return load_object(stream.read(), file=file, item=OUTLINE_NAME)
-
-
-def _is_plain(tensor: torch.Tensor | TensorProperties) -> bool:
-    """Whether it can be cut into pieces. Sparse and quantized tensors are taken as objects."""
-    return tensor.layout is torch.strided and not str(tensor.dtype).startswith(("torch.qint", "torch.quint"))
 
 
 def _file_of_torch_save(path: str) -> Source:
@@ -111,12 +94,11 @@ def _file_of_torch_save(path: str) -> Source:
         name: value.detach().resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
         for name, value in flat.items()
     }
-    mapped = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and _is_plain(value)}
+    mapped = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and is_plain(value)}
     return Source(
         tensors={name: NamedTensor(name, value.dtype, tuple(value.shape)) for name, value in mapped.items()},
         objects=tuple(name for name in values if name not in mapped),
         paths=dict(paths),
-        outline=outline_of(loaded, flat, dict(paths)),
         load=values.__getitem__,
         reader=None,
         mapped=mapped,
@@ -124,37 +106,23 @@ def _file_of_torch_save(path: str) -> Source:
 
 
 def _loaded(path: str) -> Any:
-    """What a file of ``torch.save`` holds, its tensors mapped. torch compares no checksums, so that is done here."""
+    """What a file of ``torch.save`` holds, its tensors mapped. torch compares no checksums, so that is done here.
+
+    A record has the checksum 0 after ``torch.serialization.set_crc32_options(False)``.
+    """
     try:
-        is_zip = zipfile.is_zipfile(path)  # the format of before torch 1.6 is none, and cannot be mapped
-        if is_zip:
-            with zipfile.ZipFile(path) as archive:
-                for info in archive.infolist():
-                    _compare(archive, info, path)
-        return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
-    except CorruptCheckpoint:
-        raise
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                with archive.open(info) as record:
+                    while info.CRC and record.read(_BLOCK_NBYTES):
+                        pass
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         # What torch says of the file, without the advice around it, which is to load it with less care.
         text = str(error).rpartition("WeightsUnpickler error:")[2].rpartition("trusted source.")[2].strip()
         reason = text.partition("\n")[0]
-        is_refused = "weights_only" in str(error).lower() or "Unsupported" in reason
-        if is_refused and "Unsupported operand" not in reason:
+        if isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in reason:
             message = f"{path} asks for a class that is not plain data, and is refused: {reason:.300}"
             raise UnsafeCheckpoint(message, file=path) from error
         message = f"{path} cannot be used: expected a file of torch.save, found {type(error).__name__}: {reason:.300}"
         raise CorruptCheckpoint(message, file=path) from error
-
-
-def _compare(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> None:
-    """Read a record to its end, which compares it. It has 0 after ``torch.serialization.set_crc32_options(False)``."""
-    try:
-        with archive.open(info) as record:
-            while info.CRC and record.read(_BLOCK_NBYTES):
-                pass
-    except (zipfile.BadZipFile, EOFError, io.UnsupportedOperation) as error:
-        raise CorruptCheckpoint(
-            f"{path} is damaged: {info.filename} is not what was written ({error}); take another file",
-            file=path,
-            found=str(error),
-        ) from error
