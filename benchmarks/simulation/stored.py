@@ -54,7 +54,7 @@ def write_checkpoint(directory: str, ranks: int, tensors: dict[str, Shape]) -> N
 
 
 def _columns(ranks: int, tensors: dict[str, Shape]) -> MetadataColumns:
-    shapes = list(dict.fromkeys(tensors.values()))
+    shapes = sorted(dict.fromkeys(tensors.values()), key=len)
     width = max(map(len, shapes))
     # Each shape has the size of the whole tensor, the size of the chunk, and then the offsets of all ranks.
     table = np.zeros((len(shapes), 2 + ranks, width), dtype=np.int64)

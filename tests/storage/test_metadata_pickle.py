@@ -66,11 +66,8 @@ class Content:
     def columns(self) -> MetadataColumns:
         tensors = [entry for entry in self.entries if entry.properties is not None]
         properties = list(dict.fromkeys(entry.properties for entry in tensors if entry.properties is not None))
-        sizes = list(
-            dict.fromkeys(
-                [e.size for e in tensors] + [d for e in tensors for c in e.chunks for d in (c.offset, c.size)]
-            )
-        )
+        all_sizes = [e.size for e in tensors] + [d for e in tensors for c in e.chunks for d in (c.offset, c.size)]
+        sizes = sorted(dict.fromkeys(all_sizes), key=len)
         place_of = {size: place for place, size in enumerate(sizes)}
         rows = [(number, entry, chunk) for number, entry in enumerate(self.entries) for chunk in entry.chunks]
         width = max(map(len, sizes), default=0)

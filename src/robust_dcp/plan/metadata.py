@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -61,22 +62,35 @@ class MetadataTemplate:
     def __init__(self, plan: GlobalPlan, placements: Sequence[Placements], layout: Layout = TORCH) -> None:
         self._head_nbytes = [placement.head_nbytes for placement in placements]
         self._n_variable = [len(placement.variable) for placement in placements]
-        self._rank_of_file = np.repeat(np.arange(len(placements)), [placement.n_files for placement in placements])
         self._layout = layout
         self._lock = threading.Lock()
         self._uncompiled: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
-        self._compiled: _Compiled | None = None
         self._variable_places: Int64 = np.empty((0, 2), dtype=np.int64)
-        self._modules: Modules | None = None
+
+    def _compile(self) -> None:
+        with self._lock:
+            if self._uncompiled is None:
+                return
+            _, placements = self._uncompiled
+            self._columns = columns = _metadata_columns(*self._uncompiled)
+            # Ranks report items of variable size rank after rank, in plan order. Within a file that is the order of the
+            # columns, too. So `order` has, for each such item in the columns, its place in the list of all ranks.
+            rank_of_file = np.repeat(np.arange(len(placements)), [placement.n_files for placement in placements])
+            files = columns.file[columns.start < 0]
+            self._order = np.empty(len(files), dtype=np.intp)
+            self._order[np.argsort(rank_of_file[files], kind="stable")] = np.arange(len(files))
+            self._pickled = MetadataPickle(columns)
+            self._index = _index_if_possible(lambda: IndexTemplate(columns))
+            self._uncompiled = None
 
     @property
     def nbytes(self) -> int:
         """How many bytes are kept for later saves."""
-        if self._compiled is None:
+        if self._uncompiled is not None:
             return 0
-        columns, index = self._compiled.columns, self._compiled.indexed
+        columns = self._columns
         own = columns.name.nbytes + columns.offset.nbytes + columns.size.nbytes  # the index holds the other columns
-        return self._compiled.pickled.nbytes + own + (0 if index is None else index.nbytes)
+        return self._pickled.nbytes + own + (0 if self._index is None else self._index.nbytes)
 
     def encode(
         self,
@@ -97,71 +111,35 @@ class MetadataTemplate:
         for rank, (places, n_variable) in enumerate(zip(places_of_ranks, self._n_variable, strict=True)):
             if len(places) != n_variable:
                 raise ValueError(f"rank {rank} gave {len(places)} places for {n_variable} items of variable size")
-        compiled = self._compile()
-        places = self._variable_places = np.concatenate(places_of_ranks)
+        self._compile()
+        places = self._variable_places = np.concatenate(places_of_ranks)[self._order]
         mark = mark_of(storage_meta.save_id or "")
         of_all = [
             name for rank, heads in enumerate(self._head_nbytes) for name in self._layout.file_names(rank, heads, mark)
         ]
         names = [name.committed for name in of_all]
-        fragments = compiled.pickled.encode(names, places[compiled.order], storage_meta)
-        template, index = compiled.indexed, None
-        if template is not None:
-            more = kept_plan or {}
-            index = _index_if_possible(
-                lambda: template.encode(fragments, names, places[compiled.order], storage_meta, FORMAT_VERSION, more)
-            )
+        fragments = self._pickled.encode(names, places, storage_meta)
+        index = None
+        if (template := self._index) is not None:
+            own = (names, places, storage_meta, FORMAT_VERSION, kept_plan or {})
+            index = _index_if_possible(lambda: template.encode(fragments, *own))
         renames = tuple(name for name in of_all if name.written != name.committed)
         return MetadataToPublish(fragments, frozenset(names), renames, index or ())
 
-    @property
+    @cached_property
     def module_sizes(self) -> Modules:
         """The bytes of each module in the checkpoint that was encoded last.
 
         Like all else that takes time for each item, it is computed once for each plan. So in later checkpoints the
         sizes of objects are those of the first.
         """
-        if self._modules is None:
-            compiled = self._compile()
-            columns = compiled.columns
-            nbytes = columns.nbytes.copy()
-            nbytes[columns.start < 0] = self._variable_places[compiled.order, 1]
-            of_names = np.zeros(len(columns.names), dtype=np.int64)
-            np.add.at(of_names, columns.name, nbytes)
-            self._modules = module_sizes(columns.names, of_names)
-        return self._modules
-
-    def _compile(self) -> _Compiled:
-        with self._lock:
-            if self._uncompiled is not None:
-                columns = _metadata_columns(*self._uncompiled)
-                # Ranks report items of variable size rank after rank, in plan order. Within a file that is the order of
-                # the columns, too.
-                files = columns.file[columns.start < 0]
-                order = np.empty(len(files), dtype=np.intp)
-                order[np.argsort(self._rank_of_file[files], kind="stable")] = np.arange(len(files))
-                indexed = _index_if_possible(lambda: IndexTemplate(columns))
-                self._compiled = _Compiled(MetadataPickle(columns), columns, indexed, order)
-                self._uncompiled = None
-            if self._compiled is None:
-                raise ValueError("this metadata has not been compiled")
-            return self._compiled
-
-
-class _Compiled(NamedTuple):
-    """What follows from a plan.
-
-    Attributes:
-        pickled: makes ``.metadata``.
-        columns: the columns that both are made of.
-        indexed: makes the index; ``None`` if there can be none.
-        order: for each item of variable size in the columns, its place in the list of all ranks.
-    """
-
-    pickled: MetadataPickle
-    columns: MetadataColumns
-    indexed: IndexTemplate | None
-    order: Places
+        self._compile()
+        columns = self._columns
+        nbytes = columns.nbytes.copy()
+        nbytes[columns.start < 0] = self._variable_places[:, 1]
+        of_names = np.zeros(len(columns.names), dtype=np.int64)
+        np.add.at(of_names, columns.name, nbytes)
+        return module_sizes(columns.names, of_names)
 
 
 def _index_if_possible(make: Callable[[], T]) -> T | None:
@@ -197,6 +175,8 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
     ndims = np.concatenate([items.ndim[written[first_of_name]], items.ndim[written], items.ndim[written]])
     rows = np.concatenate(tables)
     first, which = unique_rows(ndims, *rows.T)
+    by_ndim = np.argsort(ndims[first], kind="stable")
+    first, which = first[by_ndim], np.argsort(by_ndim)[which]
     whole, offset, size = np.split(which, np.cumsum([len(table) for table in tables])[:-1])
     return MetadataColumns(
         names=items.names,

@@ -33,9 +33,6 @@ __all__ = ["IndexTemplate"]
 
 Int64 = npt.NDArray[np.int64]
 
-_ROWS = 1 << 18
-"""So many rows are processed at a time, so that intermediate results stay small."""
-
 
 class IndexTemplate:
     """The common part of the indices of all checkpoints that one plan writes. Several threads may use it at once.
@@ -44,16 +41,21 @@ class IndexTemplate:
         columns: what the plan determines. They are not kept.
 
     Raises:
-        ValueError: names or chunks are not sorted, so that bisection could not find them.
+        ValueError: a name is too long.
     """
 
     def __init__(self, columns: MetadataColumns) -> None:
-        _check_order(columns)
         self._has_paths = columns.paths is not None
         values: dict[str, Any] = {
             **_names(columns),
             **_paths(columns),
-            **_chunks(columns),
+            "size_counts": np.bincount(columns.size_ndims, minlength=1),
+            "sizes": columns.sizes[np.arange(columns.sizes.shape[1]) < columns.size_ndims[:, None]],
+            "chunk_offset": columns.offset,
+            "chunk_size": columns.size,
+            "chunk_file": columns.file,
+            "chunk_start": columns.start,
+            "chunk_nbytes": columns.nbytes,
             "variable_rows": np.flatnonzero(columns.start < 0),
             "properties": msgspec.json.encode([_in_words(*each) for each in columns.properties]),
         }
@@ -133,48 +135,15 @@ def _names(columns: MetadataColumns) -> dict[str, Any]:
     if int(np.diff(ends, prepend=0).max(initial=0)) > MAX_NAME_NBYTES:
         raise ValueError(f"names of an index have at most {MAX_NAME_NBYTES} bytes, and one of these has more")
     first_rows = np.searchsorted(columns.name, np.arange(len(columns.names)))
-    number = _numbers_of_sizes(columns)
-    extent = np.where(columns.size_ndims > 0, columns.sizes[:, :1].max(axis=1, initial=0), 0)
-    of_chunk = np.where(columns.size < 0, 0, extent[columns.size]) if len(extent) else np.zeros(len(columns.size))
+    extent = np.append(np.where(columns.size_ndims > 0, columns.sizes[:, :1].max(axis=1, initial=0), 0), 0)
     return {
         "names": names,
         "name_ends": ends,
         "name_chunks": np.append(first_rows[1:], len(columns.name)) if len(first_rows) else first_rows,
         "name_properties": columns.name_properties,
-        "name_size": _renumbered(number, columns.name_size),
-        "name_reach": np.maximum.reduceat(of_chunk, first_rows) if len(first_rows) else first_rows,
+        "name_size": columns.name_size,
+        "name_reach": np.maximum.reduceat(extent[columns.size], first_rows) if len(first_rows) else first_rows,
     }
-
-
-def _chunks(columns: MetadataColumns) -> dict[str, Any]:
-    number = _numbers_of_sizes(columns)
-    order = np.argsort(columns.size_ndims, kind="stable")
-    counts = np.bincount(columns.size_ndims, minlength=1)
-    ends = np.cumsum(counts).tolist()
-    tables = [
-        columns.sizes[order[first:end], :ndim].reshape(-1)
-        for ndim, (first, end) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
-    return {
-        "size_counts": counts,
-        "sizes": np.concatenate(tables),
-        "chunk_offset": _renumbered(number, columns.offset),
-        "chunk_size": _renumbered(number, columns.size),
-        "chunk_file": columns.file,
-        "chunk_start": columns.start,
-        "chunk_nbytes": columns.nbytes,
-    }
-
-
-def _numbers_of_sizes(columns: MetadataColumns) -> npt.NDArray[np.int32]:
-    """The number of each size in the index. Sizes with fewer dimensions come first."""
-    number: npt.NDArray[np.int32] = np.empty(len(columns.sizes), dtype=np.int32)
-    number[np.argsort(columns.size_ndims, kind="stable")] = np.arange(len(number), dtype=np.int32)
-    return number
-
-
-def _renumbered(number: npt.NDArray[np.int32], places: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    return np.where(places < 0, np.int32(-1), number[places]) if len(number) else places
 
 
 def _paths(columns: MetadataColumns) -> dict[str, Any]:
@@ -185,21 +154,3 @@ def _paths(columns: MetadataColumns) -> dict[str, Any]:
     lengths = [-len(str(part)) if isinstance(part, int) else len(part) for part in chain.from_iterable(paths)]
     ends = np.cumsum(np.fromiter(map(len, paths), dtype=np.int64, count=len(paths)))
     return {"path_parts": np.array(lengths, dtype=np.int32), "path_ends": ends}
-
-
-def _check_order(columns: MetadataColumns) -> None:
-    """Make sure that names ascend, and that the chunks of each name ascend by their offsets."""
-    names = list(columns.names)
-    if names != sorted(names):
-        raise ValueError("names of an index are sorted, and these are not")
-    for first in range(0, len(columns.name) - 1, _ROWS):
-        rows = slice(first, first + _ROWS + 1)
-        name, offset = columns.name[rows], columns.offset[rows]
-        undecided = (name[1:] == name[:-1]) & (offset[1:] >= 0)
-        if not undecided.any():
-            continue
-        values = columns.sizes[offset]
-        for before, behind in zip(values[:-1].T, values[1:].T, strict=True):
-            if (undecided & (behind < before)).any():
-                raise ValueError("chunks of an index are sorted by their offsets, and these are not")
-            undecided &= behind == before

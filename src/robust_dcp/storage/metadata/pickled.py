@@ -1,6 +1,6 @@
 """The pickle of ``.metadata``, made from columns without a Python object for each item.
 
-Nothing here knows how torch pickles its classes. An example of each is pickled, with a mark in place of all that
+Nothing here knows how torch pickles its classes. One object of each is pickled, with a mark in place of all that
 differs from item to item, and is cut at the marks. NumPy then repeats the opcodes between them for a million rows::
 
     example    {<name>: TensorStorageMetadata(<properties>, <whole>, [ChunkStorageMetadata(<offset>, <size>)])}
@@ -12,12 +12,12 @@ is encoded once, and shared by all checkpoints that the plan writes: see :class:
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -67,14 +67,14 @@ class MetadataColumns:
     """N names, and K items that are written for them. Each item is a row; rows are sorted by (name, offsets).
 
     Attributes:
-        names: the distinct names, in the order of ``state_dict_metadata``.
+        names: the distinct names, sorted: the order of ``state_dict_metadata``.
         paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``. The parts of a
             path, joined by dots, are the name.
         properties: the P distinct ``(dtype, layout, requires_grad)``.
         name_properties: int32 ``[N]``, place in ``properties``; -1 for an object (``BytesStorageMetadata``).
         name_size: int32 ``[N]``, place in ``sizes`` of the tensor's global size; -1 for objects.
         sizes: int64 ``[S, D]``, values of ``torch.Size``. Only the first ``size_ndims`` entries of a row count.
-        size_ndims: uint8 ``[S]``.
+        size_ndims: uint8 ``[S]``, ascending.
         name: int32 ``[K]``, place in ``names``; ascending. Each name has at least one row, an object exactly one.
         offset, size: int32 ``[K]``, places in ``sizes`` of the chunk's offsets and sizes; -1 for objects.
         file: int32 ``[K]``, place among the file names. These are given for each checkpoint.
@@ -110,28 +110,66 @@ class MetadataPickle:
     """
 
     def __init__(self, columns: MetadataColumns) -> None:
-        memo = _Memo(columns)
-        metadata, marks = _metadata_example()
-        pieces = [part for part in _cut(metadata, marks, memo) if isinstance(part, bytes)]
-        state, planner, storage, *self._rest = pieces
-        self._item = [_cut(*example, memo) for example in _examples()[2:]]
-        rows = np.flatnonzero(columns.start < 0)
-        self.variable_files: Int64 = columns.file[rows].astype(np.int64)
+        texts = {name: name for name in columns.names}
+        paths: dict[str, Path] | None = None
+        if columns.paths is not None:
+            paths = {  # with the strings that are in the memo, and not other objects with the same letters
+                name: tuple(texts.setdefault(part, part) if isinstance(part, str) else part for part in path)
+                for name, path in zip(columns.names, columns.paths, strict=True)
+            }
+        properties = [TensorProperties(*each) for each in columns.properties]
+        dims = zip(columns.sizes.tolist(), columns.size_ndims.tolist(), strict=True)
+        sizes = [torch.Size(row[:ndim]) for row, ndim in dims]
+        files = [f"file {number}" for number in range(columns.n_files)]
+        # One pickler puts all that records refer to into its memo: the names of files, which each checkpoint has for
+        # itself, then classes and the names of their attributes, and values.
+        with io.BytesIO() as stream:
+            pickler = pickle.Pickler(stream, _PROTOCOL)
+            pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: reduce_tensor_properties}
+            pickler.dump(files)
+            stream.seek(0)
+            stream.truncate()
+            pickler.dump([_examples(), list(texts), properties, sizes])
+            definitions = _without_ends(stream.getvalue()) + pickle.POP
+        memo = pickler.memo.copy()
+        of_names, of_properties, of_sizes, of_files = (
+            np.array([memo[id(value)][0] for value in values] or [0], dtype=np.int64)  # 0, as objects have no size
+            for values in (columns.names, properties, sizes, files)
+        )
+
+        def values(rows: Any) -> dict[str, Ints]:
+            """What the records of some rows are filled with. For objects, most of it means nothing."""
+            name = columns.name[rows]
+            return {
+                "name": of_names[name],
+                "properties": of_properties[columns.name_properties[name]],
+                "whole": of_sizes[columns.name_size[name]],
+                "offset": of_sizes[columns.offset[rows]],
+                "size": of_sizes[columns.size[rows]],
+                "file": of_files[columns.file[rows]],
+                "start": columns.start[rows],
+                "nbytes": columns.nbytes[rows],
+                "is_object": (columns.offset[rows] < 0).astype(np.int64),
+            }
+
+        whole, tensor, an_object, *self._stored = (_cut(*example, memo) for example in _examples())
+        state, planner, storage, *self._rest = (part for part in whole if isinstance(part, bytes))
+        variable = np.flatnonzero(columns.start < 0)
+        self.variable_files: Int64 = columns.file[variable].astype(np.int64)
         """int64 ``[V]``: the file of each item whose place is given for each checkpoint. Items of one file are in their
         order.
         """
-        self._variable = _stored(columns, memo, rows)
+        self._variable = values(variable)
         known = np.flatnonzero(columns.start >= 0)
-        slabs = (known[at : at + SLAB_ROWS] for at in range(0, len(known), SLAB_ROWS))
-        stored = (_stored(columns, memo, slab) for slab in slabs)
+        stored = (values(known[at : at + SLAB_ROWS]) for at in range(0, len(known), SLAB_ROWS))
         self._constant: Fragments = (
-            _framed(memo.definitions),
+            _framed(definitions),
             state + pickle.EMPTY_DICT,
-            *_state_entries(columns, memo),
+            *_state_entries(tensor, an_object, columns.name, values),
             planner,
-            _framed(memo.planner_data),
+            _framed(_opcodes(paths, memo)),
             storage + pickle.EMPTY_DICT,
-            *(_records(self._item, items["is_object"], items) for items in stored),
+            *(_records(self._stored, each["is_object"], each) for each in stored),
         )
         self._constant_nbytes = sum(map(len, self._constant))
         self._constant_crc = 0
@@ -165,7 +203,7 @@ class MetadataPickle:
         names = _without_ends(pickle.dumps(list(file_names), _PROTOCOL)) + pickle.POP
         before: Fragments = (pickle.PROTO + b"\x04", _framed(names))
         behind: Fragments = (
-            _records(self._item, variable["is_object"], variable),
+            _records(self._stored, variable["is_object"], variable),
             before_meta + _opcodes(storage_meta) + before_version + _opcodes(version) + end + pickle.STOP,
         )
         # The checksum of the large constant part is kept, not computed anew. So if a bit flips in memory between two
@@ -174,43 +212,6 @@ class MetadataPickle:
         crc = crc32_of_both(crc, crc32(b"".join(behind)), sum(map(len, behind)))
         pickled = (*before, *self._constant, *behind)
         return (*pickled, trailer_of(sum(map(len, pickled)), crc))
-
-
-class _Memo:
-    """All values to which records refer, and their places in the memo of the pickle.
-
-    Attributes:
-        definitions: opcodes that put the values into the memo. Before them comes a list of the names of files.
-        planner_data: opcodes that push DCP's ``planner_data``.
-        name, properties, size, file: int64, the places in the memo, by the places in the columns.
-        all: the memo, as :mod:`pickle` has it.
-    """
-
-    def __init__(self, columns: MetadataColumns) -> None:
-        texts = {name: name for name in columns.names}
-        paths: dict[str, Path] | None = None
-        if columns.paths is not None:
-            paths = {  # with the strings that are in the memo, and not other objects with the same letters
-                name: tuple(texts.setdefault(part, part) if isinstance(part, str) else part for part in path)
-                for name, path in zip(columns.names, columns.paths, strict=True)
-            }
-        properties = [reduce_tensor_properties(TensorProperties(*each))[2] for each in columns.properties]
-        dims = zip(columns.sizes.tolist(), columns.size_ndims.tolist(), strict=True)
-        sizes = [torch.Size(row[:ndim]) for row, ndim in dims]
-        files = [f"file {number}" for number in range(columns.n_files)]
-        with io.BytesIO() as stream:
-            pickler = pickle.Pickler(stream, _PROTOCOL)
-            pickler.dump(files)
-            stream.seek(0)
-            stream.truncate()
-            pickler.dump([_shared_by_examples(), list(texts), properties, sizes])
-            self.definitions = _without_ends(stream.getvalue()) + pickle.POP
-        self.all = pickler.memo.copy()
-        self.name, self.properties, self.size, self.file = (
-            np.array([self.all[id(value)][0] for value in values], dtype=np.int64)
-            for values in (columns.names, properties, sizes, files)
-        )
-        self.planner_data = _opcodes(paths, self.all)
 
 
 def _opcodes(value: Any, memo: dict[int, tuple[int, Any]] | None = None) -> bytes:
@@ -229,130 +230,68 @@ def _without_ends(pickled: bytes) -> bytes:
 
 # Examples.
 
-_COLUMNS: Final = ("name", "properties", "whole", "offset", "size", "file", "start", "nbytes", "value", "cut")
+_MARKED: Final = ("name", "properties", "whole", "offset", "size", "file", "start", "nbytes", "value", "cut")
 _FIRST_MARK: Final = 0x7EFEFD00
-_MARK: Final = re.compile(rb"J([\x00-\x09])\xfd\xfe\x7eQ")
-"""How a mark is pickled: as a number of this size, and BINPERSID. No text in UTF-8 holds the bytes FD and FE."""
+_MARK: Final = re.compile(rb"J([\x00-\x09])\xfd\xfe\x7e")
+"""How a mark is pickled, as a number of this size. No text in UTF-8 holds the bytes FD and FE."""
 
 
-class _Mark:
-    """Stands in an example for what differs from item to item, or for a value, or for a place to cut."""
-
-    def __init__(self, column: str) -> None:
-        self.number = _FIRST_MARK + _COLUMNS.index(column)
-
-
-class _ExamplePickler(pickle.Pickler):
-    """Pickles examples, and notes what they have in common: classes, and the names of their attributes."""
-
-    def __init__(self, stream: io.BytesIO, memo: dict[int, tuple[int, Any]]) -> None:
-        super().__init__(stream, _PROTOCOL)
-        self.fast = True
-        self.memo = memo
-        properties = (*reduce_tensor_properties(TensorProperties())[:2], _Mark("properties"))
-        self.dispatch_table = {TensorProperties: lambda _: properties}
-        self.shared: dict[Any, Any] = {}
-
-    def persistent_id(self, value: Any) -> int | None:
-        if isinstance(value, (str, type)):
-            self.shared.setdefault(value, value)
-        return value.number if isinstance(value, _Mark) else None
-
-
-def _examples() -> tuple[tuple[Any, str], ...]:
-    """A tensor, an object, and where each is stored; and the columns that differ from item to item in each."""
-    mark: Any = _Mark
-    chunks: Any = [mark("cut"), ChunkStorageMetadata(mark("offset"), mark("size")), mark("cut")]
-    info = StorageInfo(mark("file"), mark("start"), mark("nbytes"))
+def _examples() -> tuple[tuple[tuple[Any, ...], str], ...]:
+    """Objects with marks, and which these are in their order: the whole; keys and values of a tensor, of an object, and
+    of where each is stored.
+    """
+    mark: dict[str, Any] = {column: _FIRST_MARK + number for number, column in enumerate(_MARKED)}
+    whole = Metadata({})
+    # A torch that does not know `version` accepts it: DCP's writers set it on the object.
+    for name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"):
+        vars(whole).pop(name, None)
+        vars(whole)[name] = mark["value"]
+    chunks = [mark["cut"], ChunkStorageMetadata(mark["offset"], mark["size"]), mark["cut"]]
+    info = StorageInfo(mark["file"], mark["start"], mark["nbytes"])
     of_tensor = MetadataIndex("", torch.Size(()))
-    vars(of_tensor).update(fqn=mark("name"), offset=mark("offset"))
+    vars(of_tensor).update(fqn=mark["name"], offset=mark["offset"])
     return (
+        ((whole,), "value value value value value"),
         (
-            {mark("name"): TensorStorageMetadata(TensorProperties(), mark("whole"), chunks)},
+            (mark["name"], TensorStorageMetadata(mark["properties"], mark["whole"], chunks)),
             "name properties whole cut offset size cut",
         ),
-        ({mark("name"): BytesStorageMetadata()}, "name"),
-        ({of_tensor: info}, "name offset file start nbytes"),
-        ({MetadataIndex(mark("name")): info}, "name file start nbytes"),
+        ((mark["name"], BytesStorageMetadata()), "name"),
+        ((of_tensor, info), "name offset file start nbytes"),
+        ((MetadataIndex(mark["name"]), info), "name file start nbytes"),
     )
 
 
-def _metadata_example() -> tuple[Metadata, str]:
-    metadata = Metadata({})
-    # A torch that does not know `version` accepts it: DCP's writers set it on the object.
-    names = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-    for name in names:
-        vars(metadata).pop(name, None)
-        vars(metadata)[name] = _Mark("value")
-    return metadata, "value " * len(names)
-
-
-def _shared_by_examples() -> list[Any]:
-    pickler = _ExamplePickler(io.BytesIO(), {})
-    for example, _ in (*_examples(), _metadata_example()):
-        pickler.dump(example)
-    return list(pickler.shared)
-
-
-def _cut(example: Any, columns: str, memo: _Memo) -> list[bytes | str]:
-    """The pickle of an example, cut at its marks, which must be those of ``columns``."""
-    with io.BytesIO() as stream:
-        _ExamplePickler(stream, memo.all).dump(example)
-        parts: list[Any] = _MARK.split(_without_ends(stream.getvalue()))
-    parts[1::2] = [_COLUMNS[each[0]] for each in parts[1::2]]
-    if parts[1::2] != columns.split():
+def _cut(example: tuple[Any, ...], marks: str, memo: dict[int, tuple[int, Any]]) -> list[bytes | str]:
+    """The opcodes of an example, cut at its marks. Those of a key and its value put them into a dict."""
+    opcodes = b"".join(_opcodes(value, memo) for value in example)
+    parts: list[Any] = _MARK.split(opcodes + pickle.SETITEM if len(example) > 1 else opcodes)
+    parts[1::2] = [_MARKED[each[0]] for each in parts[1::2]]
+    if parts[1::2] != marks.split():
         raise NotImplementedError(
             f"robust_dcp cannot write .metadata with torch {torch.__version__}: expected that objects like {example!r} "
-            f"are pickled with {columns}, found {' '.join(parts[1::2])}; use another version of torch or of robust_dcp"
+            f"are pickled with {marks}, found {' '.join(parts[1::2])}; use another version of torch or of robust_dcp"
         )
-    if isinstance(example, dict):  # one entry of a dict that the records are put into
-        parts[0] = parts[0].removeprefix(pickle.EMPTY_DICT)
     return parts
 
 
 # Records.
 
 
-def _state_entries(columns: MetadataColumns, memo: _Memo) -> Iterator[memoryview]:
+def _state_entries(
+    tensor: list[bytes | str], an_object: list[bytes | str], name: Int32, values: Callable[[slice], dict[str, Ints]]
+) -> Iterator[memoryview]:
     """The entries of ``state_dict_metadata`` for whole names. A name is never divided, however many rows it has."""
-    tensor, an_object = (_cut(*example, memo) for example in _examples()[:2])
     first_cut = tensor.index("cut")
     last_cut = tensor.index("cut", first_cut + 1)
     begin, chunk, end = tensor[:first_cut], tensor[first_cut + 1 : last_cut], tensor[last_cut + 1 :]
     templates = (an_object, chunk, begin + chunk, chunk + end, begin + chunk + end)
-    n_rows = len(columns.name)
-    starts = np.flatnonzero(np.diff(columns.name, prepend=-1))
-    marks = np.searchsorted(starts, np.arange(0, n_rows, SLAB_ROWS))
-    for first, behind in pairwise(np.unique(np.append(np.append(starts, n_rows)[marks], n_rows)).tolist()):
-        some = slice(first, behind)
-        name = columns.name[some]
-        properties = columns.name_properties[name]
-        values = {
-            "name": memo.name[name],
-            "properties": _at(memo.properties, properties),
-            "whole": _at(memo.size, columns.name_size[name]),
-            "offset": _at(memo.size, columns.offset[some]),
-            "size": _at(memo.size, columns.size[some]),
-        }
-        is_first, is_last = np.diff(name, prepend=-1) != 0, np.diff(name, append=-1) != 0
-        yield _records(templates, np.where(properties < 0, 0, 1 + is_first + 2 * is_last), values)
-
-
-def _stored(columns: MetadataColumns, memo: _Memo, rows: npt.NDArray[np.intp]) -> dict[str, Int64]:
-    """The values in the entries of ``storage_data`` for some rows."""
-    return {
-        "name": memo.name[columns.name[rows]],
-        "offset": _at(memo.size, columns.offset[rows]),
-        "file": memo.file[columns.file[rows]],
-        "start": columns.start[rows],
-        "nbytes": columns.nbytes[rows],
-        "is_object": (columns.offset[rows] < 0).astype(np.int64),
-    }
-
-
-def _at(places_in_memo: Int64, places: Int32) -> Int64:
-    """Where a place is -1, as it is for objects, the result means nothing."""
-    return places_in_memo[places] if len(places_in_memo) else np.zeros(len(places), dtype=np.int64)
+    is_first, is_last = np.diff(name, prepend=-1) != 0, np.diff(name, append=-1) != 0
+    starts = np.append(np.flatnonzero(is_first), len(name))
+    slabs = np.unique(starts[np.searchsorted(starts, np.arange(0, len(name) + 1, SLAB_ROWS))]).tolist()
+    for some in map(slice, slabs, [*slabs[1:], len(name)]):
+        filling = values(some)
+        yield _records(templates, np.where(filling["is_object"], 0, 1 + is_first[some] + 2 * is_last[some]), filling)
 
 
 def _records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints]) -> memoryview:
