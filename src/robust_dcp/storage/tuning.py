@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -34,7 +35,6 @@ _THREADS: Final = (1, 2, 4, 8)
 _ROUNDS: Final = 3
 _PILOT_NBYTES: Final = 16 << 20
 _MOST_NBYTES: Final = 512 << 20
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Measured(NamedTuple):
@@ -131,124 +131,106 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
     while not os.path.lexists(directory):
         directory = os.path.dirname(directory)
     free_nbytes = disk.room(directory)[1]
-    nbytes = min(_MOST_NBYTES, free_nbytes // 4)
-    while nbytes >= _BLOCK_NBYTES:
-        try:
-            return _measured(disk, directory, seconds, nbytes)
-        except StorageError as error:  # the free space is no promise: there may be a quota
-            if error.errno not in _FULL:
-                raise
-        nbytes //= 2
-    raise StorageError(
-        f"tune {directory}: not even {_BLOCK_NBYTES} bytes could be written with {free_nbytes} bytes free, of which at "
-        "most one in 4 is used: free space, look at quotas, or tune another directory on a device of the same kind",
-        path=directory,
-        errno=errno.ENOSPC,
-        operation="tune",
-    )
-
-
-def _measured(disk: Disk, directory: str, seconds: float, most_nbytes: int) -> TunedOptions:
+    most_nbytes = min(_MOST_NBYTES, free_nbytes // 4)
+    if most_nbytes < _BLOCK_NBYTES:
+        raise StorageError(
+            f"tune {directory}: {free_nbytes} bytes are free, of which at most one in 4 is used, and a block has "
+            f"{_BLOCK_NBYTES}: free space, or tune another directory on a device of the same kind",
+            path=directory,
+            errno=errno.ENOSPC,
+            operation="tune",
+        )
     # mmap gives whole pages, which are aligned for direct I/O. They are not left as zeros, because some devices do not
     # store zeros.
     block = mmap.mmap(-1, _BLOCK_NBYTES)
     block.write(os.urandom(_BLOCK_NBYTES))
-    view = memoryview(block)
 
-    def unnamed(*, direct: bool, is_read: bool = False) -> list[OpenFile]:
-        """A new file, and the same again for reads, past the page cache and through it."""
-        name = os.path.join(directory, f".robust_dcp.tune-{uuid.uuid4()}")
-        opened = [disk.open_new(name, direct=direct)]
-        try:
-            opened += [disk.open_read(name, direct=each) for each in (False, True) if is_read]
-        finally:
-            disk.unlink(name)
-        return opened
+    def measure(way: tuple[bool, int], nbytes: int) -> tuple[Measured, Measured]:
+        return _write_and_read(disk, directory, memoryview(block), *way, nbytes)
 
-    def fill(file: OpenFile, n_blocks: int) -> int:
-        disk.preallocate(file, n_blocks * _BLOCK_NBYTES)
-        for number in range(n_blocks):
-            # A save does the same: while one thread computes a checksum, the others use the device.
-            crc32(view)
-            disk.pwrite(file, view, number * _BLOCK_NBYTES)
-        disk.fsync(file)
-        return n_blocks * _BLOCK_NBYTES
-
-    def write(direct: bool, threads: int, nbytes: int) -> Measured:
-        files = [unnamed(direct=direct)[0] for _ in range(threads)]
-        try:
-            n_blocks = max(1, nbytes // (threads * _BLOCK_NBYTES))
-            return _timed(direct, threads, lambda number: fill(files[number], n_blocks))
-        finally:
-            for file in files:
-                disk.close(file)
-
-    refused = _why_not_direct(disk, unnamed(direct=True)[0], view)
+    refused = _why_not_direct(disk, directory, memoryview(block))
     ways = [
         (direct, threads)
         for direct in ((True, False) if refused is None else (False,))
         for threads in _THREADS
         if threads * _BLOCK_NBYTES <= most_nbytes and threads <= 2 * available_cores()
     ]
-    table = _best_of_rounds(ways, write, seconds / 2, most_nbytes)
-    new, *for_reads = unnamed(direct=False, is_read=True)
-    try:
-        n_written = fill(new, max(most_nbytes // 2 // _BLOCK_NBYTES, 1)) // _BLOCK_NBYTES
-
-        def read(direct: bool, threads: int, nbytes: int) -> Measured:
-            file, n_blocks = for_reads[direct], min(max(1, nbytes // _BLOCK_NBYTES), n_written)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-            def read_some(thread: int) -> int:
-                done = 0
-                with mmap.mmap(-1, _BLOCK_NBYTES) as memory, memoryview(memory) as target:
-                    for number in range(thread, n_blocks, threads):
-                        found = disk.pread_into(file, target, number * _BLOCK_NBYTES)
-                        crc32(target[:found])
-                        done += found
-                return done
-
-            return _timed(direct, threads, read_some)
-
-        read_table = _best_of_rounds(ways, read, seconds / 2, most_nbytes // 2)
-    finally:
-        for file in (new, *for_reads):
-            disk.close(file)
-    return TunedOptions(tuple(table), tuple(read_table), refused)
-
-
-def _why_not_direct(disk: Disk, file: OpenFile, block: memoryview) -> str | None:
-    """``None`` if the file system takes direct I/O, or else the reason in words."""
-    try:
-        if file.alignment is None:
-            return file.why_buffered or "the file system refuses O_DIRECT"
-        disk.pwrite(file, block, 0)
-    except StorageError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return error.message
-    finally:
-        disk.close(file)
-    return None
-
-
-def _best_of_rounds(
-    ways: Sequence[tuple[bool, int]], measure: Callable[[bool, int, int], Measured], seconds: float, most_nbytes: int
-) -> list[Measured]:
-    """The best result of each way, in about ``seconds``."""
-    rate = max(measure(*ways[0], min(_PILOT_NBYTES, most_nbytes)).nbytes_per_second for _ in range(2))
-    nbytes = min(int(rate * seconds / (_ROUNDS * len(ways))), most_nbytes)
+    pilot, _ = measure(ways[0], min(_PILOT_NBYTES, most_nbytes))
+    nbytes = min(int(pilot.nbytes_per_second * seconds / 2 / (_ROUNDS * len(ways))), most_nbytes)
     # On a slow device, spend the time on ways whose measurement means something.
     ways = [way for way in ways if way[1] == 1 or way[1] * _BLOCK_NBYTES <= nbytes]
     # Each round tries all ways, so that a short burst of other work does not slow down one of them alone.
-    rounds = [[measure(*way, nbytes) for way in ways] for _ in range(_ROUNDS)]
-    return [max(results, key=lambda measured: measured.nbytes_per_second) for results in zip(*rounds, strict=True)]
+    rounds = [[measure(way, nbytes) for way in ways] for _ in range(_ROUNDS)]
+    write, read = (
+        tuple(
+            max((pair[n] for pair in of_way), key=lambda row: row.nbytes_per_second)
+            for of_way in zip(*rounds, strict=True)
+        )
+        for n in (0, 1)
+    )
+    return TunedOptions(write, read, refused)
 
 
-def _timed(direct: bool, threads: int, work: Callable[[int], int]) -> Measured:
-    """The time that threads take for their work, each of which returns how many bytes it moved."""
-    started, cpu_started = time.perf_counter(), time.process_time()
-    with ThreadPoolExecutor(threads, thread_name_prefix="robust_dcp-tune") as pool:
-        nbytes = sum(pool.map(work, range(threads)))
-    return Measured(direct, threads, max(nbytes, 1), time.perf_counter() - started, time.process_time() - cpu_started)
+def _write_and_read(
+    disk: Disk, directory: str, block: memoryview, direct: bool, threads: int, nbytes: int
+) -> tuple[Measured, Measured]:
+    """Write new files, one for each thread, and read them again from the device."""
+    with ExitStack() as files:
+        opened = [_unnamed(disk, directory, direct, files) for _ in range(threads)]
+        n_blocks = max(1, nbytes // (threads * _BLOCK_NBYTES))
+
+        def write(number: int) -> None:
+            file, _ = opened[number]
+            disk.preallocate(file, n_blocks * _BLOCK_NBYTES)
+            for at in range(0, n_blocks * _BLOCK_NBYTES, _BLOCK_NBYTES):
+                # A save does the same: while one thread computes a checksum, the others use the device.
+                crc32(block)
+                disk.pwrite(file, block, at)
+            disk.fsync(file)
+
+        def read(number: int) -> None:
+            _, file = opened[number]
+            with mmap.mmap(-1, _BLOCK_NBYTES) as memory, memoryview(memory) as target:
+                for at in range(0, n_blocks * _BLOCK_NBYTES, _BLOCK_NBYTES):
+                    disk.pread_into(file, target, at)
+                    crc32(target)
+
+        def timed(work: Callable[[int], None]) -> Measured:
+            started, cpu_started = time.perf_counter(), time.process_time()
+            with ThreadPoolExecutor(threads, thread_name_prefix="robust_dcp-tune") as pool:
+                list(pool.map(work, range(threads)))
+            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+            return Measured(direct, threads, threads * n_blocks * _BLOCK_NBYTES, seconds, cpu_seconds)
+
+        written = timed(write)
+        for _, file in opened:
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return written, timed(read)
+
+
+def _unnamed(disk: Disk, directory: str, direct: bool, files: ExitStack) -> tuple[OpenFile, OpenFile]:
+    """A new file without a name, open for writing and for reading until ``files`` is closed."""
+    name = os.path.join(directory, f".robust_dcp.tune-{uuid.uuid4()}")
+    written = disk.open_new(name, direct=direct)
+    files.callback(disk.close, written)
+    try:
+        read = disk.open_read(name, direct=direct)
+    finally:
+        disk.unlink(name)
+    files.callback(disk.close, read)
+    return written, read
+
+
+def _why_not_direct(disk: Disk, directory: str, block: memoryview) -> str | None:
+    """``None`` if the file system takes direct I/O, or else the reason in words."""
+    with ExitStack() as files:
+        file, _ = _unnamed(disk, directory, True, files)
+        if file.alignment is None:
+            return file.why_buffered or "the file system refuses O_DIRECT"
+        try:
+            disk.pwrite(file, block, 0)
+        except StorageError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return error.message
+    return None
