@@ -29,7 +29,6 @@ __all__ = [
     "Column",
     "DamagedIndex",
     "Fragment",
-    "Head",
     "IndexFile",
     "IndexMeta",
     "Section",
@@ -153,49 +152,6 @@ def encode_sections(sections: Mapping[str, Section], fit: bytes) -> tuple[Fragme
     return (head + _CRC.pack(crc32(head)), *(fragment for fragment in fragments if len(fragment)))
 
 
-class Head(NamedTuple):
-    """The head of an index.
-
-    Attributes:
-        fit: the digest of the ``.metadata`` that the index belongs to.
-        checksum: CRC-32 of the section ``checksums``.
-        places: where each section begins, and its length in bytes.
-    """
-
-    fit: bytes
-    checksum: int
-    places: Mapping[str, tuple[int, int]]
-
-    @classmethod
-    def decode(cls, data: bytes, nbytes: int, file: str) -> Head:
-        """Read the first :func:`head_nbytes` bytes of a file of ``nbytes`` bytes.
-
-        Raises:
-            DamagedIndex: the file is not an index of this version, or a section lies where it cannot be.
-        """
-        if len(data) != head_nbytes() or not data.startswith(_MAGIC):
-            raise DamagedIndex(file, f"it begins with {data[:8]!r}")
-        _, version, n_sections, expected_nbytes, slab_nbytes, checksum, fit = _HEAD.unpack_from(data)
-        if version != _VERSION:
-            raise DamagedIndex(file, f"it is of version {version}, and this robust_dcp reads version {_VERSION}")
-        if _CRC.unpack(data[-_CRC.size :])[0] != crc32(data[: -_CRC.size]):
-            raise DamagedIndex(file, "its head does not have its CRC-32")
-        if (n_sections, slab_nbytes, expected_nbytes) != (len(SECTIONS), SLAB_NBYTES, nbytes):
-            raise DamagedIndex(
-                file, f"it has {n_sections} sections, slabs of {slab_nbytes} bytes, and {nbytes} bytes in all"
-            )
-        end, places = len(data), {}
-        for number, (name, kind) in enumerate(SECTIONS.items()):
-            entry = _ENTRY.unpack_from(data, _HEAD.size + number * _ENTRY.size)
-            found_name, found_kind, _, start, section_nbytes = entry
-            named = (found_name.rstrip(b"\0"), found_kind.rstrip(b"\0")) == (name.encode(), kind.encode())
-            fits = end <= start and start % _ALIGNMENT == 0 and start + section_nbytes <= nbytes
-            if not (named and fits) or section_nbytes % int(kind[-1]):
-                raise DamagedIndex(file, f"its section {name} is not where it can be")
-            places[name], end = (start, section_nbytes), start + section_nbytes
-        return cls(fit, checksum, places)
-
-
 class StoredMeta(msgspec.Struct, frozen=True):
     """DCP's ``StorageMeta``."""
 
@@ -284,20 +240,36 @@ class IndexFile:
         self._n_first = 0
         self._n_first = self._fill(0, min(_FIRST_READ_NBYTES, nbytes))
         data = self.data[: head_nbytes()].tobytes()
-        head = Head.decode(data, nbytes, path)
-        self.fit = head.fit
         self.identity = hashlib.sha256(data).digest()
-        self.places = head.places
-        self._first_slab, n_slabs = {}, 0
-        for section, (_, section_nbytes) in head.places.items():
+        if len(data) != head_nbytes() or not data.startswith(_MAGIC):
+            raise self.damaged(f"it begins with {data[:8]!r}")
+        _, version, n_sections, expected_nbytes, slab_nbytes, checksum, self.fit = _HEAD.unpack_from(data)
+        if version != _VERSION:
+            raise self.damaged(f"it is of version {version}, and this robust_dcp reads version {_VERSION}")
+        if _CRC.unpack(data[-_CRC.size :])[0] != crc32(data[: -_CRC.size]):
+            raise self.damaged("its head does not have its CRC-32")
+        if (n_sections, slab_nbytes, expected_nbytes) != (len(SECTIONS), SLAB_NBYTES, nbytes):
+            raise self.damaged(f"it has {n_sections} sections, slabs of {slab_nbytes} bytes, and {nbytes} bytes in all")
+        self.places: dict[str, tuple[int, int]] = {}
+        self._first_slab: dict[str, int] = {}
+        end, n_slabs = len(data), 0
+        for number, (section, kind) in enumerate(SECTIONS.items()):
+            found_name, found_kind, _, start, section_nbytes = _ENTRY.unpack_from(
+                data, _HEAD.size + number * _ENTRY.size
+            )
+            named = (found_name.rstrip(b"\0"), found_kind.rstrip(b"\0")) == (section.encode(), kind.encode())
+            fits = end <= start and start % _ALIGNMENT == 0 and start + section_nbytes <= nbytes
+            if not (named and fits) or section_nbytes % int(kind[-1]):
+                raise self.damaged(f"its section {section} is not where it can be")
+            self.places[section], end = (start, section_nbytes), start + section_nbytes
             self._first_slab[section] = n_slabs
             n_slabs += -(-section_nbytes // SLAB_NBYTES) if section != "checksums" else 0
-        start, checksums_nbytes = head.places["checksums"]
+        start, checksums_nbytes = self.places["checksums"]
         if checksums_nbytes != 4 * n_slabs:
             raise self.damaged(f"it has {checksums_nbytes} bytes of checksums")
         self._fill(start, checksums_nbytes)
         checksums = self.data[start : start + checksums_nbytes]
-        if crc32(checksums.data) != head.checksum:
+        if crc32(checksums.data) != checksum:
             raise self.damaged("its checksums do not have their CRC-32")
         self._checksums = checksums.view("<u4")
         self._is_read = bytearray(n_slabs)

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import ge
 from typing import Any, Final, NamedTuple
@@ -404,6 +404,18 @@ class StoredIndex:
         place = stored.find(item.offset)
         return None if place is None else stored.first + place
 
+    def items(self) -> Iterator[MetadataIndex]:
+        """All items, sorted by name and offsets."""
+        for number, name in enumerate(self.names()):
+            stored = self.stored(number)
+            if stored.size is None:
+                yield MetadataIndex(name)
+                continue
+            offsets = list(map(self.offsets, range(stored.first, stored.end)))
+            if any(tuple(before) >= tuple(behind) for before, behind in pairwise(offsets)):
+                raise self.file.damaged(f"the chunks of name {number} do not ascend")
+            yield from (MetadataIndex(name, each) for each in offsets)
+
     def file_name(self, number: int) -> str:
         """The path of a data file, relative to the checkpoint."""
         known = self._known_files.get(number)
@@ -449,11 +461,31 @@ def lazy_metadata(index: StoredIndex) -> Metadata:
     Raises:
         DamagedIndex: a part that has to be decoded at once is not what was written.
     """
+
+    def entry(name: Any) -> Any:
+        number = index.number(name)
+        if number is None:
+            return None
+        stored = index.stored(number)
+        if stored.size is None:
+            return BytesStorageMetadata()
+        dtype, layout, requires_grad = index.properties[stored.properties]
+        properties = TensorProperties(dtype=dtype, layout=layout, requires_grad=requires_grad)
+        return TensorStorageMetadata(properties, stored.size, stored)  # type: ignore[arg-type]  # no list, but as good
+
+    def path(name: Any) -> tuple[str | int, ...] | None:
+        number = index.number(name)
+        return None if number is None else index.path(number)
+
+    def place(item: Any) -> Any:
+        row = index.row(item) if isinstance(item, MetadataIndex) else None
+        return None if row is None else StorageInfo(*index.place(row))
+
     meta = index.meta.storage_meta
     metadata = Metadata(
-        state_dict_metadata=_Entries(index),  # type: ignore[arg-type]
-        planner_data=_Paths(index) if index.meta.has_paths else None,
-        storage_data=StoredItems(index),
+        state_dict_metadata=_OnDemand(index, entry, index.names, len(index)),  # type: ignore[arg-type]
+        planner_data=_OnDemand(index, path, index.names, len(index)) if index.meta.has_paths else None,
+        storage_data=_OnDemand(index, place, index.items, index.n_rows),
         storage_meta=meta and StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules)),
     )
     metadata.version = index.meta.version  # torch 2.7 has no such argument
@@ -463,7 +495,7 @@ def lazy_metadata(index: StoredIndex) -> Metadata:
 def index_of(metadata: Metadata) -> StoredIndex | None:
     """The index that ``metadata`` comes from, if there is one."""
     entries = metadata.state_dict_metadata
-    return entries._index if isinstance(entries, _Entries) else None
+    return entries.index if isinstance(entries, _OnDemand) else None
 
 
 def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
@@ -478,68 +510,54 @@ def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
     return index is not None
 
 
-class _ByName(Mapping[str, Any]):
-    """A mapping from names to what the index has for them."""
+class _OnDemand(Mapping[Any, Any]):
+    """A mapping that looks up a value in the index when somebody asks for it. It remembers values, so that it returns
+    the same object each time, as a dict does.
 
-    def __init__(self, index: StoredIndex) -> None:
-        self._index = index
+    Args:
+        find: the value of a key; ``None`` if there is no such key.
+        keys: gives all keys.
+    """
 
-    def __contains__(self, name: object) -> bool:
-        return self._index.number(name) is not None
+    def __init__(
+        self, index: StoredIndex, find: Callable[[Any], Any], keys: Callable[[], Iterator[Any]], n_keys: int
+    ) -> None:
+        self.index = index
+        self._find = find
+        self._keys = keys
+        self._n_keys = n_keys
+        self._known: dict[Any, Any] = {}
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The ``get`` of a dict. A load calls it for each tensor, so it avoids raising and catching an exception."""
+        known = self._known.get(key)
+        if known is None:
+            known = self._find(key)
+            if known is None:
+                return default
+            self._known[key] = known
+        return known
+
+    def __getitem__(self, key: Any) -> Any:
+        found = self.get(key)
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return self.get(key) is not None
 
     def __len__(self) -> int:
-        return len(self._index)
+        return self._n_keys
 
-    def __iter__(self) -> Iterator[str]:
-        return self._index.names()
+    def __iter__(self) -> Iterator[Any]:
+        return self._keys()
 
-    def _number(self, name: str) -> int:
-        number = self._index.number(name)
-        if number is None:
-            raise KeyError(name)
-        return number
+    def __repr__(self) -> str:
+        return f"<{len(self)} keys of {self.index.file.path}>"
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
-
-
-class _Paths(_ByName):
-    """``Metadata.planner_data``."""
-
-    def __getitem__(self, name: str) -> tuple[str | int, ...]:
-        return self._index.path(self._number(name))
-
-
-class _Entries(_ByName):
-    """``Metadata.state_dict_metadata``. It remembers entries, so that it returns the same object each time, as a dict
-    does.
-    """
-
-    def __init__(self, index: StoredIndex) -> None:
-        super().__init__(index)
-        self._known: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        known = self._known.get(name)
-        if known is None:
-            known = self._known[name] = self._entry(name)
-        return known
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The ``get`` of a dict. A load calls it for each tensor, so it avoids raising and catching an exception."""
-        known = self._known.get(name)
-        return super().get(name, default) if known is None else known
-
-    def _entry(self, name: str) -> Any:
-        stored = self._index.stored(self._number(name))
-        if stored.size is None:
-            return BytesStorageMetadata()
-        dtype, layout, requires_grad = self._index.properties[stored.properties]
-        properties = TensorProperties(dtype=dtype, layout=layout, requires_grad=requires_grad)
-        return TensorStorageMetadata(properties, stored.size, stored)  # type: ignore[arg-type]  # no list, but as good
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} names of {self._index.file.path}>"
 
 
 class StoredChunks(Sequence[ChunkStorageMetadata]):
@@ -649,41 +667,3 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
 
     def __reduce__(self) -> Any:
         return list, (list(self),)
-
-
-class StoredItems(Mapping[MetadataIndex, Any]):
-    """``Metadata.storage_data``. It remembers places, because a load asks for them again when it reads."""
-
-    def __init__(self, index: StoredIndex) -> None:
-        self._index = index
-        self._known: dict[MetadataIndex, Any] = {}
-
-    def __getitem__(self, item: MetadataIndex) -> Any:
-        known = self._known.get(item)
-        if known is None:
-            row = self._index.row(item)
-            if row is None:
-                raise KeyError(item)
-            known = self._known[item] = StorageInfo(*self._index.place(row))
-        return known
-
-    def __contains__(self, item: object) -> bool:
-        return isinstance(item, MetadataIndex) and self._index.row(item) is not None
-
-    def __len__(self) -> int:
-        return self._index.n_rows
-
-    def __iter__(self) -> Iterator[MetadataIndex]:
-        index = self._index
-        for number, name in enumerate(index.names()):
-            stored = index.stored(number)
-            if stored.size is None:
-                yield MetadataIndex(name)
-                continue
-            offsets = list(map(index.offsets, range(stored.first, stored.end)))
-            if any(tuple(before) >= tuple(behind) for before, behind in pairwise(offsets)):
-                raise index.file.damaged(f"the chunks of name {number} do not ascend")
-            yield from (MetadataIndex(name, each) for each in offsets)
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
