@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
+from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.storage.layouts.places import LARGE_NBYTES
 from tests.storage.sources import DIRECTORY, ListSource, placed, write
-from tests.support.simulated_disk import SimulatedDisk, WatchedDisk
+from tests.support.simulated_disk import SimulatedDisk
 
 VALUES: list[Any] = [
     torch.arange(3.0),
@@ -69,13 +67,3 @@ def test_the_error_of_one_thread_stops_the_others_and_is_the_one_raised(disk: Si
     source = ListSource(values, {last: ValueError("broken")})
     with pytest.raises(RobustCheckpointError, match=f"cannot save 'item {last}': ValueError: broken"):
         write(source, placements, disk, block_bytes=8192)
-
-
-def test_whichever_call_to_the_disk_fails_its_error_is_raised_and_no_file_stays() -> None:
-    watched = WatchedDisk(SimulatedDisk())
-    write(ListSource(VALUES), placed(VALUES, files=1), watched, threads=1)
-    for number in range(1, len(watched.calls)):  # call 0 makes the directory
-        disk = WatchedDisk(SimulatedDisk(), fail_at=number)
-        with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
-            write(ListSource(VALUES), placed(VALUES, files=1), disk, threads=1)
-        assert disk.list_directory(DIRECTORY) == []

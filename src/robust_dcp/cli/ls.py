@@ -22,7 +22,7 @@ from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, Series, parse_name, series_in
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.committing.saving_file import OtherSave, SaveState, saving_files_in
+from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name
 
@@ -129,15 +129,15 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
     except errors.StorageError:
         return "gone"
     saves = [_save_in(disk, path, name, now_seconds) for name in saving_files_in(names)]
-    states = {save.state for save in saves if save is not None}
+    states = {save.is_over for save in saves if save is not None}
 
     def is_recent() -> bool:
         return (
             now_seconds - max((_changed(disk, os.path.join(path, each)) for each in names), default=0) < _RECENT_SECONDS
         )
 
-    is_running = SaveState.RUNNING in states
-    may_run = not is_running and SaveState.UNKNOWN in states and is_recent()
+    is_running = False in states
+    may_run = not is_running and None in states and is_recent()
     if METADATA_NAME in names or metadata_name(0) in names:
         beside = ", saving now" if is_running or may_run else ", crashed save" if states else ""
         return f"committed{beside}"

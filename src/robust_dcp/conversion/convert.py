@@ -25,7 +25,7 @@ from robust_dcp.api import save
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
-from robust_dcp.storage.committing.saving_file import SaveState, claimed, is_gone
+from robust_dcp.storage.committing.saving_file import claimed, is_gone
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import directory_path
@@ -433,7 +433,7 @@ def _made_beside(disk: Disk, path: str) -> Iterator[str]:
                     raise busy from error
                 raise
             for other in others:
-                if other.state is not SaveState.OVER:
+                if not other.is_over:
                     raise busy
                 is_gone(disk.unlink, os.path.join(directory, other.name))  # another call may have removed it
             put_in_order()

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
@@ -366,20 +366,20 @@ class _RemoteFile(OpenFile):
         self.fetch: Callable[[int, int], bytes] = lambda start, end: b""
 
 
-def _refused(operation: str) -> Any:
-    """A method in place of one that a store does not have."""
+def _refuse(self: RemoteDisk, place: OpenFile | str, *arguments: Any, **options: Any) -> Any:
+    """A method in place of each that a store does not have. A checkpoint in a store is written by robust_dcp.drain, not
+    by a writer that needs renames and fsync.
+    """
+    path = place if isinstance(place, str) else place.path
+    raise StorageError(
+        f"write {path}: robust_dcp only reads here; save to a directory with RobustWriter(path, drain_to=url)",
+        path=path,
+        errno=errno.EROFS,
+        operation="write",
+    )
 
-    def refuse(self: RemoteDisk, place: OpenFile | str, *arguments: Any, **options: Any) -> NoReturn:
-        path = place if isinstance(place, str) else place.path
-        raise StorageError(
-            f"{operation} {path}: robust_dcp only reads here; save to a directory with RobustWriter(path, "
-            "drain_to=url)",
-            path=path,
-            errno=errno.EROFS,
-            operation=operation,
-        )
 
-    return refuse
+_READ_ONLY: Final[Any] = _refuse
 
 
 class RemoteDisk(Disk):
@@ -488,19 +488,8 @@ class RemoteDisk(Disk):
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         return None
 
-    # A checkpoint in a store is written by robust_dcp.drain, not by a writer that needs renames and fsync.
-    open_new = _refused("create")
-    pwrite = _refused("write")
-    preallocate = _refused("preallocate")
-    truncate = _refused("truncate")
-    fsync = _refused("fsync")
-    fsync_directory = _refused("fsync directory")
-    rename = _refused("rename")
-    symlink = _refused("link")
-    unlink = _refused("remove")
-    mkdirs = _refused("create directory")
-    rmdir = _refused("remove directory")
-    room = _refused("look at")
+    open_new = pwrite = preallocate = truncate = fsync = fsync_directory = rename = symlink = _READ_ONLY
+    unlink = mkdirs = rmdir = room = _READ_ONLY
 
     def _info(self, path: str) -> Mapping[str, Any]:
         def look() -> Mapping[str, Any]:

@@ -156,21 +156,15 @@ class NodeOfSave(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-class _Nodes(msgspec.Struct, frozen=True):
-    """The file ``.robust_dcp.nodes``. It is advice for errors: where a file that is missing here can be found."""
-
-    mark: str
-    nodes: tuple[NodeOfSave, ...]
-
-
 def read_nodes(disk: Disk, directory: str, save_id: str) -> tuple[NodeOfSave, ...]:
-    """The nodes of a save; empty if the file is not there, is damaged, or is of another save."""
+    """The nodes of a save, by its mark in the file ``.robust_dcp.nodes``; empty if that is not there, is damaged, or is
+    of another save. It is advice for errors: where a file that is missing here can be found.
+    """
     try:
-        data = disk.read_file(os.path.join(directory, NODES_NAME), _MAX_NODES_NBYTES)
-        found = None if data is None else msgspec.json.decode(data, type=_Nodes)
+        data = disk.read_file(os.path.join(directory, NODES_NAME), _MAX_NODES_NBYTES) or b"{}"
+        return msgspec.json.decode(data, type=dict[str, tuple[NodeOfSave, ...]]).get(mark_of(save_id), ())
     except (RobustCheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
         return ()
-    return found.nodes if found is not None and found.mark == mark_of(save_id) else ()
 
 
 def not_one_directory(path: str, who: str, what: str) -> StorageError:
@@ -233,12 +227,8 @@ class Save:
 
     # Before any rank writes.
 
-    def make(self, path: str) -> None:
-        """Make a directory that the save needs. It is removed if the save fails."""
-        self._made += self._disk.mkdirs(path)
-
     def begin(self, *, announces: bool) -> None:
-        """Make the checkpoint's directory and see what is in it.
+        """Make the checkpoint's directory and see what is in it. It is removed if the save fails.
 
         Args:
             announces: call :meth:`announce`, too.
@@ -246,7 +236,7 @@ class Save:
         Raises:
             StorageError: there is a checkpoint that must not be replaced, or a call to the file system failed.
         """
-        self.make(self.path)
+        self._made += self._disk.mkdirs(self.path)
         if announces:
             self.announce()
         else:
@@ -467,7 +457,7 @@ class Save:
         """
         try:
             if self._nodes:
-                self._put_beside(NODES_NAME, msgspec.json.encode(_Nodes(mark_of(self.save_id), tuple(self._nodes))))
+                self._put_beside(NODES_NAME, msgspec.json.encode({mark_of(self.save_id): self._nodes}))
             # The index, the report and the like of the earlier checkpoint, and what killed saves have left of them.
             beside = {INDEX_NAME, REPORT_NAME, NODES_NAME} - self._beside
             beside = {name for name in self.names if name in beside or name.startswith(f"{NODES_NAME}.")}

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Final
 
 import msgspec
@@ -42,7 +41,6 @@ from robust_dcp.storage.files.paths import (
 __all__ = [
     "LeftOvers",
     "OtherSave",
-    "SaveState",
     "SavingFile",
     "SavingRecord",
     "claimed",
@@ -199,14 +197,6 @@ def not_being_loaded(disk: Disk, directory: str) -> Iterator[bool]:
         yield disk.lock(file) is not False
 
 
-class SaveState(Enum):
-    """What the file of another save tells."""
-
-    RUNNING = "it is running"
-    OVER = "it is over"
-    UNKNOWN = "it may be running on another machine"
-
-
 @dataclass(frozen=True)
 class OtherSave:
     """A save whose file was found in a directory.
@@ -214,12 +204,12 @@ class OtherSave:
     Attributes:
         name: the name of the file.
         record: what the file holds; ``None`` if it is not whole: its save was killed before any rank wrote.
-        state: whether the save is over.
+        is_over: whether the save is over; ``None`` if it may be running on another machine.
     """
 
     name: str
     record: SavingRecord | None
-    state: SaveState
+    is_over: bool | None
 
     @property
     def mark(self) -> str:
@@ -229,7 +219,8 @@ class OtherSave:
     def __str__(self) -> str:
         """Tells people which process runs or ran the save."""
         who = "unknown" if self.record is None else f"process {self.record.pid} on {self.record.host}"
-        return f"{self.name} ({who}; {self.state.value})"
+        state = {True: "it is over", False: "it is running", None: "it may be running on another machine"}[self.is_over]
+        return f"{self.name} ({who}; {state})"
 
     @classmethod
     def read(cls, disk: Disk, directory: str, name: str, *, now_seconds: float) -> OtherSave | None:
@@ -252,9 +243,9 @@ class OtherSave:
                 record = None
             is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == boot_id()
             if is_free is not None and (is_of_this_boot or disk.is_of_this_machine(path)):
-                return cls(name, record, SaveState.OVER if is_free else SaveState.RUNNING)
+                return cls(name, record, is_free)
             is_old = now_seconds - disk.modified_seconds(path) > _OVER_AFTER_SECONDS
-            return cls(name, record, SaveState.OVER if is_old and is_free is not False else SaveState.UNKNOWN)
+            return cls(name, record, True if is_old and is_free is not False else None)
         except errors.StorageError as error:
             if error.errno == errno.ENOENT:
                 return None
@@ -278,7 +269,7 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
         now_seconds = disk.modified_seconds(os.path.join(directory, own)) if names else 0.0
         read = [OtherSave.read(disk, directory, name, now_seconds=now_seconds) for name in names]
         found = tuple(save for save in read if save is not None)
-        running = [save for save in found if save.state is SaveState.RUNNING]
+        running = [save for save in found if save.is_over is False]
         if not running:
             break
         if min(save.mark for save in running) < mark or time.monotonic() > deadline_seconds:
@@ -290,7 +281,7 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
             )
         time.sleep(_LOOK_AGAIN_SECONDS)
     for save in found:
-        if save.state is SaveState.UNKNOWN:
+        if save.is_over is None:
             logger.warning(
                 "%s: another save is running into it, or its machine crashed (%s). If it is running, one of the two "
                 "will get an error before it commits",
@@ -423,11 +414,11 @@ def find_left_overs(
             if name.endswith(f".{save.mark}.tmp") or ((by := writer_of(name)) is not None and by.mark == save.mark)
         }
 
-    others = tuple(save for save in saves if save.state is not SaveState.OVER)
+    others = tuple(save for save in saves if not save.is_over)
     other_files = frozenset[str]().union(*map(made_by, others))
     by_save = {}
     for save in saves if needed is not None else ():
-        if save.state is SaveState.OVER:
+        if save.is_over:
             left = made_by(save)
             if save.record is not None and save.record.save_id == committed_by:
                 # It was killed after its commit. Of the files that it replaced, those without a mark may have been

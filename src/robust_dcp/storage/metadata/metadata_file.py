@@ -105,20 +105,14 @@ def _memory_format(encoding: int) -> torch.memory_format:
     return _MEMORY_FORMATS[encoding]
 
 
-class _MCoreMetadata(Metadata):
-    """Stands in for Megatron-Core's class in its older checkpoints: becomes a ``Metadata`` with more attributes."""
+def _stand_in_for(kind: Any) -> Any:
+    """Stands in for a class of Megatron-Core in its older checkpoints: becomes a ``kind`` with more attributes."""
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def set_state(self: Any, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__class__ = Metadata  # type: ignore[assignment]
+        object.__setattr__(self, "__class__", kind)  # a SavePlan is frozen
 
-
-class _MCoreSavePlan(SavePlan):
-    """Stands in for Megatron-Core's class: becomes a ``SavePlan`` with more attributes."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        object.__setattr__(self, "__class__", SavePlan)  # because SavePlan is frozen
+    return type(kind.__name__, (kind,), {"__setstate__": set_state})
 
 
 def _stand_ins() -> Mapping[tuple[str, str], Any]:
@@ -134,8 +128,8 @@ def _stand_ins() -> Mapping[tuple[str, str], Any]:
         **{(home, name): _memory_format for home in homes for name in ("MEM_FORMAT_ENCODING", "_MEM_FORMAT_ENCODING")},
         ("torch.serialization", "_get_layout"): layout_named,
         **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in paths.items()},
-        (megatron, "MCoreMetadata"): _MCoreMetadata,
-        (megatron, "MCoreSavePlan"): _MCoreSavePlan,
+        (megatron, "MCoreMetadata"): _stand_in_for(Metadata),
+        (megatron, "MCoreSavePlan"): _stand_in_for(SavePlan),
     }
 
 
