@@ -1,8 +1,8 @@
 """Compares the attributes of real Megatron before, during and after ``install``.
 
-Run by ``test_install`` in a process of its own, since Megatron must be imported before or after.
+Run by ``test_install`` in a process of its own: first Megatron is imported after ``install``, then before it.
 
-    python -m tests.megatron.attributes megatron_first | install_first
+    python -m tests.megatron.attributes
 """
 
 from __future__ import annotations
@@ -55,11 +55,17 @@ def _functions() -> Iterator[tuple[Any, str, types.CodeType]]:
                     yield holder, name, function.__code__
 
 
-def _megatron_first() -> None:
+def _main() -> None:
     import robust_dcp.megatron
 
-    robust_dcp.megatron.install("default")  # adds the arguments, and replaces nothing else
+    robust_dcp.megatron.install()
+    assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
     _import_megatron()
+    assert len(names_with_our_code()) > 10
+    robust_dcp.megatron.uninstall()
+    assert names_with_our_code() == set(), names_with_our_code()
+
+    robust_dcp.megatron.install("default")  # adds the arguments, and replaces nothing else
     assert names_with_our_code() == set()
     robust_dcp.megatron.uninstall()
     before, finders = all_attributes(), list(sys.meta_path)
@@ -78,17 +84,6 @@ def _megatron_first() -> None:
     assert sys.meta_path == finders
 
 
-def _install_first() -> None:
-    import robust_dcp.megatron
-
-    robust_dcp.megatron.install()
-    assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
-    _import_megatron()
-    assert len(names_with_our_code()) > 10
-    robust_dcp.megatron.uninstall()
-    assert names_with_our_code() == set(), names_with_our_code()
-
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    {"megatron_first": _megatron_first, "install_first": _install_first}[sys.argv[1]]()
+    _main()
