@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -246,7 +246,7 @@ class RobustWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._announces:
             self.directory.announce()
-        return [replace(plan, storage_data=Share(rank, self.mark)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=(rank, self.mark)) for rank, plan in enumerate(plans)]
 
     @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -272,10 +272,9 @@ class RobustWriter(StorageWriter):
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
                 f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
             )
-        share = plan.storage_data if isinstance(plan.storage_data, Share) else Share(0, self.mark)
-        rank = share.rank
-        self.adopt(share.mark)
-        if isinstance(plan.storage_data, Share) and not self._is_coordinator:
+        rank, mark = plan.storage_data or (0, self.mark)
+        self.adopt(mark)
+        if plan.storage_data and not self._is_coordinator:
             self._refuse_another_directory(rank)
         self._planner_name = type(planner).__name__
         self._clock.ends("plan")
@@ -357,15 +356,9 @@ class RobustWriter(StorageWriter):
         return not is_url(checkpoint_id)
 
 
-# A save by a planner that is not ours. Stock hands each rank its plan, which carries the mark of the save there, and
-# gathers the results of all ranks. The last result of each rank carries its row of the report. So no exchange is added.
-
-
-class Share(NamedTuple):
-    """What the coordinator tells each rank, as a part of its plan."""
-
-    rank: int
-    mark: int
+# A save by a planner that is not ours. Stock hands each rank its plan, whose `storage_data` is the rank and the mark of
+# the save, and gathers the results of all ranks. The last result of each rank carries its row of the report. So no
+# exchange is added.
 
 
 @dataclass(frozen=True)

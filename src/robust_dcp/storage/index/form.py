@@ -283,6 +283,11 @@ class IndexFile:
         """Length of a section in bytes."""
         return self.places[section][1]
 
+    def slabs_read(self, section: str) -> memoryview:
+        """For each slab of a section, whether it is in memory and is what was written."""
+        first = self._first_slab[section]
+        return memoryview(self._is_read)[first : first + -(-self.nbytes(section) // SLAB_NBYTES)]
+
     def column(self, section: str) -> Column:
         """The numbers of a section."""
         return Column(self, section)
@@ -366,7 +371,7 @@ class Column:
         start, nbytes = file.places[section]
         self._values = file.data[start : start + nbytes].view(SECTIONS[section])
         self._shift = (SLAB_NBYTES // self._values.itemsize).bit_length() - 1  # there is a power of two in a slab
-        self._is_read = bytearray((len(self._values) >> self._shift) + 1)
+        self._is_read = file.slabs_read(section)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -382,9 +387,7 @@ class Column:
         if not 0 <= first <= end <= len(self._values):
             raise self._no_such(end - 1)
         if first < end:
-            low, high = first >> self._shift, (end - 1 >> self._shift) + 1
-            self._file.load(self._section, low, high)
-            self._is_read[low:high] = b"\1" * (high - low)
+            self._file.load(self._section, first >> self._shift, (end - 1 >> self._shift) + 1)
         return self._values[first:end]
 
     def at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import Block as Memory
 from robust_dcp.staging.blocks import BlockLease, copy_bytes, memory_at
@@ -42,16 +43,12 @@ from robust_dcp.storage.writing.item_source import (
     saved_by_torch,
 )
 
-__all__ = ["Emission", "FileEmitter", "SiblingFailed", "WriteContext"]
+__all__ = ["Emission", "FileEmitter", "WriteContext"]
 
 _SMALL_NBYTES: Final = 16 << 10
 """If records are smaller than this on average, Python's work for each takes longer than copies and checksums."""
 
 _CRC_DTYPE: Final = np.dtype("<u4")
-
-
-class SiblingFailed(Exception):
-    """Another thread of this rank failed. Its error is the one that is raised."""
 
 
 @dataclass(eq=False)
@@ -95,7 +92,7 @@ class WriteContext:
     def check_stop(self) -> None:
         """Raise if the save has been given up, here or elsewhere."""
         if self.failed.is_set():
-            raise SiblingFailed
+            raise Stopped
         self.note_progress(min(self._written_nbytes, self.total_nbytes), self.total_nbytes)
 
     def wrote(self, nbytes: int) -> None:

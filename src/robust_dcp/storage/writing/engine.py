@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import POOL
 from robust_dcp.staging.tensor_bytes import DeviceCopies
@@ -30,7 +31,7 @@ from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts import FileName, layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.blocks import file_orders
-from robust_dcp.storage.writing.emit import Emission, FileEmitter, SiblingFailed, WriteContext
+from robust_dcp.storage.writing.emit import Emission, FileEmitter, WriteContext
 from robust_dcp.storage.writing.item_source import Changes, ItemSource
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 
@@ -219,7 +220,7 @@ def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> No
         except BaseException:  # for example Ctrl-C: the threads end at their next block
             context.failed.set()
             raise
-    for error in sorted(errors, key=lambda error: isinstance(error, SiblingFailed)):
+    for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
 
 
