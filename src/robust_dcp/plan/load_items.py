@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -24,7 +25,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, own_chunks
-from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
+from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, WholeChunks, index_of
+from robust_dcp.storage.layouts.places import Places
+from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.reads import WholeTensors, whole_item
 
 __all__ = ["PlannedReads", "plan_reads", "whole_tensors"]
@@ -100,13 +103,11 @@ def _found(key: str, local: ChunkStorageMetadata, saved: TensorStorageMetadata) 
 
 
 def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTensors:
-    """The tensors for which the index has exactly the chunk, size and dtype that this rank holds.
+    """The tensors for which the checkpoint has exactly the chunk, size and dtype that this rank holds.
 
-    :func:`plan_reads` plans all other tensors, and all tensors if there is no index.
+    :func:`plan_reads` plans all other tensors.
     """
     index = index_of(metadata)
-    if index is None:
-        return WholeTensors.none()
     names: list[str] = []
     targets: list[torch.Tensor] = []
     kind_of: list[int] = []
@@ -130,7 +131,32 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTen
                 names.append(name)
                 targets.append(local)
                 kind_of.append(number)
-    return WholeTensors.found(names, targets, kinds, kind_of, index.find_whole(names, kinds, kind_of))
+    chunks = (
+        _whole_chunks(names, kinds, kind_of, metadata) if index is None else index.find_whole(names, kinds, kind_of)
+    )
+    return WholeTensors.found(names, targets, kinds, kind_of, chunks)
+
+
+def _whole_chunks(
+    names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int], metadata: Metadata
+) -> WholeChunks:
+    """What :meth:`StoredIndex.find_whole` finds in an index, from the metadata of a checkpoint without one."""
+    rows: list[tuple[int, int, int, int, int]] = []
+    files: dict[str, int] = {}
+    stored: Mapping[Any, Any] = metadata.storage_data or {}
+    for place, (name, number) in enumerate(zip(names, kind_of, strict=True)):
+        kind, entry = kinds[number], metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata) or (entry.properties.dtype, entry.size) != kind[:2]:
+            continue
+        for row, chunk in enumerate(entry.chunks):
+            if (chunk.offsets, chunk.sizes) == kind[2:]:
+                info = stored.get(MetadataIndex(name, kind.offsets))
+                if isinstance(info, StorageInfo) and not getattr(info, "transform_descriptors", None):
+                    file = files.setdefault(info.relative_path, len(files))
+                    rows.append((place, row, file, info.offset, info.length))
+                break
+    asked, chunks, *places = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    return WholeChunks(asked, chunks, Places(list(files), *places))
 
 
 def _held(state_dict: Mapping[str, Any]) -> HeldStructures:

@@ -121,7 +121,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
             whole = WholeTensors.none()
-            if self._answers_as_stock():
+            has_all = index_of(self.metadata) is not None or self.state_dict.keys() <= self._saved.keys()
+            # Where keys may have older names, stock's planner is asked for all of them.
+            if self._answers_as_stock() and has_all and not self._may_have_old_names():
                 whole = whole_tensors(self.state_dict, self.metadata)
             self._whole_keys = frozenset(whole.names)
             look_up(self.metadata, self._others())
