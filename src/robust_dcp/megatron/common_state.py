@@ -23,15 +23,14 @@ import torch
 
 from robust_dcp.comm import Channel
 from robust_dcp.staging.tensor_bytes import on_cpu
-from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.records.objects import Refusal, refusal_of
 
 __all__ = [
     "COMMON_FILE",
+    "MAX_NBYTES",
     "LeafDigests",
     "encode_common",
     "leaf_digests",
-    "read_file",
     "refused_in",
     "report_differences",
 ]
@@ -42,7 +41,8 @@ COMMON_FILE = "common.pt"
 CONFIG_FILE = "metadata.json"
 
 _SHOWN = 20
-_MAX_NBYTES = 16 << 30
+MAX_NBYTES = 16 << 30
+"""A file beside the shards that is longer is damaged."""
 
 
 class LeafDigests(msgspec.Struct, frozen=True):
@@ -156,13 +156,3 @@ def refused_in(common: dict[str, Any], encoded: bytes) -> dict[str, Refusal]:
             if refusal is not None:
                 refused[f"{COMMON_FILE}: {path}"] = refusal
     return refused or {COMMON_FILE: whole}
-
-
-def read_file(path: str) -> bytes | None:
-    """Read a whole file. Returns ``None`` if it does not exist.
-
-    Raises:
-        StorageError: the file cannot be read, or is not a regular file.
-        CorruptCheckpoint: the file is longer than any such file can be.
-    """
-    return Disk().read_file(path, _MAX_NBYTES)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.common_state import read_file
+from robust_dcp.megatron.common_state import MAX_NBYTES
 from robust_dcp.megatron.versions import CheckpointingException, backend_of
 from robust_dcp.storage.files.disk import Disk
 
@@ -80,7 +80,7 @@ def verify_files(channel: Channel, phase: str, directory: str) -> None:
 def _read_manifest(directory: str) -> _Manifest:
     backend_of(directory)
     path = os.path.join(directory, MANIFEST_FILE)
-    data = read_file(path)
+    data = Disk().read_file(path, MAX_NBYTES)
     if data is None:
         raise CheckpointingException(
             f"there is no {path}: only a checkpoint that was saved with --verify-integrity can be verified"

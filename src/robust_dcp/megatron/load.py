@@ -516,7 +516,7 @@ def _open(directory: str) -> _Opened:
 def _read_common(directory: str) -> _Opened:
     """Read the common state's bytes from ``common.pt``, or from a ShardedObject as Megatron 0.19 saves it."""
     path = os.path.join(directory, common_state.COMMON_FILE)
-    file = common_state.read_file(path)
+    file = Disk().read_file(path, common_state.MAX_NBYTES)
     if file is not None:
         return _Opened("torch_dist", file)
     key = ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key

@@ -35,7 +35,7 @@ from robust_dcp.errors import PlanConflict, entry_point
 from robust_dcp.megatron.failures import is_shared, meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.uneven_offsets import solve
-from robust_dcp.megatron.uneven_parts import Describer, LocalPart, PlacedOffsets, ShardColumns, columns_of, describe
+from robust_dcp.megatron.uneven_parts import LocalPart, PlacedOffsets, ShardColumns, columns_of, describe
 from robust_dcp.structure_cache import Cache
 
 __all__ = ["UnevenChunk", "place_chunks"]
@@ -199,8 +199,8 @@ def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
     def offer() -> Offer:
         nonlocal columns, signature
         tensors.update(dtensors_of(state_dict))
-        describer = Describer()
-        parts.update({key: describer.part(key, value) for key, value in tensors.items()})
+        spreads: dict[Any, Any] = {}
+        parts.update({key: describe(key, value, spreads) for key, value in tensors.items()})
         columns = columns_of(parts)
         signature = hashlib.blake2b(msgspec.msgpack.encode(columns), digest_size=16).digest()
         known = _OFFSETS.get(signature)

@@ -43,16 +43,16 @@ def solve(columns: Sequence[ShardColumns | None], ranks: Sequence[int]) -> list[
     for index, each in enumerate(columns):
         for nth, spread_columns in enumerate(each.spreads if each is not None else ()):
             holders.setdefault(spread_columns.spread, []).append((index, nth, spread_columns))
-    problems: list[_Problem] = []
+    wrong: list[tuple[_Table, int]] = []
     for spread, held in holders.items():
         table = _Table.of(spread, [(ranks[index], held_columns) for index, _, held_columns in held])
         found = prefix_offsets(table.sizes, spread)
-        problems += _problems(table, found)
+        wrong += [(table, row) for row in np.flatnonzero(table.disputed | ~_covered(table, found)).tolist()]
         by_place = found.reshape(-1, len(table.keys), spread.ndim)
         for (index, nth, _), place, rows in zip(held, table.places, table.rows, strict=True):
             offsets[index][nth] = by_place[place][rows].astype("<i8").tobytes()
-    if problems:
-        raise _conflict(problems, columns, ranks)
+    if wrong:
+        raise _conflict(wrong, columns, ranks)
     return [PlacedOffsets(each) for each in offsets]
 
 
@@ -93,7 +93,6 @@ class _Table:
         places: the row-major place in the mesh of each rank that holds tensors.
         rows: the rows of the keys of each rank that holds tensors.
         ranks: the global rank at each row-major place; -1 if no rank came.
-        doubled: ranks that share a place in the mesh with another rank.
     """
 
     spread: Spread
@@ -105,7 +104,6 @@ class _Table:
     places: list[int]
     rows: list[npt.NDArray[np.intp]]
     ranks: Int64
-    doubled: list[int]
 
     @classmethod
     def of(cls, spread: Spread, held: Sequence[tuple[int, SpreadColumns]]) -> _Table:
@@ -120,7 +118,6 @@ class _Table:
         ranks = np.full(n_places, -1, dtype=np.int64)
         places: list[int] = []
         rows: list[npt.NDArray[np.intp]] = []
-        doubled: list[int] = []
         for rank, columns in held:
             place = int(np.ravel_multi_index(columns.place, spread.mesh_shape))
             own = np.arange(n_keys) if columns.keys == keys else np.array([row_of[key] for key in columns.keys])
@@ -129,7 +126,12 @@ class _Table:
             shapes[own] = np.where(known[own, None], shapes[own], claimed)
             known[own] = True
             if ranks[place] >= 0:
-                doubled += [int(ranks[place]), rank]
+                raise PlanConflict(
+                    f"two ranks are at one place of a mesh of shape {list(spread.mesh_shape)}: the order of its ranks "
+                    "is not that of its process groups",
+                    key=columns.keys[0],
+                    ranks=sorted([int(ranks[place]), rank]),
+                )
             ranks[place] = rank
             present[place, own] = True
             sizes[place, own] = columns.shapes(columns.local_shapes)
@@ -149,26 +151,7 @@ class _Table:
             places=places,
             rows=rows,
             ranks=ranks,
-            doubled=sorted(set(doubled)),
         )
-
-
-@dataclass(frozen=True)
-class _Problem:
-    key: str
-    what: str
-    ranks: list[int]
-    missing: list[int]
-    spread: Spread
-
-
-def _problems(table: _Table, offsets: Int64) -> list[_Problem]:
-    spread = table.spread
-    if table.doubled:
-        what = "ranks of a mesh whose order is not that of its process groups: two of them are at one place"
-        return [_Problem(table.keys[0], what, table.doubled, [], spread)]
-    wrong = table.disputed | ~_covered(table, offsets)
-    return [_problem(table, row) for row in np.flatnonzero(wrong).tolist()]
 
 
 def _covered(table: _Table, offsets: Int64) -> Bool:
@@ -226,57 +209,55 @@ def _overlaps(offsets: Int64, sizes: Int64, cut_axes: Sequence[int]) -> bool:
     return False
 
 
-def _problem(table: _Table, row: int) -> _Problem:
-    spread = table.spread
-    present = table.present[..., row].reshape(-1)
-    sizes = table.sizes[..., row, :].reshape(len(present), spread.ndim)
-    here = np.flatnonzero(present).tolist()
-    parts = ", ".join(f"rank {table.ranks[place]}: {sizes[place].tolist()}" for place in here[:_SHOWN])
-    if len(here) > _SHOWN:
-        parts += f" and {len(here) - _SHOWN} more"
-    holders = sorted(int(table.ranks[place]) for place in here)
-    missing = sorted(set(spread.mesh_ranks) - set(holders))
-    if table.disputed[row]:
-        what = f"has several global shapes, {table.shapes[row].tolist()} and another; local shapes are {parts}"
-    else:
-        what = f"has global shape {table.shapes[row].tolist()}, which these local shapes do not make up: {parts}"
-    return _Problem(table.keys[row], what, holders, missing, spread)
-
-
 def _conflict(
-    problems: Sequence[_Problem], columns: Sequence[ShardColumns | None], ranks: Sequence[int]
+    wrong: Sequence[tuple[_Table, int]], columns: Sequence[ShardColumns | None], ranks: Sequence[int]
 ) -> PlanConflict:
-    elsewhere: dict[tuple[str, int], list[Spread]] = {}
-    wanted = {problem.key for problem in problems}
-    for index, each in enumerate(columns):
+    keys = [table.keys[row] for table, row in wrong]
+    spreads: dict[tuple[str, int], Spread] = {}
+    for rank, each in zip(ranks, columns, strict=True):
         for spread_columns in each.spreads if each is not None else ():
-            for key in wanted.intersection(spread_columns.keys):
-                elsewhere.setdefault((key, ranks[index]), []).append(spread_columns.spread)
-    lines = [_told(problem, elsewhere, set(ranks)) for problem in problems[:_SHOWN]]
-    if len(problems) > _SHOWN:
-        lines.append(
-            f"and {len(problems) - _SHOWN} more keys, among them {[p.key for p in problems[_SHOWN:][:_SHOWN]]}"
-        )
-    involved = sorted({rank for problem in problems for rank in (*problem.ranks, *problem.missing)})
+            for key in set(keys).intersection(spread_columns.keys):
+                spreads.setdefault((key, rank), spread_columns.spread)
+    lines = [_told(table, row, spreads, set(ranks)) for table, row in wrong[:_SHOWN]]
+    if len(wrong) > _SHOWN:
+        lines.append(f"and {len(wrong) - _SHOWN} more keys, among them {keys[_SHOWN:][:_SHOWN]}")
     return PlanConflict(
-        f"the parts of {len(problems)} uneven DTensor(s) do not fit together: "
+        f"the parts of {len(wrong)} uneven DTensor(s) do not fit together: "
         + "; ".join(lines)
         + ". Every rank of a DTensor's mesh has to hold the same keys with the same global shapes and placements, but "
         "for ranks whose part is empty",
-        key=problems[0].key,
-        ranks=involved,
+        key=keys[0],
+        ranks=sorted({rank for table, _ in wrong for rank in table.spread.mesh_ranks}),
     )
 
 
-def _told(problem: _Problem, elsewhere: dict[tuple[str, int], list[Spread]], came: set[int]) -> str:
-    text = f"{problem.key!r} (ranks {list(problem.spread.mesh_ranks)[: _SHOWN * 4]}) {problem.what}"
-    lacking = [rank for rank in problem.missing if (problem.key, rank) not in elsewhere]
+def _told(table: _Table, row: int, spreads: dict[tuple[str, int], Spread], came: set[int]) -> str:
+    """Say of one tensor which parts its ranks hold, and how the other ranks of the mesh hold it, if they do.
+
+    Args:
+        spreads: how each rank holds each key.
+        came: the ranks of the group.
+    """
+    key, spread = table.keys[row], table.spread
+    places = np.flatnonzero(table.present[..., row])
+    sizes = table.sizes[..., row, :].reshape(-1, spread.ndim)
+    parts = ", ".join(f"rank {table.ranks[place]}: {sizes[place].tolist()}" for place in places[:_SHOWN])
+    if len(places) > _SHOWN:
+        parts += f" and {len(places) - _SHOWN} more"
+    shape = table.shapes[row].tolist()
+    if table.disputed[row]:
+        what = f"has several global shapes, {shape} and another; local shapes are {parts}"
+    else:
+        what = f"has global shape {shape}, which these local shapes do not make up: {parts}"
+    text = f"{key!r} (ranks {list(spread.mesh_ranks)[: _SHOWN * 4]}) {what}"
+    missing = sorted(set(spread.mesh_ranks) - set(table.ranks[places].tolist()))
+    lacking = [rank for rank in missing if (key, rank) not in spreads]
     if lacking:
         text += f"; ranks {lacking} do not hold this key"
         absent = [rank for rank in lacking if rank not in came]
         if absent:
             text += f" (ranks {absent} are not in the group that saves)"
-    for rank in problem.missing:
-        for spread in elsewhere.get((problem.key, rank), [])[:1]:
-            text += f"; rank {rank} holds it with {spread}, and the others with {problem.spread}"
+    for rank in missing:
+        if (key, rank) in spreads:
+            text += f"; rank {rank} holds it with {spreads[key, rank]}, and the others with {spread}"
     return text

@@ -124,42 +124,34 @@ def columns_of(parts: Mapping[str, LocalPart]) -> ShardColumns:
     )
 
 
-class Describer:
-    """Describes DTensors. What DTensors with the same mesh and equal placements have in common is computed once.
+def describe(
+    key: str, value: DTensor, known: dict[Any, tuple[Any, Spread, tuple[int, ...]]] | None = None
+) -> LocalPart:
+    """Describe one DTensor. This rank must be in its mesh.
 
-    It must not outlive the state dict that it describes, because it tells meshes apart by ``id()``.
+    Args:
+        known: what DTensors with the same mesh and equal placements have in common, for the next calls. It must not
+            outlive the state dict that holds them, because it tells meshes apart by ``id()``.
+
+    Raises:
+        PlanConflict: a placement is neither ``Shard`` nor ``Replicate``, or the local tensor has another number of
+            dimensions than the DTensor.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[Any, Spread, tuple[int, ...]]] = {}
-
-    def part(self, key: str, value: DTensor) -> LocalPart:
-        """Describe one DTensor. This rank must be in its mesh.
-
-        Raises:
-            PlanConflict: a placement is neither ``Shard`` nor ``Replicate``, or the local tensor has another number
-                of dimensions than the DTensor.
-        """
-        mesh, placements, global_shape = value.device_mesh, value.placements, tuple(value.shape)
-        known_as = (id(mesh), placements, tuple(map(type, placements)), len(global_shape))
-        if known_as not in self._known:
-            spread, place = _spread_of(key, value)
-            self._known[known_as] = (mesh, spread, place)
-        _, spread, place = self._known[known_as]
-        # to_local() would make another object when gradients are on, without the chunk that is stored on this one.
-        local_shape = tuple(value._local_tensor.shape)
-        if len(local_shape) != len(global_shape) and value._local_tensor.numel():
-            raise PlanConflict(
-                f"the DTensor {key!r} has shape {list(global_shape)} and here a local tensor of shape "
-                f"{list(local_shape)}, which has another number of dimensions",
-                key=key,
-            )
-        return LocalPart(spread, place, global_shape, local_shape)
-
-
-def describe(key: str, value: DTensor) -> LocalPart:
-    """:meth:`Describer.part` of a single DTensor."""
-    return Describer().part(key, value)
+    mesh, placements, global_shape = value.device_mesh, value.placements, tuple(value.shape)
+    known = {} if known is None else known
+    known_as = (id(mesh), placements, tuple(map(type, placements)), len(global_shape))
+    if known_as not in known:
+        known[known_as] = (mesh, *_spread_of(key, value))
+    _, spread, place = known[known_as]
+    # to_local() would make another object when gradients are on, without the chunk that is stored on this one.
+    local_shape = tuple(value._local_tensor.shape)
+    if len(local_shape) != len(global_shape) and value._local_tensor.numel():
+        raise PlanConflict(
+            f"the DTensor {key!r} has shape {list(global_shape)} and here a local tensor of shape "
+            f"{list(local_shape)}, which has another number of dimensions",
+            key=key,
+        )
+    return LocalPart(spread, place, global_shape, local_shape)
 
 
 def _spread_of(key: str, value: DTensor) -> tuple[Spread, tuple[int, ...]]:
