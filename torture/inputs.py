@@ -22,8 +22,9 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import robust_dcp
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.storage.index.form import Head, Section, encode_sections, head_nbytes
+from robust_dcp.storage.index.form import IndexFile, Section, encode_sections
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, trailer_of
 from robust_dcp.storage.reader import RobustReader
@@ -94,16 +95,16 @@ def put_index_bomb(directory: str, section: str) -> str:
     path = os.path.join(directory, INDEX_NAME)
     with open(path, "rb") as file:
         data = file.read()
-    head = Head.decode(data[: head_nbytes()], len(data), path)
+    index = IndexFile(Disk(), path)
     bomb = _deflated_zeros(1 << 30)
     sections = {
         name: Section.of(name, bomb if name == section else data[start : start + nbytes])
-        for name, (start, nbytes) in head.places.items()
+        for name, (start, nbytes) in index.places.items()
         if name != "checksums"
     }
     if section == "shares":  # the share of the only rank
         sections["share_ends"] = Section.of("share_ends", struct.pack("<Q", len(bomb)))
-    return put_file(directory, INDEX_NAME, b"".join(encode_sections(sections, head.fit)))
+    return put_file(directory, INDEX_NAME, b"".join(encode_sections(sections, index.fit)))
 
 
 def put_places(directory: str, offset: int, length: int) -> str:

@@ -451,7 +451,7 @@ def _stored_share(file: IndexFile, rank: int, n_items: int) -> Share:
 
 def place_items(items: Items, kept: Rows, *, files: int, layout: Layout = TORCH) -> Placements:
     """The places of a rank's kept items in its files."""
-    return layout.place(layout.measure(_for_layout(items, kept)), files=files)
+    return layout.place(layout.measure(_for_layout(items, kept)), files)
 
 
 def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) -> tuple[Placements, ...]:
@@ -465,7 +465,7 @@ def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) 
     for begin, end in pairwise(ends.tolist()):
         key = measures[begin:end].tobytes()
         if key not in placed:
-            placed[key] = layout.place(measures[begin:end], files=files)
+            placed[key] = layout.place(measures[begin:end], files)
         found.append(placed[key])
     return tuple(found)
 

@@ -9,9 +9,9 @@ the coordinator and the rank compute the same ones, and nobody needs to send the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,6 @@ __all__ = [
     "Placements",
     "Places",
     "Slot",
-    "TorchRecords",
     "balanced",
     "deal",
     "fill_up",
@@ -256,7 +255,8 @@ class ItemColumns:
     offsets: Int64
 
 
-class Layout(Protocol):
+@dataclass(frozen=True)
+class Layout:
     """How the items of a checkpoint lie in files. A layout has no state: all ranks compute the same.
 
     Attributes:
@@ -265,68 +265,22 @@ class Layout(Protocol):
         may_share_directory: whether files of two checkpoints may lie in one directory, so that the next save can
             replace a committed checkpoint there.
         plans_places: whether all places come from a plan, so that only ``RobustPlanner`` can plan for it.
+        measure: what ``place`` needs to know of each item: int64 ``[n, c]``, one row for each. The columns are the
+            layout's own. Each row depends on its item alone, so the rows of all ranks may be computed in one call.
+        place: ``place(measures, files)``: the places of the items that one rank writes, in the order of its plan,
+            from the rows of these items and the number of files that the rank's tensors are spread over. A layout may
+            need more. It raises ``PlanConflict`` if the items cannot lie in files of this layout.
+        file_names: ``file_names(rank, head_nbytes, mark)``: the names of a rank's files, from the length of each file's
+            head, as in :class:`Placements`, and the mark of the save, which each name holds.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def may_share_directory(self) -> bool: ...
-    @property
-    def plans_places(self) -> bool: ...
-
-    def measure(self, items: ItemColumns) -> Int64:
-        """What :meth:`place` needs to know of each item: int64 ``[n, c]``, one row for each. The columns are the
-        layout's own.
-
-        Each row depends on its item alone. So the rows of all ranks may be computed in one call.
-        """
-
-    def place(self, measures: Int64, *, files: int) -> Placements:
-        """The places of the items that one rank writes, in the order of its plan.
-
-        Args:
-            measures: the rows of these items.
-            files: how many files the rank's tensors are spread over. A layout may need more.
-
-        Raises:
-            PlanConflict: the items cannot lie in files of this layout.
-        """
-
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
-        """The names of a rank's files. Each holds the mark of the save.
-
-        Args:
-            head_nbytes: the length of each file's head, as in :class:`~robust_dcp.storage.layouts.places.Placements`.
-            mark: the mark of the save.
-        """
-
-
-class TorchRecords:
-    """:class:`Layout` ``torch``.
-
-    Its measures are three lengths in bytes: of a record, of the header before the payload, and of the payload. A record
-    of -1 bytes is an item of variable size.
-    """
-
-    name: Final = "torch"
-    version: Final = "torch-2"
-    may_share_directory: Final = True
-    plans_places: Final = False
-
-    def measure(self, items: ItemColumns) -> Int64:
-        return record_measures(items)
-
-    def place(self, measures: Int64, *, files: int) -> Placements:
-        return place_records(measures[:, 0], measures[:, 1], measures[:, 2], files=files)
-
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
-        names = [data_file_name(rank, number, mark) for number in range(len(head_nbytes))]
-        return [FileName(name, name) for name in names]
-
-
-TORCH: Final = TorchRecords()
+    name: str
+    version: str
+    may_share_directory: bool
+    plans_places: bool
+    measure: Callable[[ItemColumns], Int64]
+    place: Callable[[Int64, int], Placements]
+    file_names: Callable[[int, Sequence[int], str], list[FileName]]
 
 
 def record_measures(items: ItemColumns) -> Int64:
@@ -341,6 +295,18 @@ def record_measures(items: ItemColumns) -> Int64:
             raise TypeError(f"items of {dtype} are not of fixed size")
         rows.append((template.nbytes, template.data_offset, template.data_nbytes))
     return np.array([*rows, (-1, 0, 0)], dtype=np.int64)[items.kind_ids]  # the last row for -1
+
+
+def _place(measures: Int64, files: int) -> Placements:
+    return place_records(measures[:, 0], measures[:, 1], measures[:, 2], files=files)
+
+
+def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
+    names = [data_file_name(rank, number, mark) for number in range(len(head_nbytes))]
+    return [FileName(name, name) for name in names]
+
+
+TORCH: Final = Layout("torch", "torch-2", True, False, record_measures, _place, _file_names)
 
 
 # Sizes in bins that end up about equally full. The bins are files, or ranks that write or read replicas.

@@ -28,6 +28,7 @@ from robust_dcp.storage.layouts.places import (
     RECORD_ALIGNMENT,
     FileName,
     ItemColumns,
+    Layout,
     Placements,
     deal,
     place_records,
@@ -48,7 +49,6 @@ __all__ = [
     "SAVE_KEY",
     "SHARDING_KEY",
     "PlacedTensor",
-    "Safetensors",
     "ShardHead",
     "entry_nbytes",
     "head_nbytes_for",
@@ -122,68 +122,62 @@ Places = npt.NDArray[np.intp]
 _RECORD, _HEADER, _PAYLOAD, _IS_RAW, _NAME, _ITEMSIZE, _ENTRY = range(7)
 
 
-class Safetensors:
-    """:class:`~robust_dcp.storage.layouts.places.Layout` ``safetensors``."""
-
-    name: Final = "safetensors"
-    version: Final = "safetensors-2"
-    may_share_directory: Final = False
-    plans_places: Final = True
-
-    def measure(self, items: ItemColumns) -> Int64:
-        sizes = [(dtype in DTYPES, getattr(torch, dtype).itemsize) for dtype, _ in items.kinds]
-        is_raw, itemsize = np.array([*sizes, (False, 0)], dtype=np.int64)[items.kind_ids].T
-        if METADATA_KEY in items.names:  # the header uses this name itself
-            is_raw = is_raw & (items.name_ids != items.names.index(METADATA_KEY))
-        return np.column_stack(
-            [record_measures(items), is_raw, items.name_ids.astype(np.int64), itemsize, entry_nbytes(items)]
-        )
-
-    def place(self, measures: Int64, *, files: int) -> Placements:
-        is_raw = measures[:, _IS_RAW] == 1
-        raw, side = np.flatnonzero(is_raw), np.flatnonzero(~is_raw)
-        offset = np.full(len(measures), -1, dtype=np.int64)
-        nbytes = measures[:, _RECORD].copy()
-        nbytes[raw] = measures[raw, _PAYLOAD]
-        in_files, heads = _spread(measures[raw], files)
-        n_raw = len(heads)
-        file = np.full(len(measures), n_raw, dtype=np.int32)
-        file[raw] = in_files
-        file_nbytes = []
-        for number, head in enumerate(heads):
-            members = raw[_in_order(measures[raw], np.flatnonzero(in_files == number))]
-            ends = head + np.cumsum(measures[members, _PAYLOAD])
-            offset[members] = ends - measures[members, _PAYLOAD]
-            file_nbytes.append(int(ends[-1]))
-        if len(side):
-            beside = place_records(*measures[side, : _PAYLOAD + 1].T, files=1)
-            offset[side] = beside.offset
-            file_nbytes.append(max(beside.file_nbytes))
-            heads.append(0)
-        has_variable = bool((nbytes < 0).any())
-        return Placements(
-            file=file,
-            offset=offset,
-            nbytes=nbytes,
-            file_nbytes=tuple(file_nbytes),
-            variable_file=n_raw if has_variable else None,
-            heads=tuple(heads),
-        )
-
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
-        count = sum(nbytes > 0 for nbytes in head_nbytes)
-        names = []
-        for number, nbytes in enumerate(head_nbytes):
-            if nbytes:
-                name = shard_file_name(rank, number, count, mark)
-                names.append(FileName(temporary_name(name), name))
-            else:
-                name = data_file_name(rank, number, mark)
-                names.append(FileName(name, name))
-        return names
+def _measure(items: ItemColumns) -> Int64:
+    sizes = [(dtype in DTYPES, getattr(torch, dtype).itemsize) for dtype, _ in items.kinds]
+    is_raw, itemsize = np.array([*sizes, (False, 0)], dtype=np.int64)[items.kind_ids].T
+    if METADATA_KEY in items.names:  # the header uses this name itself
+        is_raw = is_raw & (items.name_ids != items.names.index(METADATA_KEY))
+    return np.column_stack(
+        [record_measures(items), is_raw, items.name_ids.astype(np.int64), itemsize, entry_nbytes(items)]
+    )
 
 
-SAFETENSORS: Final = Safetensors()
+def _place(measures: Int64, files: int) -> Placements:
+    is_raw = measures[:, _IS_RAW] == 1
+    raw, side = np.flatnonzero(is_raw), np.flatnonzero(~is_raw)
+    offset = np.full(len(measures), -1, dtype=np.int64)
+    nbytes = measures[:, _RECORD].copy()
+    nbytes[raw] = measures[raw, _PAYLOAD]
+    in_files, heads = _spread(measures[raw], files)
+    n_raw = len(heads)
+    file = np.full(len(measures), n_raw, dtype=np.int32)
+    file[raw] = in_files
+    file_nbytes = []
+    for number, head in enumerate(heads):
+        members = raw[_in_order(measures[raw], np.flatnonzero(in_files == number))]
+        ends = head + np.cumsum(measures[members, _PAYLOAD])
+        offset[members] = ends - measures[members, _PAYLOAD]
+        file_nbytes.append(int(ends[-1]))
+    if len(side):
+        beside = place_records(*measures[side, : _PAYLOAD + 1].T, files=1)
+        offset[side] = beside.offset
+        file_nbytes.append(max(beside.file_nbytes))
+        heads.append(0)
+    has_variable = bool((nbytes < 0).any())
+    return Placements(
+        file=file,
+        offset=offset,
+        nbytes=nbytes,
+        file_nbytes=tuple(file_nbytes),
+        variable_file=n_raw if has_variable else None,
+        heads=tuple(heads),
+    )
+
+
+def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
+    count = sum(nbytes > 0 for nbytes in head_nbytes)
+    names = []
+    for number, nbytes in enumerate(head_nbytes):
+        if nbytes:
+            name = shard_file_name(rank, number, count, mark)
+            names.append(FileName(temporary_name(name), name))
+        else:
+            name = data_file_name(rank, number, mark)
+            names.append(FileName(name, name))
+    return names
+
+
+SAFETENSORS: Final = Layout("safetensors", "safetensors-2", False, True, _measure, _place, _file_names)
 
 
 def _spread(measures: Int64, files: int) -> tuple[npt.NDArray[np.int32], list[int]]:
