@@ -146,7 +146,7 @@ def _index_if_possible(make: Callable[[], T]) -> T | None:
     """What ``make`` returns; ``None`` if there can be no index, for example because UTF-8 cannot encode a path."""
     try:
         return make()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # for example, another torch has more in its StorageMeta
         logger.warning("the checkpoint gets no index, so a load takes longer: %s", error)
         return None
 

@@ -21,9 +21,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from robust_dcp.storage.index.form import (
     MAX_NAME_NBYTES,
     Fragment,
-    IndexMeta,
     Section,
-    StoredMeta,
     encode_sections,
     fit_of,
 )
@@ -86,30 +84,19 @@ class IndexTemplate:
             plan: the sections that ``plan.plan`` makes; empty if the plan is not stored.
         """
         names, ends = _joined(file_names)
-        stored = None if storage_meta is None else _stored(storage_meta)
-        meta = IndexMeta(version=version, has_paths=self._has_paths, storage_meta=stored)
+        meta = {"version": version, "has_paths": self._has_paths, "storage_meta": storage_meta}
         values: dict[str, Any] = {
             "variable_places": places,
             "files": names,
             "file_ends": ends,
-            "file_ids": _id_of(stored) * len(file_names),
-            "meta": msgspec.json.encode(meta),
+            "file_ids": _id_of(storage_meta) * len(file_names),
+            "meta": msgspec.json.encode(meta, enc_hook=os.fsdecode),  # the checkpoint's path may be a Path
         }
         own = {name: Section.of(name, each) for name, each in values.items()}
         return encode_sections({**self._constant, **own, **plan}, fit_of(metadata))
 
 
-def _stored(meta: StorageMeta) -> StoredMeta:
-    path = meta.checkpoint_id
-    return StoredMeta(
-        checkpoint_id=None if path is None else os.fsdecode(path),
-        save_id=meta.save_id,
-        load_id=meta.load_id,
-        modules=tuple(meta.modules),
-    )
-
-
-def _id_of(meta: StoredMeta | None) -> bytes:
+def _id_of(meta: StorageMeta | None) -> bytes:
     """The id of a save as 16 bytes; zeros if it is not a UUID."""
     try:
         return uuid.UUID((None if meta is None else meta.save_id) or "").bytes

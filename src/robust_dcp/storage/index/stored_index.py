@@ -14,6 +14,7 @@ import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import ge
 from typing import Any, Final, NamedTuple
@@ -560,6 +561,7 @@ class _OnDemand(Mapping[Any, Any]):
         return dict, (dict(self),)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class StoredChunks(Sequence[ChunkStorageMetadata]):
     """A name of the checkpoint, and its chunks: ``TensorStorageMetadata.chunks``, a list that makes its elements when
     they are asked for.
@@ -574,19 +576,14 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
         reach: the length of its longest chunk along the first dimension.
     """
 
-    __slots__ = ("_all", "_index", "end", "first", "number", "properties", "reach", "size")
-
-    def __init__(
-        self, index: StoredIndex, number: int, properties: int, size: Size | None, first: int, end: int, reach: int
-    ) -> None:
-        self._index = index
-        self.number = number
-        self.properties = properties
-        self.size = size
-        self.first = first
-        self.end = end
-        self.reach = reach
-        self._all: list[ChunkStorageMetadata] | None = None
+    _index: StoredIndex
+    number: int
+    properties: int
+    size: Size | None
+    first: int
+    end: int
+    reach: int
+    _all: list[ChunkStorageMetadata] | None = None
 
     def __len__(self) -> int:
         return self.end - self.first
