@@ -28,7 +28,7 @@ from robust_dcp.report import SaveReport
 from robust_dcp.save_queue import SaveFuture, finish_all
 from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
-from robust_dcp.writer_process import WRITERS, write_in_process
+from robust_dcp.writer_process import start_writer, write_in_process
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -236,7 +236,7 @@ def async_save(
         on_commit=on_commit,
     )
     if executor == "process":
-        WRITERS.prepare()
+        start_writer()
     queue = session.queues[0]
     if when_busy == "wait":
         queue.wait(below=max_in_flight)

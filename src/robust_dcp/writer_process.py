@@ -3,7 +3,8 @@
 Owns these processes, from the first save that needs one until the rank ends, and both sides of the talk with them. The
 tensors are in shared memory (``StagedSource.shared``). All else is pickled over a ``multiprocessing`` connection,
 because a rank and its own child trust each other. A writer process does one job at a time. It never talks to other
-ranks, never touches a CUDA device, and never runs the user's script. It ends when the rank ends, in whatever way.
+ranks, never touches a CUDA device, and never runs the user's script. It ends when the rank ends, in whatever way. If a
+save fails elsewhere, the rank kills its writer process, which may be waiting for a disk that hangs.
 """
 
 from __future__ import annotations
@@ -23,23 +24,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Final, NoReturn
 
 import torch
 
-from robust_dcp.comm import Stopped
 from robust_dcp.errors import RobustCheckpointError, failure_of
 from robust_dcp.staged_source import HeldItems, StagedSource
 from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_near
-from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 
-__all__ = ["WRITERS", "WriterProcess", "WriterProcesses", "write_in_process"]
+__all__ = ["WriterDied", "WriterProcess", "start_writer", "write_in_process"]
 
 _LOOK_SECONDS: Final = 0.05
 """While its writer process writes, a rank checks this often whether another rank has given up the save."""
@@ -50,10 +48,8 @@ _PROGRESS_SECONDS: Final = 0.1
 _SEND_SECONDS: Final = 120
 """How long a writer process may take to accept a job. A new one has to import torch first; others accept at once."""
 
-_STOP_SECONDS: Final = 30.0
-"""How long a writer process may take to stop after it was told to. It may be waiting for a disk."""
-
 _END_SECONDS: Final = 10.0
+"""How long a writer process may take to end. It may be waiting for a disk that hangs."""
 
 # Only the rank handles an interrupt. The search path is that of this process, not that of the environment.
 _START: Final = (
@@ -64,48 +60,29 @@ _START: Final = (
 # The writer process needs no device, and no threads inside of torch's operators.
 _ENVIRONMENT: Final = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ROBUST_DCP": "0"}
 
-_STOP: Final = b""
-"""Tells the writer process that the save has failed elsewhere. It removes what it has written."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What all saves by one plan share: the attributes of an ``ItemSource``, and the places of its items."""
-
-    names: list[str]
-    expected: list[TensorForm | None]
-    chunk_offsets: list[tuple[int, ...]]
-    placements: Placements
-
 
 @dataclass(frozen=True)
 class _Job:
     """What a writer process is asked to write. The shared memory with the tensors comes as an open file.
 
     Attributes:
-        files: where to write, but for the placements, which are in the plan.
-        plan: a pickled :class:`_Plan`. The writer knows it again by its bytes.
+        files: where to write.
+        names, forms_expected, chunk_offsets: as in ``HeldItems``.
         memory_nbytes: the size of the shared memory.
-        tensor_places, tensor_forms: the places and forms of the tensors in the shared memory, in their order there.
+        copied, forms: the places and forms of the tensors in the shared memory, in their order there.
         records: for all other items, the bytes to write, by place.
         cpus: the processors near the memory, on which the writer should run.
     """
 
     files: FilesOfRank
-    plan: bytes
+    names: list[str]
+    forms_expected: list[TensorForm | None]
+    chunk_offsets: list[tuple[int, ...]]
     memory_nbytes: int
-    tensor_places: list[int]
-    tensor_forms: list[TensorForm]
+    copied: list[int]
+    forms: list[TensorForm]
     records: dict[int, bytes]
     cpus: frozenset[int]
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """How a job has ended. If it has failed, all its files were removed except for ``not_removed``."""
-
-    written: WrittenFiles | RobustCheckpointError
-    not_removed: list[str]
 
 
 class WriterDied(Exception):
@@ -121,11 +98,11 @@ class WriterProcess:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_SECONDS, 0))
-        self._is_given_up = False
+        self.has_job = False
         self._connection = Connection(ours.detach())
         with theirs:
             try:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [sys.executable, "-c", _START, str(theirs.fileno()), str(os.getpid()), *sys.path],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -136,142 +113,98 @@ class WriterProcess:
                 raise
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def is_alive(self) -> bool:
-        return not self._is_given_up and self._process.poll() is None
+        return not self._connection.closed and self.process.poll() is None
 
     def write(
-        self, job: _Job, fd: int, *, note_progress: Callable[[int, int], None], look: Callable[[], None]
-    ) -> _Outcome:
-        """Let the process do a job, and wait for it.
+        self, job: _Job, fd: int, note_progress: Callable[[int, int], None], look: Callable[[], None]
+    ) -> WrittenFiles | RobustCheckpointError:
+        """Let the process do a job, and wait for it. If this raises, the process has ended, and has removed nothing.
 
         Args:
             fd: the open file of the memory with the tensors.
             note_progress: called with the number of bytes written so far, and of the bytes of all items of fixed size.
-            look: called from time to time. If it raises, the job is stopped.
+            look: called from time to time. If it raises, the process is killed.
 
         Raises:
             WriterDied: the process has ended during the job.
         """
         try:
             self._connection.send_bytes(pickle.dumps(job))
-            send_handle(self._connection, fd, self.pid)
-            return self._outcome(note_progress, look)
+            send_handle(self._connection, fd, self.process.pid)
+            while True:
+                if self._connection.poll(_LOOK_SECONDS):
+                    message: tuple[int, int] | WrittenFiles | RobustCheckpointError = self._connection.recv()
+                    if not isinstance(message, tuple):
+                        return message
+                    note_progress(*message)
+                elif not self.is_alive:
+                    raise EOFError
+                look()
         except (EOFError, OSError) as error:
-            raise WriterDied(self._end()) from error
+            raise WriterDied(self.end(within_seconds=1.0)) from error
         except BaseException:
-            self._stop()
+            self.end(within_seconds=0.0)
             raise
 
-    def _outcome(self, note_progress: Callable[[int, int], None], look: Callable[[], None]) -> _Outcome:
-        while True:
-            if self._connection.poll(_LOOK_SECONDS):
-                message: tuple[int, int] | _Outcome = self._connection.recv()
-                if isinstance(message, _Outcome):
-                    return message
-                note_progress(*message)
-            elif not self.is_alive:
-                raise EOFError
-            look()
-
-    def _stop(self) -> None:
-        """Stop the running job. If the process does not react in time, end it. If that is not possible either, because
-        it waits for a disk that hangs, give it up: the other ranks wait for this one."""
-        ends_at = time.monotonic() + _STOP_SECONDS
-
-        def look() -> None:
-            if time.monotonic() >= ends_at:
-                raise EOFError
-
-        try:
-            self._connection.send_bytes(_STOP)
-            self._outcome(lambda done_nbytes, total_nbytes: None, look)
-        except (EOFError, OSError):
-            self._end()
-
-    def _end(self) -> str:
-        """Make sure that the process has ended. Returns a text that says how it ended."""
-        self._is_given_up = True
+    def end(self, within_seconds: float = _END_SECONDS) -> str:
+        """End the process, by force if it does not end by itself in time. Returns a text that says how it ended."""
+        self._connection.close()  # without a job it ends now, as if this process had ended
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        self._process.kill()  # does nothing if it has ended
+            self.process.wait(within_seconds)
+        self.process.kill()  # does nothing if it has ended
         try:
-            code = self._process.wait(_END_SECONDS)
+            code = self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
+            self.process.returncode = 0  # Popen would warn of a process that it leaves running
             return "it can no longer be talked to, and does not end"
-        finally:
-            self._connection.close()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
-    def close(self) -> None:
-        """End the process, which must not have a job."""
-        self._connection.close()  # the writer process ends as if this process had ended
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._end()
 
-    def forget(self) -> None:
-        """Forget a process that has ended, that was given up, or that belongs to the parent of a forked child."""
-        self._process.returncode = self._process.returncode or 0
-        self._connection.close()
+_WRITERS: Final[list[WriterProcess]] = []
+"""The writer processes of this process. There is only one, unless saves of several groups run at the same time."""
+
+_LOCK: Final = threading.Lock()
 
 
-class WriterProcesses:
-    """The writer processes of this process. There is only one, unless saves of several groups run at the same time."""
-
-    def __init__(self) -> None:
-        self._idle: list[WriterProcess] = []
-        self._n_lent = 0
-        self._lock = threading.Lock()
-
-    def prepare(self) -> None:
-        """Start a writer process if there is none, so that it is ready when it is needed. If this fails, the save will
-        raise the error on all ranks."""
-        with self._lock, suppress(OSError):
-            self._forget_dead()
-            if not self._idle and not self._n_lent:  # one that writes now will write the next save of its group too
-                self._idle.append(WriterProcess())
-
-    @contextmanager
-    def lent(self) -> Iterator[WriterProcess]:
-        """A writer process that has no other job within the ``with`` block."""
-        with self._lock:
-            self._forget_dead()
-            writer = self._idle.pop() if self._idle else WriterProcess()
-            self._n_lent += 1
-        try:
-            yield writer
-        finally:
-            with self._lock:
-                self._n_lent -= 1
-                self._idle.append(writer)
-                self._forget_dead()
-
-    def close(self) -> None:
-        """End all writer processes that have no job."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for writer in idle:
-            writer.close()
-
-    def forget_all(self) -> None:
-        """Forget all writer processes in a forked child."""
-        self._lock = threading.Lock()
-        for writer in self._idle:
-            writer.forget()
-        self._idle, self._n_lent = [], 0
-
-    def _forget_dead(self) -> None:
-        for writer in [each for each in self._idle if not each.is_alive]:
-            self._idle.remove(writer)
-            writer.forget()
+def _living() -> list[WriterProcess]:
+    _WRITERS[:] = [each for each in _WRITERS if each.has_job or each.is_alive]
+    return _WRITERS
 
 
-WRITERS: Final = WriterProcesses()
+def start_writer() -> None:
+    """Start a writer process if there is none, so that it is ready when it is needed. If this fails, the save will
+    raise the error on all ranks."""
+    with _LOCK, suppress(OSError):
+        if not _living():
+            _WRITERS.append(WriterProcess())
+
+
+@contextmanager
+def _lent() -> Iterator[WriterProcess]:
+    """A writer process that has no other job within the ``with`` block."""
+    with _LOCK:
+        writer = next((each for each in _living() if not each.has_job), None)
+        if writer is None:
+            writer = WriterProcess()
+            _WRITERS.append(writer)
+        writer.has_job = True
+    try:
+        yield writer
+    finally:
+        writer.has_job = False
+
+
+def _end_all() -> None:
+    for writer in _WRITERS:
+        writer.end()
+
+
+def _forget_all() -> None:
+    """A forked child has no writer process."""
+    for writer in _WRITERS:
+        writer.process.returncode = writer.process.returncode or 0
+    _WRITERS.clear()
 
 
 def write_in_process(
@@ -289,34 +222,33 @@ def write_in_process(
     memory = source.shared if isinstance(source, StagedSource) else None
     if not isinstance(source, StagedSource) or memory is None or memory.fd is None:
         return write_files(files, source, check_stop, not_removed)
-    plan = _Plan(source.names, source.forms_expected, source.chunk_offsets, files.placements)
     job = _Job(
-        files=replace(files, placements=place_as_they_come([], files=1)),
-        plan=pickle.dumps(plan),
-        memory_nbytes=memory.nbytes,
-        tensor_places=source.copied,
-        tensor_forms=source.forms,
-        records=_records(source),
-        cpus=memory.cpus,
+        files,
+        source.names,
+        source.forms_expected,
+        source.chunk_offsets,
+        memory.nbytes,
+        source.copied,
+        source.forms,
+        _records(source),
+        memory.cpus,
     )
     try:
-        with WRITERS.lent() as writer:
+        with _lent() as writer:
             try:
-                outcome = writer.write(job, memory.fd, note_progress=check_stop, look=look)
+                written = writer.write(job, memory.fd, check_stop, look)
             except WriterDied as death:
                 raise RobustCheckpointError(
-                    f"the writer process of rank {files.rank} (pid {writer.pid}) died while it wrote "
+                    f"the writer process of rank {files.rank} (pid {writer.process.pid}) died while it wrote "
                     f"{files.directory}: {death}. Nothing of this save is committed, and the checkpoint before it is "
                     "still there; the next save starts another process"
                 ) from death
+        if isinstance(written, RobustCheckpointError):
+            raise written
     except BaseException:
-        # A process that was stopped has removed its files. One that died has not.
         not_removed += files.remove()
         raise
-    not_removed += outcome.not_removed
-    if isinstance(outcome.written, RobustCheckpointError):
-        raise outcome.written
-    return outcome.written
+    return written
 
 
 def _records(source: StagedSource) -> dict[int, bytes]:
@@ -331,8 +263,8 @@ def _records(source: StagedSource) -> dict[int, bytes]:
     return records
 
 
-atexit.register(WRITERS.close)  # at that time the async saves are over
-os.register_at_fork(after_in_child=WRITERS.forget_all)
+atexit.register(_end_all)  # at that time the async saves are over
+os.register_at_fork(after_in_child=_forget_all)
 
 
 # The other side: what runs in the writer process.
@@ -353,10 +285,9 @@ def run(fd: int, parent_pid: int) -> NoReturn:
     connection = Connection(fd)
     with suppress(EOFError, OSError):
         while True:
-            message = connection.recv_bytes()
-            if message != _STOP:  # else the job to stop had just ended
-                connection.send(_do(connection, message, recv_handle(connection)))
-                gc.collect()  # unfinished steps form reference cycles, which keep the rank's memory mapped
+            job: _Job = connection.recv()
+            connection.send(_do(connection, job, recv_handle(connection)))
+            gc.collect()  # unfinished steps form reference cycles, which keep the rank's memory mapped
     os._exit(0)
 
 
@@ -374,60 +305,33 @@ def _end_with(parent_pid: int) -> None:
         os._exit(0)
 
 
-def _do(connection: Connection, pickled: bytes, fd: int) -> _Outcome:
-    """Write what a job asks for."""
-    not_removed: list[str] = []
-    rank = -1
+def _do(connection: Connection, job: _Job, fd: int) -> WrittenFiles | RobustCheckpointError:
+    """Write what a job asks for, and tell the rank of the progress."""
+    lock, told_at_seconds = threading.Lock(), [0.0]
+
+    def tell(done_nbytes: int, total_nbytes: int) -> None:  # several threads call it
+        with lock:
+            now = time.monotonic()
+            if now - told_at_seconds[0] >= _PROGRESS_SECONDS:
+                told_at_seconds[0] = now
+                connection.send((done_nbytes, total_nbytes))
+
     try:
-        job: _Job = pickle.loads(pickled)  # noqa: S301 (its own parent made it)
-        rank = job.files.rank
         stay_near(job.cpus)
-        plan = _plan(job.plan)
-        files = replace(job.files, placements=plan.placements)
         memory = StagingBuffer(job.memory_nbytes, fd=fd)
         try:
-            tensors = dict(zip(job.tensor_places, memory.tensors(job.tensor_forms), strict=True))
-            records = {place: io.BytesIO(record) for place, record in job.records.items()}
-            data = [tensors[place] if place in tensors else records[place] for place in range(len(plan.names))]
-            items = HeldItems(plan.names, plan.expected, plan.chunk_offsets, data)
-            written = write_files(files, items, _StopsOnRequest(connection), not_removed)
+            data: dict[int, torch.Tensor | io.BytesIO] = {
+                **dict(zip(job.copied, memory.tensors(job.forms), strict=True)),
+                **{place: io.BytesIO(record) for place, record in job.records.items()},
+            }
+            in_order = [data[place] for place in range(len(data))]
+            items = HeldItems(job.names, job.forms_expected, job.chunk_offsets, in_order)
+            return write_files(job.files, items, tell, [])
         finally:
             memory.release()
     except RobustCheckpointError as error:
-        return _Outcome(error.with_traceback(None), not_removed)
+        return error.with_traceback(None)
     except BaseException as error:
-        failure = failure_of(rank, error)
+        failure = failure_of(job.files.rank, error)
         message = f"in the writer process: {failure.type_name}: {failure.message}\n{failure.traceback_text}".rstrip()
-        return _Outcome(RobustCheckpointError(message), not_removed)
-    return _Outcome(written, not_removed)
-
-
-class _StopsOnRequest:
-    """Tells the rank of the progress of a job. Raises if the rank has asked to stop it. Several threads call it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._told_at_seconds = 0.0
-        self._is_stopped = False
-
-    def __call__(self, done_nbytes: int, total_nbytes: int) -> None:
-        with self._lock:
-            if self._connection.poll():
-                try:
-                    self._is_stopped = self._connection.recv_bytes() == _STOP
-                except (EOFError, OSError):
-                    os._exit(0)  # the rank has ended
-            if self._is_stopped:
-                raise Stopped("the save has failed elsewhere")
-            now = time.monotonic()
-            if now - self._told_at_seconds >= _PROGRESS_SECONDS:
-                self._told_at_seconds = now
-                self._connection.send((done_nbytes, total_nbytes))
-
-
-@lru_cache(maxsize=4)
-def _plan(pickled: bytes) -> _Plan:
-    """The plan. The engine keeps the order of writes by the identity of its placements, so equal plans share one."""
-    plan: _Plan = pickle.loads(pickled)  # noqa: S301 (its own parent made it)
-    return plan
+        return RobustCheckpointError(message)

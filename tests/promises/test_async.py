@@ -330,7 +330,7 @@ def test_a_writer_process_that_is_killed_costs_its_save_alone(tmp_path: Path) ->
 def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) -> str:
     """Rank 1's writer has no room, and rank 0's does not hear that it is to stop."""
     writer_process: Any = importlib.import_module("robust_dcp.writer_process")
-    writer_process._STOP_SECONDS = writer_process._END_SECONDS = 0.2
+    writer_process._END_SECONDS = 0.2
     if not can_be_killed:  # as in a call of the kernel that cannot be interrupted
         subprocess.Popen.kill = lambda self: None  # type: ignore[method-assign]
     rank = dist.get_rank()

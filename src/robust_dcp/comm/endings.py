@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.connections import own_client_of, short
+from robust_dcp.comm.frames import Status
 from robust_dcp.comm.messages import encode
 from robust_dcp.errors import (
     ExchangeError,
@@ -109,21 +110,23 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         failed: the ranks that failed in their own work, in ascending order.
         told: the descriptions of the first ``MAX_FAILURES_TOLD`` of these ranks.
-        reason: the failure because of which others have stopped.
+        stopped: the ranks that stopped because they heard of a failure.
+        reason: the failure that they heard of.
     """
 
     failed: tuple[int, ...] = ()
     told: dict[int, ErrorMessage] = {}
+    stopped: tuple[int, ...] = ()
     reason: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.reason)
+        return bool(self.failed or self.stopped)
 
     @classmethod
     def on(cls, rank: int, error: BaseException) -> FailuresBelow:
         """The failures of ``rank`` after ``error`` was raised there."""
         if isinstance(error, Stopped):
-            return cls(reason=_shortened(str(error), 500))
+            return cls(stopped=(rank,), reason=_shortened(str(error), 500))
         return cls(failed=(rank,), told={rank: ErrorMessage.of(error, rank)})
 
     def merged(self, other: FailuresBelow) -> FailuresBelow:
@@ -132,13 +135,23 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
         return FailuresBelow(
             failed=tuple(sorted({*self.failed, *other.failed})),
             told={rank: told[rank] for rank in sorted(told)[:MAX_FAILURES_TOLD]},
+            stopped=tuple(sorted({*self.stopped, *other.stopped})),
             reason=self.reason or other.reason,
         )
+
+    @property
+    def status(self) -> Status:
+        """The status that the rank reports for itself and those below it."""
+        if self.failed:
+            return Status.ERROR
+        return Status.STOPPED if self.stopped else Status.OK
 
     def joint_error(self, phase: str) -> RobustCheckpointError:
         """The one exception that all ranks raise. It is that of the lowest rank, and lists the failures of all."""
         if not self.failed:
-            return RobustCheckpointError(f"{phase!r} was stopped, as a failure was announced: {self.reason}")
+            return RobustCheckpointError(
+                f"{phase!r} was stopped on ranks {list(self.stopped)}, as a failure was announced: {self.reason}"
+            )
         failures: list[RankFailure] = []
         for rank in self.failed:
             if rank in self.told:
@@ -222,6 +235,7 @@ class Problem(Exception):
         damaged_by: the rank that sent messages which arrived damaged.
         is_elsewhere: some ranks are in another operation or phase.
         is_loss: the connection to the missing ranks broke. They may be alive.
+        may_return: the missing ranks have said nothing in this operation, or it was this rank that closed.
     """
 
     what: str
@@ -230,6 +244,7 @@ class Problem(Exception):
     damaged_by: int | None = None
     is_elsewhere: bool = False
     is_loss: bool = False
+    may_return: bool = False
 
     @classmethod
     def of_leaving(cls, rank: int, error: BaseException) -> Problem:
@@ -237,9 +252,9 @@ class Problem(Exception):
         return cls(f"was left by rank {rank}: {type(error).__name__}", error)
 
     @classmethod
-    def of_lost(cls, lost: dict[int, str]) -> Problem:
+    def of_lost(cls, lost: dict[int, str], *, may_return: bool = False) -> Problem:
         """The connections to the ranks in ``lost`` broke. The texts say what is known."""
-        return cls("broke off: connection lost", missing=lost, is_loss=True)
+        return cls("broke off: connection lost", missing=lost, is_loss=True, may_return=may_return)
 
     @classmethod
     def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:

@@ -254,7 +254,7 @@ class Link:
                     ended = end_without_store(verdict_on([]), operation.what, self.size, str(lost), host, self.rank)
                     end_message = encode(ended)
                     self._unsettled = place, end_message
-            self._drop()
+            self._drop(problem)
             self._apply(end_message)
             self._stay_until_heard(place, end_message)
 
@@ -285,7 +285,7 @@ class Link:
         awaited: list[int] = []
         if self._connections is not None and problem.missing and not problem.is_loss:
             awaited = notes.ask(self._connections.awaited)
-        connections = self._say_gone()  # other neighbours that have ended are found meanwhile
+        connections = self._say_gone(problem)  # other neighbours that have ended are found meanwhile
         # Answer before the connections close: whoever has closed them, and does not answer, is dead.
         answer = self._answer(problem, connections)
         if awaited:  # the others have come, and cannot connect either
@@ -310,19 +310,19 @@ class Link:
         answers = [decode(each, Answer) for each in notes.answers(place)]
         return notes.settle(place, encode(verdict_on(answers)))
 
-    def _say_gone(self) -> Connections | None:
+    def _say_gone(self, problem: Problem | None = None) -> Connections | None:
         """Tell the neighbours that the connections will be dropped, and return these. Nobody connects any more."""
         with self._lock:
             connections, self._connections = self._connections, None
             self._dropped = self.generation
         if connections is not None:
             for each in self.operations():
-                each.say_gone()
+                each.say_gone(list(problem.missing) if problem is not None and not problem.may_return else ())
             time.sleep(patience.GONE_SECONDS)
         return connections
 
-    def _drop(self) -> None:
-        connections = self._say_gone()
+    def _drop(self, problem: Problem | None = None) -> None:
+        connections = self._say_gone(problem)
         if connections is not None:
             connections.drop()
 

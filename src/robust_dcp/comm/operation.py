@@ -33,7 +33,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from isal import isal_zlib
@@ -52,14 +52,14 @@ from robust_dcp.comm.endings import (
     Where,
     as_told_to,
 )
-from robust_dcp.comm.frames import FRAME_NBYTES, Frame, FrameError, Kind, Status, phase_id
+from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, Status, phase_id
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.stats import PhaseStats
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["Beat", "Operation", "Work"]
+__all__ = ["Beat", "Contribution", "Operation", "Work"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,19 @@ _NOBODY = -1
 
 
 @dataclass(frozen=True)
+class Contribution:
+    """What a rank adds to an exchange: its offer, and the payload that it sends up (none if it is empty)."""
+
+    offer: Offer = field(default_factory=Offer)
+    payload: Payload = b""
+
+
+@dataclass(frozen=True)
 class Work:
     """What one exchange does on a rank.
 
     Attributes:
-        contribute: does this rank's own work. It returns the rank's offer, and the payload that it sends up (none if it
-            is empty).
+        contribute: does this rank's own work.
         merge: joins this rank's payload and those of its children into one, on the way up. It is called only if at
             least one child sent a payload.
         reply: makes the payload that goes down. It is called on the root, with the agreement of all ranks, the root's
@@ -87,7 +94,7 @@ class Work:
         share: returns the part of the payload that ``child`` gets, on the way down.
     """
 
-    contribute: Callable[[], tuple[Offer, Payload]]
+    contribute: Callable[[], Contribution]
     merge: Callable[[Payload, list[Payload]], Payload] = lambda own, below: own
     reply: Callable[[Agreement, Payload, list[Payload]], Payload] = lambda agreement, own, below: b""
     share: Callable[[Payload, int], Payload] = lambda payload, child: payload
@@ -384,6 +391,7 @@ class Operation:
         interrupt: ends a wait in this rank's own work. It is called when the exchange is going to fail, for work that
             does not ask by itself whether to stop.
         what, phase: the current or latest exchange: its full description, and the caller's name for it.
+        fault: for tests. It is called before this rank's own work in the next exchange.
         stragglers: on the root, the log lines about ranks that the others waited for.
         n_exchanges: how many exchanges have ended well.
         recordings: where it is counted what the exchanges have cost this rank.
@@ -398,6 +406,7 @@ class Operation:
         self.deadline_seconds = deadline_seconds
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
+        self.fault: Callable[[], None] | None = None
         self.stragglers: list[str] = []
         self.n_exchanges = 0
         self.recordings = [link.stats]
@@ -441,10 +450,10 @@ class Operation:
             self._cost, self._own_error = PhaseStats(exchanges=1), None
             try:
                 exchange = self._start(verb, phase, root)
-                own = self._do_own_work(exchange, work)
+                contribution, failures = self._do_own_work(exchange, work)
                 began = time.monotonic()
                 try:
-                    status, agreement, payload = self._go_up(exchange, work, *own)
+                    status, agreement, payload = self._go_up(exchange, work, contribution, failures)
                     self._go_down(exchange, work, status, agreement, payload)
                 finally:
                     self._cost.seconds = time.monotonic() - began
@@ -559,17 +568,19 @@ class Operation:
             _CLOCK.add(self)
         return exchange
 
-    def _do_own_work(self, exchange: _Exchange, work: Work) -> tuple[Offer, Payload, FailuresBelow]:
-        offer, failures = Offer(), FailuresBelow()
-        payload: Payload = b""
+    def _do_own_work(self, exchange: _Exchange, work: Work) -> tuple[Contribution, FailuresBelow]:
+        contribution, failures = Contribution(), FailuresBelow()
+        fault, self.fault = self.fault, None
         try:
-            offer, payload = work.contribute()
+            if fault is not None:
+                fault()
+            contribution = work.contribute()
         except BaseException as error:
             failures = self._failed(exchange, error)
         with self._changed:
             exchange.is_working = False
             exchange.moved_seconds = time.monotonic()
-        return offer, payload, failures
+        return contribution, failures
 
     def _failed(self, exchange: _Exchange, error: BaseException) -> FailuresBelow:
         """Record a failure of this rank, and tell the ranks that are still working."""
@@ -582,7 +593,7 @@ class Operation:
         return FailuresBelow.on(rank, error)
 
     def _go_up(
-        self, exchange: _Exchange, work: Work, offer: Offer, payload: Payload, failures: FailuresBelow
+        self, exchange: _Exchange, work: Work, contribution: Contribution, failures: FailuresBelow
     ) -> tuple[Status, Agreement, Payload]:
         """Wait for the children, join what comes from them with what this rank adds, and pass it to the parent.
 
@@ -590,9 +601,9 @@ class Operation:
             The result of all ranks: a status, their agreement, and the root's reply. Instead of a reply that is the
             error if the status is not OK.
         """
-        parent = exchange.tree.parent
+        parent, payload = exchange.tree.parent, contribution.payload
         arrived = self._receive(exchange, exchange.tree.children, Kind.UP)
-        own = Agreement.of(exchange.tree.rank, offer)
+        own = Agreement.of(exchange.tree.rank, contribution.offer)
         total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
         for message in arrived:
             if message.frame.status != Status.OK:
@@ -607,7 +618,7 @@ class Operation:
                     payload = work.merge(payload, below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
-        status = Status.ERROR if failures else Status.OK
+        status = failures.status
         if parent is not None:
             up = payload if status == Status.OK else encode(failures)
             self._send(exchange, parent, Frame(Kind.UP, status=status, body=total.encode()), up)
@@ -647,7 +658,7 @@ class Operation:
         if silent is not None and generation == self.link.generation:
             # The thread that reads from it must not read what belongs to the next exchange.
             words = exchange.words_for_silent(silent, self.timeout_seconds)
-            self.link.break_up(generation, Problem.of_lost({silent: words}), self)
+            self.link.break_up(generation, Problem.of_lost({silent: words}, may_return=True), self)
 
     # Sending.
 
@@ -716,8 +727,13 @@ class Operation:
                 exchange.sent[peer].append(stop)
                 self._post(exchange, peer, *stop)
 
-    def say_gone(self) -> None:
-        """Tell the neighbours that the connections are dropped. A forked child may hold them open."""
+    def say_gone(self, missing: Sequence[int]) -> None:
+        """Tell the neighbours that the connections are dropped, and which ranks are missing.
+
+        The store says more. But it may be lost too, and a forked child may hold the connections open.
+        """
+        shown = sorted(missing)[: BODY_NBYTES // 4 - 1]
+        gone = Frame(Kind.GONE, body=struct.pack(f"<{1 + len(shown)}I", len(shown), *shown))
         with self._changed:
             exchange = self._exchange
             if exchange is None and self._last is not None:  # the others may have begun the next one
@@ -725,7 +741,7 @@ class Operation:
                 exchange.open = self._last.open
             for peer in exchange.tree.neighbours if exchange is not None else ():
                 if exchange is not None and peer not in exchange.closed:
-                    self._post(exchange, peer, Frame(Kind.GONE), for_good=True)
+                    self._post(exchange, peer, gone, for_good=True)
 
     # Reading.
 
@@ -836,7 +852,11 @@ class Operation:
         self._heard.add(peer)
         exchange.note_heard(peer, frame)
         if frame.kind == Kind.GONE:
-            raise Broken("it dropped its connections")
+            (n_missing,) = struct.unpack_from("<I", frame.body)
+            missing = struct.unpack_from(f"<{n_missing}I", frame.body, 4)
+            if not missing:
+                raise Broken("it dropped its connections")
+            raise Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
         if frame.phase != exchange.phase_id:
             raise Problem("in different operations", is_elsewhere=True)
         if frame.kind == Kind.AGAIN:
@@ -888,10 +908,12 @@ class Operation:
             if self._exchange is not exchange or peer in exchange.done or generation != self.link.generation:
                 return
             exchange.catching_up_seconds()
-            problem = Problem.of_lost({peer: exchange.words_for_lost(peer, detail)})
-            if connections is not None and not connections.is_dropped:  # it has closed the connection
+            is_closed_there = connections is not None and not connections.is_dropped
+            may_return = not is_closed_there or peer not in self._heard or peer in exchange.closed
+            problem = Problem.of_lost({peer: exchange.words_for_lost(peer, detail)}, may_return=may_return)
+            if connections is not None and is_closed_there:
                 connections.closed.add(peer)
-                if peer in self._heard and peer not in exchange.closed:
+                if not may_return:
                     connections.lost.update(problem.missing)
             elif detail.startswith(CONNECTING_FAILED):
                 self.link.gone[peer] = detail
