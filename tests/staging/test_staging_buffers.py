@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,20 +52,11 @@ def test_a_released_buffer_leaves_no_file_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("are_shared", [False, True])
-def test_all_pages_of_new_memory_are_there_before_anything_is_copied(are_shared: bool) -> None:
-    buffer = StagingBuffers(are_shared=are_shared).take([(torch.uint8, torch.Size([64 << 20]))])
-    if buffer.fd is None:
-        address = buffer.tensors([(torch.uint8, torch.Size([1]))])[0].data_ptr()
-        areas = re.split(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-        (held,) = (
-            text
-            for begin, end, text in zip(areas[1::3], areas[2::3], areas[3::3], strict=True)
-            if int(begin, 16) <= address < int(end, 16)
-        )
-        assert int(held.partition("Rss:")[2].split()[0]) * 1024 == buffer.nbytes
-    else:  # pages of a file are there without being mapped
-        assert os.fstat(buffer.fd).st_blocks * 512 == buffer.nbytes
+def test_all_pages_of_shared_memory_are_there_before_anything_is_copied() -> None:
+    """Otherwise the first access to a page that the host does not have would kill the process."""
+    buffer = StagingBuffers(are_shared=True).take([(torch.uint8, torch.Size([64 << 20]))])
+    assert buffer.fd is not None
+    assert os.fstat(buffer.fd).st_blocks * 512 == buffer.nbytes
     buffer.release()
 
 
