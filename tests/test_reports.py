@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ def test_a_load_from_nowhere_is_refused() -> None:
         ("fiber", "async_checkpointer_type is fiber: robust_dcp knows THREAD and PROCESS"),
     ],
 )
+def test_an_executor_that_cannot_be_had_is_refused(kind: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        robust_dcp.async_save({}, checkpoint_id=tmp_path, async_checkpointer_type=kind, executor="process")
+
+
 class _Broken(dcp.FileSystemReader):
     def read_data(self, plan: Any, planner: Any) -> Any:
         raise OSError(5, "Input/output error")
