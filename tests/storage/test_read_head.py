@@ -17,7 +17,7 @@ from safetensors.torch import save
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustReader, RobustWriter
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.layouts.read_head import parse_head, read_head
+from robust_dcp.storage.layouts.safetensors import parse_head, read_head
 
 
 def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:

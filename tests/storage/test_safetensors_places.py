@@ -17,7 +17,6 @@ from robust_dcp.plan.plan import place_items
 from robust_dcp.storage.layouts import SAFETENSORS, PlacedTensor
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
-from robust_dcp.storage.layouts.read_head import parse_head
 from robust_dcp.storage.layouts.safetensors import (
     DTYPES,
     LENGTH_NBYTES,
@@ -25,6 +24,7 @@ from robust_dcp.storage.layouts.safetensors import (
     MAX_HEADER_NBYTES,
     ShardHead,
     _spread,
+    parse_head,
 )
 from robust_dcp.storage.records.checksum import block_counts, joined
 from tests.plan.structures import Item, chunk, chunk_of, obj, table, tensor

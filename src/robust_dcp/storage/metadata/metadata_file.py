@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
-from robust_dcp.storage.layouts.read_head import StoredTensor, read_head, unusable_file
+from robust_dcp.storage.layouts.safetensors import StoredTensor, read_head, unusable_file
 from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, without_garbage_collection
 from robust_dcp.storage.metadata.unpickling import all_of, unpickled
 from robust_dcp.storage.records.checksum import crc32

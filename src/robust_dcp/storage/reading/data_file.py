@@ -26,7 +26,7 @@ from robust_dcp.storage.files.kernel import BUFFERED, Alignment
 from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
-from robust_dcp.storage.layouts.read_head import FileHead, read_head
+from robust_dcp.storage.layouts.safetensors import FileHead, read_head
 from robust_dcp.storage.records.checksum import crc32
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.staging.blocks import BlockLease, memory_at
 from robust_dcp.staging.tensor_bytes import DeviceCopies
-from robust_dcp.storage.layouts.read_head import StoredTensor
+from robust_dcp.storage.layouts.safetensors import StoredTensor
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, crc32_of_both
 from robust_dcp.storage.records.objects import check_object, is_program, load_object
