@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import ge
+from operator import add, ge, gt, sub
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -634,22 +634,17 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
             first = bisect_left(range(end), box[0] - self.reach + 1, first, end, key=begin_of)
             end = bisect_left(range(end), box[0] + lengths[0], first, end, key=begin_of)
         found = []
-        stops = [low + length for low, length in zip(box, lengths, strict=True)]
-        for row in range(first, end):
+        stops = tuple(map(add, box, lengths))
+        for row in range(first, end):  # a rank may need a part of each of thousands of chunks
             offsets, sizes = index.offsets(row), index.sizes(row)
-            if not len(offsets) == len(sizes) == len(whole) or any(
-                offset + size > extent for offset, size, extent in zip(offsets, sizes, whole, strict=True)
-            ):
+            ends = tuple(map(add, offsets, sizes))
+            if not len(offsets) == len(sizes) == len(whole) or any(map(gt, ends, whole)):
                 raise index.file.damaged(f"chunks of name {self.number} lie outside of their tensor")
-            begins = list(map(max, offsets, box))
-            parts = [
-                min(offset + size, stop) - begin
-                for offset, size, stop, begin in zip(offsets, sizes, stops, begins, strict=True)
-            ]
-            if not parts or min(parts) > 0:
-                in_chunk = Size([begin - offset for begin, offset in zip(begins, offsets, strict=True)])
-                in_box = Size([begin - low for begin, low in zip(begins, box, strict=True)])
-                found.append((row - self.first, offsets, in_chunk, in_box, Size(parts)))
+            begins = tuple(map(max, offsets, box))
+            parts = Size(map(sub, map(min, ends, stops), begins))
+            if min(parts, default=1) > 0:
+                in_chunk, in_box = Size(map(sub, begins, offsets)), Size(map(sub, begins, box))
+                found.append((row - self.first, offsets, in_chunk, in_box, parts))
         if sum(math.prod(part[-1]) for part in found) > math.prod(lengths):
             raise index.file.damaged(f"chunks of name {self.number} overlap")
         return found
