@@ -178,16 +178,17 @@ class CheckpointManager:
         return self._series.latest_of(self.checkpoints())
 
     @entry_point
-    def should_save(self, step: int, *, every: int = 1) -> bool:
+    def should_save(self, step: int, *, every: int | None = None) -> bool:
         """Whether the job is about to be ended: true on all ranks at one step, once any has had SIGTERM or SIGUSR1.
 
         Call it on all ranks, once a step, with the same steps. From the first call on the two signals only ask for a
         save. After the next save of this manager, also an async one, a process that has had one ends as it would have.
-        A call costs one small exchange.
+        An exchange of the ranks costs each a few milliseconds of CPU.
 
         Args:
             step: of training.
-            every: look only at steps that are multiples of this.
+            every: look at steps that are multiples of this. ``None``: in every call if steps take a second or more,
+                else in every eighth.
 
         Raises:
             ValueError: an argument is out of range.
@@ -201,9 +202,11 @@ class CheckpointManager:
             ...         manager.save(step, state_dict)
         """
         self.path_of(step)  # refuses what is no step
-        if every < 1:
+        if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
-        return step % every == 0 and self._preemption.is_asked_for(operator.index(step))
+        if every is not None and step % every:
+            return False
+        return self._preemption.is_asked_for(operator.index(step), asks_always=every is not None)
 
     @entry_point
     def save(self, step: int, state_dict: dict[str, Any], *, metrics: Metrics = None, **options: Any) -> SaveReport:
