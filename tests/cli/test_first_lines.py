@@ -86,23 +86,6 @@ def test_the_root_of_a_run_is_listed_and_pruned_without_them(originals: Path, tm
         assert (code, first, end) == (0, [], []), command
 
 
-def test_completion_imports_neither() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "robust_dcp.cli", "--show-completion"],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "ROBUST_DCP": "0",
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
-    assert "--to" in ran.stdout.split() and "argparse" in imported
-    assert not imported & {"torch", "numpy", "megatron", "rich"}
-
-
 def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
     nowhere, file = str(tmp_path / "nowhere"), tmp_path / "file"
     file.write_bytes(b"x")

@@ -89,18 +89,6 @@ def test_files_are_shown_with_their_sizes_and_what_is_wrong_with_them(
     assert found["__1_0.distcp"][0] == "1 B" and found["__1_0.distcp"][2] != ""
 
 
-def test_each_rank_is_shown_with_what_it_wrote(sharded: Path, shell: Shell) -> None:
-    rows = shell("inspect", sharded, "--ranks").rows
-    assert [row[:2] for row in rows] == [["0", "2"], ["1", "1"]]
-    assert sum(int(row[3]) for row in rows) == 7
-
-
-def test_dtypes_are_shown_with_most_bytes_first(sharded: Path, shell: Shell) -> None:
-    rows = shell("inspect", sharded, "--dtype").rows
-    assert rows[0][:2] == ["object", "1"]  # pickled with its class it takes more than the tensors
-    assert rows[1:] == [["float32", "3", "144 B"], ["float64", "1", "32 B"], ["bfloat16", "1", "6 B"]]
-
-
 def test_json_has_each_chunk_and_each_file(sharded: Path, shell: Shell) -> None:
     found = shell("inspect", sharded, "model.layers.0.weight", "--json").json
     (item,) = found["items"]

@@ -108,7 +108,7 @@ class TestS3:
         proxy.fail(fault, method, part, times=2)
         copied = copy_checkpoint(large, url, options=options(proxy, threads=2))
         assert proxy.n_faults == 2
-        assert (copied.files, copied.verified_by_reading) == (5, 1)  # .metadata; the others by the ETag that S3 gives
+        assert copied.files == 5
         assert loaded_back(url, proxy, tmp_path / "back") == 1.0
 
     @pytest.mark.parametrize("part", ["", "partNumber=2"])
@@ -138,9 +138,8 @@ class TestS3:
         data = bytearray(filesystem.cat_file(name))
         data[len(data) // 2] ^= 1
         filesystem.pipe_file(name, bytes(data))
-        for verify in ("store", "read"):
-            again = copy_checkpoint(large, url, options=options(proxy, verify=verify))
-            assert again.files == (1 if verify == "store" else 0)
+        for n_files in (1, 0):
+            assert copy_checkpoint(large, url, options=options(proxy)).files == n_files
         assert loaded_back(url, proxy, tmp_path / "back") == 1.0
 
 

@@ -276,49 +276,10 @@ class TestLatest:
         (tmp_path / TRACKER_NAME).write_text("200")  # the job has gone on without the manager
         assert load_what_is_there_in(manager) == 200
 
-    @pytest.mark.parametrize("target", ["step_2", "{root}/step_2", "other"])
-    def test_it_may_be_a_link_to_a_checkpoint_and_stays_one(self, target: str, tmp_path: Path) -> None:
-        manager = CheckpointManager(tmp_path, keep_last=1)
-        save_steps(CheckpointManager(tmp_path), 1, 2, 3)
-        (tmp_path / "other").symlink_to("step_2")  # a link to a link
-        (tmp_path / "latest").unlink()
-        (tmp_path / "latest").symlink_to(target.format(root=tmp_path))
-        assert load_what_is_there_in(manager) == 2
-        assert [row[4] for row in shell("ls", tmp_path).rows] == ["committed", "committed, latest", "committed"]
-        assert save_steps(manager, 4) == [4]
-        assert (tmp_path / "latest").is_symlink() and loaded(tmp_path / "latest") == 4
-        assert not list(tmp_path.glob("*.tmp"))
-
-    @pytest.mark.parametrize("target", ["gone", "elsewhere"])
-    def test_a_link_to_what_is_no_checkpoint_does_not_count(self, target: str, tmp_path: Path) -> None:
-        (tmp_path / "elsewhere").mkdir()
-        (tmp_path / "latest").symlink_to(target)
-        manager = CheckpointManager(tmp_path)
-        assert manager.latest() is None
-        assert save_steps(manager, 2) == [2] and os.readlink(tmp_path / "latest") == "step_2"
-
-    def test_a_link_that_cannot_be_moved_is_told_and_leaves_nothing_behind(self, tmp_path: Path) -> None:
-        save_steps(CheckpointManager(tmp_path), 1)
-        (tmp_path / "latest").unlink()
-        (tmp_path / "latest").symlink_to("step_1")
-        with pytest.raises(StorageError, match=r"is committed, but .*latest"):
-            save_steps(CheckpointManager(tmp_path, disk=Acts("rename", "/latest", refuse)), 2)
-        assert os.readlink(tmp_path / "latest") == "step_1"
-        assert sorted(os.listdir(tmp_path)) == ["latest", "step_1", "step_2"]
-
     def test_what_is_no_name_is_not_followed(self, tmp_path: Path) -> None:
         save_steps(CheckpointManager(tmp_path), 10, 20)
         (tmp_path / LATEST_NAME).write_bytes(b"x" * 5000)
         assert load_what_is_there_in(CheckpointManager(tmp_path)) == 20
-
-    def test_what_was_to_become_it_when_its_job_was_killed_is_swept(self, tmp_path: Path) -> None:
-        left = tmp_path / "latest.0123456789abcdef.tmp"
-        left.symlink_to("step_1")
-        save_steps(CheckpointManager(tmp_path, keep_last=1), 2)
-        assert left.is_symlink()  # the job may still run
-        os.utime(left, (0, 0), follow_symlinks=False)
-        save_steps(CheckpointManager(tmp_path, keep_last=1), 3)
-        assert not left.is_symlink()
 
     def test_a_step_that_another_manager_removes_as_soon_as_it_is_committed_fails_no_save(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

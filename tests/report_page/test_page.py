@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from robust_dcp.report_file import Ranks
 from robust_dcp.report_page import FoundReport, Reports, read_reports, render_page
 from tests.report_page.made_reports import HOSTILE, made_report, put_run
 
@@ -98,20 +97,6 @@ def test_the_page_has_a_bounded_size(world_size: int, n_checkpoints: int) -> Non
     assert len(saves) == n_checkpoints
     assert len(saves[-1]["ranks"]["rank"]) == world_size
     assert saves[-1]["stragglers"][0][0] == 3
-
-
-def test_of_very_many_ranks_the_slowest_of_each_few_is_shown() -> None:
-    n = 100_000
-    whole = (0,) * n
-    seconds = tuple(9.0 if rank == 77_777 else 1.0 for rank in range(n))
-    report = msgspec.structs.replace(
-        made_report(100, 8),
-        world_size=n,
-        ranks=Ranks(tuple(range(n)), whole, (0.1,) * n, (0.0,) * n, seconds, (1 << 30,) * n, (2,) * n, whole, whole),
-    )
-    (save,) = data_of(page := render_page(Reports("/run", (FoundReport("step_1", report),))))["saves"]
-    assert len(page) < MOST_NBYTES and save["ranks"]["fold"] == 3
-    assert 77_777 in save["ranks"]["rank"] and max(save["ranks"]["write"]) == 9.0
 
 
 def test_hostile_numbers_of_texts_are_cut() -> None:

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from robust_dcp.report_file import REPORT_NAME, VERSION, decode_report, encode_report
-from robust_dcp.report_page import NoReports, read_reports, reading, render_page
+from robust_dcp.report_page import NoReports, read_reports, render_page
 from tests.report_page.made_reports import made_report, put_report, put_run
 
 
@@ -126,30 +125,6 @@ def test_a_report_counts_only_beside_the_metadata_of_its_save(
     change(bad / ".metadata")
     with pytest.raises(NoReports, match=re.escape(reason)):
         read_reports(bad)
-
-
-def test_a_directory_that_may_not_be_looked_into_hides_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_report(tmp_path / "good" / "step_7", made_report(7, 4))
-    (tmp_path / "private").mkdir()
-    scandir = os.scandir
-
-    def look(path: str) -> Any:
-        if path.endswith("private"):
-            raise PermissionError(13, "Permission denied")
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", look)
-    assert [each.name for each in read_reports(tmp_path).found] == ["good/step_7"]
-
-
-def test_a_tree_of_too_many_directories_is_not_searched_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_run(tmp_path, 2, 5)
-    monkeypatch.setattr(reading, "_MOST_DIRECTORIES", 3)  # the root and two more
-    assert [each.name for each in read_reports(tmp_path).found] == ["step_100", "step_200"]
 
 
 def test_where_nothing_can_be_shown_the_error_says_what_to_pass(tmp_path: Path) -> None:

@@ -30,8 +30,6 @@ COMMANDS: Final = ("inspect", "verify", "diff", "convert", "copy", "report", "ls
 _CANNOT: Final = 2
 _STOPPED: Final = 130  # what shells report of a program that SIGINT has ended
 _WIDTH: Final = 100
-_STARTS: Final = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
-"""What each shell reads when it begins."""
 
 
 def main() -> NoReturn:
@@ -66,7 +64,7 @@ def main() -> NoReturn:
 
 
 def parse(words: Sequence[str]) -> tuple[Callable[[Namespace], int | None], Namespace]:
-    """What runs the command, and its options. ``--help``, ``--version`` and completion print, and end the process.
+    """What runs the command, and its options. ``--help`` and ``--version`` print, and end the process.
 
     Raises:
         CommandFailed: the words make no sense.
@@ -83,16 +81,9 @@ def parse(words: Sequence[str]) -> tuple[Callable[[Namespace], int | None], Name
         f"{summaries}\n\nExit codes: 0 all is well, 1 a problem was found, 2 the command could not do its work.",
     )
     parser.add_argument("--version", action="version", version=f"robust-dcp {__version__}")
-    parser.add_argument(
-        "--install-completion", action="store_true", help="Complete commands and options in this shell."
-    )
-    parser.add_argument("--show-completion", action="store_true", help="Print the script that does so.")
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help="… COMMAND --help says more.")
-    asked = parser.parse_args(words or ["--help"])
-    if not (asked.install_completion or asked.show_completion):
-        parser.error(f"{name} comes after the command")
-    _complete(install=asked.install_completion)
-    raise SystemExit(0)
+    parser.parse_args(words or ["--help"])
+    raise CommandFailed(f"{name} comes after the command", parser.format_usage())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,27 +108,6 @@ def _parser_of(name: str, command: ModuleType) -> _Parser:
     command.declare(parser)
     parser.add_argument("--json", action="store_true", help="Print one JSON object, sizes in bytes.")
     return parser
-
-
-def _complete(*, install: bool) -> None:
-    """Print what the user's shell reads to complete commands and options, or let each new shell read it."""
-    shell = os.path.basename(os.environ.get("SHELL", "bash"))
-    if shell not in _STARTS:
-        raise CommandFailed(f"{shell} is not a shell that can complete: set SHELL to bash, zsh or fish")
-    if install:
-        file, script = os.path.expanduser(_STARTS[shell]), f"SHELL={shell} robust-dcp --show-completion"
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        with open(file, "a", encoding="utf-8") as start:
-            start.write(f"\n{script} | source\n" if shell == "fish" else f'\neval "$({script})"\n')
-        print(f"{file} has a new line: begin a new shell")
-        return
-    options = {each for name in COMMANDS for each in _parser_of(name, _module(name))._option_string_actions}
-    words = " ".join([*COMMANDS, *sorted(options)])
-    if shell == "fish":
-        print(f"complete -c robust-dcp -a '{words}'")
-    else:
-        print("autoload -Uz bashcompinit && bashcompinit\n" * (shell == "zsh"), end="")
-        print(f"complete -o default -W '{words} ' robust-dcp")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -42,16 +42,7 @@ def run(options: Namespace) -> None:
     tuned = tune(directory, seconds=options.seconds)
     tables = {"write": tuned.table, "read": tuned.read_table}
     measured: list[dict[str, Any]] = [
-        {
-            "what": what,
-            "direct": row.direct,
-            "threads": row.threads,
-            "nbytes": row.nbytes,
-            "seconds": row.seconds,
-            "cpu_seconds": row.cpu_seconds,
-        }
-        for what, table in tables.items()
-        for row in table
+        {"what": what, **row._asdict()} for what, table in tables.items() for row in table
     ]
     threads = tuned.writer_options["threads"]
     Output.put(

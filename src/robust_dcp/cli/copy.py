@@ -27,10 +27,6 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("target", help="Where to: a directory or a URL of fsspec.")
     parser.add_argument("--limit", type=nbytes_in, help="The most bytes to send in a second, for example 500MB.")
     parser.add_argument("--threads", type=number_in(int, 1), default=8, help="How many files are sent at once.")
-    parser.add_argument("--retries", type=number_in(int, 0), default=5, help="How often a failed call is made again.")
-    parser.add_argument(
-        "--read-back", action="store_true", help="Read each file back instead of taking the store's checksum."
-    )
     for end in ("source", "target"):
         parser.add_argument(
             f"--{end}-option",
@@ -62,9 +58,7 @@ def run(options: Namespace) -> None:
 
     how = CopyOptions(
         threads=options.threads,
-        retries=options.retries,
         limit_bytes_per_second=options.limit,
-        verify="read" if options.read_back else "store",
         source_options=dict(options.source_option),
         target_options=dict(options.target_option),
     )

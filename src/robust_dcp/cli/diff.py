@@ -29,7 +29,6 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--values", action="store_true", help="Compare the values, too.")
     smaller = "Smaller differences count as equal."
     parser.add_argument("--tolerance", type=number_in(float, 0), default=0.0, help=smaller)
-    parser.add_argument("--chunks", action="store_true", help="Compare also how tensors are cut into chunks.")
 
 
 def run(options: Namespace) -> int:
@@ -42,15 +41,12 @@ def run(options: Namespace) -> int:
         raise CommandFailed(f"no item of either checkpoint has such a name: {' '.join(pattern)}")
     removed = [{"name": name, "is": item.words} for name, item in before.items() if name not in after]
     added = [{"name": name, "is": item.words} for name, item in after.items() if name not in before]
-    changed = []
     common = [name for name in before if name in after and before[name].words == after[name].words]
-    for name in (name for name in before if name in after):
-        cuts = [frozenset((chunk.offsets, chunk.sizes) for chunk in each[name].chunks) for each in (before, after)]
-        was, now = before[name].words, after[name].words
-        if options.chunks and was == now and cuts[0] != cuts[1]:
-            was, now = f"{was} in {len(cuts[0])} chunks", f"{now} in {len(cuts[1])} chunks, cut otherwise"
-        if was != now:
-            changed.append({"name": name, "before": was, "after": now})
+    changed = [
+        {"name": name, "before": item.words, "after": after[name].words}
+        for name, item in before.items()
+        if name in after and item.words != after[name].words
+    ]
     rows = [
         *(("only in the first", each["name"], each["is"], None) for each in removed),
         *(("only in the second", each["name"], None, each["is"]) for each in added),

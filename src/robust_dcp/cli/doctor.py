@@ -17,7 +17,6 @@ import resource
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -38,10 +37,9 @@ __all__ = ["declare", "run"]
 
 _PACKAGES: Final = ("torch", "numpy", "msgspec", "isal")
 _LEAST_TORCH: Final = (2, 7)
-_LOOKUP_SECONDS: Final = 5.0
+_CONNECT_SECONDS: Final = 5.0
 _FEWEST_FILES: Final = 1024
 _LEAST_FREE_NBYTES: Final = 10 << 30
-_FEWEST_INODES: Final = 10_000
 
 
 class Finding(NamedTuple):
@@ -141,34 +139,23 @@ def _gloo() -> Finding:
             return Finding("problem", name, f"GLOO_SOCKET_IFNAME={interface}, and there is no {missing[0]}", advice)
         return Finding("ok", name, f"GLOO_SOCKET_IFNAME={interface}")
     host = socket.gethostname()
-    answers: list[list[str]] = []
-
-    def look_up() -> None:
-        try:
-            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            answers.append([str(info[4][0]).partition("%")[0] for info in infos])
-        except OSError:
-            answers.append([])
-
-    thread = threading.Thread(target=look_up, daemon=True)  # a resolver may wait for minutes
-    thread.start()
-    thread.join(_LOOKUP_SECONDS)
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        infos = []
     advice = (
         "torch's own gloo groups take this address: for several nodes set GLOO_SOCKET_IFNAME to the interface that "
         "they share, or mend /etc/hosts"
     )
-    if not answers:
-        advice = f"look at DNS; {advice}"
-        return Finding("warning", name, f"{host} was not looked up within {_LOOKUP_SECONDS:g} s", advice)
-    if not answers[0]:
-        return Finding("warning", name, f"{host} has no address", advice)
-    address = answers[0][0]
+    if not infos:
+        return Finding("warning", name, f"{host} has no address", f"look at DNS; {advice}")
+    address = str(infos[0][4][0]).partition("%")[0]
     if ipaddress.ip_address(address).is_loopback:
         return Finding("warning", name, f"{host} is {address}, which other nodes cannot reach", advice)
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family) as server:
-            socket.create_connection(server.getsockname()[:2], timeout=_LOOKUP_SECONDS).close()
+            socket.create_connection(server.getsockname()[:2], timeout=_CONNECT_SECONDS).close()
     except OSError as error:
         found = f"{host} is {address}, where no port can be opened: {error.strerror or error}"
         return Finding("problem", name, found, "mend /etc/hosts, and let the firewall allow the nodes' ports")
@@ -190,9 +177,6 @@ def _file_system(path: str) -> Iterator[Finding]:
     few = free < _LEAST_FREE_NBYTES
     advice = "a save needs room for the new checkpoint beside the old one" if few else ""
     yield Finding("warning" if few else "ok", "space", f"{size(free)} of {size(total)} are free", advice)
-    if status.f_files and status.f_favail < _FEWEST_INODES:
-        advice = "each rank of a save makes some files: remove others"
-        yield Finding("warning", "inodes", f"{status.f_favail:,} are free", advice)
     try:
         directory = tempfile.mkdtemp(prefix=".robust_dcp.doctor-", dir=path)
     except OSError as error:

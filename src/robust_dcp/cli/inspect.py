@@ -12,14 +12,12 @@ Examples:
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from robust_dcp.cli.arguments import number_in, place
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, Output, number, size
-from robust_dcp.storage.files.paths import writer_of
 
 if TYPE_CHECKING:
     from robust_dcp.contents import Contents, Item
@@ -33,8 +31,6 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("pattern", nargs="*", help="Show only items with such names, for example 'model.*.weight'.")
     parser.add_argument("--table", action="store_true", help="One line for each item instead of a tree.")
     parser.add_argument("--files", action="store_true", help="The data files instead of the items.")
-    parser.add_argument("--ranks", action="store_true", help="What each rank wrote.")
-    parser.add_argument("--dtype", action="store_true", help="How many bytes there are of each dtype.")
     parser.add_argument("--depth", type=number_in(int, 1), default=3, help="How many levels of the tree are shown.")
 
 
@@ -51,15 +47,6 @@ def run(options: Namespace) -> int:
             for file in contents.files
         ]
         Output.table(("file", "size", "chunks", "problem"), rows, right=("size", "chunks"))
-    elif options.ranks:
-        _show_ranks(contents)
-    elif options.dtype:
-        n_items = Counter(item.dtype or "object" for item in items)
-        nbytes: Counter[str] = Counter()
-        for item in items:
-            nbytes[item.dtype or "object"] += item.nbytes
-        of_dtypes = [(name, n_items[name], size(count)) for name, count in nbytes.most_common()]
-        Output.table(("dtype", "items", "size"), of_dtypes, right=("items", "size"))
     elif options.table:
         columns = ("name", "dtype", "shape", "chunks", "size", "file")
         Output.table(columns, map(_row, items), right=("chunks", "size"))
@@ -76,20 +63,6 @@ def _row(item: Item) -> tuple[Any, ...]:
     more = f" and {number(len(names) - 1, 'other')}" if len(names) > 1 else ""
     kind = (item.dtype, list(item.shape)) if item.is_tensor else ("object", None)
     return (item.name, *kind, len(item.chunks), size(item.nbytes), f"{names[0]}{more}" if names else None)
-
-
-def _show_ranks(contents: Contents) -> None:
-    totals: dict[int, list[int]] = {}
-    for file in contents.files:
-        writer = writer_of(file.name)
-        total = totals.setdefault(-1 if writer is None else writer.rank, [0, 0, 0])
-        for which, count in enumerate((1, file.nbytes or 0, len(file.held))):
-            total[which] += count
-    rows = [
-        ("unknown" if rank < 0 else rank, n_files, size(nbytes), n_chunks)
-        for rank, (n_files, nbytes, n_chunks) in sorted(totals.items())
-    ]
-    Output.table(("rank", "files", "size", "chunks"), rows, right=("rank", "files", "size", "chunks"))
 
 
 class _Branch:

@@ -74,8 +74,6 @@ class CopyResult:
         skipped_files, skipped_nbytes: how much was there already, and was verified.
         seconds: how long it took.
         retries: how many calls were made once more.
-        verified_by_store, verified_by_reading: how many files were verified by the store's own checksum, and how many
-            by reading them back.
     """
 
     source: str
@@ -86,8 +84,6 @@ class CopyResult:
     skipped_nbytes: int = 0
     seconds: float = 0.0
     retries: int = 0
-    verified_by_store: int = 0
-    verified_by_reading: int = 0
 
 
 @entry_point
@@ -314,7 +310,7 @@ class Copy:
             if arrived != expected:
                 found = _words_of(len(arrived), crc32(arrived))
                 raise self._not_as_sent(METADATA_NAME, len(expected), crc32(expected), found)
-            self._count(files=1, nbytes=len(expected), verified_by_reading=1)
+            self._count(files=1, nbytes=len(expected))
         self._clean_up()
         return self.result
 
@@ -434,9 +430,8 @@ class Copy:
 
     def _send(self, name: str) -> None:
         """Make sure that a file of the source is at the target. It is sent twice at most."""
-        wants_md5 = self._target.gives_etags and self._options.verify == "store"
         with self._source.reading(name) as file:
-            content = Content(self._source.disk, file, self._options.part_bytes, wants_md5=wants_md5)
+            content = Content(self._source.disk, file, self._options.part_bytes, wants_md5=self._target.gives_etags)
             is_there = self._there.get(name) == content.nbytes
             difference: str | None = ""
             for n_sent in range(0 if is_there else 1, 3):
@@ -485,8 +480,7 @@ class Copy:
     def _difference(self, name: str, content: Content) -> str | None:
         """``None`` if the target has this content; else what it has."""
         try:
-            if self._options.verify == "store" and self._target.etag(name) == content.etag:
-                self._count(verified_by_store=1)
+            if self._target.gives_etags and self._target.etag(name) == content.etag:
                 return None
             with self._target.reading(name) as file:
                 arrived = Content(self._target.disk, file, self._options.part_bytes)
@@ -500,7 +494,6 @@ class Copy:
             return "no file"
         if arrived.crc32 != content.crc32:
             return _words_of(content.nbytes, arrived.crc32)
-        self._count(verified_by_reading=1)
         return None
 
     def _source_changed(self) -> StorageError | None:

@@ -33,10 +33,9 @@ import math
 import operator
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EISDIR, ENOENT, ENOTDIR
 from typing import Any, Final, Literal, Protocol
@@ -81,9 +80,6 @@ RECORD_NAME: Final = ".robust_dcp.step.json"
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_LATEST_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
-_OLD_SECONDS: Final = 60.0
-"""Nothing tells whether the save still runs that was about to name its checkpoint as the latest. One that is older than
-this does not."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
@@ -366,11 +362,7 @@ class Series:
         """
         iteration = self._text(self.tracker_name) if self.tracker_name else None
         named = [each for each in checkpoints if str(each.step) == iteration]
-        link = os.path.join(self.root, self.latest_name)
-        if not named and os.path.isdir(link):  # a link to the checkpoint
-            target = os.path.realpath(link)
-            named = [each for each in checkpoints if os.path.realpath(each.path) == target]
-        elif not named:
+        if not named:
             name = self._text(self.latest_name)
             named = [each for each in checkpoints if each.name == name]
         return next(iter([*named, *checkpoints[-1:]]), None)
@@ -381,18 +373,8 @@ class Series:
         Raises:
             StorageError: a call failed; the old one is named, or the new one.
         """
-        latest, name = os.path.join(self.root, self.latest_name), os.path.basename(path)
-        if os.path.islink(latest) and not os.path.isfile(latest):  # somebody wants it to be a link
-            temporary = f"{latest}.{secrets.token_hex(8)}.tmp"
-            self.disk.symlink(name, temporary)
-            try:
-                self.disk.rename(temporary, latest)
-            except errors.StorageError:
-                self.disk.unlink(temporary)
-                raise
-            self.disk.fsync_directory(self.root)
-        else:
-            self.disk.replace_file(latest, name.encode())
+        name = os.path.basename(path)
+        self.disk.replace_file(os.path.join(self.root, self.latest_name), name.encode())
         if self.tracker_name and self.disk.exists(os.path.join(self.root, self.tracker_name)):
             self.disk.replace_file(os.path.join(self.root, self.tracker_name), str(self.step_of(name)).encode())
 
@@ -467,19 +449,11 @@ def prune(
     pruned: dict[str, list[str]] = {"removed": [], "in_use": [], "swept": [], "failed": []}
     if not disk.exists(root):  # nothing was saved yet
         return pruned
-    # Files and links that were about to become ``latest`` or the tracker when their job was killed.
-    named = map(re.escape, filter(None, (series.latest_name, series.tracker_name)))
-    unfinished = re.compile(rf"(?:{'|'.join(named)})\.[0-9a-f]{{16}}\.tmp")
-    now_seconds = disk.modified_seconds(root)
     for name in disk.list_directory(root):
         path = os.path.join(root, name)
         if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
             with _telling(path):
                 _remove_tree(disk, path)
-        elif unfinished.fullmatch(name):
-            with suppress(FileNotFoundError):  # another manager has just renamed it
-                if os.lstat(path).st_mtime < now_seconds - _OLD_SECONDS:
-                    is_gone(disk.unlink, path, tells=True)
     for path in series.directories():
         with _telling(f"what a crashed save has left in {path}"):
             if not os.path.islink(path) and _sweep(disk, path):

@@ -102,4 +102,4 @@ function rankFacts(ranks, row) {
 }
 
 const rankTitle = (ranks, row) =>
-  ranks.fold > 1 ? `Rank ${ranks.rank[row]}, the slowest of ${ranks.fold}` : `Rank ${ranks.rank[row]}`;
+  `Rank ${ranks.rank[row]}`;

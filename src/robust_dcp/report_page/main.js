@@ -19,7 +19,7 @@ function choose(place) {
   const n = save.ranks ? save.ranks.rank.length : 0;
   byId("timeline-lead").textContent = n
     ? `${save.name}, ${moment(save.at)}. The phases of ${counted(save.world_size, "rank")}, from the call to the commit.` +
-      (n < save.world_size && save.ranks.fold > 1 ? ` One row stands for ${save.ranks.fold} ranks.` : "")
+      (n < save.world_size ? ` The first ${n} are shown.` : "")
     : "Only the newest checkpoints are shown rank by rank in this page.";
   byId("heatmap-lead").textContent = n ? "Each cell is a rank, each row of cells a node. A rate is bytes by the seconds in which the rank itself wrote." : "";
   showAll();

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from robust_dcp.report_file import Changes, Modules, Ranks, SavedReport, shortened
+from robust_dcp.report_file import Changes, Modules, SavedReport, shortened
 from robust_dcp.report_page.reading import FoundReport, Reports
 from robust_dcp.version import __version__
 
@@ -164,20 +164,15 @@ def _changes(changes: Changes | None, budget: _Budget) -> dict[str, Any] | None:
 
 
 def _ranks(report: SavedReport, budget: _Budget) -> dict[str, Any] | None:
-    """The columns of ranks, if there is room for them. The newest report always has them.
-
-    If it alone has too many ranks, each row stands for several ranks, and is that of the slowest of them.
-    """
+    """The columns of ranks, if there is room for them. Of the newest report as many as there is room for."""
     ranks = report.ranks
     if not len(ranks) or (len(ranks) > budget.rows and budget.rows < _MOST_ROWS):
         return None
-    fold = -(-len(ranks) // _MOST_ROWS)
-    rows = _slowest_of_each(ranks, fold) if fold > 1 else range(len(ranks))
+    rows = range(min(len(ranks), _MOST_ROWS))
     budget.rows -= len(rows)
     used = sorted({ranks.how[row] for row in rows})
     ways = {way: place for place, way in enumerate(used[:_MOST_TEXTS])}
     return {
-        "fold": fold,
         "rank": _taken(ranks.rank, rows),
         "node": _taken(ranks.node, rows),
         "nodes": [shortened(node, 64) for node in report.nodes],
@@ -189,13 +184,6 @@ def _ranks(report: SavedReport, budget: _Budget) -> dict[str, Any] | None:
         "how": [ways.get(ranks.how[row], -1) for row in rows],
         "ways": ["; ".join(_texts(report.ways[way])) for way in ways],
     }
-
-
-def _slowest_of_each(ranks: Ranks, fold: int) -> list[int]:
-    def seconds(row: int) -> float:
-        return ranks.stage_seconds[row] + ranks.write_seconds[row]
-
-    return [max(range(first, min(first + fold, len(ranks))), key=seconds) for first in range(0, len(ranks), fold)]
 
 
 def _taken(column: Sequence[int], rows: Sequence[int]) -> list[int]:

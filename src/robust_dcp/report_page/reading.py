@@ -6,6 +6,7 @@ another save than the ``.metadata`` beside it. Such a report is skipped, with th
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ _END_NBYTES: Final = 1 << 16
 """The end of ``.metadata`` holds the id of its save."""
 
 _DEPTH: Final = 2
-_MOST_DIRECTORIES: Final = 20_000
 _MOST_REPORTS: Final = 2000
 
 
@@ -104,37 +104,18 @@ def _nothing(root: str, skipped: list[Skipped]) -> str:
 
 
 def _checkpoints(root: str) -> Iterator[str]:
-    """Directories that hold a checkpoint or a report. What is below them is not looked at.
-
-    A symbolic link to one counts as well, if that is not among them already.
-    """
-    links: list[str] = []
-    given: set[str] = set()
-    looked_at = 0
-    level = [root]
-    for _ in range(_DEPTH + 1):
-        below: list[str] = []
-        for directory in level:
-            looked_at += 1
-            if looked_at > _MOST_DIRECTORIES:
-                return
-            try:
-                with os.scandir(directory) as entries:
-                    inside = list(entries)
-            except OSError:  # it is not ours to read, or was removed just now
-                continue
-            if {_METADATA_NAME, REPORT_NAME} & {entry.name for entry in inside}:
-                given.add(os.path.realpath(directory))
+    """Directories that hold a checkpoint or a report, without those in such a directory. Of a directory and links to it
+    there is one, the directory first."""
+    there: set[str] = set()
+    for depth in range(_DEPTH + 1):
+        below = os.path.join(glob.escape(root), *"*" * depth)
+        files = (path for name in (_METADATA_NAME, REPORT_NAME) for path in glob.iglob(os.path.join(below, name)))
+        directories = {os.path.dirname(path) for path in files}
+        for directory in sorted(directories, key=lambda each: (os.path.islink(each), each)):
+            real = os.path.realpath(directory)
+            if there.isdisjoint({real, os.path.dirname(real), os.path.dirname(os.path.dirname(real))}):
+                there.add(real)
                 yield directory
-            else:
-                below += sorted(entry.path for entry in inside if entry.is_dir(follow_symlinks=False))
-                links += sorted(entry.path for entry in inside if entry.is_symlink())
-        level = below
-    for link in links:
-        is_checkpoint = any(os.path.exists(os.path.join(link, name)) for name in (_METADATA_NAME, REPORT_NAME))
-        if is_checkpoint and os.path.realpath(link) not in given:
-            given.add(os.path.realpath(link))
-            yield link
 
 
 def _modified_seconds(directory: str) -> float:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
@@ -31,7 +31,6 @@ __all__ = [
     "Calls",
     "CopyOptions",
     "RemoteDisk",
-    "VerifyCopy",
     "can_get_better",
     "filesystem_of",
     "local_path_of",
@@ -293,7 +292,6 @@ def _told(operation: str, path: str, error: Exception, attempts: int) -> Storage
 
 # Copies.
 
-VerifyCopy = Literal["store", "read"]
 
 _MIB: Final = 1 << 20
 _LEAST_PART_NBYTES: Final = 5 * _MIB  # S3 takes no smaller parts
@@ -311,8 +309,6 @@ class CopyOptions:
             sets no limit.
         retries: how often a call that failed is made once more, if that can help.
         call_timeout_seconds: how long one call may take.
-        verify: ``"store"``: take the store's own checksum where it is provably one of the whole content (S3's ETag, if
-            it is the MD5 of what was sent), and read the file back where there is none. ``"read"``: always read back.
         source_options, target_options: what fsspec passes to the store, such as ``{"endpoint_url": …}``.
 
     Raises:
@@ -324,13 +320,10 @@ class CopyOptions:
     limit_bytes_per_second: float | None = None
     retries: int = 5
     call_timeout_seconds: float = 120.0
-    verify: VerifyCopy = "store"
     source_options: Mapping[str, Any] = field(default_factory=dict)
     target_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.verify not in get_args(VerifyCopy):
-            raise ValueError(f'verify is "store" or "read", not {self.verify!r}')
         least = {"threads": 1, "part_bytes": _LEAST_PART_NBYTES, "retries": 0}
         for name, at_least in least.items():
             if getattr(self, name) < at_least:
