@@ -37,7 +37,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from errno import EISDIR, ENOENT, ENOTDIR
+from errno import ENOENT, ENOTDIR
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
@@ -386,16 +386,12 @@ class Series:
 
     def _text(self, name: str) -> str | None:
         path = os.path.join(self.root, name)
-        if not self.disk.exists(path):
+        if os.path.isdir(path) or not self.disk.exists(path):
             return None
         try:
             data = self.disk.read_file(path, _MOST_LATEST_NBYTES)
         except errors.CorruptCheckpoint:  # it is too long to be a name
             return None
-        except errors.StorageError as error:
-            if error.errno == EISDIR:
-                return None
-            raise
         return None if data is None else data.decode(errors="replace").strip()
 
 
