@@ -127,8 +127,8 @@ class _Table:
             known[own] = True
             if ranks[place] >= 0:
                 raise PlanConflict(
-                    f"two ranks are at one place of a mesh of shape {list(spread.mesh_shape)}: the order of its ranks "
-                    "is not that of its process groups",
+                    f"the DTensor {columns.keys[0]!r} has two ranks at one place of its mesh of shape "
+                    f"{list(spread.mesh_shape)}: the order of the mesh is not that of its process groups",
                     key=columns.keys[0],
                     ranks=sorted([int(ranks[place]), rank]),
                 )
