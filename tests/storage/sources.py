@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Tail
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, footer_in
 from robust_dcp.storage.layouts.places import Placements, place_records
 from robust_dcp.storage.records.record import framed_record
 from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, write_files
@@ -115,8 +115,8 @@ def content_of(disk: Any, name: str, directory: str = DIRECTORY) -> bytes:
 
 
 def without_footer(content: bytes) -> bytes:
-    tail = Tail.decode(content[-TAIL_NBYTES:], len(content))
-    return content if tail is None else content[: -TAIL_NBYTES - tail.columns_nbytes]
+    footer = footer_in(lambda offset, nbytes: content[offset : offset + nbytes], len(content))
+    return content if footer is None else content[: -TAIL_NBYTES - 20 * footer.n_items - 4 * footer.n_blocks]
 
 
 def framed_one_by_one(values: Sequence[torch.Tensor], placements: Placements) -> list[bytes]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, Tail, footer_of
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, footer_in, footer_of
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, block_counts
 
 MARK = "0123456789abcdef"
@@ -28,8 +28,7 @@ def columns_of(lengths_and_gaps: list[tuple[int, int]], *, seed: int = 1) -> Sum
 
 
 def parsed(content: bytes) -> Footer | None:
-    tail = Tail.decode(content[-TAIL_NBYTES:], len(content))
-    return None if tail is None else Footer(tail, lambda offset, nbytes: content[offset : offset + nbytes])
+    return footer_in(lambda offset, nbytes: content[offset : offset + nbytes], len(content))
 
 
 def file_of(columns: SumColumns) -> bytes:
@@ -41,7 +40,7 @@ def file_of(columns: SumColumns) -> bytes:
 def test_what_is_written_is_found_again_for_every_slice(described: list[tuple[int, int]]) -> None:
     columns = columns_of(described)
     footer = parsed(file_of(columns))
-    assert footer is not None and footer.tail.mark == MARK
+    assert footer is not None and footer.mark == MARK
     first = 0
     for offset, nbytes in zip(columns.offset.tolist(), columns.nbytes.tolist(), strict=True):
         n_blocks = -(-nbytes // SUM_NBYTES)

@@ -23,7 +23,6 @@ from robust_dcp.storage.records.record import (
     framed_record,
     is_fixed_size,
     parsed_record,
-    record_with_pickle_of,
 )
 
 DTYPES = sorted(
@@ -52,15 +51,6 @@ def record_of(tensor: torch.Tensor) -> bytes:
     record = header + payload + trailer
     assert len(record) == template.nbytes
     return record
-
-
-def test_a_frame_is_made_again_from_the_pickle_in_its_header_though_another_torch_pickled_it() -> None:
-    here = framed_record(torch.float32, (3, 4))
-    other = framed_record(torch.int32, (3, 4))  # the same length of data, another pickle
-    assert here is not None and other is not None
-    found = record_with_pickle_of(other.around(7)[0], torch.float32, (3, 4))
-    assert found is not None and found.around(7) == other.around(7) != here.around(7)
-    assert record_with_pickle_of(b"x" * 200, torch.float32, (3, 4)) is None
 
 
 def facts(record: Record) -> Record:

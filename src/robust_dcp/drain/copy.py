@@ -45,7 +45,7 @@ from robust_dcp.storage.files.paths import (
     holds_raw_bytes,
     is_data_file,
 )
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
+from robust_dcp.storage.layouts.footer import footer_in
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote import Calls, CopyOptions, local_path_of, place_of
@@ -541,11 +541,11 @@ def _stored_blocks(content: Content) -> Iterator[tuple[int, int, int]]:
     Raises:
         CorruptCheckpoint: they are damaged.
     """
-    if holds_raw_bytes(content.path) or content.nbytes < TAIL_NBYTES:
+    if holds_raw_bytes(content.path):
         return iter(())
-    tail = Tail.decode(content.read(content.nbytes - TAIL_NBYTES, TAIL_NBYTES), content.nbytes)
+    footer = footer_in(content.read, content.nbytes)
     try:
-        columns = () if tail is None else Footer(tail, content.read).blocks()
+        columns = () if footer is None else footer.blocks()
     except ValueError as error:
         raise _damaged(content.path, "checksums of its blocks as they were saved", str(error)) from error
     return zip(*(column.tolist() for column in columns), strict=True)

@@ -15,7 +15,7 @@ import torch
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX
 from robust_dcp.storage.layouts import ItemColumns, PlacedTensor
-from robust_dcp.storage.layouts.footer import FileSums, SumColumns
+from robust_dcp.storage.layouts.footer import sorted_sums
 from robust_dcp.storage.layouts.safetensors import DTYPES, METADATA_KEY, ShardHead, entry_nbytes, head_nbytes_for
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
 from robust_dcp.storage.records.checksum import merged, sums_of
@@ -93,17 +93,10 @@ def write_model_file(
             before.append((begin, begin + piece.nbytes, sums_of(view, begin)))
         disk.pwrite(file, views, end)
         end += sum(view.nbytes for view in views)
-    disk.pwrite(file, _head(tensors, head_nbytes).encode("", _columns(tensors, sums, head_nbytes)), 0)
-
-
-def _columns(
-    tensors: Sequence[NamedTensor], sums: Sequence[list[tuple[int, int, list[int]]]], head_nbytes: int
-) -> SumColumns:
-    columns = FileSums()
     nbytes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
-    blocks = [each for pieces in sums for each in merged(pieces)]
-    columns.add(head_nbytes + np.cumsum(nbytes) - nbytes, nbytes, np.array(blocks, dtype=np.uint32))
-    return columns.columns()
+    blocks = np.array([each for pieces in sums for each in merged(pieces)], dtype=np.uint32)
+    columns = sorted_sums([(head_nbytes + np.cumsum(nbytes) - nbytes, nbytes, blocks)])
+    disk.pwrite(file, _head(tensors, head_nbytes).encode("", columns), 0)
 
 
 def _head_nbytes(tensors: Sequence[NamedTensor]) -> int:

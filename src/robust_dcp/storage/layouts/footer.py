@@ -1,7 +1,7 @@
 """The footer of a file of records: the mark of its save, which items lie in it, and the checksums of their blocks.
 
 This module owns the format (docs/formats.md) and the checks of it. DCP's readers never see the footer: they read only
-what ``.metadata`` names, and that comes before it. ``writing.steps`` makes it, ``reading.data_file`` reads it.
+what ``.metadata`` names, and that comes before it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, block_counts, crc32, joined
 
-__all__ = ["TAIL_NBYTES", "FileSums", "Footer", "SumColumns", "Tail", "footer_of", "item_id", "seed_of"]
+__all__ = ["TAIL_NBYTES", "Footer", "SumColumns", "footer_in", "footer_of", "item_id", "seed_of", "sorted_sums"]
 
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
@@ -67,67 +67,18 @@ class SumColumns:
         return b"".join(column.tobytes() for column in columns)
 
 
-class FileSums:
-    """The checksums of one file. Several threads add to them while it is written."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Int64, Int64, UInt32]] = []
-
-    def add(self, offset: Int64, nbytes: Int64, crcs: UInt32) -> None:
-        """Add the checksums of some items; the arguments are those of :class:`SumColumns`."""
-        self._parts.append((offset, nbytes, crcs))
-
-    def columns(self) -> SumColumns:
-        """All checksums that were added."""
-        if not self._parts:
-            none: Int64 = np.empty(0, dtype=np.int64)
-            return SumColumns(none, none, np.empty(0, dtype=np.uint32))
-        offset, nbytes, crcs = (np.concatenate(column) for column in zip(*self._parts, strict=True))
-        order = np.lexsort((nbytes, offset))
-        counts = block_counts(nbytes)
-        first = np.cumsum(counts) - counts
-        # For each block of the sorted items, its place before the sort.
-        moved = np.repeat(first[order] - (np.cumsum(counts[order]) - counts[order]), counts[order])
-        return SumColumns(offset[order], nbytes[order], crcs[np.arange(len(crcs)) + moved])
-
-
-class Tail(NamedTuple):
-    """The last bytes of a file.
-
-    Attributes:
-        mark: the mark of the save.
-        file_nbytes: length of the file, footer included.
-        n_items, n_blocks: lengths of the columns.
-        block_nbytes: bytes of a block.
-        columns_crc32: CRC-32 of the columns.
-    """
-
-    mark: str
-    file_nbytes: int
-    n_items: int
-    n_blocks: int
-    block_nbytes: int
-    columns_crc32: int
-
-    @property
-    def columns_nbytes(self) -> int:
-        """Length of the columns, which lie right before the tail."""
-        return 20 * self.n_items + 4 * self.n_blocks
-
-    def encode(self) -> bytes:
-        """The bytes of the tail."""
-        tail = _TAIL.pack(_MAGIC, self.mark.encode("ascii"), *self[1:])
-        return tail + crc32(tail).to_bytes(4, "little")
-
-    @classmethod
-    def decode(cls, data: bytes, file_nbytes: int) -> Tail | None:
-        """Decode the last bytes of a file of ``file_nbytes`` bytes; ``None`` if they are not such a tail."""
-        if len(data) != TAIL_NBYTES or crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
-            return None
-        magic, mark, *numbers = _TAIL.unpack(data[:-4])
-        tail = cls(mark.decode("ascii", "replace"), *numbers)
-        in_file = tail.file_nbytes == file_nbytes and tail.columns_nbytes <= file_nbytes - TAIL_NBYTES
-        return tail if magic == _MAGIC and in_file and tail.block_nbytes > 0 else None
+def sorted_sums(parts: Sequence[tuple[Int64, Int64, UInt32]]) -> SumColumns:
+    """The checksums of one file, of which each part has those of some items, as the columns of :class:`SumColumns`."""
+    if not parts:
+        none: Int64 = np.empty(0, dtype=np.int64)
+        return SumColumns(none, none, np.empty(0, dtype=np.uint32))
+    offset, nbytes, crcs = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.lexsort((nbytes, offset))
+    counts = block_counts(nbytes)
+    first = np.cumsum(counts) - counts
+    # For each block of the sorted items, its place before the sort.
+    moved = np.repeat(first[order] - (np.cumsum(counts[order]) - counts[order]), counts[order])
+    return SumColumns(offset[order], nbytes[order], crcs[np.arange(len(crcs)) + moved])
 
 
 def footer_of(mark: str, at: int, columns: SumColumns, items: Sequence[int]) -> bytes:
@@ -136,24 +87,58 @@ def footer_of(mark: str, at: int, columns: SumColumns, items: Sequence[int]) -> 
     Args:
         items: the :func:`item_id` of each item, in the order of the file.
     """
-    if len(items) != len(columns.offset):
-        raise ValueError(f"a file of {len(items)} items has checksums of {len(columns.offset)}")
+    n_items, n_blocks = len(columns.offset), len(columns.crcs)
+    if len(items) != n_items:
+        raise ValueError(f"a file of {len(items)} items has checksums of {n_items}")
     encoded = columns.encode() + np.array(items, dtype="<u4").tobytes()
-    nbytes = at + len(encoded) + TAIL_NBYTES
-    tail = Tail(mark, nbytes, len(columns.offset), len(columns.crcs), SUM_NBYTES, crc32(encoded))
-    return encoded + tail.encode()
+    numbers = (at + len(encoded) + TAIL_NBYTES, n_items, n_blocks, SUM_NBYTES, crc32(encoded))
+    tail = _TAIL.pack(_MAGIC, mark.encode("ascii"), *numbers)
+    return encoded + tail + crc32(tail).to_bytes(4, "little")
+
+
+def footer_in(read: Callable[[int, int], bytes], file_nbytes: int) -> Footer | None:
+    """The footer of a file of ``file_nbytes`` bytes; ``None`` if the file does not end as one of ours.
+
+    Args:
+        read: gives bytes of the file, by offset and length; fewer where the file ends.
+    """
+    data = read(max(0, file_nbytes - TAIL_NBYTES), TAIL_NBYTES)
+    if len(data) != TAIL_NBYTES or crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        return None
+    magic, mark, nbytes, n_items, n_blocks, block_nbytes, columns_crc32 = _TAIL.unpack(data[:-4])
+    columns_nbytes = 20 * n_items + 4 * n_blocks
+    in_file = nbytes == file_nbytes and columns_nbytes <= file_nbytes - TAIL_NBYTES
+    if magic != _MAGIC or not in_file or block_nbytes <= 0:
+        return None
+    at = file_nbytes - TAIL_NBYTES - columns_nbytes
+    return Footer(mark.decode("ascii", "replace"), n_items, n_blocks, block_nbytes, columns_crc32, at, read)
 
 
 class Footer:
     """The footer of a file that is being read. The first thread that asks for its columns reads them.
 
-    Args:
-        tail: the tail of the file.
-        read: gives bytes of the file, by offset and length; fewer where the file ends.
+    Attributes:
+        mark: the mark of the save.
+        n_items, n_blocks: lengths of the columns.
+        block_nbytes: bytes of a block.
     """
 
-    def __init__(self, tail: Tail, read: Callable[[int, int], bytes]) -> None:
-        self.tail = tail
+    def __init__(
+        self,
+        mark: str,
+        n_items: int,
+        n_blocks: int,
+        block_nbytes: int,
+        columns_crc32: int,
+        columns_at: int,
+        read: Callable[[int, int], bytes],
+    ) -> None:
+        self.mark = mark
+        self.n_items = n_items
+        self.n_blocks = n_blocks
+        self.block_nbytes = block_nbytes
+        self._columns_crc32 = columns_crc32
+        self._columns_at = columns_at
         self._read = read
         self._lock = threading.Lock()
         self._columns: SumColumns | None = None
@@ -195,7 +180,7 @@ class Footer:
         if end > offset + nbytes or offset < item_offset:
             return None
         first, last = self._first[row : row + 2].tolist()
-        return BlockSums(offset - item_offset, nbytes, self.tail.block_nbytes, columns.crcs[first:last].tolist())
+        return BlockSums(offset - item_offset, nbytes, self.block_nbytes, columns.crcs[first:last].tolist())
 
     def crc32s_at(self, begin: Int64) -> list[int]:
         """The CRC-32 of the data of the items in some records, for each of which :meth:`items_at` has found an item.
@@ -213,7 +198,7 @@ class Footer:
             crcs = columns.crcs[np.minimum(first, len(columns.crcs) - 1)]
             found: list[int] = np.where(last > first, crcs, 0).astype(np.int64).tolist()
             return found
-        block = self.tail.block_nbytes
+        block = self.block_nbytes
         return [
             joined(columns.crcs[low:high].tolist(), nbytes, block)
             for low, high, nbytes in zip(first.tolist(), last.tolist(), columns.nbytes[rows].tolist(), strict=True)
@@ -225,7 +210,7 @@ class Footer:
         Raises:
             ValueError: the columns are damaged. The message says how.
         """
-        columns, nbytes = self.columns(), self.tail.block_nbytes
+        columns, nbytes = self.columns(), self.block_nbytes
         counts = block_counts(columns.nbytes, nbytes)
         within = np.arange(len(columns.crcs)) - np.repeat(self._first[:-1], counts)
         begins = np.repeat(columns.offset, counts) + within * nbytes
@@ -241,27 +226,24 @@ class Footer:
         with self._lock:
             if self._columns is None:
                 self._columns, self._items = self._checked()
-                counts = block_counts(self._columns.nbytes, self.tail.block_nbytes)
+                counts = block_counts(self._columns.nbytes, self.block_nbytes)
                 self._first = np.concatenate(([0], np.cumsum(counts)))
             return self._columns
 
     def _checked(self) -> tuple[SumColumns, UInt32]:
-        tail = self.tail
-        end = tail.file_nbytes - TAIL_NBYTES
-        data = self._read(end - tail.columns_nbytes, tail.columns_nbytes)
-        if len(data) != tail.columns_nbytes or crc32(data) != tail.columns_crc32:
-            raise ValueError(f"the checksums of its blocks do not have their CRC-32 {tail.columns_crc32:08x}")
-        n_items = tail.n_items
+        n_items, n_blocks, limit = self.n_items, self.n_blocks, self._columns_at
+        columns_nbytes = 20 * n_items + 4 * n_blocks
+        data = self._read(limit, columns_nbytes)
+        if len(data) != columns_nbytes or crc32(data) != self._columns_crc32:
+            raise ValueError(f"the checksums of its blocks do not have their CRC-32 {self._columns_crc32:08x}")
         offset = np.frombuffer(data, dtype="<i8", count=n_items).astype(np.int64)
         nbytes = np.frombuffer(data, dtype="<i8", count=n_items, offset=8 * n_items).astype(np.int64)
-        crcs = np.frombuffer(data, dtype="<u4", count=tail.n_blocks, offset=16 * n_items).astype(np.uint32)
-        items = np.frombuffer(data, dtype="<u4", offset=16 * n_items + 4 * tail.n_blocks).astype(np.uint32)
-        limit = end - tail.columns_nbytes
-        if n_items:
-            in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
-            ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
-            if not in_file.all() or not ascends.all():
-                raise ValueError("the checksums of its blocks are for data that cannot lie there")
-        if int(block_counts(nbytes, tail.block_nbytes).sum()) != tail.n_blocks:
+        crcs = np.frombuffer(data, dtype="<u4", count=n_blocks, offset=16 * n_items).astype(np.uint32)
+        items = np.frombuffer(data, dtype="<u4", offset=16 * n_items + 4 * n_blocks).astype(np.uint32)
+        in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
+        ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
+        if not in_file.all() or not ascends.all():
+            raise ValueError("the checksums of its blocks are for data that cannot lie there")
+        if int(block_counts(nbytes, self.block_nbytes).sum()) != n_blocks:
             raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
         return SumColumns(offset, nbytes, crcs), items

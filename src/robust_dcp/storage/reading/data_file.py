@@ -24,7 +24,7 @@ from robust_dcp.staging.blocks import Block, BlockLease, copy_bytes
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.kernel import BUFFERED, Alignment
 from robust_dcp.storage.files.paths import holds_raw_bytes
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
+from robust_dcp.storage.layouts.footer import Footer, footer_in
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.layouts.safetensors import FileHead, read_head
 from robust_dcp.storage.records.checksum import crc32
@@ -91,18 +91,17 @@ class DataFile:
         """The footer, with the mark of the save and the checksums of blocks. Only files of records that we wrote have
         one.
         """
-        if holds_raw_bytes(self.path) or self.nbytes < TAIL_NBYTES:
+        if holds_raw_bytes(self.path):
             return None
         disk, opened = self._disk, self._opened  # no reference to `self`: it would keep the load and its tensors alive
-        tail = Tail.decode(disk.read(opened, TAIL_NBYTES, self.nbytes - TAIL_NBYTES), self.nbytes)
-        return None if tail is None else Footer(tail, lambda at, nbytes: disk.read(opened, nbytes, at))
+        return footer_in(lambda at, nbytes: disk.read(opened, nbytes, at), self.nbytes)
 
     @property
     def mark(self) -> str | None:
         """The mark of the save that wrote the file; ``None`` if the file has none."""
         if self.head is not None:
             return self.head.mark
-        return None if self.footer is None else self.footer.tail.mark
+        return None if self.footer is None else self.footer.mark
 
     def close(self) -> None:
         """Close the file. Errors are ignored: they say nothing about the bytes that were read."""
@@ -126,11 +125,11 @@ class DataFile:
         """
         opened = self._way_past_the_cache(offset, nbytes)
         if opened is not None:
-            with contextlib.suppress(_Refused):
-                unit = max(self._alignment.memory, self._alignment.offset)
-                at = offset % unit
-                last = -(-(at + nbytes) // unit) * unit
-                found = self._pread_direct(opened, block.view[:last], offset - at)
+            unit = max(self._alignment.memory, self._alignment.offset)
+            at = offset % unit
+            last = -(-(at + nbytes) // unit) * unit
+            found = self._pread_direct(opened, block.view[:last], offset - at)
+            if found is not None:
                 return at, max(0, min(found - at, nbytes))
         return 0, self._pread(self._opened, block.view[:nbytes], offset)
 
@@ -149,14 +148,16 @@ class DataFile:
         """
         opened = self._way_past_the_cache(offset, view.nbytes)
         if opened is not None:
-            with contextlib.suppress(_Refused), blocks.lent() as block:
-                return self._read_past_cache(opened, view, address, offset, block, checksum)
+            with blocks.lent() as block:
+                done = self._read_past_cache(opened, view, address, offset, block, checksum)
+            if done is not None:
+                return done
         return self._read_through_cache(view, offset, checksum)
 
     def _read_past_cache(
         self, opened: OpenFile, view: memoryview, address: int, offset: int, block: Block, checksum: bool
-    ) -> tuple[int, int]:
-        """Fill ``view`` by direct I/O; returns the same as :meth:`read_piece`.
+    ) -> tuple[int, int] | None:
+        """Fill ``view`` by direct I/O; returns the same as :meth:`read_piece`, or ``None`` if that is refused here.
 
         Whole units of the file go straight to their place. What lies before and behind them goes through the block, in
         which byte ``n`` of ``view`` has the place ``at + n``.
@@ -169,8 +170,10 @@ class DataFile:
         if stop - begin < _LEAST_STRAIGHT_NBYTES or (address + begin) % self._alignment.memory:
             begin = stop = 0
             parts = (block.view[:last],)
-        found = self._pread_direct(opened, [part for part in parts if part.nbytes], offset - at)
-        found = max(0, min(found - at, nbytes))
+        read_nbytes = self._pread_direct(opened, [part for part in parts if part.nbytes], offset - at)
+        if read_nbytes is None:
+            return None
+        found = max(0, min(read_nbytes - at, nbytes))
         value = 0
         for low, high, is_copied in ((0, begin, True), (begin, stop, False), (stop, nbytes, True)):
             for start in range(low, min(high, found), _AT_ONCE_NBYTES):
@@ -194,14 +197,15 @@ class DataFile:
                 break
         return done, value
 
-    def _pread_direct(self, opened: OpenFile, into: memoryview | Sequence[memoryview], offset: int) -> int:
+    def _pread_direct(self, opened: OpenFile, into: memoryview | Sequence[memoryview], offset: int) -> int | None:
+        """Read past the cache; ``None`` if the file system refuses that, which it is then asked no more."""
         try:
             return self._pread(opened, into, offset)
         except StorageError as error:
             if error.errno != errno.EINVAL or self._must_be_direct:
                 raise
             self._may_be_direct = False
-            raise _Refused from error
+            return None
 
     def _pread(self, opened: OpenFile, into: Buffer | Sequence[Buffer], offset: int) -> int:
         self._check_stop()
@@ -232,7 +236,3 @@ class DataFile:
         if self._must_be_direct:
             why = opened.why_buffered or f"it asks for {alignment}, and blocks are aligned to {PAGE_NBYTES} bytes"
             raise storage_error("read past the page cache", self.path, OSError(errno.EINVAL, why))
-
-
-class _Refused(Exception):
-    """The file system refuses a direct read here."""

@@ -14,7 +14,7 @@ import io
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from errno import ENOENT
 from itertools import compress, repeat
@@ -109,10 +109,6 @@ def read_items(
     return load.peak_nbytes, load.verification.unverified_nbytes
 
 
-class _Stopped(Exception):
-    """Ends a read because another one failed."""
-
-
 class _Pending(NamedTuple):
     """Items whose read has been started.
 
@@ -186,7 +182,7 @@ class _Load:
                 self._start(group)
             while self._pending:
                 self._finish_first()
-        except _Stopped:
+        except CancelledError:
             raise self._errors[0] from None
         except BaseException as error:
             self._errors.append(error)  # stops the reads that still run
@@ -296,7 +292,7 @@ class _Load:
     def _footer(self, file: DataFile) -> Footer | None:
         """The footer with which the records of a file are compared, if they are."""
         footer = None if self._options.verify_checksums is False else file.footer
-        return footer if footer is not None and footer.tail.n_items else None
+        return footer if footer is not None and footer.n_items else None
 
     # --- on several threads
 
@@ -308,14 +304,14 @@ class _Load:
             self._check_stop()
             work(result, *arguments)
         except BaseException as error:
-            if not isinstance(error, _Stopped):
+            if not isinstance(error, CancelledError):
                 self._errors.append(error)
             with suppress(InvalidStateError):  # another piece of the same item has failed before
                 result.set_exception(error)
 
     def _check_stop(self) -> None:
         if self._errors:
-            raise _Stopped
+            raise CancelledError  # ends this read, because another one failed
         done = self._closed_nbytes + sum(file.read_nbytes for file in list(self._files.values()))
         self._told_to_stop(done, self._total_nbytes)
 

@@ -3,7 +3,6 @@
 | question | answer |
 | --- | --- |
 | Which bytes stand around the data of a tensor that we write? | ``record.framed_record``, ``record.raw_record`` |
-| Which, if another version of torch has pickled it? | ``record.record_with_pickle_of`` |
 | Which tensor does a record of any writer hold, and where is its data? | ``record.parsed_record`` |
 | Is this record like a known one, and what is its checksum? | ``Record.crc32_in_header``, ``record.KnownRecords`` |
 | Where are the members of an archive? | ``record.zip_members`` |

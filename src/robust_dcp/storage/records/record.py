@@ -16,7 +16,6 @@ be damaged: the reader gives it to ``objects``.
 from __future__ import annotations
 
 import io
-import mmap
 import pickle
 import struct
 import sys
@@ -47,7 +46,6 @@ __all__ = [
     "is_fixed_size",
     "parsed_record",
     "raw_record",
-    "record_with_pickle_of",
     "zip_members",
 ]
 
@@ -119,24 +117,15 @@ class Record:
         """The CRC-32 in the record that begins at ``at``, 0 if it has none; ``None`` if that record differs from this
         one in other bytes than checksums and data.
         """
-        # Two copies for all parts: a memoryview would compare byte by byte.
-        header = bytes(memory[at : at + len(self.header)])
-        trailer_at = self.nbytes - len(self.trailer)
-        trailer = bytes(memory[at + trailer_at : at + self.nbytes])
-        for begin, _, part in self.frame:
-            is_here = (
-                header.startswith(part, begin) if begin < trailer_at else trailer.startswith(part, begin - trailer_at)
-            )
-            if not is_here:
-                return None
-        found: int = _UINT32.unpack_from(memory, at + self.crc32_at[-1])[0]
-        return found
+        return self.crc32s_in(memory, [at])[0]
 
-    def crc32s_in(self, memory: mmap.mmap, starts: Sequence[int]) -> list[int | None]:
+    def crc32s_in(self, memory: Any, starts: Sequence[int]) -> list[int | None]:
         """:meth:`crc32_in` for many records, in a third of the time for each."""
         alike = [True] * len(starts)
-        for begin, end, part in self.frame:
-            alike = [same and memory[at + begin : at + end] == part for same, at in zip(alike, starts, strict=True)]
+        for begin, end, part in self.frame:  # copies, because a memoryview would be compared byte by byte
+            alike = [
+                same and bytes(memory[at + begin : at + end]) == part for same, at in zip(alike, starts, strict=True)
+            ]
         crc32s = [_UINT32.unpack_from(memory, at + self.crc32_at[-1])[0] for at in starts]
         return [crc32 if same else None for same, crc32 in zip(alike, crc32s, strict=True)]
 
@@ -197,19 +186,6 @@ def raw_record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record:
     """The record of nothing but the data. The head of the file holds the CRC-32."""
     nbytes = prod(shape) * dtype.itemsize
     return Record(dtype, tuple(shape), nbytes, 0, nbytes, contiguous_strides(shape))
-
-
-def record_with_pickle_of(header: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Record | None:
-    """The record that another version of torch pickled, by the pickle at the beginning of its ``header``.
-
-    Returns:
-        ``None`` if the header does not begin with a pickle as :func:`framed_record` places it.
-    """
-    at = _LOCAL_HEADER.size + len(_PICKLE_NAME)
-    if len(header) < at or header[_LOCAL_HEADER.size : at] != _PICKLE_NAME:
-        return None
-    (nbytes,) = _UINT32.unpack_from(header, _LOCAL_SIZE_AT)
-    return _framed(header[at : at + nbytes], dtype, shape)
 
 
 @cache
@@ -326,10 +302,6 @@ _MAX_DIRECTORY_NBYTES: Final = 1 << 16
 _MAX_FRAME_NBYTES: Final = 1 << 14
 
 
-class _NotTorchZip(ValueError):
-    """This is no archive as ``torch.save`` writes it."""
-
-
 class ZipMember(NamedTuple):
     """A member of a zip archive: where its bytes lie, and their CRC-32 (0 if none was computed)."""
 
@@ -357,7 +329,7 @@ class _Archive:
         directory_at: where the directory begins. It extends to the end of the archive.
 
     Raises:
-        _NotTorchZip, struct.error, IndexError, UnicodeDecodeError: this is not such an archive, or it is damaged.
+        ValueError, struct.error, IndexError: this is not such an archive, or it is damaged.
     """
 
     def __init__(self, read: ReadRange, nbytes: int, max_directory_nbytes: int) -> None:
@@ -372,7 +344,7 @@ class _Archive:
     def bytes_at(self, offset: int, nbytes: int) -> bytes:
         """Some bytes of the archive."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise _NotTorchZip("it is cut off, or its directory is damaged")
+            raise ValueError("it is cut off, or its directory is damaged")
         if offset + nbytes <= len(self._head):
             return self._head[offset : offset + nbytes]
         if offset >= self._tail_at:
@@ -384,30 +356,30 @@ class _Archive:
         header = self.bytes_at(entry.header_at, _LOCAL_HEADER.size)
         magic, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
         if magic != ZIP_MAGIC:
-            raise _NotTorchZip("a member does not begin where the directory says")
+            raise ValueError("a member does not begin where the directory says")
         return int(entry.header_at + _LOCAL_HEADER.size + name_nbytes + extra_nbytes)
 
     def contents(self, entry: _Entry) -> bytes:
         """The bytes of a small member, which have its CRC-32."""
         data = self.bytes_at(self.data_offset(entry), min(entry.nbytes, _MAX_CONTENTS_NBYTES + 1))
         if entry.nbytes > _MAX_CONTENTS_NBYTES or (entry.crc32 and zlib.crc32(data) != entry.crc32):
-            raise _NotTorchZip("a member is too long, or damaged")
+            raise ValueError("a member is too long, or damaged")
         return data
 
     def _read_directory(self, max_nbytes: int) -> int:
         end_at = self.nbytes - _END.size
         magic, _, _, _, count, nbytes, at, comment = _END.unpack(self.bytes_at(end_at, _END.size))
         if magic != b"PK\x05\x06" or comment:
-            raise _NotTorchZip("it does not end as such an archive")
+            raise ValueError("it does not end as such an archive")
         locator_at = end_at - _END64_LOCATOR.size
         if locator_at >= 0:
             magic, _, end64_at, _ = _END64_LOCATOR.unpack(self.bytes_at(locator_at, _END64_LOCATOR.size))
             if magic == b"PK\x06\x07":
                 magic, *_, count, nbytes, at = _END64.unpack(self.bytes_at(end64_at, _END64.size))
                 if magic != b"PK\x06\x06":
-                    raise _NotTorchZip("it does not end as such an archive")
+                    raise ValueError("it does not end as such an archive")
         if nbytes > max_nbytes:
-            raise _NotTorchZip("its directory is too long")
+            raise ValueError("its directory is too long")
         directory, first = self.bytes_at(at, nbytes), 0
         for _ in range(count):
             first = self._read_entry(directory, first, at)
@@ -418,7 +390,7 @@ class _Archive:
             _CENTRAL_HEADER.unpack_from(directory, at)
         )
         if magic != b"PK\x01\x02" or method != 0 or flags & 1:  # stored, not compressed; not encrypted
-            raise _NotTorchZip("a member is compressed or encrypted")
+            raise ValueError("a member is compressed or encrypted")
         crc32_at = directory_at + at + _CENTRAL_CRC32_AT
         ends = [at := at + length for length in (_CENTRAL_HEADER.size, *lengths)]
         name = directory[ends[0] : ends[1]].decode("ascii").partition("/")[2]
@@ -427,7 +399,7 @@ class _Archive:
             large.pop(0) if value == _UINT32_MAX else value for value in (nbytes, stored_nbytes, header_at)
         )
         if nbytes != stored_nbytes or name in self.entries:  # of two with one name some readers take the first
-            raise _NotTorchZip("a member has two lengths, or two members have one name")
+            raise ValueError("a member has two lengths, or two members have one name")
         self.entries[name] = _Entry(header_at, nbytes, crc32, crc32_at)
         return at
 
@@ -459,7 +431,7 @@ def zip_members(read: ReadRange, nbytes: int) -> dict[str, ZipMember]:
             name: ZipMember(archive.data_offset(entry), entry.nbytes, entry.crc32)
             for name, entry in archive.entries.items()
         }
-    except (_NotTorchZip, struct.error, IndexError) as error:
+    except (ValueError, struct.error, IndexError) as error:
         raise ValueError(f"{wrong}: {error}") from None
     end = 0
     for member in sorted(members.values()):

@@ -29,7 +29,7 @@ from robust_dcp.staging.blocks import BlockLease, copy_bytes, memory_at
 from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes, flat_bytes, host_address, to_host_together
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED
-from robust_dcp.storage.layouts.footer import FileSums, footer_of
+from robust_dcp.storage.layouts.footer import footer_of, sorted_sums
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
 from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, cuts, joined, merged, sums_of
 from robust_dcp.storage.records.record import Record, bytes_of, framed_record, is_fixed_size, raw_record
@@ -132,7 +132,7 @@ class FileEmitter:
     def __init__(self, file: OpenFile, order: FileOrder, fixed_nbytes: int, context: WriteContext) -> None:
         self.context = context
         self.nbytes = fixed_nbytes
-        self.sums = FileSums()
+        self.sums: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = []
         self.how = ""
         self._file = file
         self._order = order
@@ -269,7 +269,7 @@ class FileEmitter:
         blocks = merged(sorted(known.sums, key=lambda part: part[0]))
         crc = joined(blocks, record.data_nbytes)
         offset, nbytes = (np.array([n]) for n in (piece.start + record.data_offset, record.data_nbytes))
-        self.sums.add(offset, nbytes, np.array(blocks, dtype=np.uint32))
+        self.sums.append((offset, nbytes, np.array(blocks, dtype=np.uint32)))
         if not piece.is_whole:
             self._late += [(piece.start + at, crc.to_bytes(4, "little")) for at in record.crc32_at]
         return crc
@@ -305,7 +305,7 @@ class FileEmitter:
     def finish(self) -> None:
         """After the last block, put in what is known only now, make the file durable, and close it."""
         disk, file, context, order = self.context.disk, self._file, self.context, self._order
-        sums, late = self.sums.columns(), self._late
+        sums, late = sorted_sums(self.sums), self._late
         if order.head is None:
             offset_of = {place: offset for place, offset, _ in self._appended}
             appended = sorted(zip(map(offset_of.__getitem__, order.variable), order.variable_items, strict=True))
@@ -494,7 +494,7 @@ class Emission:
         of_blocks, behind = np.repeat(crcs, counts).astype(np.uint32), np.cumsum(counts).tolist()
         for number, blocks in sums.items():
             of_blocks[behind[number] - len(blocks) : behind[number]] = blocks
-        self._file.sums.add(block.offset + block.data_at, block.data_nbytes, of_blocks)
+        self._file.sums.append((block.offset + block.data_at, block.data_nbytes, of_blocks))
 
     def _copy_run(
         self,
