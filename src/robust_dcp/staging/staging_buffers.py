@@ -158,7 +158,7 @@ class StagingBuffers:
         if self._are_shared:
             return _shared_buffer(nbytes, cpus)
         buffer = StagingBuffer(nbytes, cpus=cpus)
-        if device is not None:  # a copy within the host touches memory itself, at half the cost of doing it before
+        if device is not None:  # a copy within the host touches the memory itself, and goes over it once
             buffer.touch()
         return buffer
 
