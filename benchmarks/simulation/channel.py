@@ -52,19 +52,19 @@ class _OnTheCoordinator(SimulatedOperation):
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
         name = phase.rpartition(": ")[2]
-        contribution = work.contribute()
+        offer, own_payload = work.contribute()
         if name == "agree":
             self._watch.lap("own offer")
         with self._watch.paused():
             arrived = self._arrived(name, phase)
-        own = Agreement.of(COORDINATOR, contribution.offer)
+        own = Agreement.of(COORDINATOR, offer)
         total = own.with_children([Agreement.decode(Frame.decode(frame).body) for frame, _ in arrived])
         below: list[Payload] = []
         for _, received in arrived:
             zlib.crc32(received)
             if received:
                 below.append(received)
-        payload = work.reply(total, contribution.payload, below)
+        payload = work.reply(total, own_payload, below)
         for child in reversed(self.tree.children):
             share = work.share(payload, child) if payload else b""
             zlib.crc32(share)

@@ -67,7 +67,7 @@ class _OnTheWayUp(SimulatedOperation):
         self._below = list(below)
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
-        self.payload = work.contribute().payload or self.payload
+        self.payload = work.contribute()[1] or self.payload
         if self._below:
             self.payload = work.merge(self.payload, self._below)
         return Agreement.of(self.link.rank, Offer()), b""
