@@ -4,8 +4,7 @@ Run it for a table: ``python -m benchmarks.async_save --ranks 2 --mib 512 --json
 in its own processes and saves the same state dict several times. The first save also has to allocate memory. Later
 saves give a median.
 
-``--shape fsdp2`` saves DTensors that are sharded over all ranks. ``--shape ddp`` saves plain tensors that every rank
-holds, so that each rank needs to write only its share. ``--objects-mib`` adds objects, which are pickled.
+The state dict has 64 DTensors that are sharded over all ranks.
 
 "blocked" is the time that the caller waits in the call. With lazy staging the wait of the optimizer step is added. The
 limit is the time to copy the data that a rank writes into memory that it already has. The table also shows how much
@@ -32,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import robust_dcp
 from benchmarks.measuring import Row, run, show, write_json
@@ -41,22 +40,16 @@ __all__ = ["measure"]
 
 _MIB = 1 << 20
 _STEPS_BETWEEN = 8
-_ENTRIES_OF_A_MIB = 40_000
-"""A tuple with so many names and numbers has about a MiB when pickled. A tuple is one item. A dict would be many."""
+_TENSORS = 64
 
-_RATIOS = {
+_COLUMNS = {
     "who": "who",
     "limit_ratio": "blocked, of the limit",
     "repeated_ratio": "ours blocks so many times less",
     "slowdown": "training slower by",
-}
-_COSTS = {
-    "who": "who",
     "first_blocked_seconds": "first: blocked s",
     "repeated_blocked_seconds": "repeated: blocked s",
-    "blocked_seconds_per_gib": "blocked s/GiB",
     "save_seconds": "until committed, s",
-    "blocked_share": "blocked, of a sync save",
     "pause_in_call_seconds": "longest pause of Python in the call, s",
     "pause_seconds": "behind it, s",
 }
@@ -73,22 +66,14 @@ def _nothing() -> None:
     return None
 
 
-def _ours(state_dict: dict[str, Any], path: str) -> Saved:
-    saving = robust_dcp.async_save(state_dict, checkpoint_id=path)
-    assert isinstance(saving, Future)
-    return _nothing, saving.result
+def _ours(**options: Any) -> Save:
+    def save(state_dict: dict[str, Any], path: str) -> Saved:
+        saving = robust_dcp.async_save(state_dict, checkpoint_id=path, **options)
+        if isinstance(saving, Future):
+            return _nothing, saving.result
+        return saving.wait_staged, saving.upload_completion.result
 
-
-def _ours_by_process(state_dict: dict[str, Any], path: str) -> Saved:
-    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, executor="process")
-    assert isinstance(saving, Future)
-    return _nothing, saving.result
-
-
-def _ours_lazily(state_dict: dict[str, Any], path: str) -> Saved:
-    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, staging="lazy")
-    assert isinstance(saving, robust_dcp.AsyncSave)
-    return saving.wait_staged, saving.upload_completion.result
+    return save
 
 
 def _ours_at_once(state_dict: dict[str, Any], path: str) -> Saved:
@@ -96,13 +81,22 @@ def _ours_at_once(state_dict: dict[str, Any], path: str) -> Saved:
     return _nothing, _nothing
 
 
-def _stock(kind: AsyncCheckpointerType, stager: Callable[[], Any] = _nothing) -> Save:
-    kept: list[Any] = []  # a stager keeps its memory between saves, as ours does
+def _stock(kind: AsyncCheckpointerType, *, has_stager: bool = False) -> Save:
+    more: dict[str, Any] = {}
+    if has_stager:  # it keeps its memory between saves, as ours does
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        by_process = kind is AsyncCheckpointerType.PROCESS
+        more["async_stager"] = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=by_process,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
 
     def save(state_dict: dict[str, Any], path: str) -> Saved:
-        if not kept:
-            kept.append(stager())
-        more = {} if kept[0] is None else {"async_stager": kept[0]}
         saving = dcp.async_save(state_dict, checkpoint_id=path, async_checkpointer_type=kind, **more)
         if isinstance(saving, Future):
             return _nothing, saving.result
@@ -111,35 +105,15 @@ def _stock(kind: AsyncCheckpointerType, stager: Callable[[], Any] = _nothing) ->
     return save
 
 
-def _stager(*, is_async: bool, is_shared: bool) -> Callable[[], Any]:
-    def make() -> Any:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        return DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=is_shared,
-                use_async_staging=is_async,
-                use_non_blocking_copy=False,
-            )
-        )
-
-    return make
-
-
 CONTENDERS: dict[str, Callable[[], Save]] = {
-    "ours": lambda: _ours,
-    "ours, process": lambda: _ours_by_process,
-    "ours, lazy": lambda: _ours_lazily,
+    "ours": _ours,
+    "ours, process": lambda: _ours(executor="process"),
+    "ours, lazy": lambda: _ours(staging="lazy"),
     "ours, synchronous": lambda: _ours_at_once,
     "stock, thread": lambda: _stock(AsyncCheckpointerType.THREAD),
     "stock, process": lambda: _stock(AsyncCheckpointerType.PROCESS),
-    "stock, thread, DefaultStager": lambda: _stock(
-        AsyncCheckpointerType.THREAD, _stager(is_async=False, is_shared=False)
-    ),
-    "stock, process, DefaultStager": lambda: _stock(
-        AsyncCheckpointerType.PROCESS, _stager(is_async=False, is_shared=True)
-    ),
+    "stock, thread, DefaultStager": lambda: _stock(AsyncCheckpointerType.THREAD, has_stager=True),
+    "stock, process, DefaultStager": lambda: _stock(AsyncCheckpointerType.PROCESS, has_stager=True),
 }
 
 
@@ -191,31 +165,16 @@ class _Clock:
             time.sleep(0)
 
 
-def _state_dict(shape: str, nbytes: int, tensors: int, objects_nbytes: int) -> tuple[dict[str, Any], int]:
-    """A state dict with ``nbytes`` of tensors on each rank and with objects, and how many tensors a rank must write."""
-    world_size = dist.get_world_size()
-    rows = max(nbytes // tensors // 4096, 1)
-    state_dict: dict[str, Any] = {}
-    if shape == "fsdp2":
-        mesh = init_device_mesh("cpu", (world_size,))
-        whole = torch.randn(world_size * rows, 1024)
-        for n in range(tensors):
-            state_dict[f"layers.{n}.weight"] = distribute_tensor(whole + n, mesh, [Shard(0)])
-        written = tensors
-    else:
-        whole = torch.randn(rows, 1024)
-        for n in range(tensors):
-            state_dict[f"layers.{n}.weight"] = whole + n
-        written = -(-tensors // world_size)
-    for n in range(objects_nbytes >> 20):
-        state_dict[f"objects.{n}"] = tuple((f"entry {m}", float(m)) for m in range(_ENTRIES_OF_A_MIB))
-    return state_dict, written
+def _state_dict(nbytes: int) -> dict[str, Any]:
+    """A state dict with ``nbytes`` of tensors on each rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.randn(dist.get_world_size() * max(nbytes // _TENSORS // 4096, 1), 1024)
+    return {f"layers.{n}.weight": distribute_tensor(whole + n, mesh, [Shard(0)]) for n in range(_TENSORS)}
 
 
-def _copy_seconds(state_dict: dict[str, Any], written: int) -> float:
+def _copy_seconds(state_dict: dict[str, Any]) -> float:
     """The time to copy the data that this rank writes into memory that was used before."""
-    tensors = [value for value in state_dict.values() if isinstance(value, torch.Tensor)][:written]
-    originals = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
+    originals = [value.to_local() for value in state_dict.values()]
     copies = [torch.empty_like(original) for original in originals]
     found = []
     for _ in range(4):
@@ -234,15 +193,13 @@ def _find_memory(nbytes: int) -> None:
             memory[at] = 0
 
 
-def measure(
-    who: str, directory: str, shape: str, nbytes: int, saves: int, tensors: int, objects_nbytes: int
-) -> dict[str, float]:
+def measure(who: str, directory: str, nbytes: int, saves: int) -> dict[str, float]:
     """Measure one contender on one rank."""
-    state_dict, written = _state_dict(shape, nbytes, tensors, objects_nbytes)
+    state_dict = _state_dict(nbytes)
     save = CONTENDERS[who]()
     training = _Training()
     calm, _ = training.step_seconds(lambda steps: steps < 100)
-    copying = _copy_seconds(state_dict, written)
+    copying = _copy_seconds(state_dict)
     blocked, until_committed, slow, pauses_in_call, pauses = [], [], [], [], []
     for number in range(saves):
         dist.barrier()
@@ -275,40 +232,27 @@ def measure(
 
 
 def main() -> None:
-    """Measure, and print the ratios and then the figures of each contender."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=int, default=256, help="MiB that each rank saves")
     parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--shape", default="fsdp2", choices=["fsdp2", "ddp"])
-    parser.add_argument("--objects-mib", type=int, default=0, help="MiB of objects in the state dict of each rank")
-    parser.add_argument("--tensors", type=int, default=64, help="the number of tensors with these bytes")
     parser.add_argument("--who", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
-    parser.add_argument("--directory")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     rows: list[Row] = []
     _find_memory(3 * arguments.ranks * arguments.mib * _MIB)
     for who in arguments.who:
         print(f"{who} ...", flush=True)
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            found = run(
-                *(arguments.ranks, measure, who, directory, arguments.shape, arguments.mib * _MIB),
-                *(arguments.saves, arguments.tensors, arguments.objects_mib * _MIB),
-            )
+        with tempfile.TemporaryDirectory() as directory:
+            found = run(arguments.ranks, measure, who, directory, arguments.mib * _MIB, arguments.saves)
         worst = {key: max(rank[key] for rank in found) for key in found[0]}
         rows.append({"who": who, "ranks": arguments.ranks, "mib": arguments.mib, **worst})
-    of = {row["who"]: row for row in rows}
-    ours = of.get("ours", rows[0])
-    at_once = of.get("ours, synchronous", ours)
+    ours = next((row for row in rows if row["who"] == "ours"), rows[0])
     for row in rows:
         row["limit_ratio"] = row["repeated_blocked_seconds"] / row["copy_seconds"]
         row["repeated_ratio"] = row["repeated_blocked_seconds"] / ours["repeated_blocked_seconds"]
-        row["blocked_share"] = row["repeated_blocked_seconds"] / at_once["repeated_blocked_seconds"]
-        row["blocked_seconds_per_gib"] = row["repeated_blocked_seconds"] * 1024 / arguments.mib
-    show(_RATIOS, rows)
-    print()
-    show(_COSTS, rows)
+    show(_COLUMNS, rows)
     write_json(arguments.json, rows)
 
 

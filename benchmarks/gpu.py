@@ -19,14 +19,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from benchmarks.measuring import Row, show, write_json
+from benchmarks.measuring import Row, raw_seconds, show, write_json
 from robust_dcp.staging.blocks import POOL, Block
 from robust_dcp.staging.staging_buffers import STAGING
 
@@ -34,7 +34,6 @@ __all__ = ["main"]
 
 _GIB = 1 << 30
 _LIMIT_NBYTES = 256 << 20
-_BLOCK_NBYTES = 8 << 20
 _TENSORS = 64
 _DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -83,50 +82,10 @@ def measure_limits(directory: str) -> list[Row]:
     ]
     block.unpin()
     path = f"{directory}/limit"
-    rows += [
-        {
-            "what": "writes to a file, 4 threads",
-            "gib_per_second": gib / _seconds(lambda: _write(path), rounds=2),
-        },
-        {"what": "reads of it, 4 threads", "gib_per_second": gib / _seconds(lambda: _read(path), rounds=2)},
-    ]
-    os.unlink(path)
+    for what, seconds in raw_seconds(_LIMIT_NBYTES, 4, path).items():
+        rows.append({"what": f"direct I/O of a {what}, 4 threads", "gib_per_second": gib / seconds})
+    shutil.rmtree(path)
     return rows
-
-
-def _write(path: str) -> None:
-    """Write in blocks of 8 MiB, past the page cache if the file system supports that."""
-    memory = Block(_BLOCK_NBYTES)
-    descriptor = _open(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda at: os.pwrite(descriptor, memory.view, at), range(0, _LIMIT_NBYTES, _BLOCK_NBYTES)))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: str) -> None:
-    memories = threading.local()
-    descriptor = _open(path, os.O_RDONLY)
-
-    def read(at: int) -> None:
-        if not hasattr(memories, "block"):
-            memories.block = Block(_BLOCK_NBYTES)
-        os.preadv(descriptor, [memories.block.view], at)
-
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(read, range(0, _LIMIT_NBYTES, _BLOCK_NBYTES)))
-    finally:
-        os.close(descriptor)
-
-
-def _open(path: str, flags: int) -> int:
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-    except OSError:
-        return os.open(path, flags, 0o600)
 
 
 def measure_copies(limits: list[Row]) -> list[Row]:
@@ -284,14 +243,13 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=16.0 if _DEVICE.type == "cuda" else 0.125)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=12.0, help="limit for one save; sizes shrink to keep it")
-    parser.add_argument("--directory", help="where to put the checkpoints during the run")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     name = torch.cuda.get_device_name() if _DEVICE.type == "cuda" else "NO GPU: the CPU stands in, figures mean nothing"
     facts = {"device": name, "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     found: dict[str, Any] = {"facts": facts}
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+    with tempfile.TemporaryDirectory() as directory:
         gib = _fitting_gib(directory, arguments.gib, arguments.seconds)
         found["gib"] = gib
         found["limits"] = measure_limits(directory)

@@ -1,14 +1,14 @@
 """Measures what it costs a rank to plan a load, by ours and by stock's code, in one run on the same checkpoint.
 
 Run it for a table: ``python -m benchmarks.loading --ranks 128 --items 5000 --json loading.json``. The checkpoint is
-that of many virtual ranks and has no data. The rank that loads is real. It has DTensors on a mesh of all ranks, and
-torch's "fake" process group stands for the others. It reads the metadata, and makes its plan with the code of both
-loads. Each contender runs in its own process. CPU seconds are user and system time. Memory is the peak above what the
-process had before.
+that of many virtual ranks: ``.metadata`` and index of tensors that FSDP2 has cut along their first dimension, and an
+object of each rank, but no data. The rank that loads is real. It has DTensors on a mesh of all ranks, and torch's
+"fake" process group stands for the others. It reads the metadata, makes its plan, and ours looks up the place of each
+item; stock does that when it reads. Each contender runs in its own process. CPU seconds are user and system time.
+Memory is the peak above what the process had before.
 
-In ``same`` as many ranks load as have saved, so each item is one stored chunk. In ``reshard`` three quarters as many
-ranks load a tensor of ``--chunks`` chunks. It is cut along the same dimension, or along the other one, where each rank
-needs a part of every chunk. The cost is given for one tensor.
+In ``same`` as many ranks load as have saved, so each item is one stored chunk. In ``reshard 1`` three quarters as many
+ranks load 64 tensors of ``--chunks`` chunks, cut along the other dimension: each rank needs a part of every chunk.
 """
 
 from __future__ import annotations
@@ -18,88 +18,70 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.measuring import Row, Stopwatch, in_new_process, show, write_json
-from benchmarks.simulation.stored import Shape, tensors_of, write_checkpoint
+from benchmarks.measuring import Row, Stopwatch, in_new_process, show, with_ratios, write_json
 from robust_dcp import RobustLoadPlanner, RobustReader
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from robust_dcp.storage.index.build import IndexTemplate
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
+from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 
 __all__ = ["main"]
 
-_MIB = 1 << 20
+Shape = tuple[int, ...]
+"""The shape of the chunk that each rank holds of a tensor."""
+
 _SHAPES: Sequence[Shape] = ((3, 16), (1, 16), (4, 16), (1, 64), (2,), (1,))
+_PARTS = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2", "input_norm", "mlp_norm")
 _RESHARDED: Sequence[Shape] = ((3, 768),)
 _TENSORS_RESHARDED = 64
-_CASES = ("same", "reshard 0", "reshard 1")
+_CASES = ("same", "reshard 1")
 
-_RATIOS = {
-    "case": "case",
-    "ranks": "saved by",
-    "items": "tensors",
-    "cpu_ratio": "CPU time",
-    "wall_ratio": "wall time",
-    "peak_ratio": "peak memory",
-    "read_ratio": "metadata read",
-    "planning_ratio": "CPU of planning alone",
-}
-_COSTS = {
+_COLUMNS = {
     "case": "case",
     "ranks": "saved by",
     "items": "tensors",
     "who": "who",
+    "cpu_ratio": "CPU, stock / this",
+    "peak_ratio": "memory, stock / this",
     "cpu_seconds": "CPU s",
     "wall_seconds": "wall s",
     "peak_mib": "peak MiB",
-    "metadata_seconds": "metadata, CPU s",
-    "set_up_seconds": "set up, CPU s",
-    "planning_seconds": "planning, CPU s",
-    "planning_ms_each": "planning, ms a tensor",
-    "places_seconds": "places, CPU s",
-    "file_mib": "file MiB",
-    "reads": "reads planned",
 }
 
 
 def main() -> None:
-    """Measure, and print the ratios and then the figures of each contender."""
-    arguments = _arguments()
-    rows: list[Row] = []
-    for case in arguments.cases:
-        with tempfile.TemporaryDirectory(prefix="loading-", dir=arguments.directory) as directory:
-            ranks, shapes, count = arguments.ranks, _SHAPES, arguments.items
-            if case != "same":
-                ranks, shapes, count = arguments.chunks, _RESHARDED, _TENSORS_RESHARDED
-            tensors = tensors_of(count, shapes)
-            print(f"{case}: {ranks} ranks x {count} tensors ...", file=sys.stderr)
-            write_checkpoint(directory, ranks, tensors)
-            contenders = ("ours",) if arguments.no_stock else ("ours", "ours, no index", "stock")
-            rows += [in_new_process(measure, who, case, directory, ranks, tensors) for who in contenders]
-    ratios = _ratios(rows)
-    if ratios:
-        print("How many times less ours takes than stock:")
-        show(_RATIOS, ratios)
-        print()
-    show(_COSTS, rows)
-    write_json(arguments.json, {"ratios": ratios, "costs": rows})
-
-
-def _arguments() -> argparse.Namespace:
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=128, help="that saved (default: %(default)s)")
     parser.add_argument("--items", type=int, default=5000, help="tensors of each (default: %(default)s)")
     parser.add_argument("--chunks", type=int, default=1024, help="of a resharded tensor (default: %(default)s)")
-    parser.add_argument("--cases", nargs="+", default=_CASES, choices=_CASES)
-    parser.add_argument("--no-stock", action="store_true", help="ours alone, by the index")
-    parser.add_argument("--directory", help="where checkpoints lie for the time being")
     parser.add_argument("--json", help="write all figures there as well")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for case in _CASES:
+        with tempfile.TemporaryDirectory(prefix="loading-") as directory:
+            ranks, tensors = arguments.ranks, _tensors_of(arguments.items, _SHAPES)
+            if case != "same":
+                ranks, tensors = arguments.chunks, _tensors_of(_TENSORS_RESHARDED, _RESHARDED)
+            print(f"{case}: {ranks} ranks x {len(tensors)} tensors ...", file=sys.stderr)
+            _write_checkpoint(directory, ranks, tensors)
+            contenders = ("ours", "ours, no index", "stock")
+            rows += [in_new_process(measure, who, case, directory, ranks, tensors) for who in contenders]
+    with_ratios(rows, ("case",), {"cpu_ratio": "cpu_seconds", "peak_ratio": "peak_mib"})
+    show(_COLUMNS, rows)
+    write_json(arguments.json, rows)
 
 
 def measure(who: str, case: str, directory: str, ranks: int, tensors: dict[str, Shape]) -> Row:
@@ -108,36 +90,25 @@ def measure(who: str, case: str, directory: str, ranks: int, tensors: dict[str, 
     rank = loading_ranks // 3
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=loading_ranks)
     state_dict = _state_dict(case, rank, ranks, loading_ranks, tensors)
-    _warm_up(who)
+    with tempfile.TemporaryDirectory() as small:  # so that one-time work of Python and torch does not count
+        few = _tensors_of(2, _SHAPES)
+        _write_checkpoint(small, loading_ranks, few)
+        _plan(who, small, _state_dict("same", rank, loading_ranks, loading_ranks, few))
     watch = Stopwatch()
     watch.start()
+    _plan(who, directory, state_dict)
+    watch.stop()
+    return {"case": case, "ranks": ranks, "items": len(tensors), "who": who, **watch.figures()}
+
+
+def _plan(who: str, directory: str, state_dict: dict[str, Any]) -> None:
     reader: Any = FileSystemReader(directory) if who == "stock" else RobustReader(directory)
     planner = DefaultLoadPlanner() if who == "stock" else RobustLoadPlanner()
     by_file = who == "ours, no index"
     metadata = reader.source.decode_metadata(reader.source.metadata_bytes()) if by_file else reader.read_metadata()
-    watch.lap("metadata")
     planner.set_up_planner(state_dict, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, False)
-    watch.lap("set up")
-    plan = planner.create_local_plan()
-    watch.lap("planning")
-    plan = reader.prepare_local_plan(plan)  # here ours looks up the place of each item; stock does that when it reads
-    watch.lap("places")
-    total, laps = watch.total, watch.laps
-    name = ".robust_dcp.index" if who == "ours" else ".metadata"
-    return {
-        "case": case,
-        "ranks": ranks,
-        "items": len(tensors),
-        "who": who,
-        "cpu_seconds": total.cpu_seconds,
-        "wall_seconds": total.wall_seconds,
-        "peak_mib": watch.peak_nbytes / _MIB,
-        **{f"{step.replace(' ', '_')}_seconds": cost.cpu_seconds for step, cost in laps.items()},
-        "planning_ms_each": 1000 * laps["planning"].cpu_seconds / len(tensors),
-        "file_mib": os.path.getsize(os.path.join(directory, name)) / _MIB,
-        "reads": len(plan.items),
-    }
+    reader.prepare_local_plan(planner.create_local_plan())
 
 
 def _state_dict(case: str, rank: int, ranks: int, loading_ranks: int, tensors: dict[str, Shape]) -> dict[str, Any]:
@@ -158,40 +129,60 @@ def _state_dict(case: str, rank: int, ranks: int, loading_ranks: int, tensors: d
     return state_dict | ({f"rng_state.{rank}": 0} if case == "same" else {})
 
 
-def _warm_up(who: str) -> None:
-    """Plan a small load first, so that one-time work of Python and torch does not count."""
-    with tempfile.TemporaryDirectory() as directory:
-        tensors = tensors_of(2, _SHAPES)
-        world = dist.get_world_size()
-        write_checkpoint(directory, world, tensors)
-        reader: Any = FileSystemReader(directory) if who == "stock" else RobustReader(directory)
-        planner = DefaultLoadPlanner() if who == "stock" else RobustLoadPlanner()
-        metadata = reader.read_metadata()
-        planner.set_up_planner(_state_dict("same", dist.get_rank(), world, world, tensors), metadata)
-        reader.set_up_storage_reader(metadata, False)
-        reader.prepare_local_plan(planner.create_local_plan())
+def _tensors_of(count: int, shapes: Sequence[Shape]) -> dict[str, Shape]:
+    """The sorted names of ``count`` tensors in the model, with the shape of each rank's chunk."""
+    names = (f"layers.{layer}.{part}.weight" for layer in range(count) for part in _PARTS)
+    return dict(sorted(zip(islice(names, count), cycle(shapes), strict=False)))
 
 
-def _ratios(rows: Sequence[Row]) -> list[Row]:
-    """The ratios for each case in which both were measured."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault(row["case"], {})[row["who"]] = row
-    keys = {
-        "cpu_ratio": "cpu_seconds",
-        "wall_ratio": "wall_seconds",
-        "peak_ratio": "peak_mib",
-        "read_ratio": "metadata_seconds",
-        "planning_ratio": "planning_seconds",
-    }
-    return [
-        {
-            **{key: both["ours"][key] for key in ("case", "ranks", "items")},
-            **{name: both["stock"][key] / max(both["ours"][key], 1e-9) for name, key in keys.items()},
-        }
-        for both in found.values()
-        if "stock" in both
-    ]
+def _write_checkpoint(directory: str, ranks: int, tensors: dict[str, Shape]) -> None:
+    """Write the checkpoint of ``ranks`` ranks into ``directory``. Each rank holds equal parts of ``tensors``."""
+    columns = _columns(ranks, tensors)
+    files = [f"__{rank}_{number}.distcp" for rank in range(ranks) for number in range(2)]
+    places = np.column_stack([np.arange(ranks) * 4096, np.full(ranks, 900)])
+    meta = StorageMeta(directory, "00000000-0000-0000-0000-000000000001")
+    metadata = MetadataPickle(columns).encode(files, places, meta)
+    index = IndexTemplate(columns).encode(metadata, files, places, meta, FORMAT_VERSION, {})
+    for name, fragments in ((METADATA_NAME, metadata), (INDEX_NAME, index)):
+        with open(os.path.join(directory, name), "wb") as file:
+            file.writelines(fragments)
+
+
+def _columns(ranks: int, tensors: dict[str, Shape]) -> MetadataColumns:
+    shapes = sorted(dict.fromkeys(tensors.values()), key=len)
+    width = max(map(len, shapes))
+    # Each shape has the size of the whole tensor, the size of the chunk, and then the offsets of all ranks.
+    table = np.zeros((len(shapes), 2 + ranks, width), dtype=np.int64)
+    for number, shape in enumerate(shapes):
+        table[number, 0, : len(shape)] = (shape[0] * ranks, *shape[1:])
+        table[number, 1, : len(shape)] = shape
+        table[number, 2:, 0] = np.arange(ranks) * shape[0]
+    kind = np.array([shapes.index(shape) for shape in tensors.values()]) * (2 + ranks)
+    count, rows = len(tensors), len(tensors) * ranks
+    rank = np.tile(np.arange(ranks), count)
+    which = np.repeat(np.arange(count), ranks)
+    objects = sorted(f"rng_state.{each}" for each in range(ranks))
+    none = np.full(ranks, -1)
+
+    def joined(of_tensors: np.ndarray, of_objects: np.ndarray) -> np.ndarray:
+        return np.concatenate([of_tensors, of_objects]).astype(np.int32)
+
+    return MetadataColumns(
+        names=[*(f"model.{name}" for name in tensors), *objects],
+        paths=[*(("model", name) for name in tensors), *((name,) for name in objects)],
+        properties=[(torch.float32, torch.strided, False)],
+        name_properties=joined(np.zeros(count), none),
+        name_size=joined(kind, none),
+        sizes=table.reshape(-1, width),
+        size_ndims=np.repeat([len(shape) for shape in shapes], 2 + ranks).astype(np.uint8),
+        name=joined(which, count + np.arange(ranks)),
+        offset=joined(kind[which] + 2 + rank, none),
+        size=joined(kind[which] + 1, none),
+        file=joined(2 * rank + which % 2, 2 * np.arange(ranks)),
+        start=np.concatenate([np.arange(rows) * 65536, none]),
+        nbytes=np.concatenate([np.full(rows, 65000), none]),
+        n_files=2 * ranks,
+    )
 
 
 if __name__ == "__main__":

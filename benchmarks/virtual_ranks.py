@@ -1,221 +1,207 @@
-"""Makes the structures of virtual ranks. They are what the ranks of real jobs of any size would bring to a plan.
+"""The ranks of a job that do not exist: what they hold, and what they send to a coordinator in a save.
 
-Owns the shapes of the simulated models. ``simulation`` gives them to our planner and to stock's. Each kind gives a rank
-about the requested number of items, sharded as in the frameworks:
-
-* ``fsdp2``: parameters and optimizer states, each cut along dimension 0 over all ranks (FSDP2, DTensor ``Shard(0)``).
-* ``dense``: tensor x pipeline x data parallel. All ranks of a data parallel group hold the same chunks.
-* ``moe``: expert weights ``[experts, rows, columns]`` are cut over expert parallel groups. The rest is as in ``dense``.
-* ``distopt``: Megatron's distributed optimizer. Each model parallel shard is flattened, and cut unevenly over the data
-  parallel group.
+Each holds parameters and optimizer states, each cut along its first dimension over all ranks (FSDP2), and two objects.
+All cores make the messages before a coordinator is measured, and leave them in files. In a change the last rank has one
+more tensor, and only that rank sends something.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import multiprocessing
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar, cast
 
-from robust_dcp.plan.items import Form, ItemKind, Items, ItemStructure, items_of, sorted_places
+import msgspec
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from robust_dcp.comm import Agreement, Channel, ExchangeStats, Offer
+from robust_dcp.comm.messages import Payload
+from robust_dcp.comm.operation import Operation, Work
+from robust_dcp.comm.tree import Tree
+from robust_dcp.plan.items import Form, ItemKind, ItemsMessage, ItemStructure, items_of, sorted_places
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.signature import PlanContext, StructureSignature
+from robust_dcp.plan.state_dict import write_item_of
 
-__all__ = ["FILES_PER_RANK", "KINDS", "NamedItem", "columns_of", "local_of", "named_items", "path_of"]
+__all__ = ["COORDINATOR", "Payloads", "SimulatedOperation", "local_of", "messages_up", "prepare"]
 
-FILES_PER_RANK = 2
-"""The number of files that ``RobustWriter`` makes on each rank without options."""
-
-NamedItem = tuple[str, ItemStructure]
-
+COORDINATOR = 0
+_FILES_PER_RANK = 2  # RobustWriter makes so many on each rank without options
 _HIDDEN = 4096
+_SHAPES = {
+    "attention.qkv.weight": (3 * _HIDDEN, _HIDDEN),
+    "attention.proj.weight": (_HIDDEN, _HIDDEN),
+    "mlp.fc1.weight": (4 * _HIDDEN, _HIDDEN),
+    "mlp.fc2.weight": (_HIDDEN, 4 * _HIDDEN),
+    "input_norm.weight": (_HIDDEN,),
+    "mlp_norm.weight": (_HIDDEN,),
+}
 _STATES = ("", "exp_avg.", "exp_avg_sq.")
 
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a rank in the parallel groups. Tensor parallel ranks are next to each other."""
-
-    rank: int
-    ranks: int
-
-    def __post_init__(self) -> None:
-        sizes = (self.tensor_size, self.pipeline_size, self.data_size)
-        if math.prod(sizes) != self.ranks or 8 % self.tensor_size:
-            found = " x ".join(map(str, sizes))
-            raise ValueError(f"{self.ranks} ranks are not {found} (tensor, pipeline, data): take a power of two")
-
-    @property
-    def tensor_size(self) -> int:
-        return max(1, min(8, self.ranks // 2))
-
-    @property
-    def pipeline_size(self) -> int:
-        return max(1, min(4, self.ranks // (4 * self.tensor_size)))
-
-    @property
-    def data_size(self) -> int:
-        return self.ranks // (self.tensor_size * self.pipeline_size)
-
-    @property
-    def tensor(self) -> int:
-        return self.rank % self.tensor_size
-
-    @property
-    def data(self) -> int:
-        return self.rank // self.tensor_size % self.data_size
-
-    @property
-    def stage(self) -> int:
-        return self.rank // (self.tensor_size * self.data_size)
+NamedItem = tuple[str, ItemStructure]
+M = TypeVar("M", bound=msgspec.Struct)
 
 
-def named_items(kind: str, rank: int, ranks: int, n_items: int, *, added: bool = False) -> list[NamedItem]:
-    """The items of one rank, sorted by (name, offsets).
-
-    Args:
-        kind: one of ``KINDS``.
-        rank: the number of the rank.
-        ranks: the number of ranks, a power of two.
-        n_items: the approximate number of items.
-        added: whether to add a tensor that no other rank has.
-
-    Raises:
-        ValueError: the ranks cannot be divided into parallel groups.
-    """
-    items = [*KINDS[kind](_Place(rank, ranks), n_items - 2), *_objects(rank)]
+def _named_items(rank: int, ranks: int, n_items: int, *, added: bool) -> list[NamedItem]:
+    """The items of one rank, sorted by name and offsets. ``added``: with a tensor that no other rank has."""
+    items: list[NamedItem] = [
+        (name, ItemStructure(ItemKind.BYTES, Form.VARIABLE)) for name in ("iteration", f"rng.{rank}")
+    ]
+    weights = [(f"{state}{name}", shape) for state in _STATES for name, shape in _SHAPES.items()]
+    for number in range(n_items - len(items)):
+        layer, place = divmod(number, len(weights))
+        name, shape = weights[place]
+        rows = -(-shape[0] // ranks)
+        begin = min(rank * rows, shape[0])
+        offsets, sizes = (begin, *(0 for _ in shape[1:])), (min(rows, shape[0] - begin), *shape[1:])
+        items.append((f"layers.{layer}.{name}", _tensor(ItemKind.SHARD, shape, offsets, sizes)))
     if added:
-        shape = (_HIDDEN,)
-        items.append(("added.weight", _chunk("float32", shape, (0,), shape, kind=ItemKind.TENSOR)))
+        items.append(("added.weight", _tensor(ItemKind.TENSOR, (_HIDDEN,), (0,), (_HIDDEN,))))
     names, structures = [name for name, _ in items], [structure for _, structure in items]
     return [items[place] for place in sorted_places(names, structures)]
 
 
-def columns_of(items: list[NamedItem]) -> Items:
-    """The columns of a rank with these items."""
-    names = [name for name, _ in items]
-    return items_of(names, [structure for _, structure in items], {name: path_of(name) for name in names})
+def _tensor(kind: ItemKind, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ItemStructure:
+    return ItemStructure(kind, Form.FIXED, "float32", "strided", False, shape, offsets, sizes)
 
 
-def path_of(name: str) -> tuple[str, ...]:
-    """The place of an item in the nested state dict."""
+def _path_of(name: str) -> tuple[str, ...]:
     return tuple(name.split("."))
 
 
-def local_of(items: Items, ranks: int) -> LocalStructure:
-    """What a rank with these items brings to the plan. An object is the same on all ranks that hold it."""
+def local_of(rank: int, ranks: int, n_items: int, *, added: bool = False) -> LocalStructure:
+    """What a rank brings to the plan."""
+    return _local_of(_named_items(rank, ranks, n_items, added=added), ranks)
+
+
+def _local_of(named: Sequence[NamedItem], ranks: int) -> LocalStructure:
+    names = [name for name, _ in named]
+    items = items_of(names, [structure for _, structure in named], {name: _path_of(name) for name in names})
     context = PlanContext(
         ranks=tuple(range(ranks)),
         planner_options={"flatten_state_dict": True, "flatten_sharded_tensors": True, "lowest_rank": False},
-        writer_options={"layout": "torch", "files_per_rank": FILES_PER_RANK},
+        writer_options={"layout": "torch", "files_per_rank": _FILES_PER_RANK},
         versions={"torch": "2.13.0", "robust_dcp": "0.1.0"},
     )
-    return LocalStructure(
-        items=items,
-        context=context,
-        signature=StructureSignature.of(items, context),
-        files=FILES_PER_RANK,
-        lowest_rank=False,
-    )
+    signature = StructureSignature.of(items, context)
+    return LocalStructure(items=items, context=context, signature=signature, files=_FILES_PER_RANK, lowest_rank=False)
 
 
-def _objects(rank: int) -> Iterator[NamedItem]:
-    yield "iteration", ItemStructure(ItemKind.BYTES, Form.VARIABLE)
-    yield f"rng_state.{rank}", ItemStructure(ItemKind.BYTES, Form.VARIABLE)
+# --- what travels ----------------------------------------------------------------------------------------------------
 
 
-def _chunk(
-    dtype: str,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-    *,
-    kind: ItemKind = ItemKind.SHARD,
-) -> ItemStructure:
-    return ItemStructure(kind, Form.FIXED, dtype, "strided", False, shape, offsets, sizes)
+@dataclass(frozen=True)
+class _Link:
+    """The ``Link`` of a simulated ``Channel``. It says which ranks take part."""
+
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def tree(self, root: int) -> Tree:
+        return Tree(self.rank, self.size, root)
 
 
-def _cut(shape: tuple[int, ...], dim: int, part: int, parts: int, dtype: str = "bfloat16") -> ItemStructure:
-    """Part number ``part`` of ``parts`` equal parts along ``dim``."""
-    size = shape[dim] // parts
-    offsets = tuple(part * size if d == dim else 0 for d in range(len(shape)))
-    sizes = tuple(size if d == dim else extent for d, extent in enumerate(shape))
-    return _chunk(dtype, shape, offsets, sizes)
+class SimulatedOperation:
+    """The ``Operation`` of a ``Channel`` on rank ``rank`` of ``n_ranks``, which sends nothing."""
+
+    def __init__(self, rank: int, n_ranks: int) -> None:
+        self.link = _Link(rank, tuple(range(n_ranks)))
+        self.tree = self.link.tree(COORDINATOR)
+        self.name, self.timeout_seconds = "simulated", 300.0
+        self.stragglers: list[str] = []
+        self.recordings: list[ExchangeStats] = []
+
+    def stopped(self) -> None:
+        """Report nothing: no rank fails here."""
+
+    def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
+        """Do nothing: no rank waits here."""
 
 
-_LAYER: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
-    ("attention.qkv.weight", (3 * _HIDDEN, _HIDDEN), 0),
-    ("attention.proj.weight", (_HIDDEN, _HIDDEN), 1),
-    ("mlp.fc1.weight", (4 * _HIDDEN, _HIDDEN), 0),
-    ("mlp.fc2.weight", (_HIDDEN, 4 * _HIDDEN), 1),
-    ("input_norm.weight", (_HIDDEN,), None),
-    ("mlp_norm.weight", (_HIDDEN,), None),
-)
-"""The name, the global size, and the dimension that tensor parallelism cuts."""
+class _OnTheWayUp(SimulatedOperation):
+    """One gather on a rank below the coordinator. Afterwards ``payload`` is what the rank sends to its parent."""
+
+    def __init__(self, rank: int, n_ranks: int, below: Sequence[Payload]) -> None:
+        super().__init__(rank, n_ranks)
+        self.payload: Payload = b""
+        self._below = [payload for payload in below if payload]
+
+    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
+        _, self.payload = work.contribute()
+        if self._below:
+            self.payload = work.merge(self.payload, self._below)
+        return Agreement.of(self.link.rank, Offer()), b""
 
 
-def _weights(n_items: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
-    """(prefix of the layer, name within, global size, dimension that is cut), layer after layer."""
-    for number in range(n_items):
-        layer, place = divmod(number, len(_LAYER) * len(_STATES))
-        state, weight = divmod(place, len(_LAYER))
-        name, shape, dim = _LAYER[weight]
-        yield f"layers.{layer}", f"{_STATES[state]}{name}", shape, dim
+def messages_up(ranks: int, message_of: Callable[[int], M | None], message_type: type[M]) -> dict[int, Payload]:
+    """What each child of the coordinator passes on in a gather: its message, merged with those of all ranks below."""
+
+    def payload_of(rank: int) -> Payload:
+        below = [payload_of(child) for child in Tree(rank, ranks, COORDINATOR).children]
+        operation = _OnTheWayUp(rank, ranks, below)
+        Channel(cast(Operation, operation), COORDINATOR).gather("simulated", lambda: message_of(rank), message_type)
+        return operation.payload
+
+    return {child: payload_of(child) for child in Tree(COORDINATOR, ranks, COORDINATOR).children}
 
 
-def _fsdp2(place: _Place, n_items: int) -> Iterator[NamedItem]:
-    for layer, name, shape, _ in _weights(n_items):
-        rows = -(-shape[0] // place.ranks)
-        begin = min(place.rank * rows, shape[0])
-        size = min(rows, shape[0] - begin)
-        rest = shape[1:]
-        yield f"{layer}.{name}", _chunk("float32", shape, (begin, *(0 for _ in rest)), (size, *rest))
+@dataclass(frozen=True)
+class Payloads:
+    """The files of one case, in ``directory``. ``n_items`` is about the number of items of each rank."""
+
+    directory: Path
+    ranks: int
+    n_items: int
+
+    def structures(self, *, changed: bool) -> dict[int, Payload]:
+        """What reaches our coordinator when the ranks send their structures."""
+        found: dict[int, Payload] = pickle.loads(self._structures(changed).read_bytes())
+        return found
+
+    def _structures(self, changed: bool) -> Path:
+        return self.directory / f"structures-{changed}"
+
+    def stock_plan(self, rank: int, *, added: bool = False) -> Path:
+        """The file of a rank's pickled ``SavePlan``."""
+        return self.directory / f"plan-{rank}-{added}"
 
 
-def _dense(place: _Place, n_items: int) -> Iterator[NamedItem]:
-    for layer, name, shape, dim in _weights(n_items):
-        full_name = f"stages.{place.stage}.{layer}.{name}"
-        if dim is None:
-            yield full_name, _chunk("bfloat16", shape, (0,), shape)
-        else:
-            yield full_name, _cut(shape, dim, place.tensor, place.tensor_size)
+def prepare(payloads: Payloads, *, stock: bool) -> None:
+    """Make the files. ``stock``: also the plans for stock's coordinator."""
+    ranks = payloads.ranks
+    tasks = [(payloads, rank, False, stock) for rank in range(ranks)] + [(payloads, ranks - 1, True, stock)]
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        messages = pool.starmap(_make, tasks, chunksize=max(1, min(8, len(tasks) // 4)))
+    last = messages.pop()
+    for changed, message_of in (
+        (False, lambda rank: messages[rank]),
+        (True, lambda rank: last if rank == ranks - 1 else None),
+    ):
+        payloads._structures(changed).write_bytes(pickle.dumps(messages_up(ranks, message_of, ItemsMessage)))
 
 
-def _moe(place: _Place, n_items: int) -> Iterator[NamedItem]:
-    experts_per_rank, layer_items = 8, 8 * len(_STATES) * 2
-    expert_ranks = min(8, place.data_size)
-    n_expert_items = (
-        n_items * 3 // 4 // layer_items * layer_items
-    )  # a multiple of whole layers, so that no expert is missing
-    for number in range(n_expert_items):
-        layer, rest = divmod(number, layer_items)
-        expert, state_weight = divmod(rest, len(_STATES) * 2)
-        state, weight = divmod(state_weight, 2)
-        shape = (experts_per_rank * expert_ranks, _HIDDEN, _HIDDEN // 4)
-        rows = _HIDDEN // place.tensor_size
-        offsets = (place.data % expert_ranks * experts_per_rank + expert, place.tensor * rows, 0)
-        name = f"stages.{place.stage}.layers.{layer}.{_STATES[state]}experts.fc{weight + 1}.weight"
-        yield name, _chunk("bfloat16", shape, offsets, (1, rows, shape[2]))
-    yield from _dense(place, n_items - n_expert_items)
+def _make(payloads: Payloads, rank: int, added: bool, stock: bool) -> ItemsMessage:
+    named = _named_items(rank, payloads.ranks, payloads.n_items, added=added)
+    if stock:
+        # As DefaultSavePlanner.create_local_plan makes it.
+        plan = SavePlan(
+            [_stock_item(*each) for each in named], planner_data={name: _path_of(name) for name, _ in named}
+        )
+        payloads.stock_plan(rank, added=added).write_bytes(pickle.dumps(plan))
+    return _local_of(named, payloads.ranks).to_message()
 
 
-def _distopt(place: _Place, n_items: int) -> Iterator[NamedItem]:
-    for layer, name, shape, dim in _weights(n_items):
-        numel = 1
-        for extent in shape:
-            numel *= extent
-        local = numel if dim is None else numel // place.tensor_size
-        # Buckets end at arbitrary places, so the parts of the ranks differ in length.
-        cuts = [local * (7 * part + part % 3) // (7 * place.data_size) for part in range(place.data_size)] + [local]
-        begin, end = cuts[place.data], cuts[place.data + 1]
-        shard = "" if dim is None else f".shard_{place.tensor}_{place.tensor_size}"
-        full_name = f"optimizer.stages.{place.stage}.{layer}.{name}{shard}"
-        yield full_name, _chunk("float32", (local,), (begin,), (end - begin,))
-
-
-KINDS: dict[str, Callable[[_Place, int], Iterator[NamedItem]]] = {
-    "fsdp2": _fsdp2,
-    "dense": _dense,
-    "moe": _moe,
-    "distopt": _distopt,
-}
-"""The kinds of virtual models, by name."""
+def _stock_item(name: str, structure: ItemStructure) -> WriteItem:
+    item = write_item_of(MetadataIndex(name), structure)
+    if item.tensor_data is None:
+        return item
+    # Stock's index and chunk share the offsets, which makes its messages smaller.
+    return replace(item, index=MetadataIndex(name, item.tensor_data.chunk.offsets))

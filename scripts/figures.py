@@ -32,16 +32,15 @@ Row = dict[str, Any]
 # Of each benchmark: its options, and those of --quick. Together the former take about 25 minutes on two quiet cores.
 RUNS: dict[str, tuple[str, str]] = {
     "planning": (
-        "--kinds fsdp2 --ranks 32 128 --items 5000 --stock-up-to 160000",
-        "--kinds fsdp2 --ranks 4 8 --items 100 --stock-up-to 400",
+        "--ranks 32 128 --items 5000 --stock-up-to 160000",
+        "--ranks 4 8 --items 100 --stock-up-to 400",
     ),
-    "loading": ("--ranks 128 --items 5000 --cases same reshard\\ 1", "--ranks 8 --items 100 --cases same --chunks 16"),
+    "loading": ("--ranks 128 --items 5000", "--ranks 8 --items 100 --chunks 16"),
     "storage": (
-        "--shapes large small moe fsdp2 --gib 0.5 --rounds 2"
-        " --who ours ours,\\ repeated\\ save ours,\\ safetensors stock,\\ 1\\ thread stock,\\ 4\\ threads",
+        "--gib 0.5 --rounds 2",
         "--shapes large --gib 0.01 --rounds 1 --who ours ours,\\ repeated\\ save stock,\\ 1\\ thread",
     ),
-    "messages": ("--ranks 4 --items 10 1000 10000 --objects 10", "--ranks 2 --items 10 --objects 10"),
+    "messages": ("--ranks 4 --items 10 1000 10000", "--ranks 2 --items 10"),
     "async_save": (
         "--ranks 2 --mib 256 --saves 5",
         "--ranks 2 --mib 4 --saves 3 --who ours stock,\\ thread",
@@ -59,10 +58,8 @@ def measure(name: str, *, is_quick: bool) -> Row:
         path = Path(directory, "figures.json")
         words = [word.replace("\\", "") for word in re.split(r"(?<!\\) ", options)]
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words, "--json", path], cwd=ROOT, check=True)
-        found = json.loads(path.read_text())
-    rows = found if isinstance(found, list) else found.get("rows") or found["costs"]
-    kept = [{key: value for key, value in row.items() if not isinstance(value, (list, dict))} for row in rows]
-    return {"command": command, "is_quick": is_quick, "seconds": round(time.monotonic() - started), "rows": kept}
+        rows = json.loads(path.read_text())
+    return {"command": command, "is_quick": is_quick, "seconds": round(time.monotonic() - started), "rows": rows}
 
 
 def machine() -> Row:
@@ -110,9 +107,16 @@ def first(rows: Iterable[Row], **wanted: object) -> Row:
     return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), {})
 
 
-def mib(row: Row) -> float | None:
-    """The peak of memory in a row."""
-    return row["peak_nbytes"] / (1 << 20) if row else None
+def _beside_stock(rows: Sequence[Row], same: Sequence[str], names: Callable[[Row], list[str]]) -> list[list[Any]]:
+    """CPU seconds and memory of ours, stock's, and the ratios, after what ``names`` says of each row of ours."""
+    cells: list[list[Any]] = []
+    for ours in rows:
+        if ours["who"] == "ours":
+            stock = first(rows, who="stock", **{key: ours[key] for key in same})
+            cells.append(names(ours))
+            for key in ("cpu_seconds", "peak_mib"):
+                cells[-1] += [ours[key], stock.get(key), ratio(stock.get(key), ours[key])]
+    return cells
 
 
 _BOTH = ("CPU s: ours", "stock", "times less", "MiB: ours", "stock", "times less")
@@ -120,34 +124,16 @@ _BOTH = ("CPU s: ours", "stock", "times less", "MiB: ours", "stock", "times less
 
 def planning(figures: Row) -> str:
     """What a save costs the coordinator."""
-    rows = figures["planning"]["rows"]
-    cells = []
-    for ours in rows:
-        if ours["who"] == "ours":
-            same = {key: ours[key] for key in ("ranks", "items_each", "save")}
-            stock = first(rows, who="stock", **same)
-            seconds = ours["cpu_seconds"], stock.get("cpu_seconds")
-            memory = mib(ours), mib(stock)
-            size = f"{ours['ranks']} x {ours['items_each']}"
-            cells.append([size, ours["save"], *seconds, ratio(*seconds[::-1]), *memory, ratio(*memory[::-1])])
-    titles = ["ranks x tensors", "save", *_BOTH]
-    return table(titles, cells)
+    rows, same = figures["planning"]["rows"], ("ranks", "items_each", "save")
+    cells = _beside_stock(rows, same, lambda row: [f"{row['ranks']} x {row['items_each']}", row["save"]])
+    return table(["ranks x tensors", "save", *_BOTH], cells)
 
 
 def loading(figures: Row) -> str:
     """What the plan of a load costs one rank."""
+    titles = {"same": "as many ranks", "reshard 1": "other ranks, cut otherwise"}
     rows = figures["loading"]["rows"]
-    cells = []
-    for ours in rows:
-        if ours["who"] == "ours":
-            stock = first(rows, who="stock", case=ours["case"])
-            seconds, memory = [
-                [row["cpu_seconds"] for row in (ours, stock)],
-                [row["peak_mib"] for row in (ours, stock)],
-            ]
-            case = {"same": "as many ranks", "reshard 1": "other ranks, cut otherwise"}.get(ours["case"], ours["case"])
-            size = f"{ours['ranks']} x {ours['items']}"
-            cells.append([case, size, *seconds, ratio(*seconds[::-1]), *memory, ratio(*memory[::-1])])
+    cells = _beside_stock(rows, ["case"], lambda row: [titles[row["case"]], f"{row['ranks']} x {row['items']}"])
     return table(["load by", "saved by ranks x tensors", *_BOTH], cells)
 
 
@@ -213,7 +199,6 @@ def messages(figures: Row) -> str:
                 *(f"{row[key]:,}" for key in ("nbytes", "others_nbytes", "stock_nbytes", "stock_others_nbytes")),
             ]
             for row in figures["messages"]["rows"]
-            if row["save"] in ("first", "repeated")  # new objects cost a repeated save no message
         ],
     )
 

@@ -1,4 +1,4 @@
-"""Many ranks on real gloo: threads of one process, and forked processes."""
+"""Many ranks on real gloo: threads of one process."""
 
 from __future__ import annotations
 
@@ -6,20 +6,35 @@ import random
 
 import pytest
 
-from benchmarks.bench_exchanges import Group, measure
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from tests.comm.messages import Note
+from tests.comm.threads import Group, n_sockets
 
 
-def test_sockets_bytes_and_the_store_do_not_grow_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for size in (8, 64):
-        row = measure(size)
-        log2 = (size - 1).bit_length()
-        assert row.sockets_mean + 1 <= 4
-        assert row.sockets_max + 1 <= 2 * log2 + 2
-        assert row.save_nbytes_a_neighbour <= 2048
-        assert row.store_nbytes <= 2048
+def _save(channel: Channel) -> None:
+    """The exchanges of a save with a known plan, in which no rank has anything to send."""
+    channel.agree("save: plan", lambda: Offer(bytes(16), bytes(16), 1, 1))
+    channel.gather("save: write", lambda: None, Note)
+    channel.barrier("save: commit")
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_sockets_bytes_and_the_store_do_not_grow_with_the_group(size: int) -> None:
+    before = n_sockets()
+    with Group(size) as group:
+        group.run(_save)
+        store_nbytes = group.store.nbytes
+        for nbytes in group.nbytes:
+            nbytes.clear()
+        group.run(_save)
+        connections = group.n_connections()
+        # Each rank has a socket that listens, and both ends of each connection are sockets of this process.
+        assert n_sockets() - before == sum(connections) + size
+        assert sum(connections) / size + 1 <= 4
+        assert max(connections) + 1 <= 2 * (size - 1).bit_length() + 2
+        assert max(max(nbytes.values()) for nbytes in group.nbytes) <= 2048
+        assert store_nbytes / size <= 2048
+        assert group.store.nbytes == store_nbytes, "ranks that are connected asked the store"
 
 
 def _scatter_to_half(channel: Channel) -> tuple[int, int]:
@@ -31,11 +46,7 @@ def _scatter_to_half(channel: Channel) -> tuple[int, int]:
     return len(note.data), stats.payload_nbytes_sent
 
 
-def test_a_message_for_many_ranks_is_scattered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    group = Group(16)
-    try:
+def test_a_message_for_many_ranks_is_scattered_as_one() -> None:
+    with Group(16) as group:
         nbytes, sent = group.run(_scatter_to_half)[0]
-    finally:
-        group.close()
     assert nbytes < sent < 4 * nbytes + 1000  # once to each of at most four ranks below, not once for each rank
