@@ -1,25 +1,78 @@
-"""A progress bar in a terminal for saves and loads.
+"""Listeners that come with the package: one logs saves and loads, one draws a progress bar in a terminal.
 
-It is there by itself, because ``save`` and ``load`` call :func:`watch_in_terminal`. It shows the bytes of rank 0.
+The bar is there by itself, because ``save`` and ``load`` call :func:`watch_in_terminal`. It shows the bytes of rank 0.
 It shows nothing if standard error is no terminal, if the save is async, or with ``ROBUST_DCP_PROGRESS=0``.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 from robust_dcp.environment import value_of
 from robust_dcp.events import Event, on_event
 
-__all__ = ["ProgressBar", "ProgressLine", "watch_in_terminal"]
+__all__ = ["LoggingHook", "ProgressBar", "ProgressLine", "fields_of", "watch_in_terminal"]
 
 _AFTER_SECONDS: Final = 2.0
 _EVERY_SECONDS: Final = 0.1
 _WIDTH: Final = 30
+
+
+class LoggingHook:
+    """One log record at the end of each save and load: INFO if it went well, ERROR if it failed.
+
+    The record's attribute ``robust_dcp`` is a dict: the operation, the rank and the numbers. A formatter for JSON, such
+    as that of ``python-json-logger``, prints it as it is.
+
+    Args:
+        logger: where to; ``None`` for the logger ``robust_dcp.operations``.
+        all_ranks: whether ranks other than 0 log, too.
+        phases: whether each phase is logged as well, at DEBUG.
+
+    Example::
+
+        robust_dcp.on_event(LoggingHook())
+    """
+
+    def __init__(self, logger: logging.Logger | None = None, *, all_ranks: bool = False, phases: bool = False) -> None:
+        self._logger: Final = logger or logging.getLogger("robust_dcp.operations")
+        self._all_ranks = all_ranks
+        self._phases = phases
+
+    def __call__(self, event: Event) -> None:
+        if event.rank != 0 and not self._all_ranks:
+            return
+        extra = {"robust_dcp": fields_of(event)}
+        if event.name == "ended":
+            self._logger.info("%s took %.3f s", event.operation, event.seconds or 0.0, extra=extra)
+        elif event.name == "failed":
+            self._logger.error("%s failed: %s", event.operation, event.error, extra=extra)
+        elif event.name == "phase_ended" and self._phases:
+            self._logger.debug("%s: %s took %.3f s", event.operation, event.phase, event.seconds or 0.0, extra=extra)
+
+
+def fields_of(event: Event) -> dict[str, Any]:
+    """The event as plain values, those that are not ``None``."""
+    names = [
+        "kind",
+        "checkpoint_id",
+        "phase",
+        "rank",
+        "world_size",
+        "is_async",
+        "seconds",
+        "done_nbytes",
+        "total_nbytes",
+    ]
+    error = None if event.error is None else f"{type(event.error).__name__}: {event.error}"
+    plain = {"event": event.name, **{name: getattr(event, name) for name in names}, "error": error}
+    metrics = {name.rpartition("/")[2]: value for name, value in event.metrics.items()}
+    return {name: value for name, value in plain.items() if value is not None} | metrics
 
 
 @cache
