@@ -46,6 +46,7 @@ def _all_verbs(channel: Channel, nbytes: int) -> dict[str, Any]:
     )
     nothing = channel.scatter("nothing", lambda: [None] * size, Note)
     everything = channel.all_gather("all_gather", lambda: own, Note)
+    combined = channel.combine("combine", lambda: Note(rank + 1), _sum, Note)
     channel.barrier("barrier")
     return {
         "agreement": agreement,
@@ -57,7 +58,12 @@ def _all_verbs(channel: Channel, nbytes: int) -> dict[str, Any]:
         "part": part,
         "nothing": nothing,
         "everything": everything,
+        "combined": combined.rank,
     }
+
+
+def _sum(one: Note, other: Note) -> Note:
+    return Note(one.rank + other.rank)
 
 
 @pytest.mark.parametrize(("world_size", "nbytes", "piece_nbytes"), [(1, 10, 256), (2, 0, 256), (5, 100_000, 4096)])
@@ -87,6 +93,7 @@ def _check_verbs(seen_by_ranks: list[dict[str, Any]], nbytes: int) -> None:
         assert seen["part"] == (notes[rank] if rank != 1 else None)
         assert seen["nothing"] is None
         assert seen["everything"] == notes
+        assert seen["combined"] == world_size * (world_size + 1) // 2
 
 
 def _cost_of_verbs() -> list[ExchangeStats]:

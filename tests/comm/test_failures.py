@@ -24,6 +24,8 @@ def _fail_on(ranks: list[int], verb: str) -> None:
     verbs: dict[str, Callable[[], object]] = {
         "gather": lambda: channel.gather("save 3: plan", work, Note),
         "agree": lambda: channel.agree("save 3: plan", lambda: Offer(value=work().rank)),
+        "broadcast": lambda: channel.broadcast("save 3: plan", work, Note),
+        "scatter": lambda: channel.scatter("save 3: plan", lambda: [work()] * channel.size, Note),
     }
     with pytest.raises(RobustCheckpointError) as caught:
         verbs[verb]()

@@ -37,6 +37,17 @@ def works_for(channel: Channel, seconds: float, *, says_so: bool) -> None:
             channel.note_progress(step + 1, n_steps)
 
 
+@pytest.mark.parametrize("straggler", [0, 2, 3])
+def test_a_straggler_that_gets_on_is_waited_for_longer_than_the_timeout(straggler: int) -> None:
+    def save(link: Link) -> str:
+        channel = channel_of(link)
+        channel.barrier("plan")
+        channel.barrier("write", lambda: works_for(channel, 2.0, says_so=True) if link.rank == straggler else None)
+        return "saved"
+
+    assert run_threads(SimulatedNetwork(4), save) == ["saved"] * 4
+
+
 def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named() -> None:
     def save(link: Link) -> Any:
         channel = channel_of(link)
@@ -74,6 +85,12 @@ def test_all_ranks_that_still_write_stop_when_another_dies(killed: int) -> None:
 
     for rank, seconds in enumerate(run_threads(network, save)):
         assert rank == killed or seconds < 15
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with quick():
+        yield
 
 
 @pytest.mark.parametrize("late", [0, 2, 3])

@@ -18,11 +18,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 from robust_dcp.comm import Channel
-from robust_dcp.comm.operation import Work
 from robust_dcp.report_rows import AT_PHASE
 
 __all__ = ["delay_in", "fail_in", "kill_in"]
@@ -48,19 +46,10 @@ def fail_in(
         ValueError: there is no such phase.
     """
 
-    def fail() -> NoReturn:
+    def fail() -> None:
         raise OSError(f"rank {rank} fails in {phase!r}, as the test asked for") if error is None else error
 
-    def fail_next_work(channel: Channel) -> None:
-        its_operation: Any = channel._operation
-
-        def run(verb: str, name: str, root: int, work: Work) -> Any:
-            del its_operation.run
-            return its_operation.run(verb, name, root, replace(work, contribute=fail))
-
-        its_operation.run = run
-
-    with _at(phase, rank, operation, fail_next_work):
+    with _at(phase, rank, operation, lambda channel: channel.fail_next_work(fail)):
         yield
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.connections import own_client_of, short
+from robust_dcp.comm.frames import Status
 from robust_dcp.comm.messages import encode
 from robust_dcp.errors import (
     ExchangeError,
@@ -109,21 +110,23 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         failed: the ranks that failed in their own work, in ascending order.
         told: the descriptions of the first ``MAX_FAILURES_TOLD`` of these ranks.
-        reason: the failure because of which others have stopped.
+        stopped: the ranks that stopped because they heard of a failure.
+        reason: the failure that they heard of.
     """
 
     failed: tuple[int, ...] = ()
     told: dict[int, ErrorMessage] = {}
+    stopped: tuple[int, ...] = ()
     reason: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.reason)
+        return bool(self.failed or self.stopped)
 
     @classmethod
     def on(cls, rank: int, error: BaseException) -> FailuresBelow:
         """The failures of ``rank`` after ``error`` was raised there."""
         if isinstance(error, Stopped):
-            return cls(reason=_shortened(str(error), 500))
+            return cls(stopped=(rank,), reason=_shortened(str(error), 500))
         return cls(failed=(rank,), told={rank: ErrorMessage.of(error, rank)})
 
     def merged(self, other: FailuresBelow) -> FailuresBelow:
@@ -132,13 +135,23 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
         return FailuresBelow(
             failed=tuple(sorted({*self.failed, *other.failed})),
             told={rank: told[rank] for rank in sorted(told)[:MAX_FAILURES_TOLD]},
+            stopped=tuple(sorted({*self.stopped, *other.stopped})),
             reason=self.reason or other.reason,
         )
+
+    @property
+    def status(self) -> Status:
+        """The status that the rank reports for itself and those below it."""
+        if self.failed:
+            return Status.ERROR
+        return Status.STOPPED if self.stopped else Status.OK
 
     def joint_error(self, phase: str) -> RobustCheckpointError:
         """The one exception that all ranks raise. It is that of the lowest rank, and lists the failures of all."""
         if not self.failed:
-            return RobustCheckpointError(f"{phase!r} was stopped, as a failure was announced: {self.reason}")
+            return RobustCheckpointError(
+                f"{phase!r} was stopped on ranks {list(self.stopped)}, as a failure was announced: {self.reason}"
+            )
         failures: list[RankFailure] = []
         for rank in self.failed:
             if rank in self.told:
@@ -222,6 +235,7 @@ class Problem(Exception):
         damaged_by: the rank that sent messages which arrived damaged.
         is_elsewhere: some ranks are in another operation or phase.
         is_loss: the connection to the missing ranks broke. They may be alive.
+        may_return: the missing ranks have said nothing in this operation, or it was this rank that closed.
     """
 
     what: str
@@ -230,6 +244,7 @@ class Problem(Exception):
     damaged_by: int | None = None
     is_elsewhere: bool = False
     is_loss: bool = False
+    may_return: bool = False
 
     @classmethod
     def of_leaving(cls, rank: int, error: BaseException) -> Problem:
@@ -237,9 +252,9 @@ class Problem(Exception):
         return cls(f"was left by rank {rank}: {type(error).__name__}", error)
 
     @classmethod
-    def of_lost(cls, lost: dict[int, str]) -> Problem:
+    def of_lost(cls, lost: dict[int, str], *, may_return: bool = False) -> Problem:
         """The connections to the ranks in ``lost`` broke. The texts say what is known."""
-        return cls("broke off: connection lost", missing=lost, is_loss=True)
+        return cls("broke off: connection lost", missing=lost, is_loss=True, may_return=may_return)
 
     @classmethod
     def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:
@@ -255,15 +270,16 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
         doing: what it is doing, for people.
         inside: the keys of the operations that it is in.
         missing: ranks that it lost or does not hear, each with what it knows of it.
-        closed: ranks that closed their connections to it, each with what it knows of it if it took part in its
-            operations.
+        closed: ranks that closed their connections to it.
+        lost: those of them that took part in its operations, each with what it knows of it.
     """
 
     rank: int
     doing: str
     inside: tuple[tuple[int, int], ...]
     missing: dict[int, str]
-    closed: dict[int, str] = {}
+    closed: tuple[int, ...] = ()
+    lost: dict[int, str] = {}
 
 
 class EndMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -295,8 +311,7 @@ def verdict(problem: Problem, where: Where, size: int, own: Answer, answers: Seq
     answers = sorted({answer.rank: answer for answer in (own, *answers)}.values(), key=lambda answer: answer.rank)
     alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
     inside = {each for answer in answers for each in answer.inside}
-    closed = [each for answer in answers for each in answer.closed.items() if each[0] not in alive]
-    dead = {rank: text for rank, text in closed if text}
+    dead = {rank: text for answer in answers for rank, text in answer.lost.items() if rank not in alive}
     ending: set[tuple[int, int]] = {key}
     error: RobustCheckpointError
     if problem.cause is not None:
@@ -317,7 +332,8 @@ def verdict(problem: Problem, where: Where, size: int, own: Answer, answers: Seq
         ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
     else:
         error = _missing_ranks_error(problem, where, size, answers)
-    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted({rank for rank, _ in closed})))
+    gone = {rank for answer in answers for rank in answer.closed} - alive
+    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted(gone)))
 
 
 def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int) -> ExchangeError:
@@ -481,9 +497,16 @@ class Notes:
         if self.life:
             self.ask(lambda: _compare_set(self._store, f"{self._name}/life", self.life, ""))
 
-    def forget_store(self) -> None:
-        """Let the store go, which may be hosted by this process. Nothing is asked any more."""
-        self._store = self._store_of_group = None
+    def call_roll(self, place: str, answer: bytes) -> bool:
+        """Answer the roll call of ``place``. Return whether this rank is the first one. See :meth:`ask`."""
+
+        def call() -> bool:
+            store = self.under(place)
+            number = store.add("answers", 1)
+            store.set(f"answer {number}", answer)
+            return int(number) == 1
+
+        return self.ask(call)
 
     def answers(self, place: str) -> list[bytes]:
         """What ranks have answered so far. See :meth:`ask`."""
@@ -515,9 +538,9 @@ class Notes:
 
         return write() if patient else self.ask(write)
 
-    def add(self, place: str, key: str, n: int = 1) -> int:
-        """Add ``n`` to the number under ``key``, and return it. See :meth:`ask`."""
-        return self.ask(lambda: int(self.under(place).add(key, n)))
+    def note_heard(self, place: str, n: int = 1) -> int:
+        """Count that ``n`` ranks have read the end message, and return how many have. See :meth:`ask`."""
+        return self.ask(lambda: int(self.under(place).add("heard", n)))
 
     def ask(self, question: Callable[[], T]) -> T:
         """What ``question``, which asks the store, returns.

@@ -50,6 +50,9 @@ __all__ = ["Link", "link_for", "make_link"]
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
 
+_WAITS = "waits"
+"""Where in the store ranks say that they wait."""
+
 
 class Link:
     """The connections of one rank to other ranks of its group. Each is made when it is first needed.
@@ -57,7 +60,7 @@ class Link:
     Args:
         rank: this process's rank in the group.
         ranks: the global rank of each rank of the group.
-        notes: what the ranks tell each other in their store; a group of one needs none.
+        notes: what the ranks tell each other in their store; ``None`` in a group of one.
         make_connections: makes the connections that the ranks meet for in a place of the store.
         store_host: the rank whose process hosts the store; ``None`` if no rank of the group does.
 
@@ -83,7 +86,7 @@ class Link:
         self.generation = 0
         self.gone: dict[int, str] = {}
         self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._notes = Notes(dist.HashStore(), "one") if notes is None else notes
+        self._notes = notes
         self._make_connections = make_connections
         self._lock = threading.RLock()
         self._breaking = threading.Lock()
@@ -101,7 +104,7 @@ class Link:
     @property
     def secret(self) -> int:
         """64 bits that only ranks of the group know."""
-        return int(self._notes.life or "0", 16)
+        return int(self._notes.life or "0", 16) if self._notes is not None else 0
 
     def tree(self, root: int) -> Tree:
         """The tree under ``root``, from this rank's place."""
@@ -160,7 +163,7 @@ class Link:
 
     def _begin_generation(self) -> tuple[int, Connections]:
         with self._making:  # without the other lock, since the store may take long to answer
-            if self._unsettled is not None:  # the store did not answer when it ended
+            if self._unsettled is not None and self._notes is not None:  # the store did not answer when it ended
                 self._notes.settle(*self._unsettled, patient=True)
                 self._unsettled = None
             if self._is_closed or self._make_connections is None:
@@ -188,7 +191,7 @@ class Link:
             nonlocal looked_seconds
             if generation != self.generation or self._is_closed or is_over():
                 raise Broken("the connections were dropped")
-            if time.monotonic() - looked_seconds > _LOOK_SECONDS:
+            if self._notes is not None and time.monotonic() - looked_seconds > _LOOK_SECONDS:
                 looked_seconds = time.monotonic()
                 if self._notes.is_pointless(self._place(generation)):
                     raise Broken("the others have given up these connections")
@@ -208,15 +211,16 @@ class Link:
 
     # Ranks that wait in different operations.
 
-    def say_waiting(self, generation: int, where: bytes) -> None:
+    def say_waiting(self, where: bytes) -> None:
         """Tell the others where this rank waits; no bytes if it waits no longer. Nobody minds if that fails."""
-        with contextlib.suppress(StoreLost):
-            self._notes.write(self._place(generation), f"{self.rank} waits", where)
+        if self._notes is not None:
+            with contextlib.suppress(StoreLost):
+                self._notes.write(_WAITS, str(self.rank), where)
 
-    def where_waits(self, generation: int, peer: int) -> bytes:
+    def where_waits(self, peer: int) -> bytes:
         """What ``peer`` has said by :meth:`say_waiting`."""
         with contextlib.suppress(StoreLost):
-            return self._notes.read(self._place(generation), f"{peer} waits")
+            return self._notes.read(_WAITS, str(peer)) if self._notes is not None else b""
         return b""
 
     # Ending a generation.
@@ -234,83 +238,91 @@ class Link:
             place = self._place(generation)
 
             def verdict_on(answers: Sequence[Answer]) -> EndMessage:
-                return verdict(problem, operation.where(), self.size, self._answer(problem, {}), answers)
+                return verdict(problem, operation.where(), self.size, self._answer(problem), answers)
 
-            if self._notes.has_begun_anew:
+            if self._notes is None:
+                end_message = encode(verdict_on([]))
+            elif self._notes.has_begun_anew:
                 end_message = encode(EndMessage((), verdict_on([]).error))
                 self._first = generation + 1
             else:
                 try:
-                    end_message = self._agree_on_end(place, problem, verdict_on)
+                    end_message = self._agree_on_end(self._notes, place, problem, verdict_on)
                 except StoreLost as lost:
                     problem.is_loss = False  # the lost ranks cannot say that they are alive
                     host = self.store_host
                     ended = end_without_store(verdict_on([]), operation.what, self.size, str(lost), host, self.rank)
                     end_message = encode(ended)
                     self._unsettled = place, end_message
-            self._drop()
+            self._drop(problem)
             self._apply(end_message)
             self._stay_until_heard(place, end_message)
 
-    def _answer(self, problem: Problem, closed: dict[int, str]) -> Answer:
+    def _answer(self, problem: Problem, connections: Connections | None = None) -> Answer:
         operations = self.operations()
         missing = dict(problem.missing)
         for each in operations:
             missing.update(each.missing())
         doing = "; ".join(sorted(each.doing() for each in operations)) or "no operation"
-        return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed)
+        answer = Answer(self.rank, doing, tuple(each.key for each in operations), missing)
+        if connections is None:
+            return answer
+        return msgspec.structs.replace(answer, closed=tuple(connections.closed), lost=dict(connections.lost))
 
     def _agree_on_end(
-        self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
+        self, notes: Notes, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
     ) -> bytes:
         """The end message that counts for all ranks."""
-        end_message = self._notes.read(place, "end") or self._call_roll(place, problem, verdict_on)
-        self._notes.add(place, "heard")
+        end_message = notes.read(place, "end")
+        if not end_message:
+            end_message = self._call_roll(notes, place, problem, verdict_on)
+        notes.note_heard(place)
         return end_message
 
-    def _call_roll(self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]) -> bytes:
+    def _call_roll(
+        self, notes: Notes, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
+    ) -> bytes:
         awaited: list[int] = []
         if self._connections is not None and problem.missing and not problem.is_loss:
-            awaited = self._notes.ask(self._connections.awaited)
-        connections = self._say_gone()  # other neighbours that have ended are found meanwhile
+            awaited = notes.ask(self._connections.awaited)
+        connections = self._say_gone(problem)  # other neighbours that have ended are found meanwhile
         # Answer before the connections close: whoever has closed them, and does not answer, is dead.
-        answer = self._answer(problem, {} if connections is None else dict(connections.closed))
+        answer = self._answer(problem, connections)
         if awaited:  # the others have come, and cannot connect either
             problem.missing = {rank: f"rank {rank} has not come" for rank in awaited}
             answer = msgspec.structs.replace(answer, missing=problem.missing)
-        number = self._notes.add(place, "answers")
-        self._notes.write(place, f"answer {number}", encode(answer))
+        is_first = notes.call_roll(place, encode(answer))
         if connections is not None:
             connections.drop()
         until = time.monotonic() + patience.VERDICT_SECONDS
         pause_seconds = 0.005
-        while number > 1 and time.monotonic() < until:
-            end_message = self._notes.read(place, "end")
+        while not is_first and time.monotonic() < until:
+            end_message = notes.read(place, "end")
             if end_message:
                 return end_message
             time.sleep(pause_seconds)
             pause_seconds = min(0.1, 1.3 * pause_seconds)
-        if problem.is_elsewhere or problem.is_loss or problem.missing:
+        if problem.is_elsewhere or problem.missing:
             expected = self.size - (0 if problem.is_loss else len(problem.missing))  # who is lost may be alive
             until = time.monotonic() + patience.ROLL_CALL_SECONDS
-            while len(self._notes.answers(place)) < expected and time.monotonic() < until:
+            while len(notes.answers(place)) < expected and time.monotonic() < until:
                 time.sleep(0.02)
-        answers = [decode(each, Answer) for each in self._notes.answers(place)]
-        return self._notes.settle(place, encode(verdict_on(answers)))
+        answers = [decode(each, Answer) for each in notes.answers(place)]
+        return notes.settle(place, encode(verdict_on(answers)))
 
-    def _say_gone(self, *, leaves: bool = False) -> Connections | None:
+    def _say_gone(self, problem: Problem | None = None) -> Connections | None:
         """Tell the neighbours that the connections will be dropped, and return these. Nobody connects any more."""
         with self._lock:
             connections, self._connections = self._connections, None
             self._dropped = self.generation
         if connections is not None:
             for each in self.operations():
-                each.say_gone(connections, leaves=leaves)
+                each.say_gone(list(problem.missing) if problem is not None and not problem.may_return else ())
             time.sleep(patience.GONE_SECONDS)
         return connections
 
-    def _drop(self, *, leaves: bool = False) -> None:
-        connections = self._say_gone(leaves=leaves)
+    def _drop(self, problem: Problem | None = None) -> None:
+        connections = self._say_gone(problem)
         if connections is not None:
             connections.drop()
 
@@ -340,12 +352,12 @@ class Link:
 
     def _stay_until_heard(self, place: str, end_message: bytes) -> None:
         """Stay until the others have read the end message, if the store is in this process, which may exit next."""
-        if self.store_host != self.rank:
+        if self.store_host != self.rank or self._notes is None:
             return
         n_missing = len((decode(end_message, EndMessage).error.fields or {}).get("missing_ranks") or ())
         until = time.monotonic() + patience.HEARD_SECONDS
         with contextlib.suppress(StoreLost):
-            while self._notes.add(place, "heard", 0) < self.size - n_missing and time.monotonic() < until:
+            while self._notes.note_heard(place, 0) < self.size - n_missing and time.monotonic() < until:
                 time.sleep(0.02)
 
     # The end of a group.
@@ -354,8 +366,9 @@ class Link:
         """The process group is destroyed. Operations that are under way, such as an async save, still go on."""
         if self._is_closed:
             return
-        with contextlib.suppress(StoreLost):
-            self._notes.leave()
+        if self._notes is not None:
+            with contextlib.suppress(StoreLost):
+                self._notes.leave()
         if not self.operations():
             self.close()
 
@@ -364,15 +377,15 @@ class Link:
         if self._is_closed:
             return
         self._is_closed = True
-        self._drop(leaves=True)
+        self._drop()
         for operation in self.operations():
             operation.end(end_of_leaving(operation.key))
         until = time.monotonic() + patience.EXIT_SECONDS
-        for thread in (*self.threads, *self._notes.threads):
+        asking = [] if self._notes is None else list(self._notes.threads)
+        for thread in (*self.threads, *asking):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
-        self._make_connections = None
-        self._notes.forget_store()
+        self._notes = self._make_connections = None  # and with them the store
 
     def abandon(self) -> None:
         """Leave everything as it is. A forked child calls this: the connections are its parent's."""

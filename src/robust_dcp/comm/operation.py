@@ -33,7 +33,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from isal import isal_zlib
@@ -52,14 +52,14 @@ from robust_dcp.comm.endings import (
     Where,
     as_told_to,
 )
-from robust_dcp.comm.frames import FRAME_NBYTES, Frame, FrameError, Kind, Status, phase_id
+from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, Status, phase_id
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.stats import PhaseStats
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["Beat", "Operation", "Work"]
+__all__ = ["Beat", "Contribution", "Operation", "Work"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,19 @@ _NOBODY = -1
 
 
 @dataclass(frozen=True)
+class Contribution:
+    """What a rank adds to an exchange: its offer, and the payload that it sends up (none if it is empty)."""
+
+    offer: Offer = field(default_factory=Offer)
+    payload: Payload = b""
+
+
+@dataclass(frozen=True)
 class Work:
     """What one exchange does on a rank.
 
     Attributes:
-        contribute: does this rank's own work. It returns the rank's offer, and the payload that it sends up (none if it
-            is empty).
+        contribute: does this rank's own work.
         merge: joins this rank's payload and those of its children into one, on the way up. It is called only if at
             least one child sent a payload.
         reply: makes the payload that goes down. It is called on the root, with the agreement of all ranks, the root's
@@ -87,7 +94,7 @@ class Work:
         share: returns the part of the payload that ``child`` gets, on the way down.
     """
 
-    contribute: Callable[[], tuple[Offer, Payload]]
+    contribute: Callable[[], Contribution]
     merge: Callable[[Payload, list[Payload]], Payload] = lambda own, below: own
     reply: Callable[[Agreement, Payload, list[Payload]], Payload] = lambda agreement, own, below: b""
     share: Callable[[Payload, int], Payload] = lambda payload, child: payload
@@ -384,9 +391,9 @@ class Operation:
         interrupt: ends a wait in this rank's own work. It is called when the exchange is going to fail, for work that
             does not ask by itself whether to stop.
         what, phase: the current or latest exchange: its full description, and the caller's name for it.
+        fault: for tests. It is called before this rank's own work in the next exchange.
         stragglers: on the root, the log lines about ranks that the others waited for.
         n_exchanges: how many exchanges have ended well.
-        cost: what the current or latest exchange has cost this rank.
         recordings: where it is counted what the exchanges have cost this rank.
     """
 
@@ -399,13 +406,15 @@ class Operation:
         self.deadline_seconds = deadline_seconds
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
+        self.fault: Callable[[], None] | None = None
         self.stragglers: list[str] = []
         self.n_exchanges = 0
         self.recordings = [link.stats]
         self._busy = threading.Lock()
         self._holder: int | None = None
         self._changed = threading.Condition()
-        self._end_message: bytes | None = None  # until the caller has seen the end
+        self._end_message: bytes | None = None
+        self._is_untold = False  # whether the caller has not seen the end yet
         self._has_begun = False
         self._begun_seconds = time.monotonic()
         self._last_beat = 0.0
@@ -416,7 +425,7 @@ class Operation:
         self._early: dict[int, Message] = {}  # what neighbours have sent for the next exchange
         self._raised: BaseException | None = None
         self._own_error: BaseException | None = None
-        self.cost = PhaseStats()
+        self._cost = PhaseStats()
 
     # What the channel calls.
 
@@ -438,22 +447,22 @@ class Operation:
                 works.
         """
         with self._held(phase):
-            self.cost, self._own_error = PhaseStats(exchanges=1), None
+            self._cost, self._own_error = PhaseStats(exchanges=1), None
             try:
                 exchange = self._start(verb, phase, root)
-                own = self._do_own_work(exchange, work)
+                contribution, failures = self._do_own_work(exchange, work)
                 began = time.monotonic()
                 try:
-                    status, agreement, payload = self._go_up(exchange, work, *own)
+                    status, agreement, payload = self._go_up(exchange, work, contribution, failures)
                     self._go_down(exchange, work, status, agreement, payload)
                 finally:
-                    self.cost.seconds = time.monotonic() - began
+                    self._cost.seconds = time.monotonic() - began
                 with self._changed:
                     self.n_exchanges += 1
                     self._last = exchange
             except _Ended:
+                self._is_untold = False
                 error = as_told_to(self.link.rank, self._end().error.to_error())
-                self._end_message = None
             except BaseException as interrupt:
                 if self._exchange is not None:
                     self._conclude(Problem.of_leaving(self.link.rank, interrupt))
@@ -469,7 +478,7 @@ class Operation:
                     self._exchange = None
                 _CLOCK.discard(self)
                 for stats in self.recordings:
-                    stats.count(phase, self.cost)
+                    stats.count(phase, self._cost)
             if isinstance(self._own_error, KeyboardInterrupt | SystemExit | GeneratorExit):
                 self._raised = self._own_error  # this rank raises that, whatever the others raise
             else:
@@ -532,14 +541,14 @@ class Operation:
     def _start(self, verb: str, phase: str, root: int) -> _Exchange:
         self.what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
         self.phase = phase
-        if not self._has_begun and self._end_message is None:
+        if not self._has_begun and not self._is_untold:
             with self._changed:
-                self.n_exchanges, self._last, self._early = 0, None, {}
+                self._end_message, self.n_exchanges, self._last, self._early = None, 0, None, {}
                 self._heard = set()
                 self._begun_seconds = time.monotonic()
                 self._has_begun = True
             self.link.begin(self.name, self)
-        if self._end_message is not None:
+        if self._is_untold:
             raise _Ended  # the operation ended for all ranks while this one was between two exchanges
         exchange = _Exchange(self.n_exchanges, self.what, self.link.tree(root), self.link, self.timeout_seconds)
         with self._changed:
@@ -559,17 +568,19 @@ class Operation:
             _CLOCK.add(self)
         return exchange
 
-    def _do_own_work(self, exchange: _Exchange, work: Work) -> tuple[Offer, Payload, FailuresBelow]:
-        offer, failures = Offer(), FailuresBelow()
-        payload: Payload = b""
+    def _do_own_work(self, exchange: _Exchange, work: Work) -> tuple[Contribution, FailuresBelow]:
+        contribution, failures = Contribution(), FailuresBelow()
+        fault, self.fault = self.fault, None
         try:
-            offer, payload = work.contribute()
+            if fault is not None:
+                fault()
+            contribution = work.contribute()
         except BaseException as error:
             failures = self._failed(exchange, error)
         with self._changed:
             exchange.is_working = False
             exchange.moved_seconds = time.monotonic()
-        return offer, payload, failures
+        return contribution, failures
 
     def _failed(self, exchange: _Exchange, error: BaseException) -> FailuresBelow:
         """Record a failure of this rank, and tell the ranks that are still working."""
@@ -582,7 +593,7 @@ class Operation:
         return FailuresBelow.on(rank, error)
 
     def _go_up(
-        self, exchange: _Exchange, work: Work, offer: Offer, payload: Payload, failures: FailuresBelow
+        self, exchange: _Exchange, work: Work, contribution: Contribution, failures: FailuresBelow
     ) -> tuple[Status, Agreement, Payload]:
         """Wait for the children, join what comes from them with what this rank adds, and pass it to the parent.
 
@@ -590,9 +601,9 @@ class Operation:
             The result of all ranks: a status, their agreement, and the root's reply. Instead of a reply that is the
             error if the status is not OK.
         """
-        parent = exchange.tree.parent
+        parent, payload = exchange.tree.parent, contribution.payload
         arrived = self._receive(exchange, exchange.tree.children, Kind.UP)
-        own = Agreement.of(exchange.tree.rank, offer)
+        own = Agreement.of(exchange.tree.rank, contribution.offer)
         total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
         for message in arrived:
             if message.frame.status != Status.OK:
@@ -607,7 +618,7 @@ class Operation:
                     payload = work.merge(payload, below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
-        status = Status.ERROR if failures else Status.OK
+        status = failures.status
         if parent is not None:
             up = payload if status == Status.OK else encode(failures)
             self._send(exchange, parent, Frame(Kind.UP, status=status, body=total.encode()), up)
@@ -647,7 +658,7 @@ class Operation:
         if silent is not None and generation == self.link.generation:
             # The thread that reads from it must not read what belongs to the next exchange.
             words = exchange.words_for_silent(silent, self.timeout_seconds)
-            self.link.break_up(generation, Problem.of_lost({silent: words}), self)
+            self.link.break_up(generation, Problem.of_lost({silent: words}, may_return=True), self)
 
     # Sending.
 
@@ -658,7 +669,7 @@ class Operation:
             self._post(exchange, peer, frame, payload)
             if frame.kind == Kind.DOWN:
                 exchange.closed.add(peer)
-        self.cost.sent(FRAME_NBYTES, len(payload))
+        self._cost.sent(FRAME_NBYTES, len(payload))
 
     def _post(
         self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload = b"", *, for_good: bool = False
@@ -716,18 +727,21 @@ class Operation:
                 exchange.sent[peer].append(stop)
                 self._post(exchange, peer, *stop)
 
-    def say_gone(self, connections: Connections, *, leaves: bool) -> None:
-        """Tell all neighbours that ``connections`` are dropped. A forked child may hold them open.
+    def say_gone(self, missing: Sequence[int]) -> None:
+        """Tell the neighbours that the connections are dropped, and which ranks are missing.
 
-        Args:
-            leaves: this rank will not answer the roll call.
+        The store says more. But it may be lost too, and a forked child may hold the connections open.
         """
+        shown = sorted(missing)[: BODY_NBYTES // 4 - 1]
+        gone = Frame(Kind.GONE, body=struct.pack(f"<{1 + len(shown)}I", len(shown), *shown))
         with self._changed:
-            number = self.n_exchanges if self._exchange is None else self._exchange.number
-            gone = Frame(Kind.GONE, *self.key, number, body=bytes([leaves]), secret=self.link.secret).encode()
-            for peer in list(connections.peers):
-                with contextlib.suppress(Broken):
-                    connections.kept.append(connections.send(peer, self._tag, gone))
+            exchange = self._exchange
+            if exchange is None and self._last is not None:  # the others may have begun the next one
+                exchange = _Exchange(self.n_exchanges, "", self._last.tree, self.link, self.timeout_seconds)
+                exchange.open = self._last.open
+            for peer in exchange.tree.neighbours if exchange is not None else ():
+                if exchange is not None and peer not in exchange.closed:
+                    self._post(exchange, peer, gone, for_good=True)
 
     # Reading.
 
@@ -831,18 +845,18 @@ class Operation:
                 self._repeat(exchange, last, peer)
             return False
         if frame.exchange > exchange.number:  # so it has heard the result of this one
+            self._early[peer] = message
             exchange.arrived[peer, Kind.HEARD] = message
             exchange.done.add(peer)
-            if frame.kind == Kind.GONE:  # the next exchange may find new connections
-                raise Problem.of_lost({})
-            self._early[peer] = message
             return True
         self._heard.add(peer)
         exchange.note_heard(peer, frame)
         if frame.kind == Kind.GONE:
-            if frame.body[0]:
+            (n_missing,) = struct.unpack_from("<I", frame.body)
+            missing = struct.unpack_from(f"<{n_missing}I", frame.body, 4)
+            if not missing:
                 raise Broken("it dropped its connections")
-            raise Problem.of_lost({})  # it is alive
+            raise Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
         if frame.phase != exchange.phase_id:
             raise Problem("in different operations", is_elsewhere=True)
         if frame.kind == Kind.AGAIN:
@@ -880,7 +894,7 @@ class Operation:
                 sent = f"what rank {peer} sent to rank {self.link.rank}"
                 raise Problem(f"{sent} arrived damaged twice: {what}", damaged_by=peer)
             exchange.damaged.add(peer)
-            self.cost.repeats += 1
+            self._cost.repeats += 1
             logger.info("asking rank %d again: %s", peer, what)
             exchange.sent[peer].append((Frame(Kind.AGAIN), b""))
             self._post(exchange, peer, Frame(Kind.AGAIN))
@@ -894,10 +908,13 @@ class Operation:
             if self._exchange is not exchange or peer in exchange.done or generation != self.link.generation:
                 return
             exchange.catching_up_seconds()
-            problem = Problem.of_lost({peer: exchange.words_for_lost(peer, detail)})
-            if connections is not None and not connections.is_dropped:  # it has closed the connection
-                took_part = peer in self._heard and peer not in exchange.closed
-                connections.closed[peer] = connections.closed.get(peer) or (problem.missing[peer] if took_part else "")
+            is_closed_there = connections is not None and not connections.is_dropped
+            may_return = not is_closed_there or peer not in self._heard or peer in exchange.closed
+            problem = Problem.of_lost({peer: exchange.words_for_lost(peer, detail)}, may_return=may_return)
+            if connections is not None and is_closed_there:
+                connections.closed.add(peer)
+                if not may_return:
+                    connections.lost.update(problem.missing)
             elif detail.startswith(CONNECTING_FAILED):
                 self.link.gone[peer] = detail
             if exchange.stood_still_seconds > self.timeout_seconds / 2:
@@ -925,7 +942,7 @@ class Operation:
         """
         exchange.waiting_since = time.monotonic()
         look_seconds = min(patience.ELSEWHERE_SECONDS, self.timeout_seconds / 2)
-        said: tuple[int, bytes] | None = None
+        says_where = b""
         try:
             while True:
                 generation = self.link.generation
@@ -936,30 +953,26 @@ class Operation:
                         waited = time.monotonic() - exchange.waiting_since
                         unheard = [peer for peer in exchange.tree.neighbours if peer not in exchange.heard]
                     if unheard and waited > look_seconds / 2:
-                        where = f"{self.key} {exchange.number} {self.what}".encode(errors="replace")
-                        if said != (generation, where):
-                            said = generation, where
-                            self.link.say_waiting(*said)
-                        elif waited > look_seconds and any(self._is_elsewhere(peer, *said) for peer in unheard):
+                        where = f"{generation}: {self.key} {exchange.number} {self.what}".encode(errors="replace")
+                        if says_where != where:
+                            says_where = where
+                            self.link.say_waiting(where)
+                        elif waited > look_seconds and any(self._is_elsewhere(peer, where) for peer in unheard):
                             raise Problem("in different operations", is_elsewhere=True)
                 except Problem as problem:
                     self.link.break_up(generation, problem, self)
         finally:
-            if said is not None:
-                self.link.say_waiting(said[0], b"")
+            if says_where:
+                self.link.say_waiting(b"")
         with self._changed:
             messages = [exchange.arrived[peer, kind] for peer in peers]
-        self.cost.payload_nbytes_received += sum(len(message.payload) for message in messages)
+        self._cost.payload_nbytes_received += sum(len(message.payload) for message in messages)
         return messages
 
-    def _is_elsewhere(self, peer: int, generation: int, where: bytes) -> bool:
-        """Whether ``peer`` waits in another operation than this rank, or for another purpose in this exchange."""
-        peers_place = self.link.where_waits(generation, peer)
-        if peers_place in (b"", where):
-            return False
-        key, number, _ = where.split(b" ", 2)
-        peers_key, peers_number, _ = peers_place.split(b" ", 2)
-        return key != peers_key or number == peers_number  # in another exchange of this operation it is only late
+    def _is_elsewhere(self, peer: int, own: bytes) -> bool:
+        """Whether ``peer`` waits in another operation than ``own``, or in another exchange of this one."""
+        where = self.link.where_waits(peer)
+        return where.partition(b":")[0] == own.partition(b":")[0] and where != own
 
     def _wait(self, exchange: _Exchange, peers: Sequence[int], kind: Kind) -> bool:
         """Wait a while. Return whether the messages of all ``peers`` have come. Called with the lock.
@@ -1024,12 +1037,13 @@ class Operation:
         """End the operation on all ranks, whatever else ends its connections meanwhile."""
         while self._end_message is None:
             self.link.break_up(self.link.generation, problem, self)
-        self._end_message = None
+        self._is_untold = False
 
     def end(self, end_message: bytes) -> None:
         """The operation is over on all ranks; ``end_message`` says why. The link calls this."""
         with self._changed:
             self._end_message = end_message
+            self._is_untold = True
             self._has_begun = False
             if self._exchange is not None:
                 self._interrupt_work(self._exchange)
