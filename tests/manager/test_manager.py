@@ -281,6 +281,15 @@ class TestLatest:
         (tmp_path / LATEST_NAME).write_bytes(b"x" * 5000)
         assert load_what_is_there_in(CheckpointManager(tmp_path)) == 20
 
+    def test_what_was_to_become_it_when_its_job_was_killed_is_swept(self, tmp_path: Path) -> None:
+        left = tmp_path / "latest.0123456789abcdef.tmp"
+        left.write_text("step_1")
+        save_steps(CheckpointManager(tmp_path, keep_last=1), 2)
+        assert left.exists()  # the job may still run
+        os.utime(left, (0, 0))
+        save_steps(CheckpointManager(tmp_path, keep_last=1), 3)
+        assert not left.exists()
+
     def test_a_step_that_another_manager_removes_as_soon_as_it_is_committed_fails_no_save(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
