@@ -24,7 +24,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Final, NoReturn
@@ -34,6 +35,7 @@ import torch
 from robust_dcp.errors import RobustCheckpointError, failure_of
 from robust_dcp.staged_source import HeldItems, StagedSource
 from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_near
+from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 
@@ -326,7 +328,8 @@ def _do(connection: Connection, job: _Job, fd: int) -> WrittenFiles | RobustChec
             }
             in_order = [data[place] for place in range(len(data))]
             items = HeldItems(job.names, job.forms_expected, job.chunk_offsets, in_order)
-            return write_files(job.files, items, tell, [])
+            files = replace(job.files, placements=_one_object(pickle.dumps(job.files.placements)))
+            return write_files(files, items, tell, [])
         finally:
             memory.release()
     except RobustCheckpointError as error:
@@ -335,3 +338,10 @@ def _do(connection: Connection, job: _Job, fd: int) -> WrittenFiles | RobustChec
         failure = failure_of(job.files.rank, error)
         message = f"in the writer process: {failure.type_name}: {failure.message}\n{failure.traceback_text}".rstrip()
         return RobustCheckpointError(message)
+
+
+@lru_cache(maxsize=4)
+def _one_object(pickled: bytes) -> Placements:
+    """The same object for the same placements, by which the engine remembers the order of writes."""
+    placements: Placements = pickle.loads(pickled)  # noqa: S301 (this process made it)
+    return placements

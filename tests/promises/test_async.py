@@ -322,6 +322,23 @@ def kill_the_writer(directory: str) -> str:
     return verdict.message
 
 
+def save_often_in_a_process(directory: str) -> tuple[int, int]:
+    """The writer's memory after a few saves and after many, in bytes."""
+    state = {f"layers.{number}.weight": torch.full((16,), float(number)) for number in range(10_000)}
+    nbytes = []
+    for _ in range(14):
+        robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result(timeout=120)
+        (writer,) = children()
+        pages = Path(f"/proc/{writer}/statm").read_text().split()[1]
+        nbytes.append(int(pages) * resource.getpagesize())
+    return nbytes[3], nbytes[-1]
+
+
+def test_the_memory_of_a_writer_process_does_not_grow_from_save_to_save(tmp_path: Path) -> None:
+    ((few, many),) = values(run_ranks(1, save_often_in_a_process, str(tmp_path / "checkpoint"), timeout_seconds=150))
+    assert many - few < 7 * MEGABYTE
+
+
 def test_a_writer_process_that_is_killed_costs_its_save_alone(tmp_path: Path) -> None:
     for told in values(run_ranks(2, kill_the_writer, str(tmp_path / "checkpoint"), timeout_seconds=150)):
         assert "the writer process of rank 1" in told and "killed by SIGKILL" in told
