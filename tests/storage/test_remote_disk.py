@@ -116,7 +116,7 @@ def test_what_is_no_file_cannot_be_opened(name: str, number: int) -> None:
 
 
 PATH = f"{URL}/.metadata"
-WRITES = ("open_new", "pwrite", "preallocate", "truncate", "fsync", "fsync_directory", "rename", "symlink", "unlink")
+WRITES = ("open_new", "pwrite", "preallocate", "truncate", "fsync", "fsync_directory", "rename", "unlink")
 
 
 @pytest.mark.parametrize("write", [*WRITES, "mkdirs", "rmdir"])

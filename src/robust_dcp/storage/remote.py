@@ -481,7 +481,7 @@ class RemoteDisk(Disk):
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         return None
 
-    open_new = pwrite = preallocate = truncate = fsync = fsync_directory = rename = symlink = _READ_ONLY
+    open_new = pwrite = preallocate = truncate = fsync = fsync_directory = rename = _READ_ONLY
     unlink = mkdirs = rmdir = room = _READ_ONLY
 
     def _info(self, path: str) -> Mapping[str, Any]:

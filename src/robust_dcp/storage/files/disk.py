@@ -319,10 +319,6 @@ class Disk:
         """Remove a directory, which must be empty."""
         _call("remove directory", path, os.rmdir, path)
 
-    def symlink(self, target: str, path: str) -> None:
-        """Create the symbolic link ``path`` that points to ``target``; ``path`` must not exist."""
-        _call("link", path, os.symlink, target, path)
-
     def resolve(self, path: str) -> str:
         """The absolute path with every symbolic link followed. The file itself need not exist."""
         resolved: str = _call("resolve", path, os.path.realpath, path)
