@@ -39,8 +39,8 @@ from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.comm.frames import Frame, Kind, operation_id, phase_id
 from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.operation import Operation, Work
+from robust_dcp.items import Form, Items
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.plan.items import Form, Items
 from robust_dcp.plan.plan import Plan, PlanReply, Rows, unpack_places
 from robust_dcp.plan.session import MATCHES, Digests, SaveSession
 from robust_dcp.plan.written import Written, written_message, written_offer

@@ -22,7 +22,7 @@ from robust_dcp.comm import Agreement, Channel, ExchangeStats, Offer
 from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.tree import Tree
-from robust_dcp.plan.items import Form, ItemKind, ItemsMessage, ItemStructure, items_of, sorted_places
+from robust_dcp.items import Form, ItemKind, ItemsMessage, ItemStructure, items_of, sorted_places
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.signature import PlanContext, StructureSignature
 from robust_dcp.plan.state_dict import write_item_of

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from robust_dcp.plan.global_plan import GlobalPlan
-from robust_dcp.plan.items import (
+from robust_dcp.items import (
     Form,
     ItemKind,
     Items,
@@ -23,6 +22,7 @@ from robust_dcp.plan.items import (
     items_of,
     sorted_places,
 )
+from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.signature import PlanContext
 
 __all__ = [

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import ExchangeError, PlanConflict
+from robust_dcp.items import Items, ItemsDecoder, ItemsMessage, Path
 from robust_dcp.plan.global_plan import make_global_plan
-from robust_dcp.plan.items import Items, ItemsDecoder, ItemsMessage, Path
 from robust_dcp.plan.signature import StructureSignature
 from tests.plan.structures import Item, chunk, context_of, obj, rank_items, table, tensor
 

@@ -13,7 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from robust_dcp import Channel, RobustPlanner
-from robust_dcp.plan.items import Items, Path
+from robust_dcp.items import Items, Path
 from robust_dcp.plan.signature import PlanContext, StructureSignature
 from tests.plan.structures import Item, chunk, context_of, rank_items, table, tensor
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.errors import PlanConflict
+from robust_dcp.items import Form, ItemKind, ItemStructure, Replica
 from robust_dcp.megatron.versions import (
     ShardedBase,
     ShardedObject,
@@ -32,7 +33,6 @@ from robust_dcp.megatron.versions import (
     nested_values,
     to_dcp_values,
 )
-from robust_dcp.plan.items import Form, ItemKind, ItemStructure, Replica
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.state_dict import DescribedItems, describe_items
 from robust_dcp.storage.records.objects import Refusal

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.plan.items import Items
+from robust_dcp.items import Items
 from robust_dcp.plan.plan import LocalStructure, Plan, Share, stored_plan
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME

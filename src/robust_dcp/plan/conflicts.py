@@ -1,4 +1,4 @@
-"""Finds contradictions between ranks, on the :class:`~robust_dcp.plan.items.Items` of all of them.
+"""Finds contradictions between ranks, on the :class:`~robust_dcp.items.Items` of all of them.
 
 A name that means different things, and chunks that do not fill their tensor exactly, are a :class:`PlanConflict` that
 names the key, the ranks and what each of them holds.
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
-from robust_dcp.plan.items import ItemKind, Items, Path
+from robust_dcp.items import ItemKind, Items, Path
 
 __all__ = [
     "Differing",

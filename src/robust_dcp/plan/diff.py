@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.plan.items import Form, Items, hashes_of_rows
+from robust_dcp.items import Form, Items, hashes_of_rows
 from robust_dcp.report import StructureDiff
 
 __all__ = ["diff_items", "merge_diffs"]

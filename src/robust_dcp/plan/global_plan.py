@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
+from robust_dcp.items import ItemKind, Items, Path, Replica, merged, unique_rows
 from robust_dcp.plan.conflicts import check_bounds, check_coverage, merged_paths, refuse_contradictions
-from robust_dcp.plan.items import ItemKind, Items, Path, Replica, merged, unique_rows
 from robust_dcp.storage.layouts.places import deal
 
 __all__ = ["SMALL_NBYTES", "GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan"]

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.comm.messages import Bundler
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
+from robust_dcp.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, unique_rows
 from robust_dcp.plan.diff import diff_items, merge_diffs
 from robust_dcp.plan.global_plan import GlobalPlan, ascending, by_rank, make_global_plan
-from robust_dcp.plan.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, unique_rows
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
 from robust_dcp.report import PlanOutcome, StructureDiff

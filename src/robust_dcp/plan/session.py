@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.drain import Drain, remove_staging
 from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError
+from robust_dcp.items import ItemsMessage
 from robust_dcp.plan.cache import KnownPlan, forget_plan, keep_plan, kind_called, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.global_plan import GlobalPlan
-from robust_dcp.plan.items import ItemsMessage
 from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import (
     Gathered,

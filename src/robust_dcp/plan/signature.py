@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.items import Items
+from robust_dcp.items import Items
 
 __all__ = ["SIGNATURE_NBYTES", "PlanContext", "StructureSignature"]
 

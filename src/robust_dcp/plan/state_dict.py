@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
-from robust_dcp.plan.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
+from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
 from robust_dcp.plan.signature import PlanContext, StructureSignature
 from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.checksum import crc32
@@ -574,7 +574,7 @@ def structure_of(
 
     Args:
         mappings: for each FQN its path in the nested state dict; ``None`` if the planner does not flatten.
-        peers: as in :class:`~robust_dcp.plan.items.Items`.
+        peers: as in :class:`~robust_dcp.items.Items`.
 
     Raises:
         PlanConflict: a name belongs to two items.
