@@ -28,9 +28,9 @@ from robust_dcp.storage.records.record import (
     bytes_of,
     contiguous_strides,
     framed_record,
+    members_of,
     parsed_record,
     raw_record,
-    zip_members,
 )
 
 __all__ = [
@@ -560,7 +560,7 @@ def _check_members(item: StoredItem, data: bytes, verification: Verification) ->
         verification.skip(len(data), item.name, item.file.path)
         return
     try:
-        members = zip_members(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
+        members = members_of(data)
     except ValueError as error:
         if is_program(data):
             return  # ``load_object`` refuses it

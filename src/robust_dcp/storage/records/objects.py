@@ -22,7 +22,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.kinds import Malformed, NotAPickle, NotData, check_depth, expect
-from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, zip_members
+from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, members_of
 from robust_dcp.storage.records.torch_kinds import storage_of
 from robust_dcp.storage.records.unpickler import Unpickler, registered_by_user
 
@@ -83,7 +83,7 @@ def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool
             format of torch that is not read.
         CorruptCheckpoint: these are not the bytes of a ``torch.save``, or they ask for more memory than they fill.
     """
-    view = _bytes_of(data)
+    view = data.getvalue() if isinstance(data, io.BytesIO) else data
     try:
         if trusted:
             return torch.load(io.BytesIO(view), map_location="cpu", weights_only=False)
@@ -107,7 +107,7 @@ def check_object(data: bytes | io.BytesIO, *, file: str, item: str) -> None:
     Raises:
         UnsafeCheckpoint, CorruptCheckpoint: as :func:`load_object`.
     """
-    view = _bytes_of(data)
+    view = data.getvalue() if isinstance(data, io.BytesIO) else data
     is_torchs = view[:4] == ZIP_MAGIC or view[-_ZIP_END_NBYTES:][:4] == _ZIP_END_MAGIC
     is_lost = bool(view) and not view.strip(b"\0")  # after a power cut a file system may return zeros
     try:
@@ -137,7 +137,7 @@ def pickle_of(data: bytes) -> bytes:
     if len(data) <= _LARGE_NBYTES:
         return data
     try:
-        pickled = _members(data)["data.pkl"]
+        pickled = members_of(data)["data.pkl"]
     except (ValueError, KeyError):
         return data
     return data[pickled.offset : pickled.offset + pickled.nbytes]
@@ -165,10 +165,6 @@ def not_an_object(error: Exception, *, file: str, item: str) -> CorruptCheckpoin
     )
 
 
-def _bytes_of(data: bytes | io.BytesIO) -> bytes:
-    return data.getvalue() if isinstance(data, io.BytesIO) else data
-
-
 def _refuse_other(data: bytes) -> Any:
     """Raise what is wrong with bytes that are no archive of ``torch.save``."""
     if _begins_with_tar_header(data):
@@ -188,13 +184,9 @@ def _begins_with_tar_header(data: bytes) -> bool:
     return True
 
 
-def _members(data: bytes) -> dict[str, ZipMember]:
-    return zip_members(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
-
-
 def _load_archive(data: bytes) -> Any:
     try:
-        members = _members(data)
+        members = members_of(data)
     except ValueError:
         if is_program(data):
             raise NotData("a TorchScript archive", "a program") from None

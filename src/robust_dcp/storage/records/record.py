@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from robust_dcp.storage.records.kinds import expect
 from robust_dcp.storage.records.torch_kinds import storage_of
 from robust_dcp.storage.records.unpickler import Unpickler
 
@@ -44,6 +45,7 @@ __all__ = [
     "contiguous_strides",
     "framed_record",
     "is_fixed_size",
+    "members_of",
     "parsed_record",
     "raw_record",
     "zip_members",
@@ -303,142 +305,97 @@ _MAX_FRAME_NBYTES: Final = 1 << 14
 
 
 class ZipMember(NamedTuple):
-    """A member of a zip archive: where its bytes lie, and their CRC-32 (0 if none was computed)."""
+    """A member of a zip archive.
+
+    Attributes:
+        offset, nbytes: where its bytes lie.
+        crc32: their CRC-32; 0 if none was computed.
+        header_at: where its local header begins.
+        crc32_at: where the CRC-32 stands in the directory of the archive.
+    """
 
     offset: int
     nbytes: int
     crc32: int
-
-
-class _Entry(NamedTuple):
-    """A member as the archive's directory has it: where its local header begins, its length and CRC-32, and where the
-    CRC-32 stands in the directory.
-    """
-
     header_at: int
-    nbytes: int
-    crc32: int
     crc32_at: int
 
 
-class _Archive:
-    """An archive of which the directory was read. Its beginning and its end are each read only once.
-
-    Attributes:
-        entries: the members by name, without the archive's own folder.
-        directory_at: where the directory begins. It extends to the end of the archive.
-
-    Raises:
-        ValueError, struct.error, IndexError: this is not such an archive, or it is damaged.
-    """
-
-    def __init__(self, read: ReadRange, nbytes: int, max_directory_nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._read = read
-        self._tail_at = max(0, nbytes - _AHEAD_NBYTES)
-        self._tail = read(self._tail_at, nbytes - self._tail_at)
-        self._head = read(0, min(nbytes, _AHEAD_NBYTES)) if self._tail_at else self._tail
-        self.entries: dict[str, _Entry] = {}
-        self.directory_at = self._read_directory(max_directory_nbytes)
-
-    def bytes_at(self, offset: int, nbytes: int) -> bytes:
-        """Some bytes of the archive."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError("it is cut off, or its directory is damaged")
-        if offset + nbytes <= len(self._head):
-            return self._head[offset : offset + nbytes]
-        if offset >= self._tail_at:
-            return self._tail[offset - self._tail_at : offset - self._tail_at + nbytes]
-        return self._read(offset, nbytes)
-
-    def data_offset(self, entry: _Entry) -> int:
-        """Where the bytes of a member begin. It is known from the member's local header only."""
-        header = self.bytes_at(entry.header_at, _LOCAL_HEADER.size)
-        magic, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
-        if magic != ZIP_MAGIC:
-            raise ValueError("a member does not begin where the directory says")
-        return int(entry.header_at + _LOCAL_HEADER.size + name_nbytes + extra_nbytes)
-
-    def contents(self, entry: _Entry) -> bytes:
-        """The bytes of a small member, which have its CRC-32."""
-        data = self.bytes_at(self.data_offset(entry), min(entry.nbytes, _MAX_CONTENTS_NBYTES + 1))
-        if entry.nbytes > _MAX_CONTENTS_NBYTES or (entry.crc32 and zlib.crc32(data) != entry.crc32):
-            raise ValueError("a member is too long, or damaged")
-        return data
-
-    def _read_directory(self, max_nbytes: int) -> int:
-        end_at = self.nbytes - _END.size
-        magic, _, _, _, count, nbytes, at, comment = _END.unpack(self.bytes_at(end_at, _END.size))
-        if magic != b"PK\x05\x06" or comment:
-            raise ValueError("it does not end as such an archive")
-        locator_at = end_at - _END64_LOCATOR.size
-        if locator_at >= 0:
-            magic, _, end64_at, _ = _END64_LOCATOR.unpack(self.bytes_at(locator_at, _END64_LOCATOR.size))
-            if magic == b"PK\x06\x07":
-                magic, *_, count, nbytes, at = _END64.unpack(self.bytes_at(end64_at, _END64.size))
-                if magic != b"PK\x06\x06":
-                    raise ValueError("it does not end as such an archive")
-        if nbytes > max_nbytes:
-            raise ValueError("its directory is too long")
-        directory, first = self.bytes_at(at, nbytes), 0
-        for _ in range(count):
-            first = self._read_entry(directory, first, at)
-        return int(at)
-
-    def _read_entry(self, directory: bytes, at: int, directory_at: int) -> int:
-        magic, _, _, flags, method, _, _, crc32, stored_nbytes, nbytes, *lengths, _, _, _, header_at = (
-            _CENTRAL_HEADER.unpack_from(directory, at)
-        )
-        if magic != b"PK\x01\x02" or method != 0 or flags & 1:  # stored, not compressed; not encrypted
-            raise ValueError("a member is compressed or encrypted")
-        crc32_at = directory_at + at + _CENTRAL_CRC32_AT
-        ends = [at := at + length for length in (_CENTRAL_HEADER.size, *lengths)]
-        name = directory[ends[0] : ends[1]].decode("ascii").partition("/")[2]
-        large = _zip64_values(directory[ends[1] : ends[2]])
-        nbytes, stored_nbytes, header_at = (
-            large.pop(0) if value == _UINT32_MAX else value for value in (nbytes, stored_nbytes, header_at)
-        )
-        if nbytes != stored_nbytes or name in self.entries:  # of two with one name some readers take the first
-            raise ValueError("a member has two lengths, or two members have one name")
-        self.entries[name] = _Entry(header_at, nbytes, crc32, crc32_at)
-        return at
-
-
-def _zip64_values(extra: bytes) -> list[int]:
-    """The 8-byte numbers of the zip64 extra field: those of size, stored size and offset that did not fit into 4
-    bytes.
-    """
-    at = 0
-    while at + 4 <= len(extra):
-        kind, nbytes = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            return list(struct.unpack_from(f"<{nbytes // 8}Q", extra, at + 4))
-        at += 4 + nbytes
-    return []
-
-
-def zip_members(read: ReadRange, nbytes: int) -> dict[str, ZipMember]:
+def zip_members(
+    read: ReadRange, nbytes: int, max_directory_nbytes: int = sys.maxsize
+) -> tuple[dict[str, ZipMember], int]:
     """The members of a ``torch.save`` archive of ``nbytes`` bytes by name, without the archive's own folder.
+
+    Returns:
+        They, and where the directory begins, which extends to the end of the archive.
 
     Raises:
         ValueError: ``torch.save`` does not write such archives: members are compressed or encrypted, lie outside of the
             archive, overlap, or have the same name.
     """
-    wrong = "no zip archive as torch.save writes it"
+
+    def bytes_at(offset: int, count: int) -> bytes:
+        expect(0 <= offset <= offset + count <= nbytes, "it is cut off, or its directory is damaged")
+        return read(offset, count)
+
+    members: dict[str, ZipMember] = {}
     try:
-        archive = _Archive(read, nbytes, max_directory_nbytes=nbytes)
-        members = {
-            name: ZipMember(archive.data_offset(entry), entry.nbytes, entry.crc32)
-            for name, entry in archive.entries.items()
-        }
-    except (ValueError, struct.error, IndexError) as error:
-        raise ValueError(f"{wrong}: {error}") from None
-    end = 0
-    for member in sorted(members.values()):
-        if member.offset < end or member.offset + member.nbytes > nbytes:
-            raise ValueError(f"{wrong}: its members lie over each other, or outside of it")
-        end = member.offset + member.nbytes
-    return members
+        end_at = nbytes - _END.size
+        locator_at = end_at - _END64_LOCATOR.size
+        magic, _, _, _, count, length, directory_at, comment = _END.unpack(bytes_at(end_at, _END.size))
+        is_end = magic == b"PK\x05\x06" and not comment
+        if locator_at >= 0:
+            magic, _, end64_at, _ = _END64_LOCATOR.unpack(bytes_at(locator_at, _END64_LOCATOR.size))
+            if magic == b"PK\x06\x07":
+                magic, *_, count, length, directory_at = _END64.unpack(bytes_at(end64_at, _END64.size))
+                is_end = is_end and magic == b"PK\x06\x06"
+        expect(is_end, "it does not end as such an archive")
+        expect(length <= max_directory_nbytes, "its directory is too long")
+        directory, at = bytes_at(directory_at, length), 0
+        for _ in range(count):
+            magic, _, _, flags, method, _, _, crc32, stored, held, n_name, n_extra, n_comment, _, _, _, header_at = (
+                _CENTRAL_HEADER.unpack_from(directory, at)
+            )
+            is_plain = magic == b"PK\x01\x02" and method == 0 and not flags & 1  # stored, and not encrypted
+            expect(is_plain, "a member is compressed or encrypted")
+            crc32_at, at = directory_at + at + _CENTRAL_CRC32_AT, at + _CENTRAL_HEADER.size
+            name = directory[at : at + n_name].decode("ascii").partition("/")[2]
+            if _UINT32_MAX in (held, stored, header_at):
+                extra = directory[at + n_name : at + n_name + n_extra]
+                held, stored, header_at = _with_zip64((held, stored, header_at), extra)
+            # Of two with one name some readers take the first.
+            expect(stored == held and name not in members, "a member has two lengths, or two members have one name")
+            # Only the local header says where the bytes begin.
+            magic, *_, n_local_name, n_local_extra = _LOCAL_HEADER.unpack(bytes_at(header_at, _LOCAL_HEADER.size))
+            expect(magic == ZIP_MAGIC, "a member does not begin where the directory says")
+            offset = header_at + _LOCAL_HEADER.size + n_local_name + n_local_extra
+            members[name] = ZipMember(offset, held, crc32, header_at, crc32_at)
+            at += n_name + n_extra + n_comment
+        end = 0
+        for member in sorted(members.values()):
+            is_between = end <= member.offset and member.offset + member.nbytes <= nbytes
+            expect(is_between, "its members lie over each other, or outside of it")
+            end = member.offset + member.nbytes
+    except (ValueError, struct.error) as error:
+        raise ValueError(f"no zip archive as torch.save writes it: {error}") from None
+    return members, directory_at
+
+
+def members_of(data: bytes) -> dict[str, ZipMember]:
+    """:func:`zip_members` of an archive in memory."""
+    return zip_members(lambda offset, nbytes: data[offset : offset + nbytes], len(data))[0]
+
+
+def _with_zip64(numbers: tuple[int, ...], extra: bytes) -> list[int]:
+    """Size, stored size and offset of a member. Those that do not fit into 4 bytes are in its zip64 extra field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            large = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra, at + 4))
+            return [next(large, number) if number == _UINT32_MAX else number for number in numbers]
+        at += 4 + nbytes
+    return list(numbers)
 
 
 @lru_cache(maxsize=1024)  # tensors of one dtype and shape have the same pickle
@@ -460,9 +417,6 @@ def _pickled_tensor(pickled: bytes) -> tuple[torch.Tensor, int] | None:
     return tensor, storages[0][1]
 
 
-_READ_MEMBERS: Final = ("data.pkl", "byteorder")
-
-
 def parsed_record(read: ReadRange, nbytes: int) -> Record | None:
     """Find the tensor in a record of ``nbytes`` bytes, in two small reads if it is a usual one.
 
@@ -470,46 +424,51 @@ def parsed_record(read: ReadRange, nbytes: int) -> Record | None:
         ``None`` if this is not an uncompressed zip with one tensor as ``torch.save`` writes it, in this machine's byte
         order. Then ``objects`` has to find out whether it is something else, or damaged.
     """
+    tail_at = max(0, nbytes - _AHEAD_NBYTES)
+    tail = read(tail_at, nbytes - tail_at)
+    head = read(0, _AHEAD_NBYTES) if tail_at else tail
+
+    def bytes_at(offset: int, count: int) -> bytes:
+        if offset + count <= len(head):
+            return head[offset : offset + count]
+        return tail[offset - tail_at : offset - tail_at + count] if offset >= tail_at else read(offset, count)
+
+    def contents(member: ZipMember) -> bytes | None:
+        """The bytes of a small member; ``None`` if it is too long, or damaged."""
+        data = bytes_at(member.offset, min(member.nbytes, _MAX_CONTENTS_NBYTES))
+        return data if len(data) == member.nbytes and member.crc32 in (0, zlib.crc32(data)) else None
+
     try:
-        return _parsed(_Archive(read, nbytes, _MAX_DIRECTORY_NBYTES))
-    except (struct.error, ValueError, IndexError):  # bytes that are not such a record raise one of these
+        members, directory_at = zip_members(bytes_at, nbytes, _MAX_DIRECTORY_NBYTES)
+    except ValueError:
         return None
-
-
-def _parsed(archive: _Archive) -> Record | None:
-    entries = archive.entries
-    pickled, data = entries.get("data.pkl"), entries.get("data/0")
+    pickled, data, order = (members.get(name) for name in ("data.pkl", "data/0", "byteorder"))
     # With a second storage, or the members of a TorchScript archive, this is more than one tensor.
-    if pickled is None or data is None or any(name.startswith(("data/1", "code/", "constants")) for name in entries):
+    if pickled is None or data is None or any(name.startswith(("data/1", "code/", "constants")) for name in members):
         return None
-    order = entries.get("byteorder")
-    if (archive.contents(order) if order else b"little") != sys.byteorder.encode():
+    if (contents(order) if order else b"little") != sys.byteorder.encode():
         return None
-    found = _pickled_tensor(archive.contents(pickled))
-    data_offset, end = archive.data_offset(data), archive.nbytes
-    if found is None or data_offset + data.nbytes > end or found[1] != data.nbytes:
+    found = _pickled_tensor(contents(pickled) or b"")
+    if found is None or found[1] != data.nbytes:
         return None
-    tensor = found[0]
-    trailer_nbytes = end - archive.directory_at
+    tensor, trailer_nbytes = found[0], nbytes - directory_at
     # What was read to find this must lie before the data or in the directory, to be compared in other records.
-    is_framed = archive.directory_at >= data_offset + data.nbytes and all(
-        entries[name].header_at < data.header_at for name in _READ_MEMBERS if name in entries
-    )
-    is_framed = is_framed and data_offset + trailer_nbytes <= _MAX_FRAME_NBYTES
+    is_framed = directory_at >= data.offset + data.nbytes and data.offset + trailer_nbytes <= _MAX_FRAME_NBYTES
+    is_framed = is_framed and all(each is None or each.header_at < data.header_at for each in (pickled, order))
     crc32_at = (data.header_at + _LOCAL_CRC32_AT, data.crc32_at)
-    unread = [entry.crc32_at for name, entry in entries.items() if name not in _READ_MEMBERS]
-    unread += [crc32_at[0]] if crc32_at[0] + _UINT32.size <= data_offset else []
+    unread = [member.crc32_at for member in members.values() if member not in (pickled, order)]
+    unread += [crc32_at[0]] if crc32_at[0] + _UINT32.size <= data.offset else []
     return Record(
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
-        nbytes=end,
-        data_offset=data_offset,
+        nbytes=nbytes,
+        data_offset=data.offset,
         data_nbytes=data.nbytes,
         stride=tensor.stride(),
         storage_offset=int(tensor.storage_offset()),
         crc32=data.crc32 or None,  # torch.save writes 0 after torch.serialization.set_crc32_options(False)
-        header=archive.bytes_at(0, data_offset) if is_framed else b"",
-        trailer=archive.bytes_at(archive.directory_at, trailer_nbytes) if is_framed else b"",
+        header=bytes_at(0, data.offset) if is_framed else b"",
+        trailer=bytes_at(directory_at, trailer_nbytes) if is_framed else b"",
         crc32_at=crc32_at,
         unread_at=tuple((at, at + _UINT32.size) for at in sorted(unread)),
     )

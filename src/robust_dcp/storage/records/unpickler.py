@@ -55,99 +55,6 @@ _REBUILD_FROM_TYPE: Final[Any] = torch._tensor._rebuild_from_type_v2
 _NO_CODE: Final = "which is not known to be plain data"
 
 
-class _Names:
-    """The names of one load. It does not see what the user registers later with torch's ``add_safe_globals``."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._registered = registered_by_user()
-        self._registered_ids = set(map(id, self._registered.values()))
-        self._found: dict[tuple[str, str], Any] = {}
-
-    def find(self, module: str, name: str) -> Any:
-        """Find what ``module.name`` stands for.
-
-        Raises:
-            NotData: it is not known to be data.
-        """
-        key = (module, name)
-        if key not in self._found:
-            self._found[key] = self._look_up(module, name)
-        return self._found[key]
-
-    def _look_up(self, module: str, name: str) -> Any:
-        if (module, name) in _NAMED:
-            return _NAMED[module, name]
-        if f"{module}.{name}" in self._registered:
-            return self._registered[f"{module}.{name}"]
-        found = torch_kinds.constant(module, name)
-        if found is None:
-            found = kinds.imported_class(module, name)
-            why = torch_kinds.why_not(found) if torch_kinds.is_subclass(found) else kinds.why_not(found)
-            if why is not None:
-                raise NotData(f"{module}.{name}", why)
-        return found
-
-    def is_registered(self, kind: Any) -> bool:
-        """Whether the user has registered ``kind``. If so, it may run any code."""
-        return id(kind) in self._registered_ids
-
-    def called(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """The result of ``function(*arguments)``.
-
-        Raises:
-            NotData: the function does not make data.
-            Malformed: the function makes data, but not from such arguments.
-        """
-        build = _BUILT_BY_CALL.get(id(function))
-        if build is not None:
-            return build(arguments, self._budget)
-        # An enum might hash and print nested values without end.
-        is_enum = isinstance(function, enum.EnumMeta)
-        is_plain = all(type(argument) in (bool, bytes, float, int, str, type(None)) for argument in arguments)
-        if self.is_registered(function) and (is_plain or not is_enum):
-            return function(*arguments)
-        if function is _REBUILD_FROM_TYPE:
-            return self._tensor_of_type(arguments)
-        if is_enum:
-            return kinds.member_of(cast("type[enum.Enum]", function), arguments)
-        raise NotData(name_of(function), _NO_CODE)
-
-    def _tensor_of_type(self, arguments: tuple[Any, ...]) -> Any:
-        valid = len(arguments) == 4 and type(arguments[2]) is tuple
-        expect(valid, "the pickle makes a tensor with attributes from other arguments than torch.save writes")
-        function, kind, of, state = arguments
-        tensor = self.called(function, of)
-        if self.is_registered(kind):
-            return _REBUILD_FROM_TYPE(lambda: tensor, kind, (), state)
-        return torch_kinds.rebuilt_with_attributes(tensor, kind, state)
-
-    def new(self, kind: type, arguments: tuple[Any, ...]) -> Any:
-        """An object of ``kind`` without its state. Raises the same as :meth:`called`."""
-        build = kinds.BUILT_BY_NEW.get(kind)
-        if build is not None:
-            return build(arguments, self._budget)
-        if self.is_registered(kind):
-            return kind.__new__(kind, *arguments)
-        if kinds.why_not(kind) is None:
-            return kinds.new_object(kind, arguments)
-        raise NotData(name_of(kind), _NO_CODE)
-
-    def set_state(self, target: Any, state: Any) -> None:
-        """Give ``target`` the state that its pickle gives. Raises the same as :meth:`called`."""
-        kind = type(target)
-        if self.is_registered(kind):
-            _set_state(target, state)
-        elif kind in (collections.OrderedDict, argparse.Namespace, types.SimpleNamespace):
-            target.__dict__.update(kinds.string_keys(state, of=f"a {kind.__name__}"))
-        elif dataclasses.is_dataclass(kind):
-            kinds.fill(target, state)
-        elif callable(target):
-            raise NotData(f"{name_of(target)}{_first_attribute(state)}", "an attribute of a class or function itself")
-        else:
-            raise NotData(name_of(kind), "whose state is set by code of its own")
-
-
 def _first_attribute(state: Any) -> str:
     """The name of an attribute that ``state`` sets, with a dot before it, for a message."""
     for part in state if type(state) is tuple else (state,):
@@ -156,7 +63,7 @@ def _first_attribute(state: Any) -> str:
     return ""
 
 
-def _set_state(target: Any, state: Any) -> None:
+def _set_state_of_registered(target: Any, state: Any) -> None:
     """Set the state as Python's unpickler does, for an object of a class that the user has registered."""
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
@@ -217,7 +124,8 @@ class Unpickler:
         self._data = data
         self._at = 0
         self._budget = Budget(len(data))
-        self._names = _Names(self._budget)
+        self._registered = registered_by_user()  # not what the user registers later
+        self._registered_ids = set(map(id, self._registered.values()))
         self._persistent_load = persistent_load
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
@@ -364,7 +272,7 @@ class Unpickler:
         (target,) = self._last(1)
         kind = type(target)
         if kind is not list:
-            if kind is not collections.deque and not self._names.is_registered(kind):
+            if kind is not collections.deque and not self._is_registered(kind):
                 raise NotData(name_of(kind), "to which a pickle of data appends nothing")
             self._budget.hold(items)
         target.extend(items)
@@ -372,7 +280,7 @@ class Unpickler:
     def _set(self, items: list[Any]) -> None:
         (target,) = self._last(1)
         kind = type(target)
-        if kind not in _DICTS and not self._names.is_registered(kind):
+        if kind not in _DICTS and not self._is_registered(kind):
             raise NotData(name_of(kind), "into which a pickle of data puts no items")
         expect(len(items) % 2 == 0, "a dict gets a key without a value")
         if kind is collections.defaultdict:
@@ -417,23 +325,100 @@ class Unpickler:
                 module, name = _compat_pickle.NAME_MAPPING[module, name]
             else:
                 module = _compat_pickle.IMPORT_MAPPING.get(module, module)
-        return self._names.find(module, name)
+        return self._find(module, name)
 
     def _stack_global(self) -> Any:
         module, name = self._pop(2)
         expect(type(name) is str and type(module) is str, "a name in the pickle is not a text")
-        return self._names.find(module, name)
+        return self._find(module, name)
+
+    def _find(self, module: str, name: str) -> Any:
+        """Find what ``module.name`` stands for.
+
+        Raises:
+            NotData: it is not known to be data.
+        """
+        found = _NAMED.get((module, name))
+        if found is None:
+            found = self._registered.get(f"{module}.{name}")
+        if found is None:
+            found = torch_kinds.constant(module, name)
+        if found is None:
+            found = kinds.imported_class(module, name)
+            why = torch_kinds.why_not(found) if torch_kinds.is_subclass(found) else kinds.why_not(found)
+            if why is not None:
+                raise NotData(f"{module}.{name}", why)
+        return found
+
+    def _is_registered(self, kind: Any) -> bool:
+        """Whether the user has registered ``kind``. If so, it may run any code."""
+        return id(kind) in self._registered_ids
+
+    def _called(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """The result of ``function(*arguments)``.
+
+        Raises:
+            NotData: the function does not make data.
+            Malformed: the function makes data, but not from such arguments.
+        """
+        build = _BUILT_BY_CALL.get(id(function))
+        if build is not None:
+            return build(arguments, self._budget)
+        # An enum might hash and print nested values without end.
+        is_enum = isinstance(function, enum.EnumMeta)
+        is_plain = all(type(argument) in (bool, bytes, float, int, str, type(None)) for argument in arguments)
+        if self._is_registered(function) and (is_plain or not is_enum):
+            return function(*arguments)
+        if function is _REBUILD_FROM_TYPE:
+            return self._tensor_of_type(arguments)
+        if is_enum:
+            return kinds.member_of(cast("type[enum.Enum]", function), arguments)
+        raise NotData(name_of(function), _NO_CODE)
+
+    def _tensor_of_type(self, arguments: tuple[Any, ...]) -> Any:
+        valid = len(arguments) == 4 and type(arguments[2]) is tuple
+        expect(valid, "the pickle makes a tensor with attributes from other arguments than torch.save writes")
+        function, kind, of, state = arguments
+        tensor = self._called(function, of)
+        if self._is_registered(kind):
+            return _REBUILD_FROM_TYPE(lambda: tensor, kind, (), state)
+        return torch_kinds.rebuilt_with_attributes(tensor, kind, state)
+
+    def _new(self, kind: type, arguments: tuple[Any, ...]) -> Any:
+        """An object of ``kind`` without its state. Raises the same as :meth:`_called`."""
+        build = kinds.BUILT_BY_NEW.get(kind)
+        if build is not None:
+            return build(arguments, self._budget)
+        if self._is_registered(kind):
+            return kind.__new__(kind, *arguments)
+        if kinds.why_not(kind) is None:
+            return kinds.new_object(kind, arguments)
+        raise NotData(name_of(kind), _NO_CODE)
+
+    def _set_state(self, target: Any, state: Any) -> None:
+        """Give ``target`` the state that its pickle gives. Raises the same as :meth:`_called`."""
+        kind = type(target)
+        if self._is_registered(kind):
+            _set_state_of_registered(target, state)
+        elif kind in (collections.OrderedDict, argparse.Namespace, types.SimpleNamespace):
+            target.__dict__.update(kinds.string_keys(state, of=f"a {kind.__name__}"))
+        elif dataclasses.is_dataclass(kind):
+            kinds.fill(target, state)
+        elif callable(target):
+            raise NotData(f"{name_of(target)}{_first_attribute(state)}", "an attribute of a class or function itself")
+        else:
+            raise NotData(name_of(kind), "whose state is set by code of its own")
 
     def _reduce(self) -> Any:
         function, arguments = self._pop(2)
         expect(type(arguments) is tuple, "the arguments of a call are not a tuple")
-        return self._begun(self._names.called(function, arguments))
+        return self._begun(self._called(function, arguments))
 
     def _new_object(self) -> Any:
         kind, arguments = self._pop(2)
         valid = type(arguments) is tuple and isinstance(kind, type)
         expect(valid, "the pickle makes an object without a class, or its arguments are not a tuple")
-        return self._begun(self._names.new(kind, arguments))
+        return self._begun(self._new(kind, arguments))
 
     def _begun(self, value: Any) -> Any:
         self._n_pending += type(value) is Pending
@@ -443,7 +428,7 @@ class Unpickler:
         target, state = self._last(2)
         self._stack.pop()
         if type(target) is not Pending:
-            self._names.set_state(target, state)
+            self._set_state(target, state)
             return
         self._n_pending -= 1
         value = self._stack[-1] = target.complete(state, self._budget)
