@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError, Thread
 from contextlib import nullcontext, suppress
 from errno import ENOENT
 from itertools import compress, repeat
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -48,16 +48,13 @@ from robust_dcp.storage.reading.reads import (
     target_of,
 )
 from robust_dcp.storage.reading.stored_item import (
-    Box,
     BoxRead,
     StoredItem,
     Verification,
     checked_object,
-    corrupt_item,
     damaged_footer,
     find_box,
     loaded_by_torch,
-    read_box,
 )
 from robust_dcp.storage.records.checksum import crc32_of_each
 from robust_dcp.storage.records.objects import ObjectBytes
@@ -109,28 +106,12 @@ def read_items(
     return load.peak_nbytes, load.verification.unverified_nbytes
 
 
-class _Pending(NamedTuple):
-    """Items whose read has been started.
+class _Load:
+    """The state of one :func:`read_items`.
 
     Attributes:
-        result: for a block where its bytes begin and how many were found; for an item that is alone a tensor or bytes,
-            or ``None`` if its target was filled.
-        nbytes: the memory that it takes.
-        read, target: the item that is alone, and its target if that is known.
-        block: what other items are read into.
+        peak_nbytes: the most memory that was in use for data on its way. It is known after :meth:`run`.
     """
-
-    group: Group
-    file: DataFile
-    result: Future[Any]
-    nbytes: int
-    read: Read | None
-    target: torch.Tensor | None
-    block: Block | None
-
-
-class _Load:
-    """The state of one :func:`read_items`."""
 
     def __init__(
         self,
@@ -166,20 +147,16 @@ class _Load:
         self._reads_left: list[int] = np.bincount(reads.places.file, minlength=len(reads.places.files)).tolist()
         self._closed_nbytes = 0
         self._total_nbytes = int(reads.places.nbytes.sum())
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[Group] = deque()
         self._pending_nbytes = 0
         self._pending_blocks = 0
-        self._peak_pending_nbytes = 0
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most memory that was in use for data on its way."""
-        return self._peak_pending_nbytes + self._blocks.used_nbytes
+        self._peak_pending_nbytes = self.peak_nbytes = 0
 
     def run(self) -> None:
         try:
-            for group in self._reads.groups(self._block_nbytes):
-                self._start(group)
+            waiting = deque(self._reads.groups(self._block_nbytes))
+            while waiting:  # a group is dropped when it is handed over, and its bytes with it
+                self._start(waiting.popleft())
             while self._pending:
                 self._finish_first()
         except CancelledError:
@@ -194,43 +171,40 @@ class _Load:
             self._files.clear()
             self._blocks.end()
             self._memory.release()
+        self.peak_nbytes = self._peak_pending_nbytes + self._blocks.used_nbytes
 
     # --- reads are started
 
     def _start(self, group: Group) -> None:
-        read = target = block = None
-        nbytes = self._block_nbytes
-        if group.is_alone:
-            read = self._reads.read(int(group.places[0]))
+        read = group.alone
+        group.nbytes = self._block_nbytes
+        if read is not None:
             if self._targets_first and read.item.type != LoadItemType.BYTE_IO:
-                target = target_of(self._planner, read.item, early=True)
+                group.target = target_of(self._planner, read.item, early=True)
             # A read straight into its target takes no memory of ours.
-            is_straight = _is_flat(target) and target.dtype == read.dtype and read.is_whole
-            nbytes = 0 if is_straight else read.nbytes
-        else:
-            while self._pending_blocks >= self._n_threads:
-                self._finish_first()
+            is_straight = _is_flat(group.target) and group.target.dtype == read.dtype and read.is_whole
+            group.nbytes = 0 if is_straight else read.nbytes
         while self._pending and (
             len(self._pending) >= self._n_threads * _AHEAD_PER_THREAD
-            or self._pending_nbytes + nbytes > self._limit_nbytes
+            or self._pending_nbytes + group.nbytes > self._limit_nbytes
+            or (read is None and self._pending_blocks >= self._n_threads)
         ):
             self._finish_first()
-        file = self._open(group)
+        file = self._file_of(group)
         self._check_places(group, file)
-        result: Future[Any] = Future()
         if read is None:
-            block = self._blocks.take()
+            group.block = self._blocks.take()
             first = int(self._reads.places.start[group.places[0]])
-            self._submit(result, self._read_block, file, block, first, group.end - first)
+            self._submit(group.result, self._read_block, file, group.block, first, group.end - first)
         else:
-            self._submit(result, self._read_alone, read, target, file)
-        self._pending.append(_Pending(group, file, result, nbytes, read, target, block))
-        self._pending_nbytes += nbytes
-        self._pending_blocks += block is not None
+            self._submit(group.result, self._read_alone, read, group.target, file)
+        self._pending.append(group)
+        self._pending_nbytes += group.nbytes
+        self._pending_blocks += group.block is not None
         in_blocks = self._pending_blocks * self._block_nbytes  # peak_nbytes counts blocks separately
         self._peak_pending_nbytes = max(self._peak_pending_nbytes, self._pending_nbytes - in_blocks)
 
-    def _open(self, group: Group) -> DataFile:
+    def _file_of(self, group: Group) -> DataFile:
         """The file of a group. It was written by the save that wrote ``.metadata``."""
         number = int(self._reads.places.file[group.places[0]])
         if number in self._files:
@@ -241,7 +215,7 @@ class _Load:
         except StorageError as error:
             if error.errno != ENOENT:
                 raise
-            name = self._name(int(group.places[0]))
+            name = self._reads.read(int(group.places[0])).name
             raise CorruptCheckpoint(
                 f"{path}, which holds item {name!r}, is missing", file=path, item=name, expected="a file", found="none"
             ) from error
@@ -264,19 +238,21 @@ class _Load:
         end = begin + self._reads.places.nbytes[group.places]
         if group.end > file.nbytes:
             read = self._reads.read(int(group.places[np.argmax(end > file.nbytes)]))
-            item = StoredItem(file, read.name, read.offset, read.nbytes)
-            expected = f"{read.nbytes} bytes at offset {read.offset}"
-            raise corrupt_item(item, expected, f"a file of {file.nbytes} bytes")
+            item = StoredItem(file, read, self.verification)
+            raise item.corrupt(f"{read.nbytes} bytes at offset {read.offset}", f"a file of {file.nbytes} bytes")
         footer = self._footer(file)
         if footer is None:
             return
         try:
             differs = np.flatnonzero(footer.items_at(begin, end) != self._reads.item_ids[group.places])
         except ValueError as error:
-            raise damaged_footer(file.path, self._name(int(group.places[0])), error) from error
+            raise damaged_footer(file.path, self._reads.read(int(group.places[0])).name, error) from error
         if not len(differs):
             return
-        name, where = self._name(int(group.places[differs[0]])), f"bytes {begin[differs[0]]} to {end[differs[0]]}"
+        name, where = (
+            self._reads.read(int(group.places[differs[0]])).name,
+            f"bytes {begin[differs[0]]} to {end[differs[0]]}",
+        )
         raise CorruptCheckpoint(
             f"{METADATA_NAME} says that item {name!r} lies in {where} of {file.path}, and the file says that it does "
             "not; take another checkpoint, or restore both files",
@@ -286,9 +262,6 @@ class _Load:
             found="another item",
         )
 
-    def _name(self, place: int) -> str:
-        return self._reads.read(place).name
-
     def _footer(self, file: DataFile) -> Footer | None:
         """The footer with which the records of a file are compared, if they are."""
         footer = None if self._options.verify_checksums is False else file.footer
@@ -297,17 +270,17 @@ class _Load:
     # --- on several threads
 
     def _submit(self, result: Future[Any], work: Callable[..., None], *arguments: Any) -> None:
-        self._threads.submit(self._run, result, work, arguments)
+        def run() -> None:
+            try:
+                self._check_stop()
+                work(result, *arguments)
+            except BaseException as error:
+                if not isinstance(error, CancelledError):
+                    self._errors.append(error)
+                with suppress(InvalidStateError):  # another piece of the same item has failed before
+                    result.set_exception(error)
 
-    def _run(self, result: Future[Any], work: Callable[..., None], arguments: Sequence[Any]) -> None:
-        try:
-            self._check_stop()
-            work(result, *arguments)
-        except BaseException as error:
-            if not isinstance(error, CancelledError):
-                self._errors.append(error)
-            with suppress(InvalidStateError):  # another piece of the same item has failed before
-                result.set_exception(error)
+        self._threads.submit(run)
 
     def _check_stop(self) -> None:
         if self._errors:
@@ -319,72 +292,71 @@ class _Load:
         result.set_result(file.read_block(block, offset, nbytes))
 
     def _read_alone(self, result: Future[Any], read: Read, target: torch.Tensor | None, file: DataFile) -> None:
-        item = self._item(read, file)
+        item = StoredItem(file, read, self.verification)
         if read.transforms:
             item.memory = _decoded(item, read.transforms)
             item.nbytes = len(item.memory)
-        if read.item.type == LoadItemType.BYTE_IO:
-            result.set_result(checked_object(item, self.verification, trusted=self._options.trusted))
-        elif read.transforms:
-            result.set_result(self._tensor(read, item, target))
-        else:
-            self._read_pieces(result, read, target, item)
-
-    def _read_pieces(self, result: Future[Any], read: Read, target: torch.Tensor | None, item: StoredItem) -> None:
-        box = self._find_box(read, item)
-        if box is None:
-            result.set_result(self._tensor_of_torch(read, item))
+        if read.item.type == LoadItemType.BYTE_IO or item.memory is not None:
+            result.set_result(self._taken(item, target))
             return
-        into = target if _is_flat(target) else None
-        pieces = BoxRead(item, box, into, self.verification, self._blocks, self._block_nbytes, self._copies)
-        if not pieces.shares:
-            result.set_result(pieces.tensor())
-        for share in pieces.shares[1:]:
-            self._submit(result, self._read_share, pieces, share)
-        for share in pieces.shares[:1]:
-            self._read_share(result, pieces, share)
+        box = find_box(item, target if _is_flat(target) else None, self._known)
+        shares = [] if box is None else box.shares(self._block_nbytes)
+        if box is None:
+            result.set_result(loaded_by_torch(item, trusted=self._options.trusted))
+        elif not shares:
+            result.set_result(box.tensor())
+        else:
+            for share in shares[1:]:
+                self._submit(result, self._read_share, box, share)
+            self._read_share(result, box, shares[0])
 
-    def _read_share(self, result: Future[Any], pieces: BoxRead, share: Sequence[int]) -> None:
-        if pieces.read(share):
-            result.set_result(pieces.tensor())
+    def _read_share(self, result: Future[Any], box: BoxRead, share: Sequence[int]) -> None:
+        if box.read(share, self._blocks, self._copies):
+            result.set_result(box.tensor())
 
     # --- what was read is handed over
 
     def _finish_first(self) -> None:
         """Wait for the oldest read and give the planner what it read."""
-        pending = self._pending.popleft()
-        found = pending.result.result()
-        self._pending_nbytes -= pending.nbytes
-        if pending.read is not None:
-            self._hand_over(pending.read, pending.target, found, pending.file)
-        elif pending.block is not None:
+        group = self._pending.popleft()
+        found = group.result.result()
+        self._pending_nbytes -= group.nbytes
+        file = self._file_of(group)
+        if group.alone is not None:
+            self._hand_over(group.alone, group.target, found)
+        elif group.block is not None:
             self._pending_blocks -= 1
-            self._hand_over_block(pending, pending.block, *found)
-            self._blocks.give_back(pending.block)
-        number = int(self._reads.places.file[pending.group.places[0]])
-        self._reads_left[number] -= len(pending.group.places)
+            self._hand_over_block(group.places, file, group.block, *found)
+            self._blocks.give_back(group.block)
+        number = int(self._reads.places.file[group.places[0]])
+        self._reads_left[number] -= len(group.places)
         if self._reads_left[number] == 0:
-            file = self._files.pop(number)
+            del self._files[number]
             self._closed_nbytes += file.read_nbytes
             file.close()
 
-    def _hand_over_block(self, pending: _Pending, block: Block, at: int, nbytes: int) -> None:
+    def _hand_over_block(self, places: Int64, file: DataFile, block: Block, at: int, nbytes: int) -> None:
         """Hand over the items of a block whose ``nbytes`` bytes begin at byte ``at`` of its memory."""
-        places, first = pending.group.places, int(self._reads.places.start[pending.group.places[0]])
-        done = self._copy_whole(pending.file, block, at - first, at + nbytes, places)
+        first = int(self._reads.places.start[places[0]])
+        done = self._copy_whole(file, block, at - first, at + nbytes, places)
         for place in places[~done].tolist():
-            read = self._reads.read(place)
+            read, target = self._reads.read(place), None
             begin = at - first + read.offset
-            item = self._item(read, pending.file)
-            item.memory = block.view[begin : min(begin + read.nbytes, at + nbytes)]
-            if read.item.type == LoadItemType.BYTE_IO:
-                data = checked_object(item, self.verification, trusted=self._options.trusted)
-                self._hand_over(read, None, data, pending.file)
-            else:
+            memory = block.view[begin : min(begin + read.nbytes, at + nbytes)]
+            if read.item.type != LoadItemType.BYTE_IO:
                 target = target_of(self._planner, read.item, early=self._targets_first)
-                self._hand_over(read, target, self._tensor(read, item, target), pending.file)
+            self._hand_over(read, target, self._taken(StoredItem(file, read, self.verification, memory), target))
 
-    def _hand_over(self, read: Read, target: torch.Tensor | None, found: Any, file: DataFile) -> None:
+    def _taken(self, item: StoredItem, target: torch.Tensor | None) -> Any:
+        """What is wanted of an item in memory: bytes of an object, or a tensor; ``None`` if ``target`` has been
+        filled.
+        """
+        if item.read.item.type == LoadItemType.BYTE_IO:
+            return checked_object(item, trusted=self._options.trusted)
+        box = find_box(item, target if _is_flat(target) and target.is_cpu else None, self._known)
+        return loaded_by_torch(item, trusted=self._options.trusted) if box is None else box.taken()
+
+    def _hand_over(self, read: Read, target: torch.Tensor | None, found: Any) -> None:
         if read.item.type == LoadItemType.BYTE_IO:
             path = os.path.join(self._directory, read.relative_path)
             self._planner.load_bytes(read.item, ObjectBytes(found, path))
@@ -394,30 +366,6 @@ class _Load:
         if found is not None:  # else it was read straight into the target
             target.copy_(found)
         self._planner.commit_tensor(read.item, target)
-
-    def _item(self, read: Read, file: DataFile) -> StoredItem:
-        head, index = file.head, read.item.storage_index
-        chunk = index.offset or ()
-        raw = None if head is None else head.find(index.fqn, chunk, read.offset, read.nbytes, file.path)
-        return StoredItem(file, read.name, read.offset, read.nbytes, raw)
-
-    def _find_box(self, read: Read, item: StoredItem) -> Box | None:
-        expected = None if read.dtype is None or read.shape is None else (read.dtype, read.shape)
-        with_sums = self._options.verify_checksums is not False
-        offsets, lengths = read.item.storage_offsets, read.item.lengths
-        return find_box(item, offsets, lengths, expected, self._known, with_sums=with_sums)
-
-    def _tensor(self, read: Read, item: StoredItem, target: torch.Tensor | None) -> torch.Tensor | None:
-        """What is wanted of an item in memory; ``None`` if ``target`` has been filled."""
-        box = self._find_box(read, item)
-        if box is None:
-            return self._tensor_of_torch(read, item)
-        into = target if _is_flat(target) and target.is_cpu else None
-        return read_box(item, box, into, self.verification)
-
-    def _tensor_of_torch(self, read: Read, item: StoredItem) -> torch.Tensor:
-        offsets, lengths = read.item.storage_offsets, read.item.lengths
-        return loaded_by_torch(item, offsets, lengths, self.verification, trusted=self._options.trusted)
 
     # --- whole tensors in columns
 
@@ -515,17 +463,11 @@ def _decoded(item: StoredItem, transforms: Sequence[str]) -> memoryview:
     """Undo what the extensions of DCP (compression, for example) did to the item's bytes."""
     from torch.distributed.checkpoint._extension import ExtensionRegistry  # private, and rarely needed
 
-    stream: Any = io.BytesIO(item.read(0, item.nbytes))
+    stream: Any = io.BytesIO(item.copy(0, item.nbytes))
     extensions: Sequence[Any] = ExtensionRegistry().from_descriptor_list(transforms)
     try:
         for extension in extensions:
             stream = extension.transform_from(stream)
         return memoryview(stream.read(-1))
     except Exception as error:  # the extension's own kinds
-        raise CorruptCheckpoint(
-            f"item {item.name!r} in {item.file.path} cannot be decoded by {list(transforms)}: {error}",
-            file=item.file.path,
-            item=item.name,
-            expected=f"bytes encoded by {list(transforms)}",
-            found=str(error),
-        ) from error
+        raise item.corrupt(f"bytes encoded by {list(transforms)}", str(error)) from error

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
+from robust_dcp.staging.blocks import Block
 from robust_dcp.staging.tensor_bytes import host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.index.stored_index import ChunkKind, WholeChunks, index_of
@@ -249,14 +251,28 @@ class Read(NamedTuple):
         return self.item.type == LoadItemType.BYTE_IO or self.item.lengths == self.shape
 
 
-class Group(NamedTuple):
-    """Items that are read together: those of ``places`` among the reads of a load, which end before byte ``end`` of
-    their file. An item that ``is_alone`` is not read in a block with others.
+@dataclass(eq=False)
+class Group:
+    """Items that are read together.
+
+    Attributes:
+        places: theirs among the reads of a load.
+        end: they end before this byte of their file.
+        alone: the item, if it is the only one, and is not read in a block with others; else ``None``.
+        target: where it is read to, if that is known before.
+        block: what several items are read into, once that has begun.
+        nbytes: the memory that the read takes.
+        result: for a block where its bytes begin and how many were found; for an item that is alone a tensor or bytes,
+            or ``None`` if its target was filled.
     """
 
     places: Int64
     end: int
-    is_alone: bool
+    alone: Read | None
+    target: torch.Tensor | None = None
+    block: Block | None = None
+    nbytes: int = 0
+    result: Future[Any] = field(default_factory=Future)
 
 
 class Reads:
@@ -313,7 +329,8 @@ class Reads:
             is_alone[number] = bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole)
         is_alone = is_alone[self.order] | (nbytes > min(block_nbytes, _MEDIUM_NBYTES))
         single, places = np.flatnonzero(is_alone), np.flatnonzero(~is_alone)
-        found = [Group(single[n : n + 1], end, True) for n, end in enumerate((start + nbytes)[single].tolist())]
+        ends = zip(single.tolist(), (start + nbytes)[single].tolist(), strict=True)
+        found = [Group(single[n : n + 1], end, self.read(place)) for n, (place, end) in enumerate(ends)]
         file, start, end = file[places], start[places], (start + nbytes)[places]
         for in_file in _cut(np.arange(len(places)), np.diff(file) != 0):
             end[in_file] = np.maximum.accumulate(end[in_file])
@@ -321,7 +338,7 @@ class Reads:
                 first, last = int(near[0]), int(near[-1]) + 1
                 while first < last:
                     fitting = first + int(np.searchsorted(end[first:last], start[first] + block_nbytes, side="right"))
-                    found.append(Group(places[first:fitting], int(end[fitting - 1]), False))
+                    found.append(Group(places[first:fitting], int(end[fitting - 1]), None))
                     first = fitting
         return sorted(found, key=lambda group: int(group.places[0]))
 

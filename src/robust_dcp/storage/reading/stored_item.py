@@ -10,15 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.staging.blocks import BlockLease, memory_at
 from robust_dcp.staging.tensor_bytes import DeviceCopies
-from robust_dcp.storage.layouts.safetensors import StoredTensor
 from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.reading.reads import Read
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, crc32_of_both
 from robust_dcp.storage.records.objects import check_object, is_program, load_object
 from robust_dcp.storage.records.record import (
@@ -34,17 +34,14 @@ from robust_dcp.storage.records.record import (
 )
 
 __all__ = [
-    "Box",
     "BoxRead",
     "StoredItem",
     "Verification",
     "Verify",
     "checked_object",
-    "corrupt_item",
     "damaged_footer",
     "find_box",
     "loaded_by_torch",
-    "read_box",
 ]
 
 Verify = bool | Literal["all"]
@@ -72,21 +69,6 @@ class Verification:
         self.unverified_nbytes = 0
         self._lock = threading.Lock()
 
-    def range_for(self, item: StoredItem, sums: BlockSums | None, begin: int, end: int) -> tuple[int, int] | None:
-        """The range of an item to read so that bytes ``begin`` to ``end`` can be verified; ``None`` if they are not
-        verified.
-
-        Raises:
-            CorruptCheckpoint: they must be verified, and cannot be.
-        """
-        if self.verify is not False and sums is not None and begin < end:
-            first, last = sums.around(begin, end)
-            more = last - first - (end - begin)
-            if self.verify == "all" or more <= _CHEAP_NBYTES or more * _CHEAP_PART <= end - begin:
-                return first, last
-        self.skip(end - begin, item.name, item.file.path)
-        return None
-
     def skip(self, nbytes: int, name: str, file: str) -> None:
         """Count ``nbytes`` bytes of an item that are handed over without having been verified.
 
@@ -107,32 +89,36 @@ class Verification:
 
 
 class StoredItem:
-    """The ``nbytes`` bytes of an item, which begin at ``offset`` of an open file. Its ``name`` is for errors.
-
-    ``memory`` has these bytes, if they have been read: fewer, if the file ends inside the item. ``raw`` is the item's
-    entry in the head of the file; it is ``None`` for a record.
+    """The bytes of one item in an open file.
 
     Offsets in calls count from the start of the item. Calls raise :class:`CorruptCheckpoint` if the item or the file
     ends too early.
+
+    Args:
+        file: the open file.
+        read: what is wanted, and where the item begins and ends.
+        verification: decides what is verified.
+        memory: the item's bytes, if they have been read: fewer, if the file ends inside the item.
+
+    Attributes:
+        raw: the item's entry in the head of the file; ``None`` for a record.
     """
 
-    __slots__ = ("file", "memory", "name", "nbytes", "offset", "raw")
+    __slots__ = ("file", "memory", "name", "nbytes", "offset", "raw", "read", "verification")
 
     def __init__(
-        self,
-        file: DataFile,
-        name: str,
-        offset: int,
-        nbytes: int,
-        raw: StoredTensor | None = None,
-        memory: memoryview | None = None,
+        self, file: DataFile, read: Read, verification: Verification, memory: memoryview | None = None
     ) -> None:
         self.file = file
-        self.name = name
-        self.offset = offset
-        self.nbytes = nbytes
-        self.raw = raw
+        self.read = read
+        self.name = read.name
+        self.offset = read.offset
+        self.nbytes = read.nbytes
+        self.verification = verification
         self.memory = memory
+        head, index = file.head, read.item.storage_index
+        chunk = index.offset or ()
+        self.raw = None if head is None else head.find(index.fqn, chunk, read.offset, read.nbytes, file.path)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """These bytes. If they are not in memory, they are read."""
@@ -145,7 +131,7 @@ class StoredItem:
         self.check_found(offset, nbytes, len(found))
         return found
 
-    def read(self, offset: int, nbytes: int) -> bytes:
+    def copy(self, offset: int, nbytes: int) -> bytes:
         """A copy of these bytes."""
         return bytes(self.view(offset, nbytes))
 
@@ -162,13 +148,13 @@ class StoredItem:
     def check_bounds(self, offset: int, nbytes: int) -> None:
         """Raise unless these bytes lie in the item."""
         if offset < 0 or offset + nbytes > self.nbytes:
-            raise corrupt_item(self, f"{nbytes} bytes at {offset}", f"an item of {self.nbytes} bytes")
+            raise self.corrupt(f"{nbytes} bytes at {offset}", f"an item of {self.nbytes} bytes")
 
     def check_found(self, offset: int, nbytes: int, found: int) -> None:
         """Raise unless a read of ``nbytes`` bytes ``found`` all of them."""
         if found != nbytes:
             expected = f"{nbytes} bytes at offset {self.offset + offset}"
-            raise corrupt_item(self, expected, f"a file that ends after {found} of them")
+            raise self.corrupt(expected, f"a file that ends after {found} of them")
 
     def check(self, sums: BlockSums, begin: int, end: int, found: int) -> None:
         """Raise unless ``found`` is the CRC-32 of bytes ``begin`` to ``end``. Both are ends of blocks.
@@ -188,7 +174,18 @@ class StoredItem:
                 break
         at = self.offset
         expected = f"CRC-32 {sums.expected(begin, end):08x} of bytes {at + begin} to {at + end} of the file"
-        raise corrupt_item(self, expected, what)
+        raise self.corrupt(expected, what)
+
+    def corrupt(self, expected: str, found: str) -> CorruptCheckpoint:
+        """The error for an item that is not what it should be."""
+        return CorruptCheckpoint(
+            f"item {self.name!r} in {self.file.path} is damaged: expected {expected}, found {found}; take another "
+            "checkpoint, or restore the file",
+            file=self.file.path,
+            item=self.name,
+            expected=expected,
+            found=found,
+        )
 
 
 _AT_ONCE_NBYTES: Final = 1 << 20
@@ -206,124 +203,28 @@ def damaged_footer(file: str, item: str, error: ValueError) -> CorruptCheckpoint
     )
 
 
-def corrupt_item(item: StoredItem, expected: str, found: str) -> CorruptCheckpoint:
-    """The error for an item that is not what it should be."""
-    return CorruptCheckpoint(
-        f"item {item.name!r} in {item.file.path} is damaged: expected {expected}, found {found}; take another "
-        "checkpoint, or restore the file",
-        file=item.file.path,
-        item=item.name,
-        expected=expected,
-        found=found,
-    )
-
-
 # --- the record, and the box in it
 
 
-class Box(NamedTuple):
-    """Where a part of a tensor lies in its item: the range of bytes from its first to its last element.
-
-    Attributes:
-        record: the tensor that the box is part of.
-        lengths: the size of the box.
-        offset: the first byte of the range, counted from the start of the item.
-        numel: elements in the range, including those between rows of the box.
-        is_one_piece: whether the range holds nothing but the box, in order.
-        sums: checksums of the blocks that the range lies in, if there are any.
-    """
-
-    record: Record
-    lengths: tuple[int, ...]
-    offset: int
-    numel: int
-    is_one_piece: bool
-    sums: BlockSums | None
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the range in bytes."""
-        return self.numel * self.record.dtype.itemsize
-
-    def buffer_for(self, into: torch.Tensor | None) -> torch.Tensor:
-        """The tensor to read the range into: ``into``, if the range holds exactly the bytes of ``into``, or else a new
-        tensor.
-        """
-        if into is not None and self.is_one_piece and into.dtype == self.record.dtype:
-            return into
-        return torch.empty(self.numel, dtype=self.record.dtype)
-
-    def tensor_in(self, buffer: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor | None:
-        """The box as a tensor, taken out of the ``buffer`` that the range was read into; ``None`` if ``buffer`` is
-        ``into``.
-        """
-        return None if buffer is into else buffer.as_strided(self.lengths, self.record.stride)
-
-
-def find_box(
-    item: StoredItem,
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    expected: tuple[torch.dtype, tuple[int, ...]] | None,
-    known: KnownRecords,
-    *,
-    with_sums: bool,
-) -> Box | None:
-    """Find where the box of ``lengths`` at ``offsets`` of a stored tensor lies.
-
-    For a slice along dimension 0 these are its own bytes. For other boxes they are all rows that the box touches.
-
-    Args:
-        expected: dtype and shape according to the metadata. With them, a record is recognised at once.
-        known: the records of this load.
-        with_sums: whether the box will be verified. If not, the footer of the file is not read.
-
-    Returns:
-        ``None`` if the record has a form that only ``torch.load`` may understand.
-
-    Raises:
-        CorruptCheckpoint: the stored tensor has no such box.
-        StorageError: a read failed.
-    """
-    found = _find_record(item, expected, known)
-    if found is None:
-        return None
-    record, crc = found
-    lengths, stride, itemsize = tuple(lengths), record.stride, record.dtype.itemsize
-    if lengths == record.shape and record.is_contiguous and not any(offsets):
-        first, count, is_one_piece = 0, record.data_nbytes // itemsize, True
-    else:
-        _check_box(item, record.shape, offsets, lengths)
-        first, count = 0, 0
-        if prod(lengths):
-            first = record.storage_offset + sum(o * s for o, s in zip(offsets, stride, strict=True))
-            count = 1 + sum((n - 1) * s for n, s in zip(lengths, stride, strict=True))
-        in_order = zip(lengths, stride, contiguous_strides(lengths), strict=True)
-        is_one_piece = all(length == 1 or step == expected_step for length, step, expected_step in in_order)
-    begin = record.data_offset + first * itemsize
-    sums = _sums(item, record, crc, begin, begin + count * itemsize) if with_sums else None
-    return Box(record, lengths, begin, count, is_one_piece, sums)
-
-
-def _find_record(
-    item: StoredItem, expected: tuple[torch.dtype, tuple[int, ...]] | None, known: KnownRecords
-) -> tuple[Record, int | None] | None:
+def _find_record(item: StoredItem, known: KnownRecords) -> tuple[Record, int | None] | None:
     """The record of an item, and the CRC-32 of its data."""
-    raw = item.raw
+    raw, read = item.raw, item.read
+    # With dtype and shape according to the metadata, a record is recognised at once.
+    expected = None if read.dtype is None or read.shape is None else (read.dtype, read.shape)
     if raw is not None:
         if expected is not None and (raw.dtype, raw.shape) != expected:
             of_head = f"{raw.dtype} {list(raw.shape)} in its head"
-            raise corrupt_item(item, f"{expected[0]} {list(expected[1])}", of_head)
+            raise item.corrupt(f"{expected[0]} {list(expected[1])}", of_head)
         return raw_record(raw.dtype, raw.shape), raw.crc32
     if expected is not None and item.memory is not None and len(item.memory) == item.nbytes:
         found = known.find(item.memory, 0, item.nbytes, *expected)
         if found is not None:
             return found[0], found[1] or None  # 0 means that none was computed
     elif expected is not None and (ours := framed_record(*expected)) is not None and ours.nbytes == item.nbytes:
-        crc = ours.crc32_in_header(item.read(0, ours.data_offset))
+        crc = ours.crc32_in_header(item.copy(0, ours.data_offset))
         if crc is not None:
             return ours, crc or None
-    record = parsed_record(item.read, item.nbytes)
+    record = parsed_record(item.copy, item.nbytes)
     return None if record is None else (record, record.crc32)
 
 
@@ -334,7 +235,7 @@ def _check_box(item: StoredItem, shape: Sequence[int], offsets: Sequence[int], l
     )
     if not inside:
         box = f"a tensor with a box of {list(lengths)} at {list(offsets)}"
-        raise corrupt_item(item, box, f"one of shape {list(shape)}")
+        raise item.corrupt(box, f"one of shape {list(shape)}")
 
 
 def _sums(item: StoredItem, record: Record, crc: int | None, begin: int, end: int) -> BlockSums | None:
@@ -367,7 +268,7 @@ def _check_frame(item: StoredItem, record: Record, sums: BlockSums) -> None:
         return
     if (sums.offset, sums.nbytes) != (0, item.nbytes):
         expected = f"{sums.nbytes} bytes of data at {sums.offset}, as the footer of the file has it"
-        raise corrupt_item(item, expected, f"{record.data_nbytes} bytes at {record.data_offset}")
+        raise item.corrupt(expected, f"{record.data_nbytes} bytes at {record.data_offset}")
     # The checksums of blocks cover the frame as well.
     around = (0, record.data_offset), (item.nbytes - len(record.trailer), item.nbytes)
     for low, high in around if record.trailer else ((0, item.nbytes),):
@@ -378,94 +279,132 @@ def _check_frame(item: StoredItem, record: Record, sums: BlockSums) -> None:
 # --- reading it
 
 
-def read_box(item: StoredItem, box: Box, into: torch.Tensor | None, verification: Verification) -> torch.Tensor | None:
-    """Take a box out of an item that is in memory.
+def find_box(item: StoredItem, into: torch.Tensor | None, known: KnownRecords) -> BoxRead | None:
+    """Find the box that is wanted of a stored tensor.
 
     Args:
-        into: a flat CPU tensor of the box's size. The box is put into it if the dtypes are equal and the box is stored
-            in one piece. It holds garbage if that fails.
+        into: as for :class:`BoxRead`.
+        known: the records of this load.
 
     Returns:
-        ``None`` if ``into`` has been filled; else a CPU tensor of the stored dtype, which owns its memory.
+        ``None`` if the record has a form that only ``torch.load`` may understand.
 
     Raises:
-        CorruptCheckpoint: the bytes are not those that were written.
+        CorruptCheckpoint: the stored tensor has no such box.
+        StorageError: a read failed.
     """
-    buffer, begin, nbytes = box.buffer_for(into), box.offset, box.nbytes
-    verified = verification.range_for(item, box.sums, begin, begin + nbytes)
-    first, last = verified or (begin, begin + nbytes)
-    found = item.view(first, last - first)
-    if verified is not None and box.sums is not None:
-        item.check(box.sums, first, last, crc32(found))
-    if nbytes:
-        memory_at(buffer.data_ptr(), nbytes)[:] = found[begin - first : begin - first + nbytes]
-    return box.tensor_in(buffer, into)
+    found = _find_record(item, known)
+    return None if found is None else BoxRead(item, *found, into)
 
 
 class BoxRead:
-    """A box that is read from a file, in pieces. Several threads may read them.
+    """A part of a stored tensor, on its way into a tensor: the range of bytes from its first to its last element. For a
+    slice along dimension 0 these are its own bytes. For other boxes they are all rows that the box touches.
+
+    It is taken from memory at once (:meth:`taken`), or read from the file in pieces, which several threads may do.
 
     Args:
-        item: the item, which is not in memory.
-        box: the part of it that is wanted.
-        into: as for :func:`read_box`, but on any device.
-        verification: decides what is verified.
-        blocks: memory for bytes that cannot be read into the tensor itself. Each block holds a piece, wherever it
-            begins in the file.
-        piece_nbytes: the longest piece.
-        copies: copies to devices.
-
-    Attributes:
-        shares: the pieces that one thread reads, by number. Each share goes to :meth:`read` once, on any thread.
+        item: the item.
+        record: the tensor that the box is part of.
+        crc: the CRC-32 of its data, if it is known.
+        into: a flat tensor of the box's size, on any device. The box is put into it if the dtypes are equal and the box
+            is stored in one piece. It holds garbage if that fails.
     """
 
-    def __init__(
-        self,
-        item: StoredItem,
-        box: Box,
-        into: torch.Tensor | None,
-        verification: Verification,
-        blocks: BlockLease,
-        piece_nbytes: int,
-        copies: DeviceCopies,
-    ) -> None:
+    def __init__(self, item: StoredItem, record: Record, crc: int | None, into: torch.Tensor | None) -> None:
+        wanted, stride, itemsize = item.read.item, record.stride, record.dtype.itemsize
+        offsets, lengths = wanted.storage_offsets, tuple(wanted.lengths)
+        if lengths == record.shape and record.is_contiguous and not any(offsets):
+            first, count, is_one_piece = 0, record.data_nbytes // itemsize, True
+        else:
+            _check_box(item, record.shape, offsets, lengths)
+            first, count = 0, 0
+            if prod(lengths):
+                first = record.storage_offset + sum(o * s for o, s in zip(offsets, stride, strict=True))
+                count = 1 + sum((n - 1) * s for n, s in zip(lengths, stride, strict=True))
+            in_order = zip(lengths, stride, contiguous_strides(lengths), strict=True)
+            is_one_piece = all(length == 1 or step == expected for length, step, expected in in_order)
         self._item = item
-        self._box = box
-        self._into = into
-        self._buffer = box.buffer_for(into)
-        self._blocks = blocks
-        self._copies = copies
-        begin, end = box.offset, box.offset + box.nbytes
-        self._verified = verification.range_for(item, box.sums, begin, end)
-        first, last = self._verified or (begin, end)
-        item.check_bounds(first, last - first)
+        self._begin = record.data_offset + first * itemsize
+        self._end = self._begin + count * itemsize
+        self._sums = self._sums_to_compare(record, crc)
+        self._range = (self._begin, self._end) if self._sums is None else self._sums.around(self._begin, self._end)
+        item.check_bounds(self._range[0], self._range[1] - self._range[0])
+        self._is_straight = into is not None and is_one_piece and into.dtype == record.dtype
+        self._buffer = torch.empty(count, dtype=record.dtype) if into is None or not self._is_straight else into
+        self._lengths, self._stride = lengths, stride
+
+    def _sums_to_compare(self, record: Record, crc: int | None) -> BlockSums | None:
+        """The checksums that the range is compared with; ``None`` if it is not verified."""
+        item, nbytes = self._item, self._end - self._begin
+        verify = item.verification.verify
+        sums = None if verify is False else _sums(item, record, crc, self._begin, self._end)
+        if sums is not None and nbytes:
+            first, last = sums.around(self._begin, self._end)
+            more = last - first - nbytes
+            if verify == "all" or more <= _CHEAP_NBYTES or more * _CHEAP_PART <= nbytes:
+                return sums
+        item.verification.skip(nbytes, item.name, item.file.path)
+        return None
+
+    def tensor(self) -> torch.Tensor | None:
+        """A CPU tensor of the stored dtype, which owns its memory; ``None`` if ``into`` has been filled."""
+        return None if self._is_straight else self._buffer.as_strided(self._lengths, self._stride)
+
+    def taken(self) -> torch.Tensor | None:
+        """Take the box out of an item that is in memory, to a tensor on the CPU. Returns the same as :meth:`tensor`.
+
+        Raises:
+            CorruptCheckpoint: the bytes are not those that were written.
+        """
+        (first, last), nbytes = self._range, self._end - self._begin
+        found = self._item.view(first, last - first)
+        if self._sums is not None:
+            self._item.check(self._sums, first, last, crc32(found))
+        if nbytes:
+            memory_at(self._buffer.data_ptr(), nbytes)[:] = found[self._begin - first :][:nbytes]
+        return self.tensor()
+
+    def shares(self, piece_nbytes: int) -> list[list[int]]:
+        """The pieces that one thread reads, by number. Each share goes to :meth:`read` once, on any thread.
+
+        Args:
+            piece_nbytes: the longest piece.
+        """
         if self._buffer.is_cpu:
             self._view = bytes_of(self._buffer)
         else:
             self._flat = self._buffer.as_strided((self._buffer.numel(),), (1,)).view(torch.uint8)
         # Pieces end at multiples of their length in the file. Bytes beyond the box are read only for their checksum.
         self._pieces: list[tuple[int, int]] = []
-        for low, high in ((first, begin), (begin, end), (end, last)):
+        first, last = self._range
+        for low, high in ((first, self._begin), (self._begin, self._end), (self._end, last)):
             while low < high:
-                stop = min(high, low + piece_nbytes - (item.offset + low) % piece_nbytes)
+                stop = min(high, low + piece_nbytes - (self._item.offset + low) % piece_nbytes)
                 self._pieces.append((low, stop - low))
                 low = stop
         # Neighbours go to one thread, up to the length of a piece: handing a short piece over takes longer than reading
         # it.
-        self.shares: list[list[int]] = []
+        shares: list[list[int]] = []
         filled = piece_nbytes
         for number, (_, nbytes) in enumerate(self._pieces):
             if filled + nbytes > piece_nbytes:
-                self.shares.append([])
+                shares.append([])
                 filled = 0
-            self.shares[-1].append(number)
+            shares[-1].append(number)
             filled += nbytes
         self._crc32s = [0] * len(self._pieces)
-        self._shares_left = len(self.shares)
+        self._shares_left = len(shares)
         self._lock = threading.Lock()
+        return shares
 
-    def read(self, share: Sequence[int]) -> bool:
+    def read(self, share: Sequence[int], blocks: BlockLease, copies: DeviceCopies) -> bool:
         """Read some pieces.
+
+        Args:
+            blocks: memory for bytes that cannot be read into the tensor itself. Each block holds a piece, wherever it
+                begins in the file.
+            copies: copies to devices.
 
         Returns:
             whether these were the last ones: then :meth:`tensor` has the box.
@@ -474,61 +413,50 @@ class BoxRead:
             CorruptCheckpoint: the file ends too early. With the last share: a checksum does not match.
             StorageError: the read failed.
         """
-        item, needed = self._item, self._verified is not None
+        item, needed = self._item, self._sums is not None
         for number in share:
             offset, nbytes = self._pieces[number]
-            start, place = offset - self._box.offset, item.offset + offset
-            is_wanted = 0 <= start < self._box.nbytes
+            start, place = offset - self._begin, item.offset + offset
+            is_wanted = self._begin <= offset < self._end
             if is_wanted and self._buffer.is_cpu:
                 view, address = self._view[start : start + nbytes], self._buffer.data_ptr() + start
-                found, crc = item.file.read_piece(view, address, place, self._blocks, checksum=needed)
+                found, crc = item.file.read_piece(view, address, place, blocks, checksum=needed)
                 item.check_found(offset, nbytes, found)
             else:
-                with self._blocks.lent() as block:
+                with blocks.lent() as block:
                     at, found = item.file.read_block(block, place, nbytes)
                     item.check_found(offset, nbytes, found)
                     crc = crc32(block.view[at : at + nbytes]) if needed else 0
                     if is_wanted:
-                        self._copies.fill(self._flat[start : start + nbytes], block, at)
+                        copies.fill(self._flat[start : start + nbytes], block, at)
             self._crc32s[number] = crc
         with self._lock:
             self._shares_left -= 1
             if self._shares_left > 0:
                 return False
-        if self._verified is not None and self._box.sums is not None:
+        if self._sums is not None:
             value = 0
             for (_, nbytes), crc in zip(self._pieces, self._crc32s, strict=True):
                 value = crc32_of_both(value, crc, nbytes)
-            item.check(self._box.sums, *self._verified, value)
+            item.check(self._sums, *self._range, value)
         return True
-
-    def tensor(self) -> torch.Tensor | None:
-        """The result, as that of :func:`read_box`."""
-        return self._box.tensor_in(self._buffer, self._into)
 
 
 # --- what is not a plain tensor
 
 
-def loaded_by_torch(
-    item: StoredItem,
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    verification: Verification,
-    *,
-    trusted: bool,
-) -> torch.Tensor:
+def loaded_by_torch(item: StoredItem, *, trusted: bool) -> torch.Tensor:
     """A box of a tensor that only ``torch.load`` understands: quantized, sparse, compressed, or in another byte order.
 
     Raises:
         CorruptCheckpoint: there is no such tensor, or its bytes are not those that were written.
         UnsafeCheckpoint: the record names classes that are not known to be data.
     """
-    data = item.read(0, item.nbytes)
-    _check_members(item, data, verification)
+    data = _checked_bytes(item)
+    offsets, lengths = item.read.item.storage_offsets, item.read.item.lengths
     loaded: Any = load_object(data, file=item.file.path, item=item.name, trusted=trusted)
     if not isinstance(loaded, torch.Tensor):
-        raise corrupt_item(item, "a tensor", f"a {type(loaded).__name__}")
+        raise item.corrupt("a tensor", f"a {type(loaded).__name__}")
     whole = loaded.detach() if loaded.requires_grad else loaded  # a subclass need not have its own detach
     _check_box(item, whole.shape, offsets, lengths)
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
@@ -537,40 +465,41 @@ def loaded_by_torch(
     return whole
 
 
-def checked_object(item: StoredItem, verification: Verification, *, trusted: bool) -> bytes:
+def checked_object(item: StoredItem, *, trusted: bool) -> bytes:
     """The bytes of an item that is not a tensor, after a check of what loading them would do."""
-    data = item.read(0, item.nbytes)
-    _check_members(item, data, verification)
+    data = _checked_bytes(item)
     if not trusted:
         check_object(data, file=item.file.path, item=item.name)
     return data
 
 
-def _check_members(item: StoredItem, data: bytes, verification: Verification) -> None:
-    """Compare the members of ``data`` with their checksums, if ``data`` is a zip. ``torch.load`` does not do that.
+def _checked_bytes(item: StoredItem) -> bytes:
+    """All bytes of an item, compared with their checksums: those of the footer, or of the members if they are a zip.
+    ``torch.load`` does not do that.
 
     Raises:
         CorruptCheckpoint: a checksum does not match, or the archive is broken.
     """
+    data, verification = item.copy(0, item.nbytes), item.verification
     sums = None if verification.verify is False else item.find_sums(0, item.nbytes)
     if sums is not None and (sums.offset, sums.nbytes) == (0, item.nbytes):
         item.check(sums, 0, item.nbytes, crc32(data))
-        return
+        return data
     if verification.verify is False or not data.startswith(ZIP_MAGIC):
         verification.skip(len(data), item.name, item.file.path)
-        return
+        return data
     try:
         members = members_of(data)
     except ValueError as error:
         if is_program(data):
-            return  # ``load_object`` refuses it
-        raise corrupt_item(item, "an intact zip archive", str(error)) from error
+            return data  # ``load_object`` refuses it
+        raise item.corrupt("an intact zip archive", str(error)) from error
     view = memoryview(data)
     for name, member in members.items():
         found = crc32(view[member.offset : member.offset + member.nbytes])
         if member.crc32 == 0 != found:  # torch.serialization.set_crc32_options(False) was set
             verification.skip(member.nbytes, item.name, item.file.path)
         elif member.crc32 != found:
-            raise corrupt_item(
-                item, f"an intact zip archive: {name!r:.60} with CRC-32 {member.crc32:08x}", f"{found:08x}"
-            )
+            expected = f"an intact zip archive: {name!r:.60} with CRC-32 {member.crc32:08x}"
+            raise item.corrupt(expected, f"{found:08x}")
+    return data
