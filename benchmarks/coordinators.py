@@ -41,8 +41,8 @@ from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.items import Form, Items
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.plan.plan import Plan, PlanReply, Rows, unpack_places
-from robust_dcp.plan.session import MATCHES, Digests, SaveSession
+from robust_dcp.plan.plan import Plan, PlanReply, Rows
+from robust_dcp.plan.session import MATCHES, SaveSession
 from robust_dcp.plan.written import Written, written_message, written_offer
 from robust_dcp.report import PhaseReport
 from robust_dcp.report_rows import PhaseClock, said_of_rank
@@ -66,7 +66,6 @@ class OurCoordinator:
         self.payloads = payloads
         self.ranks = payloads.ranks
         self.plan_id = Offer().plan_id
-        self.n_compared = [0] * self.ranks
         self.kept: list[Rows] = [np.empty(0, dtype=np.intp)] * self.ranks
         self.plan: Plan | None = None
         self._local = local_of(COORDINATOR, self.ranks, payloads.n_items)
@@ -79,8 +78,8 @@ class OurCoordinator:
         session = SaveSession(channel, directory, writer, on_structure_change="quiet", commits_together=True)
         watch.start()
         session.agree(lambda: self._local, leads=True)
-        writer.kept = session.share.kept
-        self.plan = session.plan
+        writer.kept = session.known.share.kept
+        self.plan = session.known.plan
         session.write(lambda: WriteItemSource([], lambda item: torch.empty(0)))
         session.commit()
         watch.stop()
@@ -130,9 +129,7 @@ class _SimulatedChannel(Channel):
         with self._watch.paused():
             for rank, reply in enumerate(made):
                 if isinstance(reply, PlanReply):
-                    self._of.plan_id, n_items = reply.share.plan_id, reply.share.n_items
-                    self._of.n_compared[rank] = len(unpack_places(reply.compared, n_items)) if reply.compared else 0
-                    self._of.kept[rank] = reply.share.kept
+                    self._of.plan_id, self._of.kept[rank] = reply.share.plan_id, reply.share.kept
         return own
 
 
@@ -175,8 +172,6 @@ class _OnTheCoordinator(SimulatedOperation):
         none = [Offer()] * ranks
         if exchange == "structures":
             return none, of.payloads.structures(changed=changed is not None)
-        if exchange == "compare":  # ranks that cannot read their data
-            return none, messages_up(ranks, lambda rank: Digests(bytes(8 * of.n_compared[rank])), Digests)
         if exchange == "write" and of.plan is not None:
             items = of.plan.items
             places = [_written_files(items[rank], of.kept[rank], rank).variable_places for rank in range(ranks)]

@@ -353,6 +353,8 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     ``context``: :meth:`PlanContext.encode`. The coordinator compares it with its own.
 
     ``signature``: 16 bytes, the :class:`StructureSignature` of the items and the context.
+
+    ``digests``: a uint64 for each value that ranks compare, in the order of the items; empty if none is compared.
     """
 
     names: tuple[bytes, ...]
@@ -372,9 +374,10 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     context: bytes
     signature: bytes = b""
     peers: tuple[int, ...] = ()
+    digests: bytes = b""
 
     @classmethod
-    def of(cls, items: Items, context: bytes, signature: bytes) -> ItemsMessage:
+    def of(cls, items: Items, context: bytes, signature: bytes, digests: bytes = b"") -> ItemsMessage:
         """The message for ``items``. The other arguments are the fields of these names."""
         return cls(
             names=_in_blocks(items),
@@ -383,6 +386,7 @@ class ItemsMessage(msgspec.Struct, frozen=True):
             context=context,
             signature=signature,
             peers=items.peers,
+            digests=digests,
             **{
                 column: getattr(items, column).astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
                 for column, (dtype, _) in _COLUMNS.items()

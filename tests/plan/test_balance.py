@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.plan.global_plan import SMALL_NBYTES, GlobalPlan, make_global_plan
+from robust_dcp.plan.conflicts import SMALL_NBYTES
+from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from tests.plan.structures import Item, chunk, obj, table, tensor
 
 _LARGE = SMALL_NBYTES + 1

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import ExchangeError, PlanConflict
-from robust_dcp.plan.conflicts import find_differing
-from robust_dcp.plan.global_plan import SMALL_NBYTES, GlobalPlan, make_global_plan
+from robust_dcp.plan.conflicts import SMALL_NBYTES, find_differing
+from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from tests.plan.structures import (
     Box,
     Item,
@@ -142,13 +142,13 @@ def test_what_differs_between_ranks_is_found_by_its_digests() -> None:
     large = tensor("large", [SMALL_NBYTES + 1], torch.uint8)
     both = [obj("rng"), obj("same"), tensor("seed"), tensor("unknown"), large]
     plan = _plan([obj("own"), *both], both, [obj("rng")])
-    names = [plan.items.names[name] for name in plan.items.name[plan.compared].tolist()]
-    assert names == [*["rng", "same", "seed", "unknown"] * 2, "rng"]
-    digests = [np.array(each, dtype=np.uint64) for each in ([1, 5, 7, 0], [2, 5, 8, 3], [1])]
-    found = find_differing(plan.items, plan.order, plan.compared, plan.contested, digests)
+    digests = [np.array(each, dtype="<u8").tobytes() for each in ([9, 1, 5, 7, 0], [2, 5, 8, 3], [1])]
+    found = find_differing(plan.items, plan.order, plan.contested, digests)
     assert [(each.key, each.ranks) for each in found] == [("rng", ((0, 2), (1,))), ("seed", ((0,), (1,)))]
+    only_rank_1 = find_differing(plan.items, plan.order, plan.contested, [b"", digests[1], b""])
+    assert only_rank_1 == []  # of the others nothing is known
     with pytest.raises(ExchangeError, match="rank 2 did not send"):
-        find_differing(plan.items, plan.order, plan.compared, plan.contested, [*digests[:2], digests[0]])
+        find_differing(plan.items, plan.order, plan.contested, [*digests[:2], digests[0]])
 
 
 def test_one_rank_alone_may_save_its_part_of_a_sharded_tensor() -> None:

@@ -8,9 +8,9 @@ tensor. So overlap is the costly question. Tensors that are cut along one dimens
 tensors at once. So are tensors with chunks that lie between the lines of a grid. Only the others are swept, tensor by
 tensor.
 
-Of values that differ under one name only one is saved, so somebody has to say so, in the save that makes the plan.
-Objects and small chunks are compared, and main replicas that several ranks claim. Large tensors are not: hashing them
-would take as long as writing them.
+Of values that differ under one name only one is saved, so somebody has to say so, in the save that makes the plan. With
+its structure each rank sends digests of its objects and of its small whole tensors. Large tensors are not compared:
+hashing them would take as long as writing them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
-from robust_dcp.items import ItemKind, Items, Path
+from robust_dcp.items import ItemKind, Items, Path, Replica
 
 __all__ = [
+    "SMALL_NBYTES",
     "Differing",
     "check_bounds",
     "check_coverage",
+    "differs_from_previous",
     "find_differing",
     "first_overlap",
+    "is_compared",
     "merged_paths",
     "refuse_contradictions",
 ]
@@ -41,6 +44,9 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
+
+SMALL_NBYTES: Final = 64 << 10
+"""Chunks up to this size are compared, and written by the lowest rank that holds them."""
 
 _NO_LINE: Final = np.iinfo(np.int64).max
 
@@ -129,6 +135,16 @@ def _other_paths(ranks: Sequence[Items], key: str, path: Path, other: int) -> Pl
         key=key,
         ranks=[first, other],
     )
+
+
+def differs_from_previous(items: Items, order: Rows) -> Bool:
+    """For each row of ``order``, whether its (name, offsets) differ from those of the row before it."""
+    differs = np.ones(len(order), dtype=np.bool_)
+    differs[1:] = False
+    for column in (items.name, *items.offset.T):
+        values = column[order]  # index only once, because `order` jumps from rank to rank
+        differs[1:] |= values[1:] != values[:-1]
+    return differs
 
 
 def check_bounds(items: Items) -> None:
@@ -285,38 +301,43 @@ class Differing:
         return f"{self.key!r}{at} ({' / '.join(ranks_in_words(list(same)) for same in self.ranks)})"
 
 
-def find_differing(
-    items: Items, order: Rows, compared: Rows, contested: Rows, digests: Sequence[UInt64]
-) -> list[Differing]:
+def is_compared(items: Items) -> Bool:
+    """Which items ranks compare: objects and whole tensors up to ``SMALL_NBYTES``, and main replicas of such chunks.
+
+    If a state dict says which replica counts, the others may differ from it, so they are not compared.
+    """
+    is_whole = (items.size == items.shape).all(axis=1) | (items.replica == Replica.MAIN)
+    compared: Bool = is_whole & (items.nbytes <= SMALL_NBYTES) & (items.replica != Replica.COPY)
+    return compared
+
+
+def find_differing(items: Items, order: Rows, contested: Rows, digests: Sequence[bytes]) -> list[Differing]:
     """The values with digests that differ between ranks, and all chunks with several main replicas.
 
     Args:
         order: all rows, sorted by (name, offsets, rank).
-        compared: the rows that were compared, ascending.
-        contested: those of them that several ranks claim as their main replica.
-        digests: for each rank the digests of its compared rows, ascending; 0 is unknown, and equals everything.
+        contested: the rows that several ranks claim as their main replica.
+        digests: for each rank the digests of what it compares (:func:`is_compared`); empty if they are unknown. A
+            digest of 0 is unknown too, and equals everything.
 
     Raises:
         ExchangeError: a rank did not send one digest for each of its rows.
     """
-    expected = np.bincount(items.rank[compared], minlength=len(digests))
-    wrong = [rank for rank, of_rank in enumerate(digests) if len(of_rank) != expected[rank]]
-    if wrong:
-        raise ExchangeError(
-            f"{ranks_in_words(wrong)} did not send one digest for each value that is compared", ranks=wrong
-        )
-    digest_of = np.zeros(len(items), dtype=np.uint64)
-    digest_of[compared] = np.concatenate(list(digests))
-    is_compared, is_contested = np.zeros((2, len(items)), dtype=np.bool_)
-    is_compared[compared] = True
-    is_contested[contested] = True
-    rows = order[is_compared[order]]
-    if not len(rows):
+    if not any(digests) and not len(contested):
         return []
-    begins = np.ones(len(rows), dtype=np.bool_)
-    begins[1:] = items.name[rows[1:]] != items.name[rows[:-1]]
-    begins[1:] |= (items.offset[rows[1:]] != items.offset[rows[:-1]]).any(axis=1)
-    starts = np.flatnonzero(begins)
+    is_looked_at = is_compared(items)
+    compared = np.flatnonzero(is_looked_at)
+    digest_of = np.zeros(len(items), dtype=np.uint64)
+    ends = np.cumsum(np.bincount(items.rank[compared], minlength=len(digests)))
+    for rank, (rows, of_rank) in enumerate(zip(np.split(compared, ends[:-1]), digests, strict=True)):
+        if of_rank and len(of_rank) != 8 * len(rows):
+            raise ExchangeError(f"rank {rank} did not send one digest for each value that is compared", ranks=[rank])
+        if of_rank:
+            digest_of[rows] = np.frombuffer(of_rank, dtype="<u8")
+    is_contested = np.zeros(len(items), dtype=np.bool_)
+    is_contested[contested] = True
+    rows = order[(is_looked_at | is_contested)[order]]
+    starts = np.flatnonzero(differs_from_previous(items, rows))
     digest = digest_of[rows]
     lowest = np.minimum.reduceat(np.where(digest == 0, np.iinfo(np.uint64).max, digest), starts)
     differs = (lowest < np.maximum.reduceat(digest, starts)) | is_contested[rows[starts]]

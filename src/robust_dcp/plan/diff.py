@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +11,42 @@ import numpy.typing as npt
 from robust_dcp.items import Form, Items, hashes_of_rows
 from robust_dcp.report import StructureDiff
 
-__all__ = ["diff_items", "merge_diffs"]
+__all__ = ["bounded", "diff_items"]
 
 Rows = npt.NDArray[np.intp]
 
+_MAX_KEYS: Final = 200
+"""How many keys of each kind travel, and are in an error. This bounds both if everything has changed."""
 
-def diff_items(old: Items, new: Items) -> StructureDiff:
-    """The keys that were added, removed and changed from ``old`` to ``new``, both of one rank."""
+
+def diff_items(old_of_ranks: Sequence[Items], new_of_ranks: Sequence[Items]) -> StructureDiff:
+    """The keys that were added, removed and changed. A key counts once, however many ranks saw it change."""
+    added: set[str] = set()
+    removed: set[str] = set()
+    changed: dict[str, str] = {}
+    for old, new in zip(old_of_ranks, new_of_ranks, strict=True):
+        if old is not new:
+            diff = _diff_of_rank(old, new)
+            added.update(diff.added)
+            removed.update(diff.removed)
+            changed.update(diff.changed)
+    # A key that one rank lost and another gained has moved between ranks.
+    for key in added & removed:
+        changed.setdefault(key, "moved to other ranks")
+    return StructureDiff(
+        added=tuple(sorted(added - changed.keys())),
+        removed=tuple(sorted(removed - changed.keys())),
+        changed=dict(sorted(changed.items())),
+    )
+
+
+def bounded(diff: StructureDiff) -> StructureDiff:
+    """The first keys of each kind."""
+    changed = dict(list(diff.changed.items())[:_MAX_KEYS])
+    return StructureDiff(diff.added[:_MAX_KEYS], diff.removed[:_MAX_KEYS], changed)
+
+
+def _diff_of_rank(old: Items, new: Items) -> StructureDiff:
     places = {name: place for place, name in enumerate(old.names)}
     place_in_old = np.fromiter((places.get(name, -1) for name in new.names), dtype=np.intp, count=len(new.names))
     common_old, common_new = place_in_old[place_in_old >= 0], np.flatnonzero(place_in_old >= 0)
@@ -61,22 +91,3 @@ def _words_by_name(items: Items, names: Rows) -> dict[str, str]:
         more = "" if counts[place] == 1 else f" and {counts[place] - 1} more"
         words[name] = items.describe(row) + form + path + more
     return words
-
-
-def merge_diffs(diffs: Iterable[StructureDiff]) -> StructureDiff:
-    """Join the differences of several ranks. A key counts once, however many ranks saw it change."""
-    added: set[str] = set()
-    removed: set[str] = set()
-    changed: dict[str, str] = {}
-    for diff in diffs:
-        added.update(diff.added)
-        removed.update(diff.removed)
-        changed.update(diff.changed)
-    # A key that one rank lost and another gained has moved between ranks.
-    for key in added & removed:
-        changed.setdefault(key, "moved to other ranks")
-    return StructureDiff(
-        added=tuple(sorted(added - changed.keys())),
-        removed=tuple(sorted(removed - changed.keys())),
-        changed=dict(sorted(changed.items())),
-    )

@@ -18,16 +18,20 @@ import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.items import ItemKind, Items, Path, Replica, merged, unique_rows
-from robust_dcp.plan.conflicts import check_bounds, check_coverage, merged_paths, refuse_contradictions
+from robust_dcp.plan.conflicts import (
+    SMALL_NBYTES,
+    check_bounds,
+    check_coverage,
+    differs_from_previous,
+    merged_paths,
+    refuse_contradictions,
+)
 from robust_dcp.storage.layouts.places import deal
 
-__all__ = ["SMALL_NBYTES", "GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan"]
+__all__ = ["GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan"]
 
 Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
-
-SMALL_NBYTES: Final = 64 << 10
-"""Chunks up to this size are compared, and written by the lowest rank that holds them."""
 
 _OBJECT_WEIGHT: Final = 1
 """How many bytes an object counts for. Its size is not known when the plan is made."""
@@ -47,8 +51,7 @@ class GlobalPlan:
         written: the rows that are written, sorted by (name, offsets).
         kept: for each rank the places of the items that it writes among its own, ascending.
         paths: for each name its path in the nested state dict (DCP's ``planner_data``); ``None`` if not flattened.
-        compared: the rows whose contents are compared with those of other ranks when the plan is made, ascending.
-        contested: those of them that several ranks claim as their main replica.
+        contested: the rows that several ranks claim as their main replica.
         unclaimed: names with a chunk that has copies but no main replica.
     """
 
@@ -58,7 +61,6 @@ class GlobalPlan:
     written: Rows
     kept: tuple[Rows, ...]
     paths: tuple[Path, ...] | None
-    compared: Rows
     contested: Rows
     unclaimed: tuple[str, ...] = ()
 
@@ -86,7 +88,6 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
     replicas = _find_replicas(items, order)
     written = _choose_writers(items, replicas, _teams(ranks), lowest_rank=lowest_rank)
     check_coverage(items, written, complete=len(ranks) > 1)
-    contested = _contested_rows(items, replicas)
     unclaimed = items.name[replicas.first[_unclaimed_groups(items, replicas)]]
     return GlobalPlan(
         ranks=tuple(ranks),
@@ -95,8 +96,7 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
         written=written,
         kept=by_rank(items, written, len(ranks)),
         paths=paths,
-        compared=_compared_rows(items, replicas, contested),
-        contested=contested,
+        contested=_contested_rows(items, replicas),
         unclaimed=tuple(items.names[name] for name in np.unique(unclaimed).tolist()),
     )
 
@@ -179,20 +179,10 @@ def _find_replicas(items: Items, order: Rows) -> _Replicas:
         PlanConflict: two chunks that are not empty begin at the same offsets but have different sizes.
     """
     order = order[~_shadowed_empties(items, order)]
-    starts = np.flatnonzero(_differs_from_previous(items, order))
+    starts = np.flatnonzero(differs_from_previous(items, order))
     groups = _Replicas(order=order, starts=np.append(starts, len(order)))
     _refuse_other_sizes(items, groups)
     return groups
-
-
-def _differs_from_previous(items: Items, order: Rows) -> Mask:
-    """For each row of ``order``, whether its (name, offsets) differ from those of the row before it."""
-    differs = np.ones(len(order), dtype=np.bool_)
-    differs[1:] = False
-    for column in (items.name, *items.offset.T):
-        values = column[order]  # index only once, because `order` jumps from rank to rank
-        differs[1:] |= values[1:] != values[:-1]
-    return differs
 
 
 def _shadowed_empties(items: Items, order: Rows) -> Mask:
@@ -200,7 +190,7 @@ def _shadowed_empties(items: Items, order: Rows) -> Mask:
     empty: Mask = (items.numel[order] == 0) & (items.kind[order] != ItemKind.BYTES)
     if not empty.any():
         return empty
-    group = np.cumsum(_differs_from_previous(items, order)) - 1
+    group = np.cumsum(differs_from_previous(items, order)) - 1
     filled = np.zeros(int(group[-1]) + 1, dtype=np.bool_)
     filled[group[~empty]] = True
     shadowed: Mask = empty & filled[group]
@@ -223,19 +213,6 @@ def _refuse_other_sizes(items: Items, groups: _Replicas) -> None:
         key=key,
         ranks=sorted({int(items.rank[other]), int(items.rank[row])}),
     )
-
-
-def _compared_rows(items: Items, groups: _Replicas, contested: Rows) -> Rows:
-    """The rows that are compared: ``contested``, and objects and small chunks that several ranks hold.
-
-    If a state dict says which replica counts, the others may differ from it, so they are not compared.
-    """
-    n_rows = np.diff(groups.starts)
-    is_small = (items.kind[groups.first] == ItemKind.BYTES) | (items.nbytes[groups.first] <= SMALL_NBYTES)
-    says_which = np.maximum.reduceat(items.replica[groups.order], groups.starts[:-1]) if len(groups) else n_rows
-    is_compared = (n_rows > 1) & is_small & (says_which == Replica.ANY)
-    rows: Rows = np.union1d(groups.order[is_compared[groups.of]], contested)
-    return rows
 
 
 def _choose_writers(items: Items, groups: _Replicas, teams: Rows, *, lowest_rank: bool) -> Rows:

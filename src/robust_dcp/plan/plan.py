@@ -10,13 +10,12 @@ A plan is stored in the index of each checkpoint that is saved by it, so that a 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -24,10 +23,10 @@ import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.comm.messages import Bundler
-from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
+from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, unique_rows
-from robust_dcp.plan.diff import diff_items, merge_diffs
-from robust_dcp.plan.global_plan import GlobalPlan, ascending, by_rank, make_global_plan
+from robust_dcp.plan.conflicts import is_compared
+from robust_dcp.plan.global_plan import GlobalPlan, ascending, make_global_plan
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
 from robust_dcp.report import PlanOutcome, StructureDiff
@@ -36,26 +35,20 @@ from robust_dcp.storage.layouts import TORCH, ItemColumns, Layout
 from robust_dcp.storage.layouts.places import Placements
 
 __all__ = [
-    "Gathered",
     "LocalStructure",
     "Plan",
     "PlanReply",
     "Rows",
     "Share",
-    "make_plan",
     "pack_places",
     "place_items",
     "place_items_of_all",
     "stored_plan",
+    "structures_of_all",
     "unpack_places",
 ]
 
-logger = logging.getLogger(__name__)
-
 Rows = npt.NDArray[np.intp]
-
-_MAX_KEYS: Final = 200
-"""How many keys of each kind a reply has at most. This bounds the message if everything has changed."""
 
 _ITEM_NBYTES: Final = 512  # an upper bound for one item in a stored structure; real items take much less
 _FACTOR: Final = 64  # structures usually compress less than this
@@ -73,7 +66,7 @@ class LocalStructure:
         lowest_rank: whether replicas go to the lowest rank that holds them.
         layout: the layout of the files.
         digests_of: gives uint64 digests of the contents of some items, from their places; 0 for one that cannot be
-            read.
+            read. ``None`` if nothing is compared.
     """
 
     items: Items
@@ -82,11 +75,14 @@ class LocalStructure:
     files: int | None
     lowest_rank: bool
     layout: Layout = TORCH
-    digests_of: Callable[[Rows], npt.NDArray[np.uint64]] = lambda places: np.zeros(len(places), dtype=np.uint64)
+    digests_of: Callable[[Rows], npt.NDArray[np.uint64]] | None = None
 
     def to_message(self) -> ItemsMessage:
-        """The message to the coordinator with the structure."""
-        return ItemsMessage.of(self.items, self.context.encode(), self.signature.value)
+        """The message to the coordinator with the structure, and digests of what is compared."""
+        digests = b""
+        if self.digests_of is not None:
+            digests = self.digests_of(np.flatnonzero(is_compared(self.items))).astype("<u8").tobytes()
+        return ItemsMessage.of(self.items, self.context.encode(), self.signature.value, digests)
 
     def place(self, share: Share) -> Placements | None:
         """The places of the items that this rank writes; ``None`` if another writer than ours decides that.
@@ -148,20 +144,15 @@ class PlanReply(msgspec.Struct, frozen=True):
         outcome: ``built`` (the coordinator had no plan of this kind), ``rebuilt`` (it no longer fits), or ``reused``
             (the coordinator has a plan for these structures, though not all ranks have offered it).
         reason: why, in words.
-        compared: bits over the rank's items: those whose contents are compared with those of other ranks. Empty if none
-            is.
-        is_compared: whether anything is compared on any rank.
-        added, removed, changed: the keys of all ranks that differ from the last plan (bounded).
+        changes: the keys of all ranks that differ from the last plan (bounded).
+        differing: the values that differ between ranks, by key (bounded), with all ranks that hold them.
     """
 
     share: Share
     outcome: PlanOutcome
     reason: str
-    compared: bytes = b""
-    is_compared: bool = False
-    added: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    changed: dict[str, str] = {}
+    changes: StructureDiff | None = None
+    differing: dict[str, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,47 +253,35 @@ def _plan_id_of(
     return digest.digest()
 
 
-class Gathered(NamedTuple):
-    """The structures of all ranks, as the coordinator has them.
+def structures_of_all(
+    messages: Sequence[ItemsMessage | None], offered: Plan | None, local: LocalStructure
+) -> tuple[list[Items], list[bytes]]:
+    """The items of each rank, and the signatures of their structures, from what ranks have sent to the coordinator.
 
-    Attributes:
-        items, signatures: the items of each rank, and the signature of its structure.
-        senders: the ranks that have sent theirs. Of the others it is that of the plan that all of them have offered.
+    Args:
+        messages: what each rank sent; ``None`` from ranks that have the structure in ``offered``.
+        offered: the plan that the coordinator has offered.
+        local: the coordinator's own structure.
+
+    Raises:
+        ExchangeError: a message is malformed, or missing.
+        PlanConflict: ranks have other options or versions.
     """
-
-    items: list[Items]
-    signatures: list[bytes]
-    senders: list[int]
-
-    @classmethod
-    def of(cls, messages: Sequence[ItemsMessage | None], offered: Plan | None, local: LocalStructure) -> Gathered:
-        """Decode what ranks have sent, and check that all save with the coordinator's options and versions.
-
-        Args:
-            messages: what each rank sent; ``None`` from ranks that have the structure in ``offered``.
-            offered: the plan that the coordinator has offered.
-            local: the coordinator's own structure.
-
-        Raises:
-            ExchangeError: a message is malformed, or missing.
-            PlanConflict: ranks have other options or versions.
-        """
-        silent = [rank for rank, message in enumerate(messages) if message is None]
-        if silent and offered is None:
-            raise ExchangeError(
-                f"{ranks_in_words(silent)} did not send the structure, and the coordinator has no plan that holds it; "
-                "save again",
-                phase="structures",
-                ranks=silent,
-            )
-        _refuse_other_contexts(messages, offered, local)
-        known_items, known_signatures = ((), ()) if offered is None else (offered.items, offered.signatures)
-        decoder = ItemsDecoder()
-        return cls(
-            [known_items[rank] if each is None else decoder.decode(each) for rank, each in enumerate(messages)],
-            [known_signatures[rank] if each is None else each.signature for rank, each in enumerate(messages)],
-            [rank for rank, message in enumerate(messages) if message is not None],
+    silent = [rank for rank, message in enumerate(messages) if message is None]
+    if silent and offered is None:
+        raise ExchangeError(
+            f"{ranks_in_words(silent)} did not send the structure, and the coordinator has no plan that holds it; "
+            "save again",
+            phase="structures",
+            ranks=silent,
         )
+    _refuse_other_contexts(messages, offered, local)
+    known_items, known_signatures = ((), ()) if offered is None else (offered.items, offered.signatures)
+    decoder = ItemsDecoder()
+    return (
+        [known_items[rank] if each is None else decoder.decode(each) for rank, each in enumerate(messages)],
+        [known_signatures[rank] if each is None else each.signature for rank, each in enumerate(messages)],
+    )
 
 
 def _refuse_other_contexts(
@@ -321,74 +300,6 @@ def _refuse_other_contexts(
             f"ranks save with other options or versions than the coordinator, {words}. Pass the same to all ranks",
             ranks=sorted(rank for ranks in differences.values() for rank in ranks),
         )
-
-
-def make_plan(
-    gathered: Gathered,
-    known: Plan | None,
-    local: LocalStructure,
-    *,
-    refuse_change: bool = False,
-    compares: bool = True,
-) -> tuple[Plan, GlobalPlan, list[PlanReply]]:
-    """Make the plan of all ranks, and the reply for each. Only the coordinator calls this.
-
-    Args:
-        gathered: the structures of all ranks.
-        known: the last plan of this kind, which the new structures are compared with; ``None`` if there is none.
-        local: the coordinator's own structure, for the options that all ranks share.
-        refuse_change: whether a structure that differs from ``known`` is an error.
-        compares: whether all replicas of objects and small tensors are compared, and not only contested ones.
-
-    Raises:
-        PlanConflict: the ranks contradict each other.
-        StructureChanged: the structure changed and ``refuse_change`` is true.
-    """
-    changes = StructureDiff()
-    if known is not None:
-        pairs = zip(known.items, gathered.items, strict=True)
-        changes = merge_diffs(diff_items(old, new) for old, new in pairs if old is not new)
-    if refuse_change and changes:
-        raise StructureChanged(
-            f"the structure of the state dict is not that of the last committed save: {changes}; "
-            'on_structure_change="error" forbids that',
-            added=list(changes.added[:_MAX_KEYS]),
-            removed=list(changes.removed[:_MAX_KEYS]),
-            changed=list(changes.changed)[:_MAX_KEYS],
-        )
-    decided = make_global_plan(gathered.items, lowest_rank=local.lowest_rank)
-    if not compares:
-        decided = replace(decided, compared=decided.contested)
-    if decided.unclaimed:
-        logger.warning(
-            "%d tensor(s) have shards without a main replica (replica_id 0) on any rank: %s%s. One copy of each "
-            "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
-            len(decided.unclaimed),
-            ", ".join(map(repr, decided.unclaimed[:8])),
-            f" and {len(decided.unclaimed) - 8} more" if len(decided.unclaimed) > 8 else "",
-        )
-    plan = Plan.of(decided, gathered.signatures, local)
-    senders = ranks_in_words(gathered.senders)
-    if known is None:
-        reason = "the coordinator has no plan of a committed save of this kind by this group"
-    elif not changes:
-        reason = f"no key has changed; {senders} did not have the plan, or options have changed"
-    else:
-        reason = f"on {senders}: {changes}"
-    replies = [
-        PlanReply(
-            share=share,
-            outcome="built" if known is None else "rebuilt",
-            reason=reason,
-            compared=pack_places(compared, share.n_items) if len(compared) else b"",
-            is_compared=bool(len(decided.compared)),
-            added=changes.added[:_MAX_KEYS],
-            removed=changes.removed[:_MAX_KEYS],
-            changed=dict(list(changes.changed.items())[:_MAX_KEYS]),
-        )
-        for share, compared in zip(plan.shares, by_rank(decided.items, decided.compared, len(plan.shares)), strict=True)
-    ]
-    return plan, decided, replies
 
 
 def stored_plan(

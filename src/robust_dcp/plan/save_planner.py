@@ -64,9 +64,9 @@ class RobustPlanner(DefaultSavePlanner):
             turn. A changed structure is compared with the last save of the same kind. Without it the names decide: two
             state dicts are of one kind if they share half of the names of the larger, or nearly all of the smaller.
         on_replica_mismatch: what to do if a value that several ranks hold under one name differs between them. Objects
-            and tensors of at most 64 KiB are compared, when a plan is made. ``"warn"``: one warning with the keys and
-            ranks; ``"error"``: raise ``PlanConflict`` on all ranks and save nothing; ``"ignore"``. The copy of the
-            lowest rank is saved.
+            and whole tensors of at most 64 KiB are compared, between the ranks whose structure is new to a plan.
+            ``"warn"``: one warning with the keys and ranks; ``"error"``: raise ``PlanConflict`` on all ranks and save
+            nothing; ``"ignore"``. The copy of the lowest rank is saved.
         on_unloadable_object: what to do with an object that a load would refuse because it is not known to be plain
             data. ``"warn"``: one warning for the whole save, with key, class and what to do; ``"error"``: raise
             ``UnsafeCheckpoint`` on all ranks and save nothing; ``"ignore"``. Only with ``RobustWriter``.
@@ -193,7 +193,7 @@ class RobustPlanner(DefaultSavePlanner):
             files=None if writer is None else writer.files_per_rank,
             lowest_rank=self.dedup_save_to_lowest_rank,
             layout=layout,
-            digests_of=self._digests_of,
+            digests_of=None if channel.size == 1 or self.on_replica_mismatch == "ignore" else self._digests_of,
         )
 
     def items_of_state_dict(self, *, is_coordinator: bool) -> DescribedItems:
@@ -218,7 +218,7 @@ class RobustPlanner(DefaultSavePlanner):
         """
         if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
             return WriteItemSource(self.kept_items(session), session.watched(self.resolve_data))
-        kept = session.share.kept
+        kept = session.known.share.kept
 
         def lookup(index: MetadataIndex) -> Any:
             return session.unloadable.take(index.fqn, self.lookup_object(index))
@@ -232,7 +232,7 @@ class RobustPlanner(DefaultSavePlanner):
 
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
-        return [self._items.write_item(place) for place in self._described().order[session.share.kept].tolist()]
+        return [self._items.write_item(place) for place in self._described().order[session.known.share.kept].tolist()]
 
     def _described(self) -> KnownStructure:
         if self._structure is None:
@@ -318,7 +318,7 @@ class RobustPlanner(DefaultSavePlanner):
         if self._writer is not None:
             session.commits_together = len(all_plans) < session.channel.size
             return list(all_plans), PlannedMetadata(session, self._checkpoint)
-        plan = session.plan
+        plan = session.known.plan
         if plan is None:
             raise RobustCheckpointError(
                 "RobustPlanner plans for all ranks together, and with use_collectives=False each would commit by "

@@ -11,35 +11,31 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal
 
-import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.drain import Drain, remove_staging
-from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError
+from robust_dcp.errors import (
+    ExchangeError,
+    PlanConflict,
+    RobustCheckpointError,
+    StructureChanged,
+    ranks_in_words,
+)
 from robust_dcp.items import ItemsMessage
 from robust_dcp.plan.cache import KnownPlan, forget_plan, keep_plan, kind_called, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
-from robust_dcp.plan.global_plan import GlobalPlan
+from robust_dcp.plan.diff import bounded, diff_items
+from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.node_commit import commit_on_nodes
-from robust_dcp.plan.plan import (
-    Gathered,
-    LocalStructure,
-    Plan,
-    PlanReply,
-    Rows,
-    Share,
-    make_plan,
-    unpack_places,
-)
+from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, Share, structures_of_all
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import LEADS_DIRECTORY, Places, Written, places_of_all, written_message, written_offer
 from robust_dcp.report import PlanOutcome, SaveReport, StructureDiff
@@ -55,7 +51,7 @@ from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_r
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 
-__all__ = ["MATCHES", "Digests", "OnReplicaMismatch", "OnStructureChange", "SaveSession"]
+__all__ = ["MATCHES", "OnReplicaMismatch", "OnStructureChange", "SaveSession"]
 
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 OnReplicaMismatch = Literal["warn", "error", "ignore"]
@@ -86,19 +82,6 @@ _SAME_VERDICT_SECONDS: Final = 5.0
 """All ranks hear within that time that a drain has failed."""
 
 
-class Digests(msgspec.Struct, frozen=True):
-    """uint64 digests of a rank's values that are compared, in the order of its items. Copies have the same bytes."""
-
-    digests: bytes
-
-
-class _Differing(msgspec.Struct, frozen=True):
-    """The values that differ between ranks, by key (bounded), with all ranks that hold them; and what to say."""
-
-    ranks: dict[str, tuple[int, ...]] = {}
-    words: str = ""
-
-
 @dataclass(eq=False)
 class SaveSession:
     """The state of one save on one rank. Call ``agree``, ``write`` and ``commit`` in this order.
@@ -118,8 +101,7 @@ class SaveSession:
         queues: the async saves and the drains of the group, which this save comes after. None inside stock ``save``.
         on_commit: as for ``save``. ``moves_to``: the URL that the checkpoint is moved to before this save ends.
         leads: whether the caller made this rank the coordinator. ``n_leaders`` says how many ranks were made it.
-        local: what this rank holds. ``share``: what it writes of that, and ``placements``: where. ``plan``: the plan of
-            all ranks, on the coordinator only.
+        local: what this rank holds.
         outcome, reason, changes: how the plan was made.
         differing_replicas: values with contents that differ between ranks, and the ranks that hold them. They are
             compared only when a plan is made.
@@ -145,9 +127,6 @@ class SaveSession:
     leads: bool = field(default=True, init=False)
     n_leaders: int = field(default=0, init=False)
     local: LocalStructure = field(init=False)
-    share: Share = field(init=False)
-    placements: Placements | None = field(default=None, init=False)
-    plan: Plan | None = field(default=None, init=False)
     outcome: PlanOutcome = field(default="built", init=False)
     reason: str = field(default="", init=False)
     changes: StructureDiff | None = field(default=None, init=False)
@@ -158,8 +137,6 @@ class SaveSession:
     clock: PhaseClock = field(init=False)
     messages: Sequence[Written | None] = field(default=(), init=False)
     _known: KnownPlan | None = field(default=None, init=False)
-    _kind: str = field(default="", init=False)
-    _decided: GlobalPlan | None = field(default=None, init=False)
     _own_offer: Offer = field(default_factory=Offer, init=False)
     _may_be_writing: bool = field(default=False, init=False)
     _has_joined: bool = field(default=False, init=False)
@@ -183,6 +160,13 @@ class SaveSession:
         """This process's rank in the group."""
         return self.channel.rank
 
+    @property
+    def known(self) -> KnownPlan:
+        """The plan of this save, after :meth:`agree`: what this rank writes, where, and how it was the last time."""
+        if self._known is None:
+            raise ValueError("the ranks have not agreed on a plan")
+        return self._known
+
     def phase(self, name: str) -> str:
         """The name of a phase of this save in exchanges and errors."""
         return f"save {self.checkpoint}: {name}"
@@ -196,8 +180,8 @@ class SaveSession:
             with self.channel.together():
                 yield
 
-    def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> Share:
-        """Let the writer begin, agree with all ranks on the plan of this save, and return this rank's share.
+    def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> None:
+        """Let the writer begin, and agree with all ranks on the plan of this save.
 
         If an earlier async save or drain has failed, and some rank has not seen its error yet, all ranks raise it.
 
@@ -217,10 +201,13 @@ class SaveSession:
                     # Under rank 0, because which rank leads is not known yet.
                     agreement = self.channel.led_by(0).agree(self.phase("agree"), lambda: self._offer(describe))
                     self._follow_coordinator(agreement)
-                    if self._known is not None and _may_reuse(agreement, self.channel.coordinator_rank):
-                        self._reuse(self._known, needs_room=agreement.count(_NEEDS_ROOM) > 0)
-                    else:
+                    if not _may_reuse(agreement, self.channel.coordinator_rank):
                         self._make_plan(agreement)
+                    else:
+                        self.outcome, self.reason = "reused", "no rank's structure has changed"
+                        if self.known.loaded_from:
+                            self.reason += f" since {self.known.loaded_from}"
+                        self._checks_room = agreement.count(_NEEDS_ROOM) > 0  # ask only if room is short
                 if self.writer is not None:
                     self.writer.adopt(agreement.told)
                     # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait
@@ -237,7 +224,6 @@ class SaveSession:
         finally:
             for queue in self.queues:
                 queue.forget_unreported()
-        return self.share
 
     def _offer(self, describe: Callable[[], LocalStructure]) -> Offer:
         """Look at what this rank holds, and offer the plan that it would use, which need not fit the structure."""
@@ -278,13 +264,6 @@ class SaveSession:
         if leader is not None and self.n_leaders == 1:
             self.channel = self.channel.led_by(leader)
 
-    def _reuse(self, known: KnownPlan, *, needs_room: bool) -> None:
-        self.outcome, self.reason = "reused", "no rank's structure has changed"
-        if known.loaded_from:
-            self.reason += f" since {known.loaded_from}"
-        self._checks_room = needs_room  # ask only if room is short
-        self.share, self.placements, self.plan, self._kind = known.share, known.placements, known.plan, known.kind
-
     def _make_plan(self, agreement: Agreement) -> None:
         """Send the structures to the coordinator, which makes the plan, and get this rank's share."""
         sends_structure = _sends_structure(agreement, self._own_offer, self.channel.coordinator_rank)
@@ -295,73 +274,81 @@ class SaveSession:
         reply = self.channel.scatter(self.phase("plan"), lambda: self._plan_for_all(structures or []), PlanReply)
         if reply is None:
             raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
-        self.share, self.outcome, self.reason = reply.share, reply.outcome, reply.reason
-        self.placements = self.local.place(reply.share)
-        plans = plans_of(self.channel.ranks)
-        self._known = next((each for each in plans if each.share.plan_id == reply.share.plan_id), None)
-        if reply.outcome == "rebuilt":
-            self.changes = StructureDiff(reply.added, reply.removed, reply.changed)
-            if self.channel.is_coordinator and self.on_structure_change != "quiet":
-                logger.warning("%s: plan %s, %s", self.checkpoint, reply.outcome, reply.reason)
-        if not reply.is_compared:
-            self._decided = None
-        else:
-            self._compare(
-                unpack_places(reply.compared, reply.share.n_items) if reply.compared else reply.share.kept[:0]
-            )
+        self.outcome, self.reason, self.changes = reply.outcome, reply.reason, reply.changes
+        self.differing_replicas = reply.differing
+        if not self.channel.is_coordinator:
+            self._known = self._known_share(reply.share)
 
-    def _plan_for_all(self, structures: Sequence[ItemsMessage | None]) -> list[PlanReply]:
+    def _known_share(self, share: Share) -> KnownPlan:
+        """What this rank knows of a plan that the coordinator has made or found."""
+        plans = plans_of(self.channel.ranks)
+        of_last_save = next((each for each in plans if each.share.plan_id == share.plan_id), None)
+        if of_last_save is not None and self.outcome == "reused":
+            return of_last_save
+        return KnownPlan(share, self.local.place(share), self.local.signature.value)
+
+    def _plan_for_all(self, messages: Sequence[ItemsMessage | None]) -> list[PlanReply]:
         """On the coordinator: take an earlier plan for these structures, or make a plan. Returns each rank's reply."""
-        group = self.channel.ranks
-        gathered = Gathered.of(structures, None if self._known is None else self._known.plan, self.local)
-        plans = [] if self.local.files is None else plans_of(group)
+        group, local = self.channel.ranks, self.local
+        items, signatures = structures_of_all(messages, None if self._known is None else self._known.plan, local)
+        plans = [] if local.files is None else plans_of(group)
         for known in plans:
-            if known.plan is not None and known.plan.signatures == tuple(gathered.signatures):
-                self.plan, self._kind = known.plan, known.kind
+            if known.plan is not None and known.plan.signatures == tuple(signatures):
+                self._known = known
                 reason = "the structures are those of an earlier save, which some ranks had not offered"
                 return [PlanReply(share, "reused", reason) for share in known.plan.shares]
-        last = last_of_kind(group, self.kind, gathered.items) if plans else None
-        self._kind = "" if last is None else last.kind
-        self.plan, self._decided, replies = make_plan(
-            gathered,
-            None if last is None else last.plan,
-            self.local,
-            refuse_change=self.on_structure_change == "error",
-            compares=self.on_replica_mismatch != "ignore",
-        )
-        return replies
+        last = last_of_kind(group, self.kind, items) if plans else None
+        outcome: PlanOutcome = "built"
+        reason, changes = "the coordinator has no plan of a committed save of this kind by this group", None
+        if last is not None and last.plan is not None:
+            senders = ranks_in_words([rank for rank, message in enumerate(messages) if message is not None])
+            all_changes = diff_items(last.plan.items, items)
+            outcome, changes = "rebuilt", bounded(all_changes)
+            reason = f"no key has changed; {senders} did not have the plan, or options have changed"
+            if all_changes:
+                reason = f"on {senders}: {all_changes}"
+                self._refuse_change(all_changes, changes)
+            if self.on_structure_change != "quiet":
+                logger.warning("%s: plan %s, %s", self.checkpoint, outcome, reason)
+        decided = make_global_plan(items, lowest_rank=local.lowest_rank)
+        differing = self._compare(decided, [b"" if each is None else each.digests for each in messages])
+        plan = Plan.of(decided, signatures, local)
+        share = plan.shares[self.rank]
+        kind = share.plan_id.hex() if last is None else last.kind
+        self._known = KnownPlan(share, local.place(share), local.signature.value, plan, kind=kind)
+        return [PlanReply(each, outcome, reason, changes, differing) for each in plan.shares]
 
-    def _compare(self, compared: Rows) -> None:
-        """Compare what several ranks hold, since only one copy of it is saved.
+    def _refuse_change(self, changes: StructureDiff, first: StructureDiff) -> None:
+        if self.on_structure_change == "error":
+            raise StructureChanged(
+                f"the structure of the state dict is not that of the last committed save: {changes}; "
+                'on_structure_change="error" forbids that',
+                added=list(first.added),
+                removed=list(first.removed),
+                changed=list(first.changed),
+            )
 
-        Args:
-            compared: the places of what is compared among this rank's items.
+    def _compare(self, plan: GlobalPlan, digests: Sequence[bytes]) -> dict[str, tuple[int, ...]]:
+        """On the coordinator: compare what several ranks hold, since only one copy of it is saved.
+
+        Returns:
+            The values that differ, by key (bounded), with all ranks that hold them.
 
         Raises:
-            PlanConflict: something differs, with ``on_replica_mismatch="error"``; on every rank.
+            PlanConflict: something differs, with ``on_replica_mismatch="error"``.
         """
-        digests = self.channel.gather(
-            self.phase("compare"), lambda: Digests(self.local.digests_of(compared).astype("<u8").tobytes()), Digests
-        )
-        told = self.channel.broadcast(self.phase("compared"), lambda: self._find_differing(digests or []), _Differing)
-        self.differing_replicas = told.ranks
-        if told.words and self.on_replica_mismatch == "error":
-            key, ranks = next(iter(told.ranks.items()))
-            raise PlanConflict(f'{told.words}; on_replica_mismatch="error" forbids that', key=key, ranks=list(ranks))
-        if told.words and self.channel.is_coordinator:
-            logger.warning("%s: %s", self.checkpoint, told.words)
-
-    def _find_differing(self, digests: Sequence[Digests | None]) -> _Differing:
-        """On the coordinator."""
-        plan, self._decided = self._decided, None
-        if plan is None:
-            raise ValueError("only the coordinator of a new plan knows what is compared")
-        sent = [np.frombuffer(b"" if each is None else each.digests, dtype="<u8") for each in digests]
-        found = find_differing(plan.items, plan.order, plan.compared, plan.contested, sent)
-        _warn_of_contested(self.checkpoint, [each for each in found if each.is_contested])
+        found = find_differing(plan.items, plan.order, plan.contested, digests)
         differing = [each for each in found if not each.is_contested]
         ranks = {each.key: tuple(sorted(sum(each.ranks, ()))) for each in differing[:_MAX_DIFFERING]}
-        return _Differing(ranks, _in_words(differing) if differing else "")
+        if differing and self.on_replica_mismatch == "error":
+            key = differing[0].key
+            raise PlanConflict(
+                f'{_in_words(differing)}; on_replica_mismatch="error" forbids that', key=key, ranks=list(ranks[key])
+            )
+        if differing:
+            logger.warning("%s: %s", self.checkpoint, _in_words(differing))
+        _warn_of_replicas(self.checkpoint, plan.unclaimed, [each for each in found if each.is_contested])
+        return ranks
 
     def write(self, source: Callable[[], ItemSource]) -> None:
         """Let the writer write this rank's files. Learn whether all ranks have written, and what a load would refuse.
@@ -390,31 +377,22 @@ class SaveSession:
 
     def _joined(self) -> tuple[RobustWriter, Placements]:
         """The writer, which has found the directory of the save, and the places of this rank's items."""
-        if self.writer is None or self.placements is None:
+        placements = self.known.placements
+        if self.writer is None or placements is None:
             raise ValueError("this save was planned for another storage writer")
         if self.channel.size > 1 and not self._has_joined:
             self._has_joined = True
             self.leads_directory = self.writer.directory.join()
-        return self.writer, self.placements
-
-    @property
-    def _reused(self) -> KnownPlan | None:
-        """What is known of the last save by this plan."""
-        return self._known if self.outcome == "reused" else None
-
-    @property
-    def _known_places(self) -> Places | None:
-        """Where this rank's items of variable size were in the last save by this plan, if the coordinator knows."""
-        return None if self._reused is None else self._reused.variable_places
+        return self.writer, placements
 
     def _own_room(self) -> RoomOfRank:
         writer, placements = self._joined()
-        return writer.room(self.rank, placements, self._known_places, is_alone=self.channel.size == 1)
+        return writer.room(self.rank, placements, self.known.variable_places, is_alone=self.channel.size == 1)
 
     def _write_own(self, source: Callable[[], ItemSource]) -> Written | None:
         """Write this rank's files. Returns what the coordinator does not know of them."""
         writer, placements = self._joined()
-        known_places = self._known_places
+        known_places = self.known.variable_places
         with self.clock.own_write():
             self.written = written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
         self.unloadable.raise_if_forbidden(self.checkpoint)
@@ -496,7 +474,7 @@ class SaveSession:
                     self._publish(writer)
         except BaseException as error:
             # Only some ranks may know how the commit ended.
-            forget_plan(self.channel.ranks, self.share.plan_id)
+            forget_plan(self.channel.ranks, self.known.share.plan_id)
             self._clean_up_commit(writer, error)
             raise
         self._keep_plan(confirmed=self.commits_together)
@@ -512,12 +490,12 @@ class SaveSession:
 
     def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
         """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
-        plan, known = self.plan, self._reused
+        plan = self.known.plan
         if plan is None or plan.metadata is None:
             raise ValueError("only the coordinator has the metadata, of a plan for RobustWriter")
         self._places_of_all = places_of_all(
             self.messages,
-            None if known is None else known.places_of_all,
+            self.known.places_of_all,
             self._written_signature,
             self.channel.combined_signature,
         )
@@ -629,17 +607,15 @@ class SaveSession:
         """
         if self.written is None:
             return
-        named = None if self.kind is None else kind_called(self.kind)
-        known = KnownPlan(
-            share=self.share,
-            placements=self.placements,
-            signature=self.local.signature.value,
-            plan=self.plan,
+        known = self.known
+        kept = replace(
+            known,
             variable_places=self.written.variable_places if confirmed else None,
-            places_of_all=None if self.plan is None else self._places_of_all,
-            kind=named or self._kind or self.share.plan_id.hex(),
+            places_of_all=None if known.plan is None else self._places_of_all,
+            loaded_from="",
+            kind=kind_called(self.kind) if self.kind is not None else known.kind or known.share.plan_id.hex(),
         )
-        keep_plan(self.channel.ranks, known)
+        keep_plan(self.channel.ranks, kept)
 
     def report(self, *, blocked_seconds: float) -> SaveReport:
         """The report of the save, which is over. Listeners are told that it has ended."""
@@ -649,7 +625,7 @@ class SaveSession:
             checkpoint_id=self.moves_to or self.checkpoint,
             rank=self.rank,
             world_size=self.channel.size,
-            items=len(self.share.kept),
+            items=len(self.known.share.kept),
             nbytes=0 if written is None else written.nbytes,
             phases=tuple(self.clock.records),
             blocked_seconds=blocked_seconds,
@@ -658,7 +634,7 @@ class SaveSession:
             changes=self.changes,
             differing_replicas=self.differing_replicas,
             unloadable_objects=self.unloadable_objects,
-            total_nbytes=None if self.plan is None else self.plan.nbytes,
+            total_nbytes=None if self.known.plan is None else self.known.plan.nbytes,
             files=() if written is None else written.names,
             how=(*(() if written is None else written.how), *self.clock.remarks, *self._moved_remarks),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
@@ -676,7 +652,7 @@ class SaveSession:
             save_id: the id in ``.metadata``.
             fallbacks: what the commit went without.
         """
-        metadata = None if self.plan is None else self.plan.metadata
+        metadata = None if self.known.plan is None else self.known.plan.metadata
         return make_report(
             [
                 (rank, SaidOfRank(message.row, message.node, message.how))
@@ -729,12 +705,20 @@ def _in_words(differing: Sequence[Differing]) -> str:
     )
 
 
-def _warn_of_contested(checkpoint: str, contested: Sequence[Differing]) -> None:
+def _warn_of_replicas(checkpoint: str, unclaimed: Sequence[str], contested: Sequence[Differing]) -> None:
+    """Say where a state dict does not have exactly one main replica."""
+    if unclaimed:
+        logger.warning(
+            "%d tensor(s) have shards without a main replica (replica_id 0) on any rank: %s. One copy of each "
+            "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
+            len(unclaimed),
+            _listed([repr(name) for name in unclaimed]),
+        )
     if contested:
         logger.warning(
-            "%s: %d shard(s) have more than one main replica (replica_id 0), and the contents of %d of them differ: "
-            "%s. That of the lowest rank is saved. validate_access_integrity=True refuses such a state dict: "
-            "give all but one of them another replica_id",
+            "%s: %d shard(s) have more than one main replica (replica_id 0), and the contents of %d of them differ "
+            "(large ones are not compared): %s. That of the lowest rank is saved. validate_access_integrity=True "
+            "refuses such a state dict: give all but one of them another replica_id",
             checkpoint,
             len(contested),
             sum(len(each.ranks) > 1 for each in contested),
@@ -742,6 +726,6 @@ def _warn_of_contested(checkpoint: str, contested: Sequence[Differing]) -> None:
         )
 
 
-def _listed(found: Sequence[Differing]) -> str:
+def _listed(found: Sequence[object]) -> str:
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(map(str, found[:_SHOWN])) + more
