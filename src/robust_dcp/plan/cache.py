@@ -56,7 +56,7 @@ class KnownPlan:
     """What a rank keeps of a plan.
 
     Attributes:
-        share: what this rank writes. ``placements``: where; ``None`` if another writer than ours decides that.
+        share: what this rank writes. ``placements``: where.
         signature: the signature of this rank's structure.
         plan: the plan of all ranks, on the coordinator.
         variable_places: int64 ``[v, 2]``, offset and length of this rank's items of variable size in the last save, as
@@ -69,7 +69,7 @@ class KnownPlan:
     """
 
     share: Share
-    placements: Placements | None
+    placements: Placements
     signature: bytes
     plan: Plan | None = None
     variable_places: npt.NDArray[np.int64] | None = None
@@ -99,8 +99,6 @@ def plans_of(group: GroupKey) -> list[KnownPlan]:
 
 def plan_of(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> KnownPlan | None:
     """The plan to offer: that of this rank's structure, or else that of a loaded checkpoint, or else the latest."""
-    if local.files is None:
-        return None  # another storage writer does not tell whether its checkpoint was committed
     plans = plans_of(group)
     fitting = next((each for each in plans if each.signature == local.signature.value), None)
     return fitting or _plan_of_loaded(group, rank, local, leads=leads) or next(iter(plans), None)

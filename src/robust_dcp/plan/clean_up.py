@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.storage.committing.save import Save
 from robust_dcp.storage.committing.saving_file import name_left_over
@@ -35,21 +35,17 @@ def failed_in_step(error: BaseException) -> bool:
     return isinstance(error, RobustCheckpointError) and not isinstance(error, ExchangeError)
 
 
-class _State(msgspec.Struct, frozen=True):
-    """What the coordinator knows about its commit."""
-
-    may_be_committed: bool
-
-
 def nothing_is_committed(channel: Channel, phase: str, directory: Save, error: BaseException) -> bool:
     """Whether the coordinator knows that its commit, which failed in step, committed nothing. All ranks get the
     same."""
     if _was_interrupted(error):
         return False
     try:
-        return not channel.broadcast(
-            f"{phase}: is it committed", lambda: _State(directory.may_be_committed), _State
-        ).may_be_committed
+        state = channel.agree(
+            f"{phase}: is it committed",
+            lambda: Offer(flags=int(channel.is_coordinator and directory.may_be_committed)),
+        )
+        return not state.count(1)
     except RobustCheckpointError as lost:
         logger.warning("%s: the ranks could not find out whether the checkpoint is committed: %s", phase, lost.message)
         return False

@@ -311,10 +311,9 @@ def _may_write(items: Items, groups: _Replicas, teams: Rows) -> tuple[_Replicas,
 
 def _contested_rows(items: Items, groups: _Replicas) -> Rows:
     """The rows of main replicas in groups that have more than one."""
-    group = groups.of
-    is_main = items.replica[groups.order] == Replica.MAIN
-    n_mains = np.bincount(group[is_main], minlength=len(groups))
-    rows: Rows = groups.order[is_main & (n_mains[group] > 1)]
+    group, mains = groups.of, np.flatnonzero(items.replica[groups.order] == Replica.MAIN)
+    n_mains = np.bincount(group[mains], minlength=len(groups))
+    rows: Rows = groups.order[mains[n_mains[group[mains]] > 1]]
     return rows
 
 
@@ -337,11 +336,13 @@ def _deal_as_megatron(items: Items, groups: _Replicas, dealt: Rows, n_ranks: int
         groups: the groups that :func:`_may_write` returned.
         dealt: the numbers of the wanted groups, ascending.
     """
-    load = [0] * n_ranks
     chosen = groups.first[dealt].copy()
-    weights = items.nbytes[groups.first[dealt]]
+    weights = items.nbytes[chosen]
     counts = np.diff(groups.starts)[dealt]
-    for count in np.unique(counts).tolist():
+    of_alone = np.zeros(n_ranks, dtype=np.int64)
+    np.add.at(of_alone, items.rank[chosen[counts == 1]], weights[counts == 1])
+    load = of_alone.tolist()
+    for count in np.unique(counts[counts > 1]).tolist():
         members = np.flatnonzero(counts == count)
         members = members[np.argsort(-weights[members], kind="stable")]
         rows = groups.order[groups.starts[dealt[members]][:, None] + np.arange(count)]
@@ -359,34 +360,19 @@ def _assign(holders: npt.NDArray[np.int32], weights: list[int], load: list[int])
         weights: the bytes of each row.
         load: the bytes of each rank so far.
     """
-    count = holders.shape[1]
-    if count == 1:
-        for rank, weight in zip(holders[:, 0].tolist(), weights, strict=True):
-            load[rank] += weight
-        return [0] * len(weights)
     first, which = unique_rows(*holders.T)
-    sets = holders[first]
-    if len(np.unique(sets)) < sets.size:  # a rank is in several sets, so the order between sets matters
-        return _assign_one_by_one(holders.tolist(), weights, load)
-    ranks = sets.tolist()
-    heaps = [[(load[rank], column) for column, rank in enumerate(row)] for row in ranks]
+    sets = holders[first].tolist()
+    heaps = [[(load[rank], column) for column, rank in enumerate(ranks)] for ranks in sets]
     for heap in heaps:
         heapq.heapify(heap)
     chosen = []
     for number, weight in zip(which.tolist(), weights, strict=True):
-        filled, column = heaps[number][0]
-        heapq.heapreplace(heaps[number], (filled + weight, column))
-        chosen.append(column)
-    for row, heap in zip(ranks, heaps, strict=True):
-        for filled, column in heap:
-            load[row[column]] = filled
-    return chosen
-
-
-def _assign_one_by_one(holders: list[list[int]], weights: list[int], load: list[int]) -> list[int]:
-    chosen = []
-    for row, weight in zip(holders, weights, strict=True):
-        column = min(range(len(row)), key=lambda column: (load[row[column]], column))
-        load[row[column]] += weight
+        heap, ranks = heaps[number], sets[number]
+        filled, column = heap[0]
+        while filled != load[ranks[column]]:  # another set, which has this rank too, has filled it meanwhile
+            heapq.heapreplace(heap, (load[ranks[column]], column))
+            filled, column = heap[0]
+        load[ranks[column]] += weight
+        heapq.heapreplace(heap, (load[ranks[column]], column))
         chosen.append(column)
     return chosen

@@ -11,6 +11,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -159,20 +160,14 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     def _checked_plan(self, metadata: Metadata) -> PlannedReads:
         """The reads for the values that are not known to be saved as exactly one chunk."""
-        before = self.state_dict
-        problems = self._problems()
-        if problems and not self.allow_partial_load and not self._whole_keys and self.missing_keys:
-            # Checkpoints from before torch 2.4 have other names for nested lists. Stock's planner knows these names.
-            plan = self._stock_plan()
-            if self.state_dict is not before:
-                problems = self._problems()
-            if not problems and plan is not None:
-                return PlannedReads(plan.items, set())
-        if problems:
-            raise PlanConflict(self._in_words(problems))
+        plan: LoadPlan | None = None
         if self._may_have_old_names():
-            return PlannedReads(super().create_local_plan().items, set())
-        return plan_reads(self._others(), metadata)
+            # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
+            with suppress(RuntimeError, ValueError):
+                plan = super().create_local_plan()
+        if problems := self._problems():
+            raise PlanConflict(self._in_words(problems))
+        return plan_reads(self._others(), metadata) if plan is None else PlannedReads(plan.items, set())
 
     def _may_have_old_names(self) -> bool:
         """Whether saved keys that are not asked for may be older names of keys that are asked for.
@@ -184,12 +179,6 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             and not self._saved.keys() <= self.state_dict.keys()
             and any(isinstance(part, int) for path in self.mappings.values() for part in path)
         )
-
-    def _stock_plan(self) -> LoadPlan | None:
-        try:
-            return super().create_local_plan()
-        except (RuntimeError, ValueError):
-            return None  # our own description of the problems says more
 
     def _problems(self) -> list[str]:
         """Describe everything that does not fit, missing keys first."""

@@ -10,19 +10,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.items import ItemKind, Items, unique_rows
 from robust_dcp.plan.global_plan import GlobalPlan
@@ -34,10 +27,10 @@ from robust_dcp.storage.index.build import IndexTemplate
 from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 
-__all__ = ["MetadataTemplate", "stock_metadata"]
+__all__ = ["MetadataTemplate"]
 
 T = TypeVar("T")
 
@@ -126,6 +119,14 @@ class MetadataTemplate:
         renames = tuple(name for name in of_all if name.written != name.committed)
         return MetadataToPublish(fragments, frozenset(names), renames, index or ())
 
+    def for_stock(self) -> Metadata:
+        """DCP's own object, for storage writers other than ours. The writer fills in ``storage_data``."""
+        nowhere = [np.zeros((n_variable, 2), dtype=np.int64) for n_variable in self._n_variable]
+        encoded = self.encode(nowhere, StorageMeta(checkpoint_id="", save_id=""))
+        metadata = decode_metadata(b"".join(encoded.fragments), ".metadata")
+        metadata.storage_data = metadata.storage_meta = None
+        return metadata
+
     @cached_property
     def module_sizes(self) -> Modules:
         """The bytes of each module in the checkpoint that was encoded last.
@@ -213,37 +214,3 @@ def _properties(items: Items, rows: Places) -> tuple[Properties, Places]:
         for dtype, layout, requires_grad in zip(*(key[first].tolist() for key in keys), strict=True)
     ]
     return distinct, which
-
-
-def stock_metadata(plan: GlobalPlan) -> Metadata:
-    """DCP's own object, for storage writers other than ours. The writer fills in ``storage_data``."""
-    items, written = plan.items, plan.written
-    found: dict[str, Any] = {}
-    # Use plain lists: a NumPy scalar for each field of each item would take several times as long.
-    for row, place, is_bytes, ndim, offset, size in zip(
-        written.tolist(),
-        items.name[written].tolist(),
-        (items.kind[written] == ItemKind.BYTES).tolist(),
-        items.ndim[written].tolist(),
-        items.offset[written].tolist(),
-        items.size[written].tolist(),
-        strict=True,
-    ):
-        name = items.names[place]
-        if is_bytes:
-            found[name] = BytesStorageMetadata()
-            continue
-        tensor = found.get(name)
-        if tensor is None:
-            tensor = found[name] = TensorStorageMetadata(
-                properties=TensorProperties(
-                    dtype=getattr(torch, items.dtypes[items.dtype[row]]),
-                    layout=getattr(torch, items.layouts[items.layout[row]]),
-                    requires_grad=bool(items.requires_grad[row]),
-                ),
-                size=torch.Size(items.shape[row, :ndim].tolist()),
-                chunks=[],
-            )
-        tensor.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offset[:ndim]), sizes=torch.Size(size[:ndim])))
-    paths = None if plan.paths is None else dict(zip(items.names, plan.paths, strict=True))
-    return Metadata(state_dict_metadata=found, planner_data=paths)

@@ -20,14 +20,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.comm.messages import Bundler
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, unique_rows
 from robust_dcp.plan.conflicts import is_compared
 from robust_dcp.plan.global_plan import GlobalPlan, ascending, make_global_plan
-from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
+from robust_dcp.plan.metadata import MetadataTemplate
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
 from robust_dcp.report import PlanOutcome, StructureDiff
 from robust_dcp.storage.index.form import IndexFile, Section
@@ -62,7 +61,7 @@ class LocalStructure:
         items: what it holds.
         context: what else the plan depends on.
         signature: the signature of both.
-        files: how many files hold items of fixed size; ``None`` if another writer than ours places them.
+        files: how many files hold items of fixed size.
         lowest_rank: whether replicas go to the lowest rank that holds them.
         layout: the layout of the files.
         digests_of: gives uint64 digests of the contents of some items, from their places; 0 for one that cannot be
@@ -72,7 +71,7 @@ class LocalStructure:
     items: Items
     context: PlanContext
     signature: StructureSignature
-    files: int | None
+    files: int
     lowest_rank: bool
     layout: Layout = TORCH
     digests_of: Callable[[Rows], npt.NDArray[np.uint64]] | None = None
@@ -84,15 +83,15 @@ class LocalStructure:
             digests = self.digests_of(np.flatnonzero(is_compared(self.items))).astype("<u8").tobytes()
         return ItemsMessage.of(self.items, self.context.encode(), self.signature.value, digests)
 
-    def place(self, share: Share) -> Placements | None:
-        """The places of the items that this rank writes; ``None`` if another writer than ours decides that.
+    def place(self, share: Share) -> Placements:
+        """The places of the items that this rank writes.
 
         Raises:
             ExchangeError: ``share`` is for another number of items.
         """
         if share.n_items != len(self.items):
             raise ExchangeError(f"a plan for {share.n_items} items came for a state dict of {len(self.items)}")
-        return None if self.files is None else place_items(self.items, share.kept, files=self.files, layout=self.layout)
+        return place_items(self.items, share.kept, files=self.files, layout=self.layout)
 
 
 class Share(msgspec.Struct, frozen=True, dict=True):
@@ -165,8 +164,7 @@ class Plan:
         shares: what each rank writes.
         nbytes: bytes of tensor data that all ranks write together.
         context: :meth:`PlanContext.encode`, which is the same on all ranks.
-        metadata: makes ``.metadata``; ``None`` if another writer than ours places the items.
-        stock_metadata: DCP's own object for such a writer.
+        metadata: makes ``.metadata`` and the index.
         is_contested: whether several ranks claim the main replica of some chunk.
     """
 
@@ -176,8 +174,7 @@ class Plan:
     shares: tuple[Share, ...]
     nbytes: int
     context: bytes
-    metadata: MetadataTemplate | None
-    stock_metadata: Metadata | None
+    metadata: MetadataTemplate
     is_contested: bool
 
     @classmethod
@@ -189,12 +186,10 @@ class Plan:
             signatures: the signature of each rank's structure.
             local: the coordinator's own structure, for the options that all ranks share.
         """
-        placements = (
-            None if local.files is None else place_items_of_all(decided, files=local.files, layout=local.layout)
-        )
+        placements = place_items_of_all(decided, files=local.files, layout=local.layout)
         bits = [pack_places(kept, len(items)) for kept, items in zip(decided.kept, decided.ranks, strict=True)]
         plan_id = _plan_id_of(signatures, bits, placements)
-        total_nbytes = sum(sum(each.file_nbytes) for each in placements or ())
+        total_nbytes = sum(sum(each.file_nbytes) for each in placements)
         return cls(
             group=local.context.ranks,
             items=decided.ranks,
@@ -204,8 +199,7 @@ class Plan:
             ),
             nbytes=decided.nbytes,
             context=local.context.encode(),
-            metadata=None if placements is None else MetadataTemplate(decided, placements, local.layout),
-            stock_metadata=stock_metadata(decided) if placements is None else None,
+            metadata=MetadataTemplate(decided, placements, local.layout),
             is_contested=bool(len(decided.contested)),
         )
 
@@ -229,27 +223,22 @@ class Plan:
     def memory_nbytes(self) -> int:
         """Roughly how much memory this takes. Columns that ranks share count once."""
         columns = {id(column): column.nbytes for items in self.items for column in items.columns}
-        emitted = 0 if self.metadata is None else self.metadata.nbytes
         stored = sum(len(section.data) for section in vars(self).get("sections", {}).values())
-        return sum(columns.values()) + sum(len(share.bits) for share in self.shares) + emitted + stored
+        return sum(columns.values()) + sum(len(share.bits) for share in self.shares) + self.metadata.nbytes + stored
 
 
-def _plan_id_of(
-    signatures: Sequence[bytes], kept_bits: Sequence[bytes], placements: Sequence[Placements] | None
-) -> bytes:
+def _plan_id_of(signatures: Sequence[bytes], kept_bits: Sequence[bytes], placements: Sequence[Placements]) -> bytes:
     placed: dict[int, bytes] = {}  # many ranks share one object
     digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan")
-    for rank, (signature, bits) in enumerate(zip(signatures, kept_bits, strict=True)):
+    for signature, bits, places in zip(signatures, kept_bits, placements, strict=True):
         digest.update(signature + len(bits).to_bytes(8, "little") + bits)
-        if placements is not None:
-            places = placements[rank]
-            if id(places) not in placed:
-                columns = (places.file, places.offset, places.nbytes, np.array(places.head_nbytes, dtype=np.int64))
-                of_rank = hashlib.blake2b(digest_size=SIGNATURE_NBYTES)
-                for column in columns:
-                    of_rank.update(len(column).to_bytes(8, "little") + column.tobytes())
-                placed[id(places)] = of_rank.digest()
-            digest.update(placed[id(places)])
+        if id(places) not in placed:
+            columns = (places.file, places.offset, places.nbytes, np.array(places.head_nbytes, dtype=np.int64))
+            of_rank = hashlib.blake2b(digest_size=SIGNATURE_NBYTES)
+            for column in columns:
+                of_rank.update(len(column).to_bytes(8, "little") + column.tobytes())
+            placed[id(places)] = of_rank.digest()
+        digest.update(placed[id(places)])
     return digest.digest()
 
 

@@ -190,7 +190,7 @@ class RobustPlanner(DefaultSavePlanner):
             items=structure.items,
             context=context,
             signature=structure.signature(context),
-            files=None if writer is None else writer.files_per_rank,
+            files=1 if writer is None else writer.files_per_rank,
             lowest_rank=self.dedup_save_to_lowest_rank,
             layout=layout,
             digests_of=None if channel.size == 1 or self.on_replica_mismatch == "ignore" else self._digests_of,
@@ -324,9 +324,7 @@ class RobustPlanner(DefaultSavePlanner):
                 "RobustPlanner plans for all ranks together, and with use_collectives=False each would commit by "
                 "itself: leave use_collectives at True, or save with DCP's DefaultSavePlanner"
             )
-        if plan.stock_metadata is None:
-            raise RobustCheckpointError("this plan was made for RobustWriter, not for another storage writer")
-        return list(all_plans), plan.stock_metadata
+        return list(all_plans), plan.metadata.for_stock()
 
     @entry_point
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

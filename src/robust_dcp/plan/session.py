@@ -234,7 +234,9 @@ class SaveSession:
         for queue in self.queues:
             queue.raise_unreported()
         self.local = describe()
-        known = self._known = plan_of(self.channel.ranks, self.rank, self.local, leads=self.leads)
+        known = None
+        if writer is not None:  # another storage writer does not tell whether its checkpoint was committed
+            known = self._known = plan_of(self.channel.ranks, self.rank, self.local, leads=self.leads)
         self._may_be_writing = known is not None  # some rank may have the plan before others are there
         flags = _LEADS if self.leads else 0
         if known is not None:
@@ -291,7 +293,7 @@ class SaveSession:
         """On the coordinator: take an earlier plan for these structures, or make a plan. Returns each rank's reply."""
         group, local = self.channel.ranks, self.local
         items, signatures = structures_of_all(messages, None if self._known is None else self._known.plan, local)
-        plans = [] if local.files is None else plans_of(group)
+        plans = [] if self.writer is None else plans_of(group)
         for known in plans:
             if known.plan is not None and known.plan.signatures == tuple(signatures):
                 self._known = known
@@ -377,13 +379,12 @@ class SaveSession:
 
     def _joined(self) -> tuple[RobustWriter, Placements]:
         """The writer, which has found the directory of the save, and the places of this rank's items."""
-        placements = self.known.placements
-        if self.writer is None or placements is None:
+        if self.writer is None:
             raise ValueError("this save was planned for another storage writer")
         if self.channel.size > 1 and not self._has_joined:
             self._has_joined = True
             self.leads_directory = self.writer.directory.join()
-        return self.writer, placements
+        return self.writer, self.known.placements
 
     def _own_room(self) -> RoomOfRank:
         writer, placements = self._joined()
@@ -491,8 +492,8 @@ class SaveSession:
     def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
         """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
         plan = self.known.plan
-        if plan is None or plan.metadata is None:
-            raise ValueError("only the coordinator has the metadata, of a plan for RobustWriter")
+        if plan is None:
+            raise ValueError("only the coordinator has the metadata")
         self._places_of_all = places_of_all(
             self.messages,
             self.known.places_of_all,

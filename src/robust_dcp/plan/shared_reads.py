@@ -224,8 +224,8 @@ class ReadShare(msgspec.Struct, frozen=True):
     """What the coordinator tells one rank. A transfer is what one rank reads for one set of ranks.
 
     Attributes:
-        groups: sets of ranks that need the same; the ranks ascend.
-        transfers: for each the place in ``groups``, the rank that reads, and whether the bytes stay on devices.
+        groups: by number, sets of ranks that need the same; the ranks ascend.
+        transfers: by number: the number of the group, the rank that reads, and whether the bytes stay on devices.
         transfer_of: int32 ``[n]``, the transfer of each of the rank's needs; -1 if the rank reads it only for itself.
         buckets: int64 ``[p, 6]``, in the order in which they are passed on: round, transfer, the first need of the
             transfer that the bucket holds and the end of these needs, and the first byte and the end of these bytes. A
@@ -235,8 +235,8 @@ class ReadShare(msgspec.Struct, frozen=True):
         n_rounds: the number of rounds, if ranks read for others what they do not need; all ranks take part in each.
     """
 
-    groups: tuple[tuple[int, ...], ...]
-    transfers: tuple[tuple[int, int, bool], ...]
+    groups: dict[int, tuple[int, ...]]
+    transfers: dict[int, tuple[int, int, bool]]
     transfer_of: bytes
     buckets: bytes
     any_on_device: bool
@@ -317,7 +317,7 @@ def _shares(
     buckets: Int64,
     n_rounds: int,
 ) -> list[ReadShare | None]:
-    """The share of each rank, which numbers its groups and transfers anew. Replicas get one and the same share."""
+    """The share of each rank. Replicas get one and the same share."""
     read_by: dict[int, list[int]] = defaultdict(list)
     for number, transfer in enumerate(transfers):
         read_by[transfer.reader].append(number)
@@ -331,21 +331,16 @@ def _shares(
         if key not in known and not len(held) and not any_on_device and not n_rounds:
             known[key] = None
         elif key not in known:
-            of_held = [transfers[number] for number in held.tolist()]
-            local_group = {group: number for number, group in enumerate(sorted({each.group for each in of_held}))}
-            local_transfer: Int32 = np.full(len(transfers) + 1, -1, dtype=np.int32)  # the last is for transfer -1
-            local_transfer[held] = np.arange(len(held))
-            own_buckets = buckets[local_transfer[buckets[:, 1]] >= 0].copy()
-            own_buckets[:, 1] = local_transfer[own_buckets[:, 1]]
+            of_held = {number: transfers[number] for number in held.tolist()}
             known[key] = ReadShare(
-                groups=tuple(groups[group] for group in local_group),
-                transfers=tuple((local_group[each.group], each.reader, each.on_device) for each in of_held),
-                transfer_of=local_transfer[transfer_of].astype("<i4").tobytes(),
-                buckets=own_buckets.astype("<i8").tobytes(),
+                groups={each.group: groups[each.group] for each in of_held.values()},
+                transfers={number: each[:3] for number, each in of_held.items()},
+                transfer_of=transfer_of.astype("<i4").tobytes(),
+                buckets=buckets[np.isin(buckets[:, 1], held)].astype("<i8").tobytes(),
                 any_on_device=any_on_device,
                 to_read={
                     number: tuple(needs.boxes[need] for need in each.needs.tolist())
-                    for number, each in enumerate(of_held)
+                    for number, each in of_held.items()
                     if rank not in groups[each.group]
                 },
                 n_rounds=n_rounds,
@@ -769,14 +764,15 @@ class SharedReads:
     def _unpack(self, share: ReadShare, needed: _Needed) -> None:
         """Find out what each bucket holds: needs of this rank (or a piece of one), or what it only reads."""
         transfer_of = np.frombuffer(share.transfer_of, dtype="<i4")
-        reader = np.array([reader for _, reader, _ in share.transfers] + [self._rank])[transfer_of]  # -1: this rank
-        self._received.update(needed.places[number] for number in np.flatnonzero(reader != self._rank).tolist())
+        members = {number: np.flatnonzero(transfer_of == number).tolist() for number in share.transfers}
+        for number, (_, reader, _) in share.transfers.items():
+            if reader != self._rank:
+                self._received.update(needed.places[need] for need in members[number])
         targets = list(needed.targets)
         for number in np.flatnonzero(transfer_of >= 0).tolist():
             if targets[number] is None:
                 targets[number] = slot = torch.empty(needed.nbytes[number], dtype=torch.uint8)
                 self._objects[needed.places[number]] = slot
-        members = [np.flatnonzero(transfer_of == number).tolist() for number in range(len(share.transfers))]
         for row in np.frombuffer(share.buckets, dtype="<i8").reshape(-1, 6).tolist():
             number_of_round, transfer, first, last, begin, end = row
             group, reader_rank, on_device = share.transfers[transfer]
