@@ -77,7 +77,7 @@ def placed_at(values: Sequence[torch.Tensor], gaps: Sequence[int]) -> Placements
         offset=offsets,
         nbytes=lengths,
         file_nbytes=(int(offsets[-1] + lengths[-1]),),
-        variable_file=None,
+        head_nbytes=(0,),
     )
 
 

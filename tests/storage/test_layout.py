@@ -72,13 +72,11 @@ def test_items_of_variable_size_have_a_file_of_their_own(records: list[Any], fil
     assert placements.variable.tolist() == variable
     assert (placements.nbytes[variable] == -1).all()
     if not variable:
-        assert placements.variable_file is None
         return
-    assert placements.variable_file == placements.n_files - 1
     assert placements.file_nbytes[-1] == 0
     fixed = [n for n, r in enumerate(records) if r]
-    assert set(placements.file[variable].tolist()) == {placements.variable_file}
-    assert placements.variable_file not in placements.file[fixed].tolist()
+    assert set(placements.file[variable].tolist()) == {placements.n_files - 1}
+    assert placements.n_files - 1 not in placements.file[fixed].tolist()
 
 
 @settings(max_examples=50)

@@ -42,12 +42,21 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torc
     return tensor
 
 
+def frame_of(template: Record, crc: int) -> tuple[bytes, bytes]:
+    """The bytes before and behind data with this CRC-32."""
+    header, trailer = bytearray(template.header), bytearray(template.trailer)
+    for part, at in ((header, 0), (trailer, template.nbytes - len(trailer))):
+        begin = template.crc32_at[at > 0] - at
+        part[begin : begin + 4] = crc.to_bytes(4, "little")
+    return bytes(header), bytes(trailer)
+
+
 def record_of(tensor: torch.Tensor) -> bytes:
     template = framed_record(tensor.dtype, tuple(tensor.shape))
     assert template is not None
     payload = bytes_of(tensor)
     crc = zlib.crc32(payload)
-    header, trailer = template.around(crc)
+    header, trailer = frame_of(template, crc)
     record = header + payload + trailer
     assert len(record) == template.nbytes
     return record
@@ -197,7 +206,7 @@ def test_a_record_beyond_4_gib_is_read_by_stock_and_by_us(nbytes: int, tmp_path:
         crc = isal_zlib.crc32(memoryview(block)[: nbytes - start], crc)
     path = tmp_path / "large.pt"
     with path.open("wb") as file:  # the zeros are a hole: the file takes a few blocks on disk
-        header, trailer = template.around(crc)
+        header, trailer = frame_of(template, crc)
         file.write(header)
         file.seek(template.data_offset + nbytes)
         file.write(trailer)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.plan import place_items
-from robust_dcp.storage.layouts import SAFETENSORS, PlacedTensor
+from robust_dcp.storage.layouts import SAFETENSORS
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
 from robust_dcp.storage.layouts.safetensors import (
@@ -23,6 +23,7 @@ from robust_dcp.storage.layouts.safetensors import (
     MAX_BLOCKS,
     MAX_HEADER_NBYTES,
     ShardHead,
+    StoredTensor,
     _spread,
     parse_head,
 )
@@ -80,15 +81,15 @@ class Described:
 
     def heads(self, placements: Placements) -> list[ShardHead]:
         return [
-            ShardHead([self.in_head(n, placements) for n in members(placements, number)], nbytes)
+            ShardHead({self.names[n]: self.in_head(n, placements) for n in members(placements, number)}, nbytes)
             for number, nbytes in enumerate(placements.head_nbytes)
             if nbytes
         ]
 
-    def in_head(self, place: int, placements: Placements) -> PlacedTensor:
+    def in_head(self, place: int, placements: Placements) -> StoredTensor:
         _, offset, size = self.dims[place]
         dtype = getattr(torch, self.dtypes[place])
-        return PlacedTensor(place, self.names[place], dtype, size, offset, int(placements.offset[place]))
+        return StoredTensor(dtype, size, int(placements.offset[place]), self.nbytes(place), offset)
 
 
 def members(placements: Placements, number: int) -> list[int]:

@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from robust_dcp.comm.messages import Bundler
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
-from robust_dcp.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, unique_rows
+from robust_dcp.items import Items, ItemsDecoder, ItemsMessage
 from robust_dcp.plan.conflicts import is_compared
 from robust_dcp.plan.global_plan import GlobalPlan, ascending, make_global_plan
 from robust_dcp.plan.metadata import MetadataTemplate
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
 from robust_dcp.report import PlanOutcome, StructureDiff
 from robust_dcp.storage.index.form import IndexFile, Section
-from robust_dcp.storage.layouts import TORCH, ItemColumns, Layout
+from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 
 __all__ = [
@@ -351,13 +351,13 @@ def _stored_share(file: IndexFile, rank: int, n_items: int) -> Share:
 
 def place_items(items: Items, kept: Rows, *, files: int, layout: Layout = TORCH) -> Placements:
     """The places of a rank's kept items in its files."""
-    return layout.place(layout.measure(_for_layout(items, kept)), files)
+    return layout.place(layout.measure(items, kept), files)
 
 
 def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) -> tuple[Placements, ...]:
     """:func:`place_items` for every rank of a plan."""
     rows = ascending(plan.written, len(plan.items))  # ascending rows are rank after rank
-    measures = layout.measure(_for_layout(plan.items, rows))
+    measures = layout.measure(plan.items, rows)
     ends = np.cumsum([0, *map(len, plan.kept)])
     # Ranks that write shards of the same sizes have the same places, so compute them once.
     placed: dict[bytes, Placements] = {}
@@ -368,15 +368,3 @@ def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) 
             placed[key] = layout.place(measures[begin:end], files)
         found.append(placed[key])
     return tuple(found)
-
-
-def _for_layout(items: Items, rows: Rows) -> ItemColumns:
-    """What a layout needs to know about items. Items of one dtype and shape are of one kind."""
-    dtype, ndim, size = items.dtype[rows], items.ndim[rows], items.size[rows]
-    kind_ids: npt.NDArray[np.int32] = np.full(len(rows), -1, dtype=np.int32)
-    fixed = np.flatnonzero((items.form[rows] == Form.FIXED) & (items.kind[rows] != ItemKind.BYTES))
-    kinds: list[tuple[str, tuple[int, ...]]] = []
-    if len(fixed):
-        first, kind_ids[fixed] = unique_rows(dtype[fixed], ndim[fixed], *size[fixed].T)
-        kinds = [(items.dtypes[dtype[row]], tuple(size[row, : ndim[row]].tolist())) for row in fixed[first].tolist()]
-    return ItemColumns(items.names, items.name[rows], kinds, kind_ids, ndim, items.offset[rows])

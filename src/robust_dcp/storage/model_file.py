@@ -12,11 +12,19 @@ from typing import Final
 import numpy as np
 import torch
 
+from robust_dcp.items import Form, ItemKind, ItemStructure, items_of
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX
-from robust_dcp.storage.layouts import ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.footer import sorted_sums
-from robust_dcp.storage.layouts.safetensors import DTYPES, METADATA_KEY, ShardHead, entry_nbytes, head_nbytes_for
+from robust_dcp.storage.layouts.places import kinds_of
+from robust_dcp.storage.layouts.safetensors import (
+    DTYPES,
+    METADATA_KEY,
+    ShardHead,
+    StoredTensor,
+    entry_nbytes,
+    head_nbytes_for,
+)
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
 from robust_dcp.storage.records.checksum import merged, sums_of
 from robust_dcp.storage.records.record import bytes_of
@@ -100,24 +108,26 @@ def write_model_file(
 
 
 def _head_nbytes(tensors: Sequence[NamedTensor]) -> int:
-    numbers = np.arange(len(tensors), dtype=np.int32)
-    width = max((len(tensor.shape) for tensor in tensors), default=0)
-    columns = ItemColumns(
-        names=[tensor.name for tensor in tensors],
-        name_ids=numbers,
-        kinds=[(str(tensor.dtype).removeprefix("torch."), tensor.shape) for tensor in tensors],
-        kind_ids=numbers,
-        ndims=np.array([len(tensor.shape) for tensor in tensors], dtype=np.uint8),
-        offsets=np.zeros((len(tensors), width), dtype=np.int64),
-    )
-    entries = int(entry_nbytes(columns).sum()) if tensors else 0
-    return head_nbytes_for(entries, len(tensors), sum(tensor.nbytes for tensor in tensors))
+    structures = [
+        ItemStructure(
+            kind=ItemKind.TENSOR,
+            form=Form.FIXED,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tensor.shape,
+            offsets=(0,) * len(tensor.shape),
+            sizes=tensor.shape,
+        )
+        for tensor in tensors
+    ]
+    items = items_of([tensor.name for tensor in tensors], structures)
+    rows = np.arange(len(tensors))
+    entries = int(entry_nbytes(items, rows, *kinds_of(items, rows)).sum())
+    return head_nbytes_for(entries, len(tensors), int(items.nbytes.sum()))
 
 
 def _head(tensors: Sequence[NamedTensor], nbytes: int) -> ShardHead:
-    placed, end = [], nbytes
-    for number, tensor in enumerate(tensors):
-        whole = (0,) * len(tensor.shape)
-        placed.append(PlacedTensor(number, tensor.name, tensor.dtype, tensor.shape, whole, end))
+    placed, end = {}, nbytes
+    for tensor in tensors:
+        placed[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, end, tensor.nbytes, (0,) * len(tensor.shape))
         end += tensor.nbytes
     return ShardHead(placed, nbytes, is_of_checkpoint=False)

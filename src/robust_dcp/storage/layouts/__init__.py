@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from robust_dcp.storage.layouts.places import TORCH, FileName, ItemColumns, Layout
-from robust_dcp.storage.layouts.safetensors import SAFETENSORS, PlacedTensor
+from robust_dcp.storage.layouts.places import TORCH, FileName, Layout
+from robust_dcp.storage.layouts.safetensors import SAFETENSORS
 
 __all__ = [
     "LAYOUTS",
     "SAFETENSORS",
     "TORCH",
     "FileName",
-    "ItemColumns",
     "Layout",
-    "PlacedTensor",
     "layout_named",
 ]
 

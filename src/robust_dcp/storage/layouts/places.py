@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp.items import Form, ItemKind, Items, unique_rows
 from robust_dcp.storage.files.paths import data_file_name
 from robust_dcp.storage.records.record import framed_record
 
@@ -25,14 +26,14 @@ __all__ = [
     "RECORD_ALIGNMENT",
     "TORCH",
     "FileName",
-    "ItemColumns",
+    "Kinds",
     "Layout",
     "Placements",
     "Places",
-    "Slot",
     "balanced",
     "deal",
     "fill_up",
+    "kinds_of",
     "place_as_they_come",
     "place_records",
     "record_measures",
@@ -77,25 +78,18 @@ class Placements:
         offset: int64 ``[n]``, start of the record in its file, in bytes; -1 for an item of variable size.
         nbytes: int64 ``[n]``, length of the record; -1 for an item of variable size.
         file_nbytes: the length of each file, without items of variable size.
-        variable_file: number of the file that takes the items of variable size, or ``None`` if there are none.
-        heads: for each file the length of its head, 0 for a file of records; empty if no file has a head.
+        head_nbytes: for each file the length of its head, 0 for a file of records.
     """
 
     file: Int32
     offset: Int64
     nbytes: Int64
     file_nbytes: tuple[int, ...]
-    variable_file: int | None
-    heads: tuple[int, ...] = ()
+    head_nbytes: tuple[int, ...]
 
     @property
     def n_files(self) -> int:
         return len(self.file_nbytes)
-
-    @property
-    def head_nbytes(self) -> tuple[int, ...]:
-        """The length of each file's head; see :attr:`heads`."""
-        return self.heads or (0,) * self.n_files
 
     @property
     def variable(self) -> npt.NDArray[np.intp]:
@@ -125,28 +119,15 @@ def place_records(record_nbytes: Int64, header_nbytes: Int64, payload_nbytes: In
             record_nbytes[members], header_nbytes[members], payload_nbytes[members] >= LARGE_NBYTES
         )
         file_nbytes.append(end)
-    has_variable = len(fixed) < len(record_nbytes)
-    if has_variable:
+    if len(fixed) < len(record_nbytes):
         file[record_nbytes < 0] = n_files
         file_nbytes.append(0)
-    return Placements(
-        file=file,
-        offset=offset,
-        nbytes=record_nbytes,
-        file_nbytes=tuple(file_nbytes),
-        variable_file=n_files if has_variable else None,
-    )
+    return Placements(file, offset, record_nbytes, tuple(file_nbytes), (0,) * len(file_nbytes))
 
 
-class Slot(NamedTuple):
-    """Room for an item of variable size: where it lay in an earlier save, and where the next item begins."""
-
-    offset: int
-    nbytes: int
-
-
-def slots_of(placements: Placements, known_places: Int64 | None) -> dict[int, Slot]:
-    """The slot of each item of variable size, by its place in the plan; none if nothing is known.
+def slots_of(placements: Placements, known_places: Int64 | None) -> dict[int, tuple[int, int]]:
+    """The room for each item of variable size, by its place in the plan: where it lay in an earlier save, and how many
+    bytes there are up to the next item; none if nothing is known.
 
     Args:
         known_places: int64 ``[v, 2]``, offset and length of each such item in an earlier save by the same plan.
@@ -158,7 +139,7 @@ def slots_of(placements: Placements, known_places: Int64 | None) -> dict[int, Sl
     offsets = known_places[order, 0]
     ends = np.append(offsets[1:], np.iinfo(np.int64).max)
     return {
-        int(variable[n]): Slot(offset, end - offset)
+        int(variable[n]): (offset, end - offset)
         for n, offset, end in zip(order.tolist(), offsets.tolist(), ends.tolist(), strict=True)
     }
 
@@ -172,13 +153,7 @@ def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
     sizes = np.maximum(np.array(nbytes, dtype=np.int64), 1)
     n_files = max(1, min(files, len(sizes))) if len(sizes) else 0
     unknown = np.full(len(sizes), -1, dtype=np.int64)
-    return Placements(
-        file=balanced(sizes, n_files),
-        offset=unknown,
-        nbytes=unknown,
-        file_nbytes=(0,) * n_files,
-        variable_file=None,
-    )
+    return Placements(balanced(sizes, n_files), unknown, unknown, (0,) * n_files, (0,) * n_files)
 
 
 def balanced(nbytes: Int64, bins: int) -> Int32:
@@ -235,24 +210,22 @@ class FileName(NamedTuple):
     committed: str
 
 
-@dataclass(frozen=True, eq=False)
-class ItemColumns:
-    """What a layout may know of n items when it places them.
+Kinds = list[tuple[str, tuple[int, ...]]]
+"""Distinct pairs (dtype, shape of a chunk). The dtype is a string such as ``"float32"``."""
 
-    Attributes:
-        names: the distinct FQNs. ``name_ids``, int32 ``[n]``, holds the place of each item's name in them.
-        kinds: the distinct pairs (dtype, shape of the chunk). The dtype is a string such as ``"float32"``.
-        kind_ids: int32 ``[n]``, the place of each item's kind in them; -1 for an item of variable size.
-        ndims: uint8 ``[n]``, the number of dimensions.
-        offsets: int64 ``[n, D]``, the offsets of the chunks in their tensors. Columns from ``ndims`` on mean nothing.
+
+def kinds_of(items: Items, rows: npt.NDArray[np.intp]) -> tuple[Kinds, Int32]:
+    """The distinct kinds of some items, and for each of ``rows`` the place of its kind in them; -1 for an item of
+    variable size.
     """
-
-    names: Sequence[str]
-    name_ids: Int32
-    kinds: Sequence[tuple[str, tuple[int, ...]]]
-    kind_ids: Int32
-    ndims: npt.NDArray[np.uint8]
-    offsets: Int64
+    dtype, ndim, size = items.dtype[rows], items.ndim[rows], items.size[rows]
+    kind_ids: Int32 = np.full(len(rows), -1, dtype=np.int32)
+    fixed = np.flatnonzero((items.form[rows] == Form.FIXED) & (items.kind[rows] != ItemKind.BYTES))
+    if not len(fixed):
+        return [], kind_ids
+    first, kind_ids[fixed] = unique_rows(dtype[fixed], ndim[fixed], *size[fixed].T)
+    distinct = fixed[first].tolist()
+    return [(items.dtypes[dtype[row]], tuple(size[row, : ndim[row]].tolist())) for row in distinct], kind_ids
 
 
 @dataclass(frozen=True)
@@ -265,8 +238,9 @@ class Layout:
         may_share_directory: whether files of two checkpoints may lie in one directory, so that the next save can
             replace a committed checkpoint there.
         plans_places: whether all places come from a plan, so that only ``RobustPlanner`` can plan for it.
-        measure: what ``place`` needs to know of each item: int64 ``[n, c]``, one row for each. The columns are the
-            layout's own. Each row depends on its item alone, so the rows of all ranks may be computed in one call.
+        measure: ``measure(items, rows)``: what ``place`` needs to know of each of these items: int64 ``[n, c]``, one
+            row for each. The columns are the layout's own. Each row depends on its item alone, so the rows of all ranks
+            may be computed in one call.
         place: ``place(measures, files)``: the places of the items that one rank writes, in the order of its plan,
             from the rows of these items and the number of files that the rank's tensors are spread over. A layout may
             need more. It raises ``PlanConflict`` if the items cannot lie in files of this layout.
@@ -278,23 +252,23 @@ class Layout:
     version: str
     may_share_directory: bool
     plans_places: bool
-    measure: Callable[[ItemColumns], Int64]
+    measure: Callable[[Items, npt.NDArray[np.intp]], Int64]
     place: Callable[[Int64, int], Placements]
     file_names: Callable[[int, Sequence[int], str], list[FileName]]
 
 
-def record_measures(items: ItemColumns) -> Int64:
+def record_measures(kinds: Kinds, kind_ids: Int32) -> Int64:
     """int64 ``[n, 3]``: the lengths of each item's torch-save record, its header, and its payload.
 
     Items of variable size have -1, 0, 0. Items of one dtype and shape share one template.
     """
     rows = []
-    for dtype, shape in items.kinds:
+    for dtype, shape in kinds:
         template = framed_record(getattr(torch, dtype), shape)
         if template is None:
             raise TypeError(f"items of {dtype} are not of fixed size")
         rows.append((template.nbytes, template.data_offset, template.data_nbytes))
-    return np.array([*rows, (-1, 0, 0)], dtype=np.int64)[items.kind_ids]  # the last row for -1
+    return np.array([*rows, (-1, 0, 0)], dtype=np.int64)[kind_ids]  # the last row for -1
 
 
 def _place(measures: Int64, files: int) -> Placements:
@@ -306,7 +280,11 @@ def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileNa
     return [FileName(name, name) for name in names]
 
 
-TORCH: Final = Layout("torch", "torch-2", True, False, record_measures, _place, _file_names)
+def _measure(items: Items, rows: npt.NDArray[np.intp]) -> Int64:
+    return record_measures(*kinds_of(items, rows))
+
+
+TORCH: Final = Layout("torch", "torch-2", True, False, _measure, _place, _file_names)
 
 
 # Sizes in bins that end up about equally full. The bins are files, or ranks that write or read replicas.

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
+from robust_dcp.items import Items
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import data_file_name, shard_file_name, temporary_name
 from robust_dcp.storage.layouts.footer import SumColumns
@@ -32,10 +33,11 @@ from robust_dcp.storage.layouts.places import (
     PAGE_NBYTES,
     RECORD_ALIGNMENT,
     FileName,
-    ItemColumns,
+    Kinds,
     Layout,
     Placements,
     deal,
+    kinds_of,
     place_records,
     record_measures,
 )
@@ -49,7 +51,6 @@ __all__ = [
     "METADATA_KEY",
     "SAFETENSORS",
     "FileHead",
-    "PlacedTensor",
     "ShardHead",
     "StoredTensor",
     "entry_nbytes",
@@ -127,14 +128,15 @@ Places = npt.NDArray[np.intp]
 _RECORD, _HEADER, _PAYLOAD, _IS_RAW, _NAME, _ITEMSIZE, _ENTRY = range(7)
 
 
-def _measure(items: ItemColumns) -> Int64:
-    sizes = [(dtype in DTYPES, getattr(torch, dtype).itemsize) for dtype, _ in items.kinds]
-    is_raw, itemsize = np.array([*sizes, (False, 0)], dtype=np.int64)[items.kind_ids].T
+def _measure(items: Items, rows: Places) -> Int64:
+    kinds, kind_ids = kinds_of(items, rows)
+    sizes = [(dtype in DTYPES, getattr(torch, dtype).itemsize) for dtype, _ in kinds]
+    is_raw, itemsize = np.array([*sizes, (False, 0)], dtype=np.int64)[kind_ids].T
+    name = items.name[rows].astype(np.int64)
     if METADATA_KEY in items.names:  # the header uses this name itself
-        is_raw = is_raw & (items.name_ids != items.names.index(METADATA_KEY))
-    return np.column_stack(
-        [record_measures(items), is_raw, items.name_ids.astype(np.int64), itemsize, entry_nbytes(items)]
-    )
+        is_raw = is_raw & (name != items.names.index(METADATA_KEY))
+    entries = entry_nbytes(items, rows, kinds, kind_ids)
+    return np.column_stack([record_measures(kinds, kind_ids), is_raw, name, itemsize, entries])
 
 
 def _place(measures: Int64, files: int) -> Placements:
@@ -144,8 +146,7 @@ def _place(measures: Int64, files: int) -> Placements:
     nbytes = measures[:, _RECORD].copy()
     nbytes[raw] = measures[raw, _PAYLOAD]
     in_files, heads = _spread(measures[raw], files)
-    n_raw = len(heads)
-    file = np.full(len(measures), n_raw, dtype=np.int32)
+    file = np.full(len(measures), len(heads), dtype=np.int32)
     file[raw] = in_files
     file_nbytes = []
     for number, head in enumerate(heads):
@@ -158,15 +159,7 @@ def _place(measures: Int64, files: int) -> Placements:
         offset[side] = beside.offset
         file_nbytes.append(max(beside.file_nbytes))
         heads.append(0)
-    has_variable = bool((nbytes < 0).any())
-    return Placements(
-        file=file,
-        offset=offset,
-        nbytes=nbytes,
-        file_nbytes=tuple(file_nbytes),
-        variable_file=n_raw if has_variable else None,
-        heads=tuple(heads),
-    )
+    return Placements(file, offset, nbytes, tuple(file_nbytes), tuple(heads))
 
 
 def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
@@ -247,27 +240,30 @@ def _in_order(measures: Int64, members: Places) -> Places:
 # The head of a file.
 
 
-class PlacedTensor(NamedTuple):
-    """A tensor in a file with a head.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file.
 
     Attributes:
-        place: the place of the item in the plan.
-        name: its FQN.
-        dtype, shape: those of the chunk.
-        chunk_offset: the offset of the chunk in its tensor.
-        offset: where the data begins in the file, in bytes.
+        dtype, shape: those of the tensor, or of the chunk of a tensor.
+        offset, nbytes: where its data lies in the file.
+        chunk_offset: the offset of the chunk in its tensor; zeros for a whole tensor.
+        crc32: the CRC-32 of its data, if the head has it.
+        block_crc32s: the CRC-32s of the blocks of its data (``records.checksum``), if there are several and the head
+            has them.
     """
 
-    place: int
-    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunk_offset: tuple[int, ...]
     offset: int
+    nbytes: int
+    chunk_offset: tuple[int, ...]
+    crc32: int | None = None
+    block_crc32s: tuple[int, ...] = ()
 
 
-def entry_nbytes(items: ItemColumns) -> Int64:
-    """int64 ``[n]``: an upper bound of the bytes that each item adds to the header.
+def entry_nbytes(items: Items, rows: Places, kinds: Kinds, kind_ids: npt.NDArray[np.int32]) -> Int64:
+    """int64 ``[n]``: an upper bound of the bytes that each of these items adds to the header.
 
     The two numbers that say where its data begins and ends are not counted. For dtypes that are not in :data:`DTYPES`
     the result means nothing.
@@ -275,11 +271,12 @@ def entry_nbytes(items: ItemColumns) -> Int64:
     once, twice = _escaped_lengths(items.names)
     texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), _crc_text("", 1)
     constant = sum(len(text) + len(",") for text in texts) - len("00")
-    kinds = [_kind_nbytes(dtype, shape) for dtype, shape in items.kinds]
-    numbers = _digits(items.offsets) + len(",")
-    numbers[np.arange(items.offsets.shape[1]) >= items.ndims[:, None]] = 0
-    nbytes: Int64 = once[items.name_ids] + 2 * twice[items.name_ids]
-    nbytes += constant + np.array([*kinds, 0], dtype=np.int64)[items.kind_ids] + numbers.sum(axis=1)
+    of_kinds = [_kind_nbytes(dtype, shape) for dtype, shape in kinds]
+    numbers = _digits(items.offset[rows]) + len(",")
+    numbers[np.arange(numbers.shape[1]) >= items.ndim[rows][:, None]] = 0
+    name = items.name[rows]
+    nbytes: Int64 = once[name] + 2 * twice[name]
+    nbytes += constant + np.array([*of_kinds, 0], dtype=np.int64)[kind_ids] + numbers.sum(axis=1)
     return nbytes
 
 
@@ -311,7 +308,7 @@ class ShardHead:
     all that a footer holds, so the file has none.
 
     Args:
-        tensors: in any order.
+        tensors: by name, in any order. Their checksums are not looked at.
         nbytes: the length of the head, at least that of :func:`head_nbytes_for`.
         is_of_checkpoint: whether the file holds chunks that count only together with a ``.metadata``.
 
@@ -319,23 +316,24 @@ class ShardHead:
         ValueError: the head is longer than was planned.
     """
 
-    def __init__(self, tensors: Sequence[PlacedTensor], nbytes: int, *, is_of_checkpoint: bool = True) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], nbytes: int, *, is_of_checkpoint: bool = True) -> None:
         self._nbytes = nbytes
-        data_nbytes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors]
-        self._data_nbytes: Int64 = np.array(data_nbytes, dtype=np.int64)
-        offset: Int64 = np.array([tensor.offset for tensor in tensors], dtype=np.int64)
+        self._data_nbytes: Int64 = np.array([tensor.nbytes for tensor in tensors.values()], dtype=np.int64)
+        offset: Int64 = np.array([tensor.offset for tensor in tensors.values()], dtype=np.int64)
         self._in_file = np.lexsort((self._data_nbytes, offset))
-        names = [_escape(tensor.name) for tensor in tensors]
+        names = list(map(_escape, tensors))
         twice = [_escape(name)[1:-1] for name in names]
-        self._before, behind = _BEFORE, _BEHIND
+        self._before = _BEFORE
         if is_of_checkpoint:
-            offsets = map(_offsets_text, twice, (tensor.chunk_offset for tensor in tensors))
+            offsets = map(_offsets_text, twice, (tensor.chunk_offset for tensor in tensors.values()))
             self._before += _MARK + _SAVE + _SHARDING[0] + ",".join(offsets) + _SHARDING[1]
-        n_fields = [_n_fields(each) for each in data_nbytes]
-        self._first_field = np.cumsum([0, *n_fields])
+        self._first_field = np.cumsum([0, *map(_n_fields, self._data_nbytes.tolist())])
         self._crcs = [f'{name}:\\"' for name in twice]
-        entries = [_tensor_text(name, *_described(t, nbytes)) for name, t in zip(names, tensors, strict=True)]
-        self._behind = behind[0] + "".join(f",{entry}" for entry in entries) + behind[1]
+        entries = []
+        for name, tensor in zip(names, tensors.values(), strict=True):
+            dtype, begin = DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.offset - nbytes
+            entries.append("," + _tensor_text(name, dtype, tensor.shape, begin, begin + tensor.nbytes))
+        self._behind = "".join((_BEHIND[0], *entries, _BEHIND[1]))
         crcs = self._filled_in(np.zeros(self._first_field[-1], dtype=np.uint32))
         found = LENGTH_NBYTES + len(self._before) + len(crcs) + len(self._behind)
         if found > nbytes:
@@ -390,13 +388,6 @@ def _tensor_text(name: str, dtype: str, shape: Sequence[int], begin: int, end: i
     return f'{name}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
 
 
-def _described(tensor: PlacedTensor, head_nbytes: int) -> tuple[str, tuple[int, ...], int, int]:
-    """(dtype, shape, begin, end) as in the header."""
-    begin = tensor.offset - head_nbytes
-    dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
-    return dtype, tensor.shape, begin, begin + prod(tensor.shape) * tensor.dtype.itemsize
-
-
 def _escaped_lengths(names: Sequence[str]) -> tuple[Int64, Int64]:
     """int64 ``[len(names)]`` twice: the bytes of each name as a JSON string, and as a JSON string inside another one.
 
@@ -426,28 +417,6 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     if hasattr(torch, dtype)
 }
 _HEXADECIMAL: Final = re.compile(r"[0-9a-f]+")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        dtype, shape: those of the tensor, or of the chunk of a tensor.
-        offset, nbytes: where its data lies in the file.
-        chunk_offset: the offset of the chunk in its tensor; zeros for a whole tensor.
-        crc32: the CRC-32 of its data, if the head has it.
-        block_crc32s: the CRC-32s of the blocks of its data (``records.checksum``), if there are several and the head
-            has them.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    chunk_offset: tuple[int, ...]
-    crc32: int | None
-    block_crc32s: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -96,14 +96,6 @@ class Record:
         is_all = self.data_nbytes == prod(self.shape) * self.dtype.itemsize
         return is_all and self.storage_offset == 0 and self.stride == contiguous_strides(self.shape)
 
-    def around(self, crc32: int) -> tuple[bytes, bytes]:
-        """The bytes before and after the data, if that is its CRC-32."""
-        header, trailer = bytearray(self.header), bytearray(self.trailer)
-        if self.crc32_at:
-            _UINT32.pack_into(header, self.crc32_at[0], crc32)
-            _UINT32.pack_into(trailer, self.crc32_at[1] - self.nbytes + len(trailer), crc32)
-        return bytes(header), bytes(trailer)
-
     @cached_property
     def frame(self) -> tuple[tuple[int, int, bytes], ...]:
         """The bytes that all records of this writer, dtype and shape have in common: (begin, end, bytes)."""
@@ -156,7 +148,6 @@ _END64: Final = struct.Struct("<4sQHHIIQQQQ")
 _END64_LOCATOR: Final = struct.Struct("<4sIQI")
 _END: Final = struct.Struct("<4sHHHHIIH")
 _LOCAL_CRC32_AT: Final = 14
-_LOCAL_SIZE_AT: Final = 18
 _CENTRAL_CRC32_AT: Final = 16
 _VERSION_NEEDED: Final = 45  # zip64
 _PADDING_ID: Final = 0x4246  # "FB": the extra field that PyTorch's own writer pads with

@@ -20,10 +20,9 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.storage.layouts import PlacedTensor
 from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, Placements
-from robust_dcp.storage.layouts.safetensors import ShardHead
+from robust_dcp.storage.layouts.safetensors import ShardHead, StoredTensor
 from robust_dcp.storage.records.record import Record, framed_record, raw_record
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.structure_cache import Cache
@@ -265,10 +264,11 @@ def _order(
     head_nbytes = placements.head_nbytes[number]
     head = None
     if head_nbytes:
-        tensors = [
-            PlacedTensor(place, source.name(place), record.dtype, record.shape, source.chunk_offset(place), offset)
-            for place, record, offset in zip(fixed.tolist(), records, starts.tolist(), strict=True)
-        ]
+        rows = zip(fixed.tolist(), records, starts.tolist(), strict=True)
+        tensors = {
+            source.name(n): StoredTensor(record.dtype, record.shape, start, record.nbytes, source.chunk_offset(n))
+            for n, record, start in rows
+        }
         head = ShardHead(tensors, head_nbytes)
     blocks: list[Block] = []
     if not variable and len(fixed):

@@ -30,7 +30,7 @@ from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes, flat_byte
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED
 from robust_dcp.storage.layouts.footer import footer_of, sorted_sums
-from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
+from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT
 from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, cuts, joined, merged, sums_of
 from robust_dcp.storage.records.record import Record, bytes_of, framed_record, is_fixed_size, raw_record
 from robust_dcp.storage.writing.blocks import Block, FileOrder, Piece, cut_into_blocks
@@ -57,7 +57,7 @@ class WriteContext:
 
     Attributes:
         source: the items.
-        slots: the known places of the items of variable size.
+        slots: where items of variable size lay in an earlier save, and how many bytes there are for each.
         lease: lends blocks of memory.
         page_nbytes: the unit of writes.
         must_be_direct: never go back to the page cache: if the file system refuses a direct write, that is an error.
@@ -74,7 +74,7 @@ class WriteContext:
 
     disk: Disk
     source: ItemSource
-    slots: dict[int, Slot]
+    slots: dict[int, tuple[int, int]]
     lease: BlockLease
     page_nbytes: int
     must_be_direct: bool
@@ -206,20 +206,20 @@ class FileEmitter:
         too_large: dict[int, Record] = {}
         places = list(self._order.variable)
         if slots:
-            places.sort(key=lambda place: slots[place].offset)
+            places.sort(key=slots.__getitem__)
         for place in places:  # it grows
             record = too_large.get(place)
             if record is None:
                 self.context.check_stop()
                 record, self._held[place] = self._resolved(place)
                 slot = slots.get(place)
-                if slot is not None and record.nbytes > slot.nbytes:
+                if slot is not None and record.nbytes > slot[1]:
                     too_large[place] = record
                     places.append(place)
                     continue
             else:
                 slot = None
-            start = -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT if slot is None else slot.offset
+            start = -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT if slot is None else slot[0]
             end = start + record.nbytes
             yield place, start, record
 
