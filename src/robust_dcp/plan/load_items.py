@@ -87,19 +87,14 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
 
 def _found(key: str, local: ChunkStorageMetadata, saved: TensorStorageMetadata) -> ReadItem | None:
     """A read of one whole saved chunk, if that is exactly the wanted one."""
-    offsets = local.offsets
     chunks: Any = saved.chunks
     if isinstance(chunks, StoredChunks):
-        place = chunks.find(offsets)
-        if place is None or chunks[place].sizes != local.sizes:
-            return None
-        return whole_item(key, offsets, local.sizes, place)
-    for number, chunk in enumerate(saved.chunks):
-        if chunk.offsets == offsets:
-            if chunk.sizes != local.sizes:
-                return None
-            return whole_item(key, offsets, local.sizes, number)
-    return None
+        place = chunks.find(local.offsets)
+    else:
+        place = next((number for number, chunk in enumerate(chunks) if chunk.offsets == local.offsets), None)
+    if place is None or chunks[place].sizes != local.sizes:
+        return None
+    return whole_item(key, local.offsets, local.sizes, place)
 
 
 def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTensors:

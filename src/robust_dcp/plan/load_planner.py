@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import PlannedReads, plan_reads, whole_tensors
-from robust_dcp.plan.state_dict import flatten, global_size, own_chunks
+from robust_dcp.plan.state_dict import global_size, own_chunks
 from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
 from robust_dcp.storage.index.stored_index import index_of, look_up
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
@@ -271,7 +272,7 @@ def _flat(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] |
 
     ``None`` for other state dicts: there it has to allocate tensors on the meta device, or take lists and shards apart.
     """
-    flat, mappings = flatten(state_dict)
+    flat, mappings = flatten_state_dict(state_dict)
     if not _FLAT.issuperset(map(type, flat.values())) or any(map(_is_on_meta, flat.values())):
         return None
     has_lists = any(type(part) is int for path in mappings.values() if len(path) > 1 for part in path)

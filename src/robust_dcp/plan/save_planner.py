@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
@@ -32,7 +33,6 @@ from robust_dcp.plan.state_dict import (
     StateDictSource,
     describe_items,
     digest_of,
-    flatten,
     holds_shards,
     structure_of,
 )
@@ -286,7 +286,7 @@ class RobustPlanner(DefaultSavePlanner):
         """Set what ``DefaultSavePlanner.set_up_planner`` sets. Call that method only if flattening has to handle
         ``ShardedTensor``."""
         if self.flatten_state_dict:
-            flat, mappings = flatten(state_dict)
+            flat, mappings = flatten_state_dict(state_dict)
             if self.flatten_sharded_tensors and any(map(holds_shards, set(map(type, flat.values())))):
                 super().set_up_planner(state_dict, storage_meta, is_coordinator)
                 return

@@ -1,7 +1,4 @@
-"""A state dict as the items that DCP saves: flattened, described, and with the data of each item.
-
-Names, order, paths and errors of flattening are those of
-``torch.distributed.checkpoint._nested_dict.flatten_state_dict``, but fast enough for many small tensors.
+"""A flattened state dict as the items that DCP saves: described, and with the data of each item.
 
 What stock's planner says about a kind of tensor is remembered. A key has every property that a structure depends on,
 and keys are compared by value. No identity of a tensor, mesh or placement is part of a key, so what is remembered
@@ -19,7 +16,6 @@ import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -50,7 +46,6 @@ __all__ = [
     "StateDictSource",
     "describe_items",
     "digest_of",
-    "flatten",
     "global_size",
     "has_own_chunks",
     "holds_shards",
@@ -58,113 +53,6 @@ __all__ = [
     "structure_of",
     "write_item_of",
 ]
-
-
-# Flattening.
-
-
-class _Value(Enum):
-    LEAF = 1
-    MAPPING = 2
-    LIST = 3
-    TENSOR = 4
-
-
-# An isinstance check against an abstract class (Mapping) costs more than all other work on a value. So each type is
-# checked once.
-_VALUES: dict[type, _Value] = {
-    torch.Tensor: _Value.TENSOR,
-    torch.nn.Parameter: _Value.TENSOR,
-    DTensor: _Value.TENSOR,
-    dict: _Value.MAPPING,
-    list: _Value.LIST,
-    **dict.fromkeys((bool, int, float, str, bytes, tuple, type(None)), _Value.LEAF),
-}
-
-
-def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The leaves of ``state_dict`` by name, and the path of each.
-
-    A mapping is taken apart. So is a list that holds a tensor or a mapping at any depth. Any other value is a leaf. The
-    name of a leaf is its path joined by dots.
-
-    Returns:
-        ``(flat, mappings)``, as torch's ``flatten_state_dict``.
-
-    Raises:
-        ValueError: two paths have the same name.
-    """
-    flattening = _Flattening()
-    flattening.take_mapping(state_dict, "", ())
-    return flattening.flat, flattening.mappings
-
-
-class _Flattening:
-    """The leaves found so far."""
-
-    def __init__(self) -> None:
-        self.flat: dict[str, Any] = {}
-        self.mappings: dict[str, Path] = {}
-        # A copy, so that we do not keep classes alive that the user's program creates and drops.
-        self._kinds = _VALUES.copy()
-
-    def take_mapping(self, mapping: Mapping[Any, Any], prefix: str, path: Path) -> None:
-        flat, mappings, kinds = self.flat, self.mappings, self._kinds
-        for key, value in mapping.items():
-            part = key if type(key) is str else str(key)
-            kind = kinds.get(type(value))
-            # This repeats the end of _take, because a call for each leaf would cost as much as this loop.
-            if kind is _Value.TENSOR or kind is _Value.LEAF:
-                name = prefix + part
-                if name in flat:
-                    raise _duplicated(name)
-                flat[name] = value
-                mappings[name] = (*path, part)
-            else:
-                self._take(value, prefix + part, (*path, part))
-
-    def _take(self, value: Any, name: str, path: Path) -> None:
-        kind = self._kind_of(value)
-        if kind is _Value.MAPPING:
-            self.take_mapping(value, f"{name}.", path)
-        elif kind is _Value.LIST and not self._is_terminal(value):
-            for index, element in enumerate(value):
-                self._take(element, f"{name}.{index}", (*path, index))
-        elif name in self.flat:
-            raise _duplicated(name)
-        else:
-            self.flat[name] = value
-            self.mappings[name] = path
-
-    def _is_terminal(self, values: list[Any]) -> bool:
-        """Whether a list stays whole: it holds no tensor and no mapping, not even an empty mapping."""
-        for value in values:
-            kind = self._kind_of(value)
-            if kind is _Value.TENSOR or kind is _Value.MAPPING:
-                return False
-            if kind is _Value.LIST and not self._is_terminal(value):
-                return False
-        return True
-
-    def _kind_of(self, value: Any) -> _Value:
-        kind = self._kinds.get(type(value))
-        if kind is not None:
-            return kind
-        if isinstance(value, Mapping):
-            kind = _Value.MAPPING
-        elif isinstance(value, list):
-            kind = _Value.LIST
-        elif isinstance(value, torch.Tensor):
-            kind = _Value.TENSOR
-        else:
-            kind = _Value.LEAF
-        if value.__class__ is type(value):  # do not remember proxies: two of one type may stand for different things
-            self._kinds[type(value)] = kind
-        return kind
-
-
-def _duplicated(name: str) -> ValueError:
-    return ValueError(f"duplicated flatten key {name}")
 
 
 # What each item is.
