@@ -24,7 +24,7 @@ from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.tree import Tree
 from robust_dcp.items import Form, ItemKind, ItemsMessage, ItemStructure, items_of, sorted_places
 from robust_dcp.plan.plan import LocalStructure
-from robust_dcp.plan.signature import PlanContext, StructureSignature
+from robust_dcp.plan.signature import StructureSignature, encode_context
 from robust_dcp.plan.state_dict import write_item_of
 
 __all__ = ["COORDINATOR", "Payloads", "SimulatedOperation", "local_of", "messages_up", "prepare"]
@@ -81,12 +81,7 @@ def local_of(rank: int, ranks: int, n_items: int, *, added: bool = False) -> Loc
 def _local_of(named: Sequence[NamedItem], ranks: int) -> LocalStructure:
     names = [name for name, _ in named]
     items = items_of(names, [structure for _, structure in named], {name: _path_of(name) for name in names})
-    context = PlanContext(
-        ranks=tuple(range(ranks)),
-        planner_options={"flatten_state_dict": True, "flatten_sharded_tensors": True, "lowest_rank": False},
-        writer_options={"layout": "torch", "files_per_rank": _FILES_PER_RANK},
-        versions={"torch": "2.13.0", "robust_dcp": "0.1.0"},
-    )
+    context = encode_context({"ranks": ",".join(map(str, range(ranks))), "files_per_rank": _FILES_PER_RANK})
     signature = StructureSignature.of(items, context)
     return LocalStructure(items=items, context=context, signature=signature, files=_FILES_PER_RANK, lowest_rank=False)
 

@@ -181,6 +181,14 @@ class Items:
         itemsizes = [int(getattr(torch, dtype).itemsize) if dtype else 0 for dtype in self.dtypes]
         return self.numel * np.array(itemsizes or [0], dtype=np.int64)[self.dtype]
 
+    @cached_property
+    def name_blocks(self) -> tuple[bytes, ...]:
+        """The names, or their paths, in encoded blocks that end where a name says so. So ranks that differ in one name
+        have all blocks but one in common, and the coordinator decodes and holds these once."""
+        ends = [place for place, name in enumerate(self.names, 1) if zlib.crc32(name.encode()) % _BLOCK == 0]
+        given = self.names if self.paths is None else self.paths
+        return tuple(msgspec.msgpack.encode(given[first:end]) for first, end in pairwise([0, *ends, len(given)]))
+
     def describe_whole(self, row: int) -> str:
         """Describe in words the tensor that an item belongs to. This text must be the same on all ranks."""
         if self.kind[row] == ItemKind.BYTES:
@@ -350,7 +358,7 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     ``names``: blocks, each a msgpack array: for each name its path, as an array of its parts, or the name itself if the
     planner does not flatten.
 
-    ``context``: :meth:`PlanContext.encode`. The coordinator compares it with its own.
+    ``context``: what else a plan depends on, encoded. The coordinator compares it with its own.
 
     ``signature``: 16 bytes, the :class:`StructureSignature` of the items and the context.
 
@@ -380,7 +388,7 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     def of(cls, items: Items, context: bytes, signature: bytes, digests: bytes = b"") -> ItemsMessage:
         """The message for ``items``. The other arguments are the fields of these names."""
         return cls(
-            names=_in_blocks(items),
+            names=items.name_blocks,
             dtypes=items.dtypes,
             layouts=items.layouts,
             context=context,
@@ -422,6 +430,10 @@ class ItemsDecoder:
             },
         )
         _check(items)
+        # The index has these blocks too. To make them anew for all ranks takes as long as half a plan.
+        vars(items)["name_blocks"] = tuple(
+            self._once(("bytes", block), partial(bytes, block)) for block in message.names
+        )
         return items
 
     def _once(self, key: tuple[object, ...], decode: Callable[[], T]) -> T:
@@ -443,14 +455,6 @@ class ItemsDecoder:
         if not all(map(lt, names, names[1:])):
             raise _malformed("the names are not sorted")
         return names, paths if any(paths) else None
-
-
-def _in_blocks(items: Items) -> tuple[bytes, ...]:
-    """The names, or their paths, in blocks that end where a name says so. So ranks that differ in one name have all
-    blocks but one in common, and the coordinator decodes and holds these once."""
-    ends = [place for place, name in enumerate(items.names, 1) if zlib.crc32(name.encode()) % _BLOCK == 0]
-    given = items.names if items.paths is None else items.paths
-    return tuple(msgspec.msgpack.encode(given[first:end]) for first, end in pairwise([0, *ends, len(given)]))
 
 
 def _named(block: bytes) -> tuple[list[str], list[Path | None]]:

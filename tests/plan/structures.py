@@ -23,16 +23,16 @@ from robust_dcp.items import (
     sorted_places,
 )
 from robust_dcp.plan.global_plan import GlobalPlan
-from robust_dcp.plan.signature import PlanContext
+from robust_dcp.plan.signature import OptionValue
 
 __all__ = [
+    "CONTEXT",
     "DTYPES",
     "Box",
     "Item",
     "World",
     "chunk",
     "chunk_of",
-    "context_of",
     "obj",
     "partitions",
     "rank_items",
@@ -110,13 +110,12 @@ def table(*items: Item, paths: Mapping[str, Path] | None = None) -> Items:
     )
 
 
-def context_of(ranks: Sequence[int] = (0, 1), files: int | None = 2) -> PlanContext:
-    return PlanContext(
-        ranks=tuple(ranks),
-        planner_options={"flatten_state_dict": True, "dedup_save_to_lowest_rank": False},
-        writer_options={"layout": "torch", "files_per_rank": files},
-        versions={"torch": "2.13.0", "robust_dcp": "0.1.0"},
-    )
+CONTEXT: Mapping[str, OptionValue] = {
+    "ranks": "0,1",
+    "flatten_state_dict": True,
+    "files_per_rank": 2,
+    "torch": "2.13.0",
+}
 
 
 def written_items(plan: GlobalPlan) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:

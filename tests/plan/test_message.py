@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.items import Items, ItemsDecoder, ItemsMessage, Path
 from robust_dcp.plan.global_plan import make_global_plan
-from robust_dcp.plan.signature import StructureSignature
-from tests.plan.structures import Item, chunk, context_of, obj, rank_items, table, tensor
+from robust_dcp.plan.signature import StructureSignature, encode_context
+from tests.plan.structures import CONTEXT, Item, chunk, obj, rank_items, table, tensor
 
 
 def _message(drawn: tuple[list[Item], dict[str, Path]], *, nested: bool = True) -> ItemsMessage:
     structure = table(*drawn[0], paths=drawn[1] if nested else None)
-    return ItemsMessage.of(structure, context_of().encode(), bytes(16))
+    return ItemsMessage.of(structure, encode_context(CONTEXT), bytes(16))
 
 
 def _int32(*values: int) -> bytes:
@@ -36,7 +36,7 @@ def _names(*names: object) -> tuple[bytes, ...]:
 @given(rank_items(), st.booleans())
 def test_a_table_comes_back_column_for_column(drawn: tuple[list[Item], dict[str, Path]], nested: bool) -> None:
     sent = table(*drawn[0], paths=drawn[1] if nested else None)
-    message = ItemsMessage.of(sent, context_of().encode(), bytes(16))
+    message = ItemsMessage.of(sent, encode_context(CONTEXT), bytes(16))
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ItemsMessage)
     received = ItemsDecoder().decode(arrived)
     for field in fields(Items):
@@ -45,7 +45,9 @@ def test_a_table_comes_back_column_for_column(drawn: tuple[list[Item], dict[str,
             assert ours == theirs if isinstance(ours, tuple) else np.array_equal(ours, theirs), field.name
     # A list index and the key of the same digits are not equal, for they have other types.
     assert received.paths == sent.paths
-    assert StructureSignature.of(received, context_of()) == StructureSignature.of(sent, context_of())
+    assert StructureSignature.of(received, encode_context(CONTEXT)) == StructureSignature.of(
+        sent, encode_context(CONTEXT)
+    )
 
 
 def test_an_empty_table_comes_back_empty() -> None:
@@ -119,7 +121,7 @@ def _use(message: ItemsMessage) -> None:
 )
 def test_what_is_wrong_with_a_message_is_said(changes: dict[str, Any], words: str) -> None:
     structure = table(chunk("w", [4], [0], [4]), obj("o"), paths={"w": ("w",), "o": ("o",)})
-    good = ItemsMessage.of(structure, context_of().encode(), bytes(16))
+    good = ItemsMessage.of(structure, encode_context(CONTEXT), bytes(16))
     with pytest.raises(ExchangeError) as caught:
         ItemsDecoder().decode(msgspec.structs.replace(good, **changes))
     assert words in str(caught.value)
@@ -128,7 +130,7 @@ def test_what_is_wrong_with_a_message_is_said(changes: dict[str, Any], words: st
 
 def test_tables_of_replicas_share_their_columns() -> None:
     structure = table(chunk("w", [4], [0], [4]), obj("o"), paths={"w": ("w",), "o": ("o",)})
-    sent = msgspec.msgpack.encode(ItemsMessage.of(structure, context_of().encode(), bytes(16)))
+    sent = msgspec.msgpack.encode(ItemsMessage.of(structure, encode_context(CONTEXT), bytes(16)))
     decoder = ItemsDecoder()
     one, other = (decoder.decode(msgspec.msgpack.decode(sent, type=ItemsMessage)) for _ in range(2))
     assert one.names is other.names

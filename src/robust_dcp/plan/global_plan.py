@@ -37,7 +37,7 @@ _OBJECT_WEIGHT: Final = 1
 """How many bytes an object counts for. Its size is not known when the plan is made."""
 
 _MAX_CELLS: Final = 2.0**62
-"""How many positions of a tensor can be numbered with 63 bits."""
+"""How many positions of tensors can be numbered with 63 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,13 +119,14 @@ def ascending(rows: Rows, n_rows: int) -> Rows:
 def _order_of(items: Items) -> Rows:
     """The rows of ``items`` sorted by (name, offsets, rank). Every check uses this order; a plan computes it once.
 
-    The offsets of a chunk are turned into one number, so that the sort has two keys for any number of dimensions.
+    Name and offsets are turned into one number, so that the sort has one key for any number of dimensions.
 
     The offsets of every row must lie within its tensor (:func:`check_bounds`), or at its end.
     """
     # An empty chunk may begin at the end of the tensor. So each dimension has one more position.
     extents = items.shape + 1
-    if (extents.astype(np.float64).prod(axis=1) >= _MAX_CELLS).any():
+    n_cells = extents.astype(np.float64).prod(axis=1).max(initial=1.0)
+    if n_cells * (len(items.names) + 1) >= _MAX_CELLS:
         offsets = [items.offset[:, dim] for dim in reversed(range(items.offset.shape[1]))]
         keys: list[npt.NDArray[Any]] = [items.rank, *offsets, items.name]
         return np.lexsort(keys)
@@ -133,10 +134,8 @@ def _order_of(items: Items) -> Rows:
     for dim in range(items.offset.shape[1]):
         position *= extents[:, dim]
         position += items.offset[:, dim]
-    positions = int(position.max(initial=0)) + 1
-    if positions * (len(items.names) + 1) < _MAX_CELLS:
-        return np.argsort(items.name * np.int64(positions) + position, kind="stable")
-    return np.lexsort((position, items.name))  # lexsort is stable too, and rows are in the order of ranks
+    positions = np.int64(position.max(initial=0) + 1)
+    return np.argsort(items.name * positions + position, kind="stable")  # rows are in the order of ranks
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from robust_dcp.items import Items, ItemsDecoder, ItemsMessage
 from robust_dcp.plan.conflicts import is_compared
 from robust_dcp.plan.global_plan import GlobalPlan, ascending, make_global_plan
 from robust_dcp.plan.metadata import MetadataTemplate
-from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
+from robust_dcp.plan.signature import SIGNATURE_NBYTES, StructureSignature, difference_of_contexts
 from robust_dcp.report import PlanOutcome, StructureDiff
 from robust_dcp.storage.index.form import IndexFile, Section
 from robust_dcp.storage.layouts import TORCH, Layout
@@ -59,7 +59,7 @@ class LocalStructure:
 
     Attributes:
         items: what it holds.
-        context: what else the plan depends on.
+        context: what else the plan depends on, encoded.
         signature: the signature of both.
         files: how many files hold items of fixed size.
         lowest_rank: whether replicas go to the lowest rank that holds them.
@@ -69,7 +69,7 @@ class LocalStructure:
     """
 
     items: Items
-    context: PlanContext
+    context: bytes
     signature: StructureSignature
     files: int
     lowest_rank: bool
@@ -81,7 +81,7 @@ class LocalStructure:
         digests = b""
         if self.digests_of is not None:
             digests = self.digests_of(np.flatnonzero(is_compared(self.items))).astype("<u8").tobytes()
-        return ItemsMessage.of(self.items, self.context.encode(), self.signature.value, digests)
+        return ItemsMessage.of(self.items, self.context, self.signature.value, digests)
 
     def place(self, share: Share) -> Placements:
         """The places of the items that this rank writes.
@@ -163,7 +163,7 @@ class Plan:
         items, signatures: the items of each rank, and the signature of its structure.
         shares: what each rank writes.
         nbytes: bytes of tensor data that all ranks write together.
-        context: :meth:`PlanContext.encode`, which is the same on all ranks.
+        context: what else the plan depends on, encoded; the same on all ranks.
         metadata: makes ``.metadata`` and the index.
         is_contested: whether several ranks claim the main replica of some chunk.
     """
@@ -178,7 +178,7 @@ class Plan:
     is_contested: bool
 
     @classmethod
-    def of(cls, decided: GlobalPlan, signatures: Sequence[bytes], local: LocalStructure) -> Plan:
+    def of(cls, decided: GlobalPlan, group: Sequence[int], signatures: Sequence[bytes], local: LocalStructure) -> Plan:
         """The plan of these decisions, with the places of all items.
 
         Args:
@@ -191,14 +191,14 @@ class Plan:
         plan_id = _plan_id_of(signatures, bits, placements)
         total_nbytes = sum(sum(each.file_nbytes) for each in placements)
         return cls(
-            group=local.context.ranks,
+            group=tuple(group),
             items=decided.ranks,
             signatures=tuple(signatures),
             shares=tuple(
                 Share(plan_id, len(items), each, total_nbytes) for items, each in zip(decided.ranks, bits, strict=True)
             ),
             nbytes=decided.nbytes,
-            context=local.context.encode(),
+            context=local.context,
             metadata=MetadataTemplate(decided, placements, local.layout),
             is_contested=bool(len(decided.contested)),
         )
@@ -277,12 +277,11 @@ def _refuse_other_contexts(
     messages: Sequence[ItemsMessage | None], offered: Plan | None, local: LocalStructure
 ) -> None:
     """Check that all ranks save with the same options and versions, since the coordinator plans with its own."""
-    expected = local.context.encode()
     differences: dict[str, list[int]] = defaultdict(list)
     for rank, message in enumerate(messages):
-        theirs = message.context if message is not None else expected if offered is None else offered.context
-        if theirs != expected:
-            differences[local.context.difference(theirs)].append(rank)
+        theirs = message.context if message is not None else local.context if offered is None else offered.context
+        if theirs != local.context:
+            differences[difference_of_contexts(local.context, theirs)].append(rank)
     if differences:
         words = "; ".join(f"on {ranks_in_words(ranks)}: {what}" for what, ranks in differences.items())
         raise PlanConflict(
@@ -328,7 +327,7 @@ def stored_plan(
     of_all = file.read("signatures", 0, n_ranks * SIGNATURE_NBYTES)
     signatures = [of_all[at : at + SIGNATURE_NBYTES] for at in range(0, len(of_all), SIGNATURE_NBYTES)]
     # The plan follows from the structures, so it is made again. Its identity shows that all decisions are the same.
-    plan = Plan.of(make_global_plan(items, lowest_rank=local.lowest_rank), signatures, local)
+    plan = Plan.of(make_global_plan(items, lowest_rank=local.lowest_rank), group, signatures, local)
     if plan.shares[rank] != share:
         raise ExchangeError("what it says of the ranks is not what was decided")
     return share, plan

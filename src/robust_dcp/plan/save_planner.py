@@ -26,7 +26,7 @@ from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.session import OnReplicaMismatch, OnStructureChange, SaveSession
-from robust_dcp.plan.signature import PlanContext
+from robust_dcp.plan.signature import OptionValue, encode_context
 from robust_dcp.plan.state_dict import (
     DescribedItems,
     KnownStructure,
@@ -174,18 +174,18 @@ class RobustPlanner(DefaultSavePlanner):
         mappings = self.mappings if self.flatten_state_dict else None
         structure = structure_of(items, mappings, self.writing_peers())
         self._items, self._structure = items, structure
-        context = PlanContext(
-            ranks=channel.ranks,
-            planner_options={
-                "class": f"{type(self).__module__}.{type(self).__qualname__}",
-                "flatten_state_dict": self.flatten_state_dict,
-                "flatten_sharded_tensors": self.flatten_sharded_tensors,
-                "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
-                "on_replica_mismatch": self.on_replica_mismatch,
-            },
-            writer_options={} if writer is None else writer.plan_options,
-            versions={"torch": str(torch.__version__), "robust_dcp": __version__, "layout": layout.version},
-        )
+        options: dict[str, OptionValue] = {
+            "ranks": ",".join(map(str, channel.ranks)),
+            "class": f"{type(self).__module__}.{type(self).__qualname__}",
+            "flatten_state_dict": self.flatten_state_dict,
+            "flatten_sharded_tensors": self.flatten_sharded_tensors,
+            "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
+            "on_replica_mismatch": self.on_replica_mismatch,
+            "torch": str(torch.__version__),
+            "robust_dcp": __version__,
+            "version of the layout": layout.version,
+        }
+        context = encode_context({**options, **({} if writer is None else writer.plan_options)})
         return LocalStructure(
             items=structure.items,
             context=context,

@@ -314,7 +314,7 @@ class SaveSession:
                 logger.warning("%s: plan %s, %s", self.checkpoint, outcome, reason)
         decided = make_global_plan(items, lowest_rank=local.lowest_rank)
         differing = self._compare(decided, [b"" if each is None else each.digests for each in messages])
-        plan = Plan.of(decided, signatures, local)
+        plan = Plan.of(decided, group, signatures, local)
         share = plan.shares[self.rank]
         kind = share.plan_id.hex() if last is None else last.kind
         self._known = KnownPlan(share, local.place(share), local.signature.value, plan, kind=kind)

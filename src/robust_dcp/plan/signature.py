@@ -7,7 +7,7 @@ plan still holds. Every rank computes its signature in every save, and all compa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,61 +15,38 @@ import msgspec
 from robust_dcp.errors import PlanConflict
 from robust_dcp.items import Items
 
-__all__ = ["SIGNATURE_NBYTES", "PlanContext", "StructureSignature"]
+__all__ = ["SIGNATURE_NBYTES", "OptionValue", "StructureSignature", "difference_of_contexts", "encode_context"]
 
 SIGNATURE_NBYTES = 16
 
 OptionValue = str | int | float | bool | None
 
 
-@dataclass(frozen=True)
-class PlanContext:
-    """What a plan depends on besides the structure.
+def encode_context(options: Mapping[str, OptionValue]) -> bytes:
+    """Encode what a plan depends on besides the structure: the ranks of the group, options and versions, by name.
 
-    Attributes:
-        ranks: the global ranks of the group, in group order.
-        planner_options, writer_options: options by name. A changed option needs another plan.
-        versions: the versions of torch, of robust_dcp and of the layout.
+    The order in which they are given does not change the bytes.
     """
+    return msgspec.json.encode(dict(sorted(options.items())))
 
-    ranks: tuple[int, ...]
-    planner_options: Mapping[str, OptionValue]
-    writer_options: Mapping[str, OptionValue]
-    versions: Mapping[str, str]
 
-    def encode(self) -> bytes:
-        """Encode. The order in which options were given does not change the bytes."""
-        return msgspec.json.encode(self._sections())
-
-    def difference(self, encoded: bytes) -> str:
-        """Say in words what differs in a context that another rank encoded. The text is empty if nothing does."""
-        if encoded == self.encode():
-            return ""
-        try:
-            others = msgspec.json.decode(encoded, type=dict[str, dict[str, OptionValue]])
-        except (msgspec.ValidationError, msgspec.DecodeError):
-            return "it cannot be read"
-        found = [
-            f"{name} is {other.get(name)!r} there and {own.get(name)!r} here"
-            for section, own in self._sections().items()
-            for other in [others.get(section, {})]
-            for name in sorted(own.keys() | other.keys())
-            if own.get(name) != other.get(name)
-        ]
-        return ", ".join(found) or "it is of another form"
-
-    def _sections(self) -> dict[str, dict[str, OptionValue]]:
-        return {
-            "group": {"ranks": ",".join(map(str, self.ranks))},
-            "planner": dict(sorted(self.planner_options.items())),
-            "writer": dict(sorted(self.writer_options.items())),
-            "versions": dict(sorted(self.versions.items())),
-        }
+def difference_of_contexts(here: bytes, there: bytes) -> str:
+    """Say in words what differs between two encoded contexts."""
+    try:
+        own, other = (msgspec.json.decode(each, type=dict[str, OptionValue]) for each in (here, there))
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return "it cannot be read"
+    found = [
+        f"{name} is {other.get(name)!r} there and {own.get(name)!r} here"
+        for name in sorted(own.keys() | other.keys())
+        if own.get(name) != other.get(name)
+    ]
+    return ", ".join(found) or "it is of another form"
 
 
 @dataclass(frozen=True)
 class StructureSignature:
-    """128 bits over the structure of one rank's state dict and its :class:`PlanContext` (BLAKE2b, RFC 7693).
+    """128 bits over the structure of one rank's state dict and its context (BLAKE2b, RFC 7693).
 
     Two saves that have the same signature on every rank need the same plan. The order of a dict does not change the
     signature; neither do the contents and addresses of tensors.
@@ -92,16 +69,20 @@ class StructureSignature:
         return self.hex
 
     @classmethod
-    def of(cls, items: Items, context: PlanContext) -> StructureSignature:
+    def of(cls, items: Items, context: bytes) -> StructureSignature:
+        """The signature of items in an encoded context."""
         digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-structure")
-        _feed(digest, [context.encode()])
-        for strings in (items.names, items.dtypes, items.layouts):
-            _feed(digest, [_encoded(strings)])
-        # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
-        _feed(digest, [msgspec.msgpack.encode(items.paths)])
-        for column in items.columns:
-            _feed(digest, [column.tobytes()])
-        _feed(digest, [msgspec.msgpack.encode(items.peers)])
+        for part in (
+            context,
+            *map(_encoded, (items.names, items.dtypes, items.layouts)),
+            # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
+            msgspec.msgpack.encode(items.paths),
+            *(column.tobytes() for column in items.columns),
+            msgspec.msgpack.encode(items.peers),
+        ):
+            # Each part comes after its length. So bytes that move from one part to the next change the hash.
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
         return cls(digest.digest())
 
 
@@ -109,20 +90,5 @@ def _encoded(strings: Sequence[str]) -> bytes:
     try:
         return msgspec.msgpack.encode(strings)
     except UnicodeEncodeError:
-        name = next(each for each in strings if not _is_text(each))
+        name = next(each for each in strings if each.encode(errors="ignore").decode() != each)
         raise PlanConflict(f"the name {name!r} cannot be encoded in UTF-8; give this value another name") from None
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _feed(digest: hashlib.blake2b, parts: Iterable[bytes]) -> None:
-    """Hash each part after its length. So bytes that move from one part to the next change the hash."""
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)

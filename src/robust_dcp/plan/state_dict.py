@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
-from robust_dcp.plan.signature import PlanContext, StructureSignature
+from robust_dcp.plan.signature import StructureSignature
 from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.record import framed_record, is_fixed_size
@@ -434,15 +434,14 @@ class KnownStructure:
         self.expected: list[Expected | None] = [expected[structures[place]] for place in order]
         self._signatures: dict[bytes, StructureSignature] = {}
 
-    def signature(self, context: PlanContext) -> StructureSignature:
-        """The signature of the items in ``context``. It is hashed once for each context."""
-        key = context.encode()
-        signature = self._signatures.get(key)
+    def signature(self, context: bytes) -> StructureSignature:
+        """The signature of the items in an encoded context. It is hashed once for each context."""
+        signature = self._signatures.get(context)
         if signature is None:
             signature = StructureSignature.of(self.items, context)
             if len(self._signatures) >= _CONTEXTS:
                 self._signatures = {}
-            self._signatures[key] = signature
+            self._signatures[context] = signature
         return signature
 
 
