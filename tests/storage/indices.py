@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.index.build import IndexTemplate
-from robust_dcp.storage.index.form import SECTIONS, SLAB_NBYTES, head_nbytes
+from robust_dcp.storage.index.form import HEAD_NBYTES, SECTIONS, SLAB_NBYTES
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataPickle
 from robust_dcp.storage.reader import RobustReader
@@ -73,5 +73,5 @@ def with_fixed_checksums(data: bytes | bytearray) -> bytes:
     if nbytes == len(sums) and start + nbytes <= len(data):
         data[start : start + nbytes] = sums
     struct.pack_into("<I", data, 28, crc32(bytes(data[start : start + nbytes])))
-    struct.pack_into("<I", data, head_nbytes() - 4, crc32(bytes(data[: head_nbytes() - 4])))
+    struct.pack_into("<I", data, HEAD_NBYTES - 4, crc32(bytes(data[: HEAD_NBYTES - 4])))
     return bytes(data)

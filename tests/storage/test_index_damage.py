@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index import form
-from robust_dcp.storage.index.form import SECTIONS, DamagedIndex, head_nbytes
+from robust_dcp.storage.index.form import HEAD_NBYTES, SECTIONS, DamagedIndex
 from robust_dcp.storage.index.stored_index import ChunkKind, fitting_index, index_of
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content, with_fixed_checksums
@@ -64,8 +64,8 @@ def check_whole_chunks(metadata: Metadata, content: Content) -> None:
         index = index_of(metadata)
         assert index is not None
         found = index.find_whole(names, [kind], [0] * len(names))
-        files, *places = found.places
-        columns = (column.tolist() for column in (found.asked, found.chunk, *places))
+        asked, chunk, (files, *places) = found
+        columns = (column.tolist() for column in (asked, chunk, *places))
         for asked, chunk, file, start, nbytes in zip(*columns, strict=True):
             place: Any = metadata.storage_data[MetadataIndex(names[asked], kind.offsets, chunk)]
             assert (place.relative_path, place.offset, place.length) == (files[file], start, nbytes)
@@ -100,12 +100,12 @@ def test_what_another_rank_finds_damaged_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator has checked all of it. It is read and not mapped, so no damage ends the process."""
-    monkeypatch.setattr(form, "_FIRST_READ_NBYTES", head_nbytes())  # as if it were a large one
+    monkeypatch.setattr(form, "_FIRST_READ_NBYTES", HEAD_NBYTES)  # as if it were a large one
     _, index = put(tmp_path, CONTENT)
     identity = RobustReader(tmp_path).source.find_index()
     metadata = RobustReader(tmp_path).source.indexed_metadata(identity)
     assert identity and metadata is not None
-    os.truncate(index, head_nbytes())
+    os.truncate(index, HEAD_NBYTES)
     with pytest.raises(DamagedIndex, match=r"it ends after .* remove this file, and load again"):
         everything(metadata)
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, own_chunks
-from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, WholeChunks, index_of
-from robust_dcp.storage.layouts.places import Places
+from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
+from robust_dcp.storage.layouts.places import Int64, Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.reads import WholeTensors, whole_item
 
@@ -129,12 +129,12 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTen
     chunks = (
         _whole_chunks(names, kinds, kind_of, metadata) if index is None else index.find_whole(names, kinds, kind_of)
     )
-    return WholeTensors.found(names, targets, kinds, kind_of, chunks)
+    return WholeTensors.found(names, targets, kinds, kind_of, *chunks)
 
 
 def _whole_chunks(
     names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int], metadata: Metadata
-) -> WholeChunks:
+) -> tuple[Int64, Int64, Places]:
     """What :meth:`StoredIndex.find_whole` finds in an index, from the metadata of a checkpoint without one."""
     rows: list[tuple[int, int, int, int, int]] = []
     files: dict[str, int] = {}
@@ -151,7 +151,7 @@ def _whole_chunks(
                     rows.append((place, row, file, info.offset, info.length))
                 break
     asked, chunks, *places = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-    return WholeChunks(asked, chunks, Places(list(files), *places))
+    return asked, chunks, Places(list(files), *places)
 
 
 def _held(state_dict: Mapping[str, Any]) -> HeldStructures:

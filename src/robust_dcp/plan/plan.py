@@ -29,7 +29,7 @@ from robust_dcp.plan.global_plan import GlobalPlan, ascending, make_global_plan
 from robust_dcp.plan.metadata import MetadataTemplate
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, StructureSignature, difference_of_contexts
 from robust_dcp.report import PlanOutcome, StructureDiff
-from robust_dcp.storage.index.form import IndexFile, Section
+from robust_dcp.storage.index.form import Column, IndexFile, Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 
@@ -306,15 +306,15 @@ def stored_plan(
     Raises:
         RobustCheckpointError: the index is damaged.
     """
-    n_ranks = file.nbytes("signatures") // SIGNATURE_NBYTES
-    if n_ranks != len(group) or file.column("ranks").rows(0, n_ranks).tolist() != list(group):
+    n_ranks = file.places["signatures"][1] // SIGNATURE_NBYTES
+    if n_ranks != len(group) or Column(file, "ranks").rows(0, n_ranks).tolist() != list(group):
         return None
     if file.read("signatures", rank * SIGNATURE_NBYTES, (rank + 1) * SIGNATURE_NBYTES) != local.signature.value:
         return None
     share = _stored_share(file, rank, len(local.items))
     if not leads:
         return share, None
-    bundle = file.read("structures", 0, file.nbytes("structures"))
+    bundle = file.read("structures")
     # Compressed data may be a bomb. So it may announce no more than this many ranks can need.
     max_nbytes = max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.items) + 1_000))
     bundler = Bundler(ItemsMessage)
@@ -335,7 +335,7 @@ def stored_plan(
 
 def _stored_share(file: IndexFile, rank: int, n_items: int) -> Share:
     """The share of ``rank``, which has ``n_items`` items."""
-    ends = file.column("share_ends")
+    ends = Column(file, "share_ends")
     begin, end = ends[rank - 1] if rank else 0, ends[rank]
     if end - begin > n_items + 1_000:  # it has a bit for each item; do not read what cannot be that
         raise ExchangeError(f"it has {end - begin} bytes for the share of rank {rank}, which has {n_items} items")

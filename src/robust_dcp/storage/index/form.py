@@ -23,6 +23,7 @@ from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.records.checksum import crc32
 
 __all__ = [
+    "HEAD_NBYTES",
     "MAX_NAME_NBYTES",
     "SECTIONS",
     "SLAB_NBYTES",
@@ -36,7 +37,6 @@ __all__ = [
     "encode_sections",
     "fit_of",
     "fit_of_file",
-    "head_nbytes",
 ]
 
 Fragment = bytes | memoryview
@@ -96,6 +96,10 @@ slab.
 """
 
 
+HEAD_NBYTES: Final = _HEAD.size + len(SECTIONS) * _ENTRY.size + _CRC.size
+"""Length of the head, the directory of sections, and their checksum."""
+
+
 class DamagedIndex(CorruptCheckpoint):
     """An index that is not what was written. Where it is found when a load begins, the load reads ``.metadata``."""
 
@@ -125,11 +129,6 @@ class Section(NamedTuple):
         return cls(values, tuple(crc32(view[first : first + SLAB_NBYTES]) for first in slabs))
 
 
-def head_nbytes() -> int:
-    """Length of the head, the directory of sections, and their checksum."""
-    return _HEAD.size + len(SECTIONS) * _ENTRY.size + _CRC.size
-
-
 def encode_sections(sections: Mapping[str, Section], fit: bytes) -> tuple[Fragment, ...]:
     """The whole file, in parts that follow each other.
 
@@ -140,7 +139,7 @@ def encode_sections(sections: Mapping[str, Section], fit: bytes) -> tuple[Fragme
     found = {name: sections.get(name, Section(b"", ())) for name in SECTIONS}
     checksums = np.array([each for section in found.values() for each in section.checksums], dtype="<u4").tobytes()
     found["checksums"] = Section(checksums, ())
-    at = head_nbytes()
+    at = HEAD_NBYTES
     entries, fragments = [], list[Fragment]()
     for name, section in found.items():
         gap = -at % _ALIGNMENT
@@ -223,6 +222,8 @@ class IndexFile:
         identity: 32 bytes. Two files with the same identity have the same contents.
         data: uint8, the bytes of the file. Those of slabs that were not loaded mean nothing.
         places: where each section begins, and its length in bytes.
+        is_read: for each slab, whether it is in memory and is what was written.
+        first_slab: the number of the first slab of each section.
 
     Raises:
         StorageError: the file cannot be read.
@@ -239,9 +240,9 @@ class IndexFile:
         self.data = np.empty(nbytes, dtype=np.uint8)
         self._n_first = 0
         self._n_first = self._fill(0, min(_FIRST_READ_NBYTES, nbytes))
-        data = self.data[: head_nbytes()].tobytes()
+        data = self.data[:HEAD_NBYTES].tobytes()
         self.identity = hashlib.sha256(data).digest()
-        if len(data) != head_nbytes() or not data.startswith(_MAGIC):
+        if len(data) != HEAD_NBYTES or not data.startswith(_MAGIC):
             raise self.damaged(f"it begins with {data[:8]!r}")
         _, version, n_sections, expected_nbytes, slab_nbytes, checksum, self.fit = _HEAD.unpack_from(data)
         if version != _VERSION:
@@ -251,7 +252,7 @@ class IndexFile:
         if (n_sections, slab_nbytes, expected_nbytes) != (len(SECTIONS), SLAB_NBYTES, nbytes):
             raise self.damaged(f"it has {n_sections} sections, slabs of {slab_nbytes} bytes, and {nbytes} bytes in all")
         self.places: dict[str, tuple[int, int]] = {}
-        self._first_slab: dict[str, int] = {}
+        self.first_slab: dict[str, int] = {}
         end, n_slabs = len(data), 0
         for number, (section, kind) in enumerate(SECTIONS.items()):
             found_name, found_kind, _, start, section_nbytes = _ENTRY.unpack_from(
@@ -262,7 +263,7 @@ class IndexFile:
             if not (named and fits) or section_nbytes % int(kind[-1]):
                 raise self.damaged(f"its section {section} is not where it can be")
             self.places[section], end = (start, section_nbytes), start + section_nbytes
-            self._first_slab[section] = n_slabs
+            self.first_slab[section] = n_slabs
             n_slabs += -(-section_nbytes // SLAB_NBYTES) if section != "checksums" else 0
         start, checksums_nbytes = self.places["checksums"]
         if checksums_nbytes != 4 * n_slabs:
@@ -272,25 +273,12 @@ class IndexFile:
         if crc32(checksums.data) != checksum:
             raise self.damaged("its checksums do not have their CRC-32")
         self._checksums = checksums.view("<u4")
-        self._is_read = bytearray(n_slabs)
+        self.is_read = bytearray(n_slabs)
         self._lock = threading.Lock()
 
     def damaged(self, what: str) -> DamagedIndex:
         """The error for damage in this file."""
         return DamagedIndex(self.path, what)
-
-    def nbytes(self, section: str) -> int:
-        """Length of a section in bytes."""
-        return self.places[section][1]
-
-    def slabs_read(self, section: str) -> memoryview:
-        """For each slab of a section, whether it is in memory and is what was written."""
-        first = self._first_slab[section]
-        return memoryview(self._is_read)[first : first + -(-self.nbytes(section) // SLAB_NBYTES)]
-
-    def column(self, section: str) -> Column:
-        """The numbers of a section."""
-        return Column(self, section)
 
     def load(self, section: str, first: int, end: int) -> None:
         """Make sure that slabs ``first`` to ``end`` of a section are in memory, and are what was written.
@@ -300,9 +288,9 @@ class IndexFile:
             DamagedIndex: their bytes are not what was written.
         """
         start, nbytes = self.places[section]
-        before = self._first_slab[section]
+        before = self.first_slab[section]
         with self._lock:
-            new = [number for number in range(first, end) if not self._is_read[before + number]]
+            new = [number for number in range(first, end) if not self.is_read[before + number]]
             if not new:
                 return
             at, stop = new[0] * SLAB_NBYTES, min(new[-1] * SLAB_NBYTES + SLAB_NBYTES, nbytes)
@@ -311,15 +299,16 @@ class IndexFile:
                 slab = self.data[start + number * SLAB_NBYTES : start + min((number + 1) * SLAB_NBYTES, nbytes)]
                 if crc32(slab.data) != int(self._checksums[before + number]):
                     raise self.damaged(f"slab {number} of {section} does not have its CRC-32")
-                self._is_read[before + number] = 1
+                self.is_read[before + number] = 1
 
-    def read(self, section: str, start: int, end: int) -> bytes:
+    def read(self, section: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes ``start`` to ``end`` of a section.
 
         Raises:
             DamagedIndex: the section has no such bytes, or they are not what was written.
         """
         first, nbytes = self.places[section]
+        end = nbytes if end is None else end
         if not 0 <= start <= end <= nbytes:
             raise self.damaged(f"{section} has no bytes {start} to {end}")
         if start < end:
@@ -333,7 +322,7 @@ class IndexFile:
             StorageError: it cannot be read.
             DamagedIndex: its bytes are not what was written.
         """
-        end = head_nbytes()
+        end = HEAD_NBYTES
         for section, (start, nbytes) in self.places.items():
             self._fill(end, start - end)
             if self.data[end:start].any():
@@ -371,7 +360,7 @@ class Column:
         start, nbytes = file.places[section]
         self._values = file.data[start : start + nbytes].view(SECTIONS[section])
         self._shift = (SLAB_NBYTES // self._values.itemsize).bit_length() - 1  # there is a power of two in a slab
-        self._is_read = file.slabs_read(section)
+        self._is_read = memoryview(file.is_read)[file.first_slab[section] :]
 
     def __len__(self) -> int:
         return len(self._values)

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
-from robust_dcp.storage.index.form import MAX_NAME_NBYTES, IndexFile, IndexMeta, fit_of_file
+from robust_dcp.storage.index.form import MAX_NAME_NBYTES, Column, IndexFile, IndexMeta, fit_of_file
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 
@@ -44,7 +44,6 @@ __all__ = [
     "ChunkKind",
     "StoredChunks",
     "StoredIndex",
-    "WholeChunks",
     "fitting_index",
     "index_of",
     "lazy_metadata",
@@ -76,20 +75,6 @@ class ChunkKind(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the chunk's data."""
         return self.lengths.numel() * self.dtype.itemsize
-
-
-class WholeChunks(NamedTuple):
-    """Chunks that were found, in columns.
-
-    Attributes:
-        asked: int64, for each chunk the place of its name among the names that were asked for.
-        chunk: int64, the place of each among the chunks of its tensor.
-        places: where each lies.
-    """
-
-    asked: Int64
-    chunk: Int64
-    places: Places
 
 
 def opened_index(disk: Disk, directory: str) -> StoredIndex | None:
@@ -139,22 +124,33 @@ class StoredIndex:
 
     def __init__(self, file: IndexFile) -> None:
         self.file = file
-        column = file.column
-        self._name_ends, self._name_chunks = column("name_ends"), column("name_chunks")
-        self._name_properties, self._name_size = column("name_properties"), column("name_size")
-        self._name_reach = column("name_reach")
-        self._path_parts, self._path_ends = column("path_parts"), column("path_ends")
-        self._sizes = column("sizes")
-        self._chunk_offset, self._chunk_size = column("chunk_offset"), column("chunk_size")
-        self._chunk_file, self._chunk_start = column("chunk_file"), column("chunk_start")
-        self._chunk_nbytes = column("chunk_nbytes")
-        self._variable_rows, self._variable_places = column("variable_rows"), column("variable_places")
-        self._file_ends = column("file_ends")
+        self._name_ends, self._name_chunks = Column(file, "name_ends"), Column(file, "name_chunks")
+        self._name_properties, self._name_size = Column(file, "name_properties"), Column(file, "name_size")
+        self._name_reach = Column(file, "name_reach")
+        self._path_parts, self._path_ends = Column(file, "path_parts"), Column(file, "path_ends")
+        self._sizes = Column(file, "sizes")
+        self._chunk_offset, self._chunk_size = Column(file, "chunk_offset"), Column(file, "chunk_size")
+        self._chunk_file, self._chunk_start = Column(file, "chunk_file"), Column(file, "chunk_start")
+        self._chunk_nbytes = Column(file, "chunk_nbytes")
+        self._variable_rows = Column(file, "variable_rows")
+        self._variable_places = Column(file, "variable_places")
+        self._file_ends = Column(file, "file_ends")
         self.n_rows = len(self._chunk_offset)
-        self.meta = self._decoded("meta", lambda data: msgspec.json.decode(data, type=IndexMeta))
-        self.properties = self._decoded("properties", _decoded_properties)
+        meta, properties = file.read("meta"), file.read("properties")
+        try:
+            self.meta = msgspec.json.decode(meta, type=IndexMeta)
+            self.properties = _decoded_properties(properties)
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+            raise file.damaged(f"its sections meta and properties cannot be decoded: {error}") from None
         self._first_of_ndim, self._at_of_ndim = self._places_of_sizes()
-        self._check_lengths()
+        of_names = (self._name_chunks, self._name_properties, self._name_size, self._name_reach)
+        of_rows = (self._chunk_size, self._chunk_file, self._chunk_start, self._chunk_nbytes)
+        if {*map(len, of_names)} != {len(self)} or {*map(len, of_rows)} != {self.n_rows}:
+            raise file.damaged("its columns are not of one length")
+        if len(self._path_ends) != (len(self) if self.meta.has_paths else 0):
+            raise file.damaged("its paths are not one for each name")
+        if len(self._variable_places) != 2 * len(self._variable_rows):
+            raise file.damaged("its items of variable size have no places")
         self._numbers: dict[str, int | None] = {}
         self._stored: dict[int, StoredChunks] = {}
         self._claimed = 0
@@ -163,23 +159,6 @@ class StoredIndex:
 
     def __len__(self) -> int:
         return len(self._name_ends)
-
-    def _check_lengths(self) -> None:
-        of_names = (self._name_chunks, self._name_properties, self._name_size, self._name_reach)
-        of_rows = (self._chunk_size, self._chunk_file, self._chunk_start, self._chunk_nbytes)
-        if {len(self), *map(len, of_names)} != {len(self)} or {self.n_rows, *map(len, of_rows)} != {self.n_rows}:
-            raise self.file.damaged("its columns are not of one length")
-        if len(self._path_ends) != (len(self) if self.meta.has_paths else 0):
-            raise self.file.damaged("its paths are not one for each name")
-        if len(self._variable_places) != 2 * len(self._variable_rows):
-            raise self.file.damaged("its items of variable size have no places")
-
-    def _decoded(self, section: str, decode: Any) -> Any:
-        data = self.file.read(section, 0, self.file.nbytes(section))
-        try:
-            return decode(data)
-        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-            raise self.file.damaged(f"its section {section} cannot be decoded: {error}") from None
 
     def number(self, name: Any) -> int | None:
         """The number of a stored name."""
@@ -263,7 +242,7 @@ class StoredIndex:
 
     def _places_of_sizes(self) -> tuple[list[int], list[int]]:
         """For each number of dimensions, the number of the first such size, and where it lies among the values."""
-        counts = self.file.column("size_counts")
+        counts = Column(self.file, "size_counts")
         if len(counts) > _MAX_DIMENSIONS + 1:
             raise self.file.damaged(f"it has sizes of {len(counts) - 1} dimensions")
         first, at = [0], [0]
@@ -293,11 +272,8 @@ class StoredIndex:
     def stored(self, number: int) -> StoredChunks:
         """The entry of the name with this number."""
         known = self._stored.get(number)
-        if known is None:
-            known = self._stored[number] = self._read_name(number)
-        return known
-
-    def _read_name(self, number: int) -> StoredChunks:
+        if known is not None:
+            return known
         first, end = self._name_chunks[number - 1] if number else 0, self._name_chunks[number]
         properties = self._name_properties[number]
         is_object = properties == -1
@@ -306,12 +282,13 @@ class StoredIndex:
         self._claimed += end - first
         if not 0 <= first < end <= self.n_rows or (is_object and end != first + 1) or self._claimed > self.n_rows:
             raise self.file.damaged(f"name {number} has rows {first} to {end} of {self.n_rows}")
-        if is_object:
-            return StoredChunks(self, number, -1, None, first, end, 0)
-        if not 0 <= properties < len(self.properties):
-            raise self.file.damaged(f"name {number} has properties {properties} of {len(self.properties)}")
-        size = self._size(self._name_size[number])
-        return StoredChunks(self, number, properties, size, first, end, self._name_reach[number])
+        size, reach = None, 0
+        if not is_object:
+            if not 0 <= properties < len(self.properties):
+                raise self.file.damaged(f"name {number} has properties {properties} of {len(self.properties)}")
+            size, reach = self._size(self._name_size[number]), self._name_reach[number]
+        known = self._stored[number] = StoredChunks(self, number, properties, size, first, end, reach)
+        return known
 
     def offsets(self, row: int) -> Size:
         """Where a chunk begins in its tensor."""
@@ -321,12 +298,18 @@ class StoredIndex:
         """The size of a chunk."""
         return self._size(self._chunk_size[row])
 
-    def find_whole(self, names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int]) -> WholeChunks:
+    def find_whole(
+        self, names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int]
+    ) -> tuple[Int64, Int64, Places]:
         """Find those of ``names`` that have a saved chunk exactly like the wanted one, without objects for them.
 
         Args:
             kinds: the distinct kinds of wanted chunks.
             kind_of: for each name the number of its kind.
+
+        Returns:
+            For each chunk that was found the place of its name among ``names``; its place among the chunks of its
+            tensor; and where it lies.
 
         Raises:
             UnsafeCheckpoint: a file does not lie in the checkpoint's directory.
@@ -348,28 +331,21 @@ class StoredIndex:
         alike += [self._chunk_offset.at(row), self._chunk_size.at(row)]
         keys = list(zip(kind.tolist(), *(column.tolist() for column in alike), strict=True))
         place_of = dict(zip(keys, range(len(keys)), strict=True))
-        fits_of = {
-            key: self._is_like(int(numbers[place]), int(row[place]), kinds[key[0]]) for key, place in place_of.items()
-        }
+        fits_of = {}
+        for key, place in place_of.items():
+            stored, at = self.stored(int(numbers[place])), int(row[place])
+            is_tensor = stored.size is not None  # objects have no offsets
+            like = (
+                (self.properties[stored.properties][0], stored.size, self.offsets(at), self.sizes(at))
+                if is_tensor
+                else None
+            )
+            fits_of[key] = kinds[key[0]] == like
         start, nbytes = self._chunk_start.at(row), self._chunk_nbytes.at(row)
         fits = np.array([fits_of[key] for key in keys], dtype=np.bool_) & (start >= 0) & (nbytes >= 0)
         files, file = np.unique(self._chunk_file.at(row)[fits], return_inverse=True)
-        return WholeChunks(
-            asked=asked[fits],
-            chunk=(row - first)[fits],
-            places=Places(
-                [self.file_name(number) for number in files.tolist()],
-                file.astype(np.int64),
-                start[fits],
-                nbytes[fits],
-            ),
-        )
-
-    def _is_like(self, number: int, row: int, kind: ChunkKind) -> bool:
-        stored = self.stored(number)
-        if stored.size is None:
-            return False
-        return kind == (self.properties[stored.properties][0], stored.size, self.offsets(row), self.sizes(row))
+        paths = [self.file_name(number) for number in files.tolist()]
+        return asked[fits], (row - first)[fits], Places(paths, file.astype(np.int64), start[fits], nbytes[fits])
 
     # --- where chunks lie
 
@@ -487,7 +463,9 @@ def lazy_metadata(index: StoredIndex) -> Metadata:
         state_dict_metadata=_OnDemand(index, entry, index.names, len(index)),  # type: ignore[arg-type]
         planner_data=_OnDemand(index, path, index.names, len(index)) if index.meta.has_paths else None,
         storage_data=_OnDemand(index, place, index.items, index.n_rows),
-        storage_meta=meta and StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules)),
+        storage_meta=None
+        if meta is None
+        else StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules)),
     )
     metadata.version = index.meta.version  # torch 2.7 has no such argument
     return metadata

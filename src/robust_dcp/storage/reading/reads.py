@@ -26,7 +26,7 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.staging.blocks import Block
 from robust_dcp.staging.tensor_bytes import host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
-from robust_dcp.storage.index.stored_index import ChunkKind, WholeChunks, index_of
+from robust_dcp.storage.index.stored_index import ChunkKind, index_of
 from robust_dcp.storage.layouts.footer import item_id, seed_of
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
@@ -125,13 +125,14 @@ class WholeTensors:
         targets: Sequence[torch.Tensor],
         kinds: Sequence[ChunkKind],
         kind_of: Sequence[int],
-        chunks: WholeChunks,
+        asked: Int64,
+        chunks: Int64,
+        places: Places,
     ) -> WholeTensors:
-        """The tensors of ``names`` for which ``chunks`` holds a saved chunk."""
-        if len(chunks.asked) < len(names):
-            asked = chunks.asked.tolist()
+        """The tensors of ``names`` for which ``StoredIndex.find_whole`` has found a saved chunk."""
+        if len(asked) < len(names):
             names, targets = [names[place] for place in asked], [targets[place] for place in asked]
-        return cls(names, targets, kinds, np.array(kind_of, np.int64)[chunks.asked], chunks.chunk, chunks.places)
+        return cls(names, targets, kinds, np.array(kind_of, np.int64)[asked], chunks, places)
 
     @classmethod
     def none(cls) -> WholeTensors:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -27,23 +27,25 @@ from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import Block as Memory
 from robust_dcp.staging.blocks import BlockLease, copy_bytes, memory_at
 from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes, flat_bytes, host_address, to_host_together
+from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED
+from robust_dcp.storage.layouts import FileName, layout_named
 from robust_dcp.storage.layouts.footer import footer_of, sorted_sums
-from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT
+from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Placements, slots_of
 from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, cuts, joined, merged, sums_of
 from robust_dcp.storage.records.record import Record, bytes_of, framed_record, is_fixed_size, raw_record
 from robust_dcp.storage.writing.blocks import Block, FileOrder, Piece, cut_into_blocks
 from robust_dcp.storage.writing.item_source import (
-    Changes,
     ItemSource,
     NamedErrors,
     changed,
     planned_tensor,
     saved_by_torch,
 )
+from robust_dcp.storage.writing.write_options import WriteOptions
 
-__all__ = ["Emission", "FileEmitter", "WriteContext"]
+__all__ = ["Emission", "FileEmitter", "FilesOfRank", "WriteContext"]
 
 _SMALL_NBYTES: Final = 16 << 10
 """If records are smaller than this on average, Python's work for each takes longer than copies and checksums."""
@@ -51,55 +53,111 @@ _SMALL_NBYTES: Final = 16 << 10
 _CRC_DTYPE: Final = np.dtype("<u4")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class FilesOfRank:
+    """The files that one rank writes in a save, and how it writes them.
+
+    Attributes:
+        directory: the checkpoint's directory. It exists already.
+        mark: the mark of the save. It is in the files and in their names.
+        placements: where each item lies. They say how many files there are.
+        known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
+            plan. An item that still fits keeps its offset, so that an item that grows does not move all others.
+    """
+
+    disk: Disk
+    directory: str
+    rank: int
+    mark: str
+    placements: Placements
+    options: WriteOptions
+    known_places: npt.NDArray[np.int64] | None = None
+
+    @property
+    def names(self) -> list[FileName]:
+        """The names of the files."""
+        return layout_named(self.options.layout).file_names(self.rank, self.placements.head_nbytes, self.mark)
+
+    def remove(self) -> list[str]:
+        """Remove the files of a save that failed, or whose process died. Returns the paths of those that stay."""
+        paths = [os.path.join(self.directory, name.written) for name in self.names]
+        return [path for path in paths if not is_gone(self.disk.unlink, path)]
+
+
 class WriteContext:
     """What the files of a rank, and the threads that write them, share.
 
-    Attributes:
+    It notices that somebody changes a tensor while it is saved: a side thread, or a hook. Data that is checksummed and
+    then written from the tensor itself would be damaged. Data that is copied would be half old and half new. If the
+    source does not know of changes, none are noticed.
+
+    Args:
+        files: the files, and how they are written.
         source: the items.
-        slots: where items of variable size lay in an earlier save, and how many bytes there are for each.
         lease: lends blocks of memory.
         page_nbytes: the unit of writes.
-        must_be_direct: never go back to the page cache: if the file system refuses a direct write, that is an error.
-        mark: the mark of the save.
         note_progress: is told the bytes written so far, and the bytes of all items of fixed size. It raises if the save
             has been given up elsewhere.
-        total_nbytes: the bytes of all items of fixed size.
+
+    Attributes:
         copies: copies from a device.
-        changes: notices tensors that change while they are saved.
         failed: whether a thread has failed, so that the others stop.
         packing: a lock, held by the thread that packs small records.
         appended: for each item of variable size its place in the plan, its offset and its length in bytes.
     """
 
-    disk: Disk
-    source: ItemSource
-    slots: dict[int, tuple[int, int]]
-    lease: BlockLease
-    page_nbytes: int
-    must_be_direct: bool
-    mark: str
-    note_progress: Callable[[int, int], None]
-    total_nbytes: int
-    copies: DeviceCopies
-    changes: Changes
-    failed: threading.Event = field(default_factory=threading.Event)
-    packing: threading.Lock = field(default_factory=threading.Lock)
-    appended: list[tuple[int, int, int]] = field(default_factory=list)
-    _written_nbytes: int = 0
-    _counting: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self,
+        files: FilesOfRank,
+        source: ItemSource,
+        lease: BlockLease,
+        page_nbytes: int,
+        note_progress: Callable[[int, int], None],
+    ) -> None:
+        self.files = files
+        self.disk = files.disk
+        self.source = source
+        self.lease = lease
+        self.page_nbytes = page_nbytes
+        self.copies = DeviceCopies()
+        self.failed = threading.Event()
+        self.packing = threading.Lock()
+        self.appended: list[tuple[int, int, int]] = []
+        self._note_progress = note_progress
+        self._total_nbytes = sum(files.placements.file_nbytes)
+        self._written_nbytes = 0
+        self._counting = threading.Lock()
+        self._taken: dict[int, int] = {}
 
     def check_stop(self) -> None:
         """Raise if the save has been given up, here or elsewhere."""
         if self.failed.is_set():
             raise Stopped
-        self.note_progress(min(self._written_nbytes, self.total_nbytes), self.total_nbytes)
+        self._note_progress(min(self._written_nbytes, self._total_nbytes), self._total_nbytes)
 
     def wrote(self, nbytes: int) -> None:
         """Count bytes that are written, and :meth:`check_stop`."""
         with self._counting:
             self._written_nbytes += nbytes
         self.check_stop()
+
+    def take(self, place: int) -> None:
+        """Note an item whose data is read where it lies, from now until :meth:`check_taken`."""
+        self._taken.setdefault(place, *self.source.versions([place]))
+
+    def check_taken(self) -> None:
+        """:meth:`check_unchanged` for the items that were taken."""
+        self.check_unchanged(list(self._taken), list(self._taken.values()))
+
+    def check_unchanged(self, places: Sequence[int], before: Sequence[int]) -> None:
+        """Make sure that tensors have the versions that they had ``before``.
+
+        Raises:
+            PlanConflict: a tensor was changed.
+        """
+        for place, earlier, later in zip(places, before, self.source.versions(places), strict=True):
+            if earlier != later and -1 not in (earlier, later):
+                raise changed(self.source, place)
 
 
 @dataclass
@@ -160,15 +218,9 @@ class FileEmitter:
 
     # Items of variable size: objects, and tensors of a planner that is not ours.
 
-    @property
-    def resolve(self) -> Callable[[int, Record], torch.Tensor]:
-        """Gives the data of an item. It is no attribute: in a cycle of references all tensors of the save would stay in
-        memory until the garbage collector runs.
-        """
-        return self._resolve_held if self._order.variable else partial(planned_tensor, self.context.source)
-
-    def _resolve_held(self, place: int, record: Record) -> torch.Tensor:
-        held = self._held.pop(place, None)
+    def resolve(self, place: int, record: Record) -> torch.Tensor:
+        """The data of an item."""
+        held = self._held.pop(place, None) if self._held else None
         return planned_tensor(self.context.source, place, record) if held is None else held
 
     def _blocks_of_variable(self) -> Iterator[Block]:
@@ -202,7 +254,7 @@ class FileEmitter:
         """The place, start and record of each item, by ascending start. An item that fits into its slot goes there; the
         others go to the end of the file.
         """
-        slots, end = self.context.slots, self.nbytes
+        slots, end = slots_of(self.context.files.placements, self.context.files.known_places), self.nbytes
         too_large: dict[int, Record] = {}
         places = list(self._order.variable)
         if slots:
@@ -229,7 +281,7 @@ class FileEmitter:
         """
         with NamedErrors(self.context.source, place):
             data = self.context.source.resolve(place)
-            self.context.changes.take([place])
+            self.context.take(place)
             if isinstance(data, torch.Tensor):
                 record = framed_record(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
                 if record is not None:
@@ -246,7 +298,7 @@ class FileEmitter:
             known = self._pieces.get(piece.place)
             if known is None:
                 tensor = self.resolve(piece.place, piece.record)
-                self.context.changes.take([piece.place])
+                self.context.take(piece.place)
                 known = self._pieces[piece.place] = _CutRecord(TensorBytes(tensor), piece.record.nbytes)
             return known.data
 
@@ -294,7 +346,7 @@ class FileEmitter:
             disk.pwrite(file, data, offset)
         except StorageError as error:
             # A short direct write that ended within a block gives this error, too, because its rest is not aligned.
-            if error.errno != errno.EINVAL or not was_direct or self.context.must_be_direct:
+            if error.errno != errno.EINVAL or not was_direct or self.context.files.options.direct is True:
                 raise
             with self._switching:
                 if file.alignment is not None:
@@ -310,9 +362,9 @@ class FileEmitter:
             offset_of = {place: offset for place, offset, _ in self._appended}
             appended = sorted(zip(map(offset_of.__getitem__, order.variable), order.variable_items, strict=True))
             items = (*order.items, *(item for _, item in appended))
-            late.append((self.nbytes, footer_of(context.mark, self.nbytes, sums, items)))
+            late.append((self.nbytes, footer_of(context.files.mark, self.nbytes, sums, items)))
         else:
-            late.append((0, order.head.encode(context.mark, sums)))
+            late.append((0, order.head.encode(context.files.mark, sums)))
         if file.alignment is not None:
             self.how = "direct"
             disk.use_page_cache(file, "")  # these bytes are few, and not whole pages
@@ -462,9 +514,10 @@ class Emission:
     # Small records, in columns.
 
     def _put_small(self, current: NamedErrors, memory: Memory) -> None:
-        block, changes = self._block, self._file.context.changes
+        block, context = self._block, self._file.context
         places, data_at = block.places.tolist(), block.data_at.tolist()
-        before = changes.before(places)
+        # Usually the items' own tensors tell of changes. Asking the source for each would take a tenth of the copy.
+        versions = context.source.versions(places) if context.source.holds_wrappers else None
         crcs = np.zeros(len(places), dtype=_CRC_DTYPE)
         sums: dict[int, list[int]] = {}  # of records of several blocks
         on_device: list[tuple[int, int, torch.Tensor]] = []
@@ -486,7 +539,8 @@ class Emission:
             for (_, begin, _), copy in zip(on_device, copies, strict=True):
                 memory.view[begin : begin + copy.numel()] = bytes_of(copy)
             self._checksum([number for number, _, _ in on_device], data_at, memory, crcs, sums)
-        changes.check(places, before)
+        if versions is not None:
+            context.check_unchanged(places, versions)
         if len(block.checked):
             digits = crcs[block.checked].view(np.uint8).reshape(-1, 1, _CRC_DTYPE.itemsize)
             memory.data[block.crc32_at[:, :, None] + np.arange(_CRC_DTYPE.itemsize)] = digits

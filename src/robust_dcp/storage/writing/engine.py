@@ -25,48 +25,15 @@ import torch
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import POOL
-from robust_dcp.staging.tensor_bytes import DeviceCopies
 from robust_dcp.storage.committing.saving_file import is_gone
-from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.layouts import FileName, layout_named
-from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.writing.blocks import file_orders
-from robust_dcp.storage.writing.emit import Emission, FileEmitter, WriteContext
-from robust_dcp.storage.writing.item_source import Changes, ItemSource
+from robust_dcp.storage.writing.emit import Emission, FileEmitter, FilesOfRank, WriteContext
+from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 
 __all__ = ["FilesOfRank", "WriteFiles", "WrittenFiles", "write_files"]
-
-
-@dataclass(frozen=True, eq=False)
-class FilesOfRank:
-    """The files that one rank writes in a save, and how it writes them.
-
-    Attributes:
-        directory: the checkpoint's directory. It exists already.
-        mark: the mark of the save. It is in the files and in their names.
-        placements: where each item lies. They say how many files there are.
-        known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
-            plan. An item that still fits keeps its offset, so that an item that grows does not move all others.
-    """
-
-    disk: Disk
-    directory: str
-    rank: int
-    mark: str
-    placements: Placements
-    options: WriteOptions
-    known_places: npt.NDArray[np.int64] | None = None
-
-    @property
-    def names(self) -> list[FileName]:
-        """The names of the files."""
-        return layout_named(self.options.layout).file_names(self.rank, self.placements.head_nbytes, self.mark)
-
-    def remove(self) -> list[str]:
-        """Remove the files of a save that failed, or whose process died. Returns the paths of those that stay."""
-        paths = [os.path.join(self.directory, name.written) for name in self.names]
-        return [path for path in paths if not is_gone(self.disk.unlink, path)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,19 +90,7 @@ def write_files(
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
-            context = WriteContext(
-                disk=disk,
-                source=source,
-                slots=slots_of(files.placements, files.known_places),
-                lease=lease,
-                page_nbytes=page_nbytes,
-                must_be_direct=options.direct is True,
-                mark=files.mark,
-                note_progress=check_stop,
-                total_nbytes=sum(file_nbytes),
-                copies=DeviceCopies(),
-                changes=Changes(source),
-            )
+            context = WriteContext(files, source, lease, page_nbytes, check_stop)
             emitters = []
             for file, order, nbytes in zip(made, orders, file_nbytes, strict=True):
                 disk.preallocate(file, -(-nbytes // page_nbytes) * page_nbytes)
@@ -147,7 +102,7 @@ def write_files(
             _work(context, threads, _in_turn(emitters, borrowed, are_borrowed=False))
             with ThreadPoolExecutor(threads, thread_name_prefix="robust_dcp-write") as pool:
                 list(pool.map(FileEmitter.finish, emitters))
-            context.changes.check_taken()
+            context.check_taken()
         disk.fsync_directory(files.directory)
     except BaseException:
         for file in made:

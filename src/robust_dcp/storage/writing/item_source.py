@@ -21,7 +21,6 @@ from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.record import Record
 
 __all__ = [
-    "Changes",
     "ItemSource",
     "NamedErrors",
     "Resolve",
@@ -71,48 +70,6 @@ class ItemSource(Protocol):
     def give_back(self) -> None:
         """The borrowed items have been written: nobody reads their data any more."""
         return
-
-
-class Changes:
-    """Notices that somebody changes a tensor while it is saved: a side thread, or a hook.
-
-    Data that is checksummed and then written from the tensor itself would be damaged. Data that is copied would be half
-    old and half new.
-
-    Args:
-        source: the items. If it does not know of changes, none are noticed.
-    """
-
-    def __init__(self, source: ItemSource) -> None:
-        self._source = source
-        self._taken: dict[int, int] = {}
-
-    def before(self, places: Sequence[int]) -> list[int]:
-        """The versions of small items that are about to be copied, for :meth:`check`. It is empty if the items' own
-        tensors tell. Asking for each of them here would cost as much as a tenth of the copy.
-        """
-        return self._source.versions(places) if self._source.holds_wrappers else []
-
-    def check(self, places: Sequence[int], before: Sequence[int]) -> None:
-        """Make sure that the tensors are those of :meth:`before`.
-
-        Raises:
-            PlanConflict: a tensor was changed.
-        """
-        if not before:
-            return
-        for place, earlier, later in zip(places, before, self._source.versions(places), strict=True):
-            if earlier != later and -1 not in (earlier, later):
-                raise changed(self._source, place)
-
-    def take(self, places: Sequence[int]) -> None:
-        """Note items whose data is read where it lies, from now until :meth:`check_taken`."""
-        for place, version in zip(places, self._source.versions(places), strict=True):
-            self._taken.setdefault(place, version)
-
-    def check_taken(self) -> None:
-        """Make sure that nobody has changed the tensors that were taken. Raises as :meth:`check`."""
-        self.check(list(self._taken), list(self._taken.values()))
 
 
 def changed(source: ItemSource, place: int) -> PlanConflict:
