@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -114,6 +114,7 @@ def footer_in(read: Callable[[int, int], bytes], file_nbytes: int) -> Footer | N
     return Footer(mark.decode("ascii", "replace"), n_items, n_blocks, block_nbytes, columns_crc32, at, read)
 
 
+@dataclass(eq=False)
 class Footer:
     """The footer of a file that is being read. The first thread that asks for its columns reads them.
 
@@ -123,27 +124,15 @@ class Footer:
         block_nbytes: bytes of a block.
     """
 
-    def __init__(
-        self,
-        mark: str,
-        n_items: int,
-        n_blocks: int,
-        block_nbytes: int,
-        columns_crc32: int,
-        columns_at: int,
-        read: Callable[[int, int], bytes],
-    ) -> None:
-        self.mark = mark
-        self.n_items = n_items
-        self.n_blocks = n_blocks
-        self.block_nbytes = block_nbytes
-        self._columns_crc32 = columns_crc32
-        self._columns_at = columns_at
-        self._read = read
-        self._lock = threading.Lock()
-        self._columns: SumColumns | None = None
-        self._first: Int64 = np.empty(0, dtype=np.int64)
-        self._items: UInt32 = np.empty(0, dtype=np.uint32)
+    mark: str
+    n_items: int
+    n_blocks: int
+    block_nbytes: int
+    _columns_crc32: int
+    _columns_at: int
+    _read: Callable[[int, int], bytes]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _columns: SumColumns | None = None
 
     def items_at(self, begin: Int64, end: Int64) -> Int64:
         """The :func:`item_id` of the items in some records; -1 where no item lies.
@@ -225,12 +214,10 @@ class Footer:
         """
         with self._lock:
             if self._columns is None:
-                self._columns, self._items = self._checked()
-                counts = block_counts(self._columns.nbytes, self.block_nbytes)
-                self._first = np.concatenate(([0], np.cumsum(counts)))
+                self._columns = self._checked()
             return self._columns
 
-    def _checked(self) -> tuple[SumColumns, UInt32]:
+    def _checked(self) -> SumColumns:
         n_items, n_blocks, limit = self.n_items, self.n_blocks, self._columns_at
         columns_nbytes = 20 * n_items + 4 * n_blocks
         data = self._read(limit, columns_nbytes)
@@ -239,11 +226,12 @@ class Footer:
         offset = np.frombuffer(data, dtype="<i8", count=n_items).astype(np.int64)
         nbytes = np.frombuffer(data, dtype="<i8", count=n_items, offset=8 * n_items).astype(np.int64)
         crcs = np.frombuffer(data, dtype="<u4", count=n_blocks, offset=16 * n_items).astype(np.uint32)
-        items = np.frombuffer(data, dtype="<u4", offset=16 * n_items + 4 * n_blocks).astype(np.uint32)
+        self._items = np.frombuffer(data, dtype="<u4", offset=16 * n_items + 4 * n_blocks).astype(np.uint32)
         in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
         ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
         if not in_file.all() or not ascends.all():
             raise ValueError("the checksums of its blocks are for data that cannot lie there")
-        if int(block_counts(nbytes, self.block_nbytes).sum()) != n_blocks:
+        self._first = np.concatenate(([0], np.cumsum(block_counts(nbytes, self.block_nbytes))))
+        if int(self._first[-1]) != n_blocks:
             raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
-        return SumColumns(offset, nbytes, crcs), items
+        return SumColumns(offset, nbytes, crcs)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from errno import ENOENT
+from functools import partial
 from itertools import compress, repeat
 from typing import Any, Final, TypeGuard
 
@@ -56,7 +57,7 @@ from robust_dcp.storage.reading.stored_item import (
     find_box,
     loaded_by_torch,
 )
-from robust_dcp.storage.records.checksum import crc32_of_each
+from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
 from robust_dcp.storage.records.record import KnownRecords
 
@@ -195,7 +196,8 @@ class _Load:
         if read is None:
             group.block = self._blocks.take()
             first = int(self._reads.places.start[group.places[0]])
-            self._submit(group.result, self._read_block, file, group.block, first, group.end - first)
+            read_block = partial(file.read_block, group.block, first, group.end - first)
+            self._submit(group.result, lambda result: result.set_result(read_block()))
         else:
             self._submit(group.result, self._read_alone, read, group.target, file)
         self._pending.append(group)
@@ -287,9 +289,6 @@ class _Load:
             raise CancelledError  # ends this read, because another one failed
         done = self._closed_nbytes + sum(file.read_nbytes for file in list(self._files.values()))
         self._told_to_stop(done, self._total_nbytes)
-
-    def _read_block(self, result: Future[Any], file: DataFile, block: Block, offset: int, nbytes: int) -> None:
-        result.set_result(file.read_block(block, offset, nbytes))
 
     def _read_alone(self, result: Future[Any], read: Read, target: torch.Tensor | None, file: DataFile) -> None:
         item = StoredItem(file, read, self.verification)
@@ -417,7 +416,7 @@ class _Load:
         sound = _take_bytes(targets)
         if self._options.verify_checksums is not False:
             # Tensors without a checksum (0) are counted, or refused, one by one.
-            of_data = crc32_of_each(block.view, data, kind.nbytes)
+            of_data = map(crc32, [block.view[at : at + kind.nbytes] for at in data])
             sound = [ok and crc == of_it != 0 for ok, crc, of_it in zip(sound, of_data, crcs, strict=True)]
         else:
             sound = [ok and of_it is not None for ok, of_it in zip(sound, crcs, strict=True)]

@@ -83,7 +83,7 @@ class MetadataSource:
         """
         path = self.path_of_metadata(rank)
         try:
-            data = self._bytes_of(path)
+            _, data = self._disk.read_end(path, sys.maxsize)
         except StorageError as error:
             if error.errno not in (ENOENT, ENOTDIR):
                 raise
@@ -156,7 +156,8 @@ class MetadataSource:
         """
         if self._are_marked is None:
             path = self.path_of_metadata()
-            self._are_marked = self._disk.exists(path) and files_are_marked(self._bytes_of(path, last=TRAILER_NBYTES))
+            is_there = self._disk.exists(path)
+            self._are_marked = is_there and files_are_marked(self._disk.read_end(path, TRAILER_NBYTES)[1])
         return self._are_marked
 
     def is_overwritten(self) -> bool:
@@ -179,6 +180,3 @@ class MetadataSource:
     def held(self) -> AbstractContextManager[None]:
         """Keep the checkpoint from being removed by a manager while the block runs."""
         return needed_for_a_load(self._disk, self._path)
-
-    def _bytes_of(self, path: str, *, last: int | None = None) -> bytes:
-        return self._disk.read_end(path, sys.maxsize if last is None else last)[1]

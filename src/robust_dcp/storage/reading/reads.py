@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -198,17 +198,15 @@ class PlannedItems(Sequence[ReadItem]):
         return list, (self._all,)
 
 
+_ZEROS: Final = torch.Size([0] * 64)  # the most dimensions that torch allows
+
+
 def whole_item(name: str, offsets: torch.Size, lengths: torch.Size, chunk: int) -> ReadItem:
     """The read item that reads all of the saved chunk with this number into all that this rank holds of the tensor."""
-    zeros = _zeros(len(offsets))
+    zeros = _ZEROS[: len(offsets)]
     stored = MetadataIndex(name, offsets, chunk)
     wanted = stored if chunk == 0 else MetadataIndex(name, offsets, 0)
     return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, lengths)
-
-
-@cache
-def _zeros(n_dimensions: int) -> torch.Size:
-    return torch.Size([0] * n_dimensions)
 
 
 _SMALL_NBYTES: Final = 64 << 10
@@ -244,7 +242,8 @@ class Read(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the item in errors."""
-        return _name_of(self.item)
+        index = self.item.storage_index
+        return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
 
     @property
     def is_whole(self) -> bool:
@@ -296,9 +295,9 @@ class Reads:
         files = sorted({*at.files, *(read.relative_path for read in others)})
         number_of = {path: number for number, path in enumerate(files)}
         of_whole = np.array([number_of[path] for path in at.files], dtype=np.int64)[at.file]
-        file = np.concatenate((of_whole, _column(number_of[read.relative_path] for read in others)))
-        start = np.concatenate((at.start, _column(read.offset for read in others)))
-        nbytes = np.concatenate((at.nbytes, _column(read.nbytes for read in others)))
+        rows = [(number_of[read.relative_path], read.offset, read.nbytes) for read in others]
+        of_others = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        file, start, nbytes = map(np.concatenate, zip((of_whole, at.start, at.nbytes), of_others, strict=True))
         self.order: Int64 = np.lexsort((start, file))
         self.places = Places(files, file[self.order], start[self.order], nbytes[self.order])
 
@@ -306,8 +305,8 @@ class Reads:
     def item_ids(self) -> Int64:
         """int64: for each read its :func:`~robust_dcp.storage.layouts.footer.item_id`. Only files of ours need them."""
         indices = (read.item.storage_index for read in self._others)
-        ids = _column(item_id(index.fqn, index.offset or ()) for index in indices)
-        return np.concatenate((self.whole.item_ids(), ids))[self.order]
+        ids = [item_id(index.fqn, index.offset or ()) for index in indices]
+        return np.concatenate((self.whole.item_ids(), np.array(ids, dtype=np.int64)))[self.order]
 
     def read(self, place: int) -> Read:
         """The read at ``place``."""
@@ -349,46 +348,35 @@ def _cut(rows: Int64, is_last: npt.NDArray[np.bool_]) -> list[Int64]:
     return np.split(rows, np.flatnonzero(is_last) + 1) if len(rows) else []
 
 
-def _column(values: Iterable[int]) -> Int64:
-    return np.fromiter(values, dtype=np.int64)
-
-
-def _name_of(item: ReadItem) -> str:
-    index = item.storage_index
-    return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
-
-
 def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> list[Read]:
     """Find where ``items`` lie.
 
     Raises:
         CorruptCheckpoint: ``metadata`` does not say where an item lies.
     """
+    reads = []
     with without_garbage_collection():
-        return [_read_of(item, metadata, directory) for item in items]
-
-
-def _read_of(item: ReadItem, metadata: Metadata, directory: str) -> Read:
-    index = item.storage_index
-    info: Any = metadata.storage_data.get(index)
-    if not isinstance(info, StorageInfo):
-        name = _name_of(item)
-        raise CorruptCheckpoint(
-            f"{METADATA_NAME} in {directory} lists {name!r} but not where its data lies: it was never written",
-            file=METADATA_NAME,
-            item=name,
-            expected="storage info",
-            found=type(info).__name__,
-        )
-    dtype = shape = None
-    entry = metadata.state_dict_metadata.get(index.fqn)
-    number = index.index
-    if isinstance(entry, TensorStorageMetadata) and number is not None and 0 <= number < len(entry.chunks):
-        chunk = entry.chunks[number]
-        if chunk.offsets == index.offset:
-            dtype, shape = entry.properties.dtype, torch.Size(chunk.sizes)
-    transforms = tuple(getattr(info, "transform_descriptors", None) or ())
-    return Read(item, info.relative_path, info.offset, info.length, transforms, dtype, shape)
+        for item in items:
+            index = item.storage_index
+            info: Any = metadata.storage_data.get(index)
+            if not isinstance(info, StorageInfo):
+                name = Read(item, "", 0, 0, (), None, None).name
+                raise CorruptCheckpoint(
+                    f"{METADATA_NAME} in {directory} lists {name!r} but not where its data lies: it was never written",
+                    file=METADATA_NAME,
+                    item=name,
+                    expected="storage info",
+                    found=type(info).__name__,
+                )
+            dtype = shape = None
+            entry, number = metadata.state_dict_metadata.get(index.fqn), index.index
+            if isinstance(entry, TensorStorageMetadata) and number is not None and 0 <= number < len(entry.chunks):
+                chunk = entry.chunks[number]
+                if chunk.offsets == index.offset:
+                    dtype, shape = entry.properties.dtype, torch.Size(chunk.sizes)
+            transforms = tuple(getattr(info, "transform_descriptors", None) or ())
+            reads.append(Read(item, info.relative_path, info.offset, info.length, transforms, dtype, shape))
+    return reads
 
 
 ON_DEVICE = 1 << 63

@@ -21,7 +21,6 @@ __all__ = [
     "block_counts",
     "crc32",
     "crc32_of_both",
-    "crc32_of_each",
     "cuts",
     "joined",
     "merged",
@@ -29,20 +28,13 @@ __all__ = [
 ]
 
 
-def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """The CRC-32 of ``data``, continued from ``value``. Releases the GIL while it runs."""
-    return int(isal_zlib.crc32(data, value))
+crc32 = isal_zlib.crc32
+"""``crc32(data, value=0)``: the CRC-32 of ``data``, continued from ``value``. It releases the GIL while it runs."""
 
-
-def crc32_of_both(first: int, second: int, second_nbytes: int) -> int:
-    """The CRC-32 of two pieces of data in a row, computed from the CRC-32 of each and the length of the second."""
-    return int(isal_zlib.crc32_combine(first, second, second_nbytes))
-
-
-def crc32_of_each(view: memoryview, starts: Iterable[int], nbytes: int) -> list[int]:
-    """The CRC-32s of pieces of ``view``. Each piece has ``nbytes`` bytes."""
-    return list(map(isal_zlib.crc32, [view[start : start + nbytes] for start in starts]))
-
+crc32_of_both = isal_zlib.crc32_combine
+"""``crc32_of_both(first, second, second_nbytes)``: the CRC-32 of two pieces of data in a row, computed from the CRC-32
+of each and the length of the second.
+"""
 
 SUM_NBYTES: Final = 256 << 10
 """Bytes of one block, counted from the first byte of the data.

@@ -107,14 +107,10 @@ class Record:
                 at = high
         return tuple(part for part in parts if part[2])
 
-    def crc32_in(self, memory: Any, at: int) -> int | None:
-        """The CRC-32 in the record that begins at ``at``, 0 if it has none; ``None`` if that record differs from this
-        one in other bytes than checksums and data.
-        """
-        return self.crc32s_in(memory, [at])[0]
-
     def crc32s_in(self, memory: Any, starts: Sequence[int]) -> list[int | None]:
-        """:meth:`crc32_in` for many records, in a third of the time for each."""
+        """The CRC-32 in each of the records that begin at ``starts``, 0 if it has none; ``None`` for a record that
+        differs from this one in other bytes than checksums and data.
+        """
         alike = [True] * len(starts)
         for begin, end, part in self.frame:  # copies, because a memoryview would be compared byte by byte
             alike = [
@@ -492,7 +488,7 @@ class KnownRecords:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             record = framed_record(dtype, tuple(shape))
-            if record is None or record.nbytes != nbytes or record.crc32_in(memory, at) is None:
+            if record is None or record.nbytes != nbytes or record.crc32s_in(memory, [at]) == [None]:
                 record = parsed_record(lambda begin, count: bytes(memory[at + begin : at + begin + count]), nbytes)
                 is_usual = record is not None and record.is_contiguous and bool(record.header)
                 if record is None or not is_usual or (record.dtype, record.shape) != (dtype, tuple(shape)):
@@ -500,7 +496,7 @@ class KnownRecords:
             self._known[key] = record
         if record is None:
             return None
-        crc32 = record.crc32_in(memory, at)
+        (crc32,) = record.crc32s_in(memory, [at])
         return None if crc32 is None else (record, crc32)
 
 
