@@ -36,7 +36,8 @@ from robust_dcp.errors import RobustCheckpointError, failure_of
 from robust_dcp.staged_source import HeldItems, StagedSource
 from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_near
 from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, write_files
+from robust_dcp.storage.writing.emit import FilesOfRank
+from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 
 __all__ = ["WriterDied", "WriterProcess", "start_writer", "write_in_process"]

@@ -15,7 +15,8 @@ import torch
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, footer_in
 from robust_dcp.storage.layouts.places import Placements, place_records
 from robust_dcp.storage.records.record import framed_record
-from robust_dcp.storage.writing.engine import FilesOfRank, WrittenFiles, write_files
+from robust_dcp.storage.writing.emit import FilesOfRank
+from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 from tests.storage.test_record import record_of

@@ -29,8 +29,6 @@ from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
 from robust_dcp.storage.records.checksum import merged, sums_of
 from robust_dcp.storage.records.record import bytes_of
 
-__all__ = ["INDEX_NAME", "check_dtypes", "in_shards", "index_of", "write_model_file"]
-
 INDEX_NAME: Final = "model.safetensors.index.json"
 
 

@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.reader import RobustReader
 
-__all__ = ["NamedTensor", "Piece", "PieceReader", "batches_of", "boxes_of", "read_ahead"]
-
 
 class NamedTensor(NamedTuple):
     """A tensor of a checkpoint, or one to write."""

@@ -33,8 +33,6 @@ from robust_dcp.storage.writing.write_options import with_keywords
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["RobustReader"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

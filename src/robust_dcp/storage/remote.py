@@ -27,16 +27,6 @@ from robust_dcp.storage.files.paths import is_data_file, is_url
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "Calls",
-    "CopyOptions",
-    "RemoteDisk",
-    "can_get_better",
-    "filesystem_of",
-    "local_path_of",
-    "place_of",
-]
-
 
 def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
     """``checkpoint_id`` as a path, or as a URL without a slash at its end. ``Path("s3://bucket")`` is a URL again.

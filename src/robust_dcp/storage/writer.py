@@ -35,14 +35,13 @@ from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
 from robust_dcp.storage.remote import CopyOptions, place_of
-from robust_dcp.storage.writing.engine import FilesOfRank, WriteFiles, WrittenFiles, write_files
+from robust_dcp.storage.writing.emit import FilesOfRank
+from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.write_options import WriteKeywords, WriteOptions, with_keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["PlannedSave", "RobustWriter", "RoomOfRank", "WriterMeta", "refuse_without_room"]
 
 
 @dataclass

@@ -56,8 +56,6 @@ from robust_dcp.storage.layouts import FileName, Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.structure_cache import Cache
 
-__all__ = ["MetadataToPublish", "NodeOfSave", "Save", "not_one_directory", "read_nodes"]
-
 logger = logging.getLogger(__name__)
 
 _NO_INDEX: Final = "the checkpoint has no index, as it could not be written; a load takes longer"

@@ -38,24 +38,6 @@ from robust_dcp.storage.files.paths import (
     writer_of,
 )
 
-__all__ = [
-    "LeftOvers",
-    "OtherSave",
-    "SavingFile",
-    "SavingRecord",
-    "claimed",
-    "find_left_overs",
-    "identity",
-    "is_announced",
-    "is_gone",
-    "name_left_over",
-    "needed_for_a_load",
-    "not_being_loaded",
-    "others_in",
-    "remove_data_files",
-    "saving_files_in",
-]
-
 logger = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(re.escape(SAVING_PREFIX) + r"([0-9a-f]{16})")

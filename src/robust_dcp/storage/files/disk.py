@@ -22,8 +22,6 @@ from robust_dcp.storage.files.kernel import Alignment, alignment_of, allocate, c
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Disk", "OpenFile", "storage_error"]
-
 # One call takes at most IOV_MAX buffers: 1024 on Linux, macOS and the BSDs.
 _BUFFERS_PER_CALL: Final = 1024
 

@@ -18,21 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "BUFFERED",
-    "UNKNOWN",
-    "Alignment",
-    "Mount",
-    "alignment_of",
-    "allocate",
-    "boot_id",
-    "cached_nbytes",
-    "exchange_names",
-    "is_of_this_machine",
-    "mount_in",
-    "mount_of",
-]
-
 
 @cache
 def _c_function(name: str, result: Any, *arguments: Any) -> Callable[..., int] | None:

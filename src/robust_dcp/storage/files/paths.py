@@ -14,30 +14,6 @@ from typing import Any, Final, NamedTuple
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 
-__all__ = [
-    "DATA_SUFFIX",
-    "INDEX_NAME",
-    "METADATA_NAME",
-    "NODES_NAME",
-    "REMOVING_PREFIX",
-    "SAFETENSORS_SUFFIX",
-    "SAVING_PREFIX",
-    "WriterOfFile",
-    "check_relative_path",
-    "committed_name",
-    "data_file_name",
-    "directory_path",
-    "holds_raw_bytes",
-    "is_data_file",
-    "is_url",
-    "locate",
-    "mark_of",
-    "metadata_name",
-    "shard_file_name",
-    "temporary_name",
-    "writer_of",
-]
-
 METADATA_NAME: Final = ".metadata"
 DATA_SUFFIX: Final = ".distcp"
 SAFETENSORS_SUFFIX: Final = ".safetensors"

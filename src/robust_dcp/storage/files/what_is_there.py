@@ -13,8 +13,6 @@ from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file, is_url
 
-__all__ = ["what_is_there"]
-
 TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
 """Megatron-LM writes this file beside its ``iter_*`` directories."""
 

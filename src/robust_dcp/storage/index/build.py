@@ -27,8 +27,6 @@ from robust_dcp.storage.index.form import (
 )
 from robust_dcp.storage.metadata.pickled import MetadataColumns
 
-__all__ = ["IndexTemplate"]
-
 Int64 = npt.NDArray[np.int64]
 
 

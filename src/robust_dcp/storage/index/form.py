@@ -22,23 +22,6 @@ from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = [
-    "HEAD_NBYTES",
-    "MAX_NAME_NBYTES",
-    "SECTIONS",
-    "SLAB_NBYTES",
-    "Column",
-    "DamagedIndex",
-    "Fragment",
-    "IndexFile",
-    "IndexMeta",
-    "Section",
-    "StoredMeta",
-    "encode_sections",
-    "fit_of",
-    "fit_of_file",
-]
-
 Fragment = bytes | memoryview
 
 _MAGIC: Final = b"RDCPIDX\n"

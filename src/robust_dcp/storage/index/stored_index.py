@@ -40,17 +40,6 @@ from robust_dcp.storage.index.form import MAX_NAME_NBYTES, Column, IndexFile, In
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 
-__all__ = [
-    "ChunkKind",
-    "StoredChunks",
-    "StoredIndex",
-    "fitting_index",
-    "index_of",
-    "lazy_metadata",
-    "look_up",
-    "opened_index",
-]
-
 logger = logging.getLogger(__name__)
 
 Int64 = npt.NDArray[np.int64]

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, block_counts, crc32, joined
 
-__all__ = ["TAIL_NBYTES", "Footer", "SumColumns", "footer_in", "footer_of", "item_id", "seed_of", "sorted_sums"]
-
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
 

@@ -21,26 +21,6 @@ from robust_dcp.items import Form, ItemKind, Items, unique_rows
 from robust_dcp.storage.files.paths import data_file_name
 from robust_dcp.storage.records.record import framed_record
 
-__all__ = [
-    "PAGE_NBYTES",
-    "RECORD_ALIGNMENT",
-    "TORCH",
-    "FileName",
-    "Kinds",
-    "Layout",
-    "Placements",
-    "Places",
-    "balanced",
-    "deal",
-    "fill_up",
-    "kinds_of",
-    "place_as_they_come",
-    "place_records",
-    "record_measures",
-    "round_up",
-    "slots_of",
-]
-
 RECORD_ALIGNMENT = 64
 """Records begin at multiples of this, which aligns payloads as ``torch.load(mmap=True)`` prefers."""
 

@@ -43,23 +43,6 @@ from robust_dcp.storage.layouts.places import (
 )
 from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, joined
 
-__all__ = [
-    "DTYPES",
-    "LENGTH_NBYTES",
-    "MAX_BLOCKS",
-    "MAX_HEADER_NBYTES",
-    "METADATA_KEY",
-    "SAFETENSORS",
-    "FileHead",
-    "ShardHead",
-    "StoredTensor",
-    "entry_nbytes",
-    "head_nbytes_for",
-    "parse_head",
-    "read_head",
-    "unusable_file",
-]
-
 Int64 = npt.NDArray[np.int64]
 
 DTYPES: Final = {

@@ -42,17 +42,6 @@ from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.torch_kinds import constant, layout_named
 from robust_dcp.storage.records.unpickler import registered_by_user
 
-__all__ = [
-    "FORMAT_VERSION",
-    "StorageInfo",
-    "decode_metadata",
-    "encode_metadata",
-    "metadata_of_shards",
-    "reduce_tensor_properties",
-    "referenced_files",
-    "shards_in",
-]
-
 FORMAT_VERSION: Final = "1.0.0"
 """``filesystem.CURRENT_DCP_VERSION``: the version of DCP's file names and records, which we use as well."""
 

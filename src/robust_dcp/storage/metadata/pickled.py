@@ -40,8 +40,6 @@ from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["SLAB_ROWS", "MetadataColumns", "MetadataPickle", "Path"]
-
 SLAB_ROWS: Final = 1 << 14
 """About so many rows are written at a time. Then the cost of a NumPy call does not matter, and temporaries stay in a
 cache.

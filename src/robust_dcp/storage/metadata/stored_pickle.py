@@ -14,15 +14,6 @@ from typing import Final
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = [
-    "TRAILER_NBYTES",
-    "corrupt",
-    "files_are_marked",
-    "pickle_in",
-    "trailer_of",
-    "without_garbage_collection",
-]
-
 _MAGIC: Final = b"\nRDCPMD2"
 _MAGIC_WITHOUT_MARKS: Final = b"\nRDCPMD1"  # written by early versions, whose data files have no marks
 # This follows the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.

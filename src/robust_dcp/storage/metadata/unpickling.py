@@ -25,8 +25,6 @@ from robust_dcp.storage.metadata.stored_pickle import corrupt, pickle_in, withou
 from robust_dcp.storage.records import kinds
 from robust_dcp.storage.records.kinds import Budget
 
-__all__ = ["ClassName", "all_of", "check_metadata", "unpickled"]
-
 ClassName = tuple[str, str]
 """Module and qualified name, as a pickle holds them."""
 

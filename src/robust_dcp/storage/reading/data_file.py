@@ -32,8 +32,6 @@ from robust_dcp.storage.records.checksum import crc32
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["DataFile"]
-
 _LEAST_STRAIGHT_NBYTES: Final = 16 << 10
 """Fewer bytes go through the block: copying them is faster than passing one more buffer to the kernel."""
 

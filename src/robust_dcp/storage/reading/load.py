@@ -61,8 +61,6 @@ from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
 from robust_dcp.storage.records.record import KnownRecords
 
-__all__ = ["read_items"]
-
 Int64 = npt.NDArray[np.int64]
 
 # So many reads per thread are submitted ahead. That keeps a thread busy while the calling thread copies.

@@ -25,8 +25,6 @@ from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_me
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 from robust_dcp.storage.metadata.unpickling import check_metadata
 
-__all__ = ["MetadataSource", "overwritten"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from typing import Final, TypedDict
 from robust_dcp.storage.reading.stored_item import Verify
 from robust_dcp.storage.writing.write_options import GivenOptions, default_threads
 
-__all__ = ["BLOCK_NBYTES", "ReadKeywords", "ReadOptions"]
-
 BLOCK_NBYTES: Final = 4 << 20
 """The size of one read: large enough for a device to reach its full speed, and small enough to divide among threads."""
 

@@ -33,23 +33,6 @@ from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = [
-    "ON_DEVICE",
-    "Group",
-    "PlannedItems",
-    "Read",
-    "Reads",
-    "SharableReads",
-    "WholeTensors",
-    "is_plain",
-    "may_ask_early",
-    "places_in_files",
-    "reads_of",
-    "sharable_reads",
-    "target_of",
-    "whole_item",
-]
-
 
 def may_ask_early(planner: LoadPlanner) -> bool:
     """Whether we may ask for targets at any time, and fill them on other threads.

@@ -33,17 +33,6 @@ from robust_dcp.storage.records.record import (
     raw_record,
 )
 
-__all__ = [
-    "BoxRead",
-    "StoredItem",
-    "Verification",
-    "Verify",
-    "checked_object",
-    "damaged_footer",
-    "find_box",
-    "loaded_by_torch",
-]
-
 Verify = bool | Literal["all"]
 """``True``: verify what costs little. ``"all"``: data that cannot be verified is an error. ``False``: verify
 nothing.

@@ -15,18 +15,6 @@ if TYPE_CHECKING:  # `robust-dcp ls` does without NumPy
     import numpy as np
     import numpy.typing as npt
 
-__all__ = [
-    "SUM_NBYTES",
-    "BlockSums",
-    "block_counts",
-    "crc32",
-    "crc32_of_both",
-    "cuts",
-    "joined",
-    "merged",
-    "sums_of",
-]
-
 
 crc32 = isal_zlib.crc32
 """``crc32(data, value=0)``: the CRC-32 of ``data``, continued from ``value``. It releases the GIL while it runs."""

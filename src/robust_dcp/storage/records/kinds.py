@@ -37,29 +37,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = [
-    "BUILT_BY_CALL",
-    "BUILT_BY_NEW",
-    "NAMED",
-    "Budget",
-    "Builder",
-    "Malformed",
-    "NotAPickle",
-    "NotData",
-    "Pending",
-    "check_depth",
-    "exactly",
-    "expect",
-    "fill",
-    "imported_class",
-    "member_of",
-    "name_of",
-    "new_object",
-    "set_attributes",
-    "string_keys",
-    "why_not",
-]
-
 # --- limits
 
 _UNITS: Final = 1_000_000

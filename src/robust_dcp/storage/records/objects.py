@@ -26,18 +26,6 @@ from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, members_of
 from robust_dcp.storage.records.torch_kinds import storage_of
 from robust_dcp.storage.records.unpickler import Unpickler, registered_by_user
 
-__all__ = [
-    "ObjectBytes",
-    "Refusal",
-    "check_object",
-    "is_program",
-    "load_object",
-    "not_an_object",
-    "pickle_of",
-    "refusal_of",
-    "registered_names",
-]
-
 _HOW_TO_ALLOW: Final = (
     "if you trust it, register the class with torch.serialization.add_safe_globals([...]), or pass trusted=True to "
     "load whatever the checkpoint holds"

@@ -34,23 +34,6 @@ from robust_dcp.storage.records.kinds import expect
 from robust_dcp.storage.records.torch_kinds import storage_of
 from robust_dcp.storage.records.unpickler import Unpickler
 
-__all__ = [
-    "DATA_ALIGNMENT",
-    "ZIP_MAGIC",
-    "KnownRecords",
-    "ReadRange",
-    "Record",
-    "ZipMember",
-    "bytes_of",
-    "contiguous_strides",
-    "framed_record",
-    "is_fixed_size",
-    "members_of",
-    "parsed_record",
-    "raw_record",
-    "zip_members",
-]
-
 DATA_ALIGNMENT: Final = 64
 """The data starts at a multiple of this from the start of the record, as in records of ``torch.save``."""
 

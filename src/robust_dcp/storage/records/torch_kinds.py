@@ -20,17 +20,6 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from robust_dcp.storage.records.kinds import Budget, Builder, Malformed, NotData, exactly, expect, set_attributes
 
-__all__ = [
-    "BUILT_BY_CALL",
-    "NAMED",
-    "constant",
-    "is_subclass",
-    "layout_named",
-    "rebuilt_with_attributes",
-    "storage_of",
-    "why_not",
-]
-
 _CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _PLAIN_TYPES: Final = (bool, bytes, float, int, str, type(None), torch.Size, torch.device, *_CONSTANT_TYPES)
 _SPARSE_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -39,8 +39,6 @@ from robust_dcp.storage.records.kinds import (
     name_of,
 )
 
-__all__ = ["Unpickler", "registered_by_user"]
-
 # --- names
 
 _CALLS: Final = {**kinds.BUILT_BY_CALL, **torch_kinds.BUILT_BY_CALL}

@@ -27,8 +27,6 @@ from robust_dcp.storage.records.record import Record, framed_record, raw_record
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.structure_cache import Cache
 
-__all__ = ["Block", "FileOrder", "Piece", "cut_into_blocks", "file_orders"]
-
 Int64 = npt.NDArray[np.int64]
 
 _HOT_NBYTES = 512 << 10

@@ -45,8 +45,6 @@ from robust_dcp.storage.writing.item_source import (
 )
 from robust_dcp.storage.writing.write_options import WriteOptions
 
-__all__ = ["Emission", "FileEmitter", "FilesOfRank", "WriteContext"]
-
 _SMALL_NBYTES: Final = 16 << 10
 """If records are smaller than this on average, Python's work for each takes longer than copies and checksums."""
 

@@ -33,8 +33,6 @@ from robust_dcp.storage.writing.emit import Emission, FileEmitter, FilesOfRank, 
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 
-__all__ = ["FilesOfRank", "WriteFiles", "WrittenFiles", "write_files"]
-
 
 @dataclass(frozen=True, eq=False)
 class WrittenFiles:

@@ -20,17 +20,6 @@ from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.record import Record
 
-__all__ = [
-    "ItemSource",
-    "NamedErrors",
-    "Resolve",
-    "WriteItemSource",
-    "changed",
-    "planned_tensor",
-    "saved_by_torch",
-    "version_of",
-]
-
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
 
 

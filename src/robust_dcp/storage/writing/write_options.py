@@ -17,16 +17,6 @@ from robust_dcp.storage.layouts.places import PAGE_NBYTES
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "GivenOptions",
-    "WriteKeywords",
-    "WriteOptions",
-    "available_cores",
-    "default_buffer_bytes",
-    "default_threads",
-    "with_keywords",
-]
-
 Options = TypeVar("Options", bound="GivenOptions")
 
 _MIB: Final = 1 << 20
