@@ -21,7 +21,7 @@ from robust_dcp.staging.blocks import Block
 from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.layouts.places import LARGE_NBYTES
-from robust_dcp.storage.writing import engine
+from robust_dcp.storage.writing import emit
 from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, write
 from tests.storage.test_engine import tensors
 from tests.support.simulated_disk import SimulatedDisk
@@ -139,7 +139,7 @@ class _RunAhead(DeviceCopies):
 def test_copies_that_run_while_earlier_blocks_are_written(
     threads: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "DeviceCopies", _RunAhead)
+    monkeypatch.setattr(emit, "DeviceCopies", _RunAhead)
     monkeypatch.setattr(tensor_bytes, "host_address", lambda tensor: None)
     _, contents = written_to(
         "/checkpoint", [*MIX, b"object"], threads=threads, block_bytes=block_bytes, disk=SimulatedDisk()

@@ -23,7 +23,8 @@ import torch
 
 from robust_dcp.comm import Channel
 from robust_dcp.staging.tensor_bytes import on_cpu
-from robust_dcp.storage.records.objects import Refusal, refusal_of
+from robust_dcp.storage.records.kinds import NotData
+from robust_dcp.storage.records.objects import refusal_of
 
 __all__ = [
     "COMMON_FILE",
@@ -138,7 +139,7 @@ def encode_common(common: Any) -> bytes:
     return buffer.getvalue()
 
 
-def refused_in(common: dict[str, Any], encoded: bytes) -> dict[str, Refusal]:
+def refused_in(common: dict[str, Any], encoded: bytes) -> dict[str, NotData]:
     """Find what a load would refuse in the common state, by path.
 
     The whole is checked first. Single leaves are checked only if the whole holds something that would be refused.

@@ -44,7 +44,7 @@ from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path
-from robust_dcp.storage.records.objects import Refusal
+from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.switch.patching import log_left_to_stock
 
 __all__ = ["RobustSaveStrategy"]
@@ -236,7 +236,7 @@ class _Prepared:
     sharded: dict[str, Any] = field(default_factory=dict)
     facts: ShardFacts = field(default_factory=lambda: ShardFacts([]))
     common_file: bytes | None = None
-    refused: dict[str, Refusal] = field(default_factory=dict)
+    refused: dict[str, NotData] = field(default_factory=dict)
     digests: common_state.LeafDigests = field(default_factory=lambda: common_state.LeafDigests({}))
 
 

@@ -35,7 +35,7 @@ from robust_dcp.megatron.versions import (
 )
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.state_dict import DescribedItems, describe_items
-from robust_dcp.storage.records.objects import Refusal
+from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.structure_cache import Cache
 
@@ -358,7 +358,7 @@ class MegatronPlanner(RobustPlanner):
         *,
         peers: Sequence[int] = (),
         facts: ShardFacts | None = None,
-        refused: Mapping[str, Refusal] | None = None,
+        refused: Mapping[str, NotData] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
@@ -394,7 +394,7 @@ class MegatronPlanner(RobustPlanner):
     def writing_peers(self) -> tuple[int, ...]:
         return self._peers
 
-    def refused_before(self) -> Mapping[str, Refusal]:
+    def refused_before(self) -> Mapping[str, NotData]:
         return self._refused
 
     def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:

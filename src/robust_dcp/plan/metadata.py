@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -107,17 +108,14 @@ class MetadataTemplate:
         self._compile()
         places = self._variable_places = np.concatenate(places_of_ranks)[self._order]
         mark = mark_of(storage_meta.save_id or "")
-        of_all = [
-            name for rank, heads in enumerate(self._head_nbytes) for name in self._layout.file_names(rank, heads, mark)
-        ]
-        names = [name.committed for name in of_all]
+        of_ranks = (self._layout.file_names(rank, heads, mark) for rank, heads in enumerate(self._head_nbytes))
+        names = list(chain.from_iterable(of_ranks))
         fragments = self._pickled.encode(names, places, storage_meta)
         index = None
         if (template := self._index) is not None:
             own = (names, places, storage_meta, FORMAT_VERSION, kept_plan or {})
             index = _index_if_possible(lambda: template.encode(fragments, *own))
-        renames = tuple(name for name in of_all if name.written != name.committed)
-        return MetadataToPublish(fragments, frozenset(names), renames, index or ())
+        return MetadataToPublish(fragments, frozenset(names), index or ())
 
     def for_stock(self) -> Metadata:
         """DCP's own object, for storage writers other than ours. The writer fills in ``storage_data``."""

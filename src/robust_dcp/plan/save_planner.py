@@ -39,7 +39,7 @@ from robust_dcp.plan.state_dict import (
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.records.objects import Refusal
+from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.version import __version__
@@ -154,7 +154,7 @@ class RobustPlanner(DefaultSavePlanner):
             needs_one_directory=self.needs_one_directory,
         )
 
-    def refused_before(self) -> Mapping[str, Refusal]:
+    def refused_before(self) -> Mapping[str, NotData]:
         """Objects of this checkpoint that are saved outside the plan, and that a load would refuse, by key."""
         return {}
 

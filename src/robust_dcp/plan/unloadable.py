@@ -16,7 +16,8 @@ from typing import Final, Literal
 import torch
 
 from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
-from robust_dcp.storage.records.objects import Refusal, pickle_of, refusal_of, registered_names
+from robust_dcp.storage.records.kinds import NotData
+from robust_dcp.storage.records.objects import pickle_of, refusal_of, registered_names
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.storage.writing.item_source import saved_by_torch
 from robust_dcp.structure_cache import Cache
@@ -31,7 +32,7 @@ _SHOWN = 8
 _VERDICT_NBYTES = 500
 
 
-_VERDICTS: Final[Cache[tuple[frozenset[str], bytes], tuple[Refusal | None]]] = Cache(
+_VERDICTS: Final[Cache[tuple[frozenset[str], bytes], tuple[NotData | None]]] = Cache(
     lambda key, verdict: _VERDICT_NBYTES, max_nbytes=10_000 * _VERDICT_NBYTES
 )
 """The result for each pickle, because most objects are saved again unchanged. Classes that are registered to be loaded
@@ -46,7 +47,7 @@ class UnloadableObjects:
         known: what was found before the save began, by key.
     """
 
-    def __init__(self, mode: OnUnloadableObject = "warn", known: Mapping[str, Refusal] | None = None) -> None:
+    def __init__(self, mode: OnUnloadableObject = "warn", known: Mapping[str, NotData] | None = None) -> None:
         self.mode: OnUnloadableObject = mode
         self._registered = registered_names()
         self.found: dict[str, str] = {key: str(refusal) for key, refusal in (known or {}).items()}

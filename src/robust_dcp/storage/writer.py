@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from robust_dcp.report_rows import PhaseClock, SaidOfRank, make_report, module_s
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
+from robust_dcp.storage.files.paths import directory_path, is_url, mark_of, uncommitted_name
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
@@ -200,8 +200,8 @@ class RobustWriter(StorageWriter):
             known_places=known_places,
         )
         written = self.write_files(files, source, check_stop, self.directory.not_removed)
-        self.directory.own.update(written.uncommitted_names, written.names)
-        self.directory.written = written.uncommitted_names
+        self.directory.written = tuple(map(uncommitted_name, written.names))
+        self.directory.own.update(self.directory.written, written.names)
         return written
 
     # The hooks of `torch.distributed.checkpoint.save`, in the order in which it calls them.
@@ -255,8 +255,10 @@ class RobustWriter(StorageWriter):
         list. With another planner this returns the results.
         """
         results: list[WriteResult] = []
-        save = plan.planner_data
-        if isinstance(save, PlannedSave):
+        # A save that `RobustPlanner` has planned calls the writer's methods itself, in the order that all ranks have
+        # agreed on. If DCP calls a hook of the writer instead, the hook lets it go on.
+        save: Any = plan.planner_data
+        if hasattr(save, "write_items"):
             save.write_items(plan.items, planner)
         else:
             results = self._write_unplanned(plan, planner)
@@ -301,8 +303,8 @@ class RobustWriter(StorageWriter):
 
     @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        save = getattr(metadata, "save", None)
-        if isinstance(save, PlannedSave):
+        save: Any = getattr(metadata, "save", None)
+        if hasattr(save, "write_items"):
             save.commit()
             return
         metadata.storage_meta = self.plain_meta()
@@ -370,22 +372,6 @@ class _TellingResult(WriteResult):
 def _data_nbytes(item: WriteItem) -> int:
     data = item.tensor_data
     return 0 if data is None else math.prod(data.chunk.sizes) * int(data.properties.dtype.itemsize)
-
-
-# A save that ``RobustPlanner`` has planned.
-
-
-@runtime_checkable
-class PlannedSave(Protocol):
-    """A save that ``RobustPlanner`` has planned.
-
-    It calls the writer's methods itself, in the order that all ranks have agreed on. If DCP calls a hook of the writer
-    instead, the hook lets it go on.
-    """
-
-    def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> None: ...
-
-    def commit(self) -> None: ...
 
 
 # How much room a save needs, and whether there is so much: found out before the first byte. What the save replaces does

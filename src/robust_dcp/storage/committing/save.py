@@ -51,8 +51,9 @@ from robust_dcp.storage.files.paths import (
     SAFETENSORS_SUFFIX,
     is_data_file,
     mark_of,
+    uncommitted_name,
 )
-from robust_dcp.storage.layouts import FileName, Layout
+from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.structure_cache import Cache
 
@@ -77,13 +78,11 @@ class MetadataToPublish:
     Attributes:
         fragments: the bytes of ``.metadata``, one after the other.
         files: the data files that it names.
-        renames: the data files that get another name with the commit.
         index: the bytes of the index, one after the other; empty if the checkpoint gets no index.
     """
 
     fragments: Sequence[bytes | memoryview]
     files: Collection[str]
-    renames: Sequence[FileName] = ()
     index: Sequence[bytes | memoryview] = ()
 
 
@@ -379,7 +378,8 @@ class Save:
                 path=self._saving.path,
                 operation="commit",
             )
-        self.own |= {*files, *(name.written for name in metadata.renames)}
+        uncommitted = {name: uncommitted_name(name) for name in sorted(files)}
+        self.own |= {*files, *uncommitted.values()}
         if not self._layout.may_share_directory:
             # Readers would take files of a killed save as part of the new checkpoint.
             remove_data_files(self._disk, self.path, self.left_overs.files)
@@ -388,9 +388,10 @@ class Save:
         if metadata.index:
             self._beside.add(INDEX_NAME)
             self._try_index(lambda: disk.write_file(self._unfinished(INDEX_NAME), metadata.index))
-        for name in metadata.renames:
-            disk.rename(self._path_of(name.written), self._path_of(name.committed))
-        if metadata.renames:  # all other names were made durable by the ranks that gave them
+        renames = [(before, name) for name, before in uncommitted.items() if before != name]
+        for before, name in renames:
+            disk.rename(self._path_of(before), self._path_of(name))
+        if renames:  # all other names were made durable by the ranks that gave them
             disk.fsync_directory(self.path)
 
     def finish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:

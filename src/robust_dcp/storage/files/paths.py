@@ -110,13 +110,13 @@ def shard_file_name(rank: int, number: int, count: int, mark: str) -> str:
     return f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}.{mark}{SAFETENSORS_SUFFIX}"
 
 
-def temporary_name(name: str) -> str:
-    """The name of a safetensors file before its commit. No reader of safetensors looks at such a name."""
-    return name + _UNCOMMITTED
+def uncommitted_name(name: str) -> str:
+    """The name of a data file before its commit. No reader of safetensors looks at that of a safetensors file."""
+    return name + _UNCOMMITTED if name.endswith(SAFETENSORS_SUFFIX) else name
 
 
 def committed_name(name: str) -> str:
-    """The inverse of :func:`temporary_name`. Any other name is returned as it is."""
+    """The inverse of :func:`uncommitted_name`."""
     return name.removesuffix(_UNCOMMITTED) if name.endswith(SAFETENSORS_SUFFIX + _UNCOMMITTED) else name
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from robust_dcp.storage.layouts.places import TORCH, FileName, Layout
+from robust_dcp.storage.layouts.places import TORCH, Layout
 from robust_dcp.storage.layouts.safetensors import SAFETENSORS
 
 __all__ = [
     "LAYOUTS",
     "SAFETENSORS",
     "TORCH",
-    "FileName",
     "Layout",
     "layout_named",
 ]

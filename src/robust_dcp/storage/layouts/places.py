@@ -178,18 +178,6 @@ def round_up(values: Int64, multiple: int) -> Int64:
 # --- layouts
 
 
-class FileName(NamedTuple):
-    """The names of a data file, relative to the checkpoint's directory. No other save has files of these names.
-
-    Attributes:
-        written: its name before the commit.
-        committed: its name after the commit, and in ``.metadata``.
-    """
-
-    written: str
-    committed: str
-
-
 Kinds = list[tuple[str, tuple[int, ...]]]
 """Distinct pairs (dtype, shape of a chunk). The dtype is a string such as ``"float32"``."""
 
@@ -224,8 +212,9 @@ class Layout:
         place: ``place(measures, files)``: the places of the items that one rank writes, in the order of its plan,
             from the rows of these items and the number of files that the rank's tensors are spread over. A layout may
             need more. It raises ``PlanConflict`` if the items cannot lie in files of this layout.
-        file_names: ``file_names(rank, head_nbytes, mark)``: the names of a rank's files, from the length of each file's
-            head, as in :class:`Placements`, and the mark of the save, which each name holds.
+        file_names: ``file_names(rank, head_nbytes, mark)``: the names of a rank's files after the commit, from the
+            length of each file's head, as in :class:`Placements`, and the mark of the save, which each name holds. So
+            no other save has files of these names.
     """
 
     name: str
@@ -234,7 +223,7 @@ class Layout:
     plans_places: bool
     measure: Callable[[Items, npt.NDArray[np.intp]], Int64]
     place: Callable[[Int64, int], Placements]
-    file_names: Callable[[int, Sequence[int], str], list[FileName]]
+    file_names: Callable[[int, Sequence[int], str], list[str]]
 
 
 def record_measures(kinds: Kinds, kind_ids: Int32) -> Int64:
@@ -255,9 +244,8 @@ def _place(measures: Int64, files: int) -> Placements:
     return place_records(measures[:, 0], measures[:, 1], measures[:, 2], files=files)
 
 
-def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
-    names = [data_file_name(rank, number, mark) for number in range(len(head_nbytes))]
-    return [FileName(name, name) for name in names]
+def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[str]:
+    return [data_file_name(rank, number, mark) for number in range(len(head_nbytes))]
 
 
 def _measure(items: Items, rows: npt.NDArray[np.intp]) -> Int64:

@@ -27,12 +27,11 @@ import torch
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.items import Items
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import data_file_name, shard_file_name, temporary_name
+from robust_dcp.storage.files.paths import data_file_name, shard_file_name
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import (
     PAGE_NBYTES,
     RECORD_ALIGNMENT,
-    FileName,
     Kinds,
     Layout,
     Placements,
@@ -145,17 +144,12 @@ def _place(measures: Int64, files: int) -> Placements:
     return Placements(file, offset, nbytes, tuple(file_nbytes), tuple(heads))
 
 
-def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
+def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[str]:
     count = sum(nbytes > 0 for nbytes in head_nbytes)
-    names = []
-    for number, nbytes in enumerate(head_nbytes):
-        if nbytes:
-            name = shard_file_name(rank, number, count, mark)
-            names.append(FileName(temporary_name(name), name))
-        else:
-            name = data_file_name(rank, number, mark)
-            names.append(FileName(name, name))
-    return names
+    return [
+        shard_file_name(rank, number, count, mark) if nbytes else data_file_name(rank, number, mark)
+        for number, nbytes in enumerate(head_nbytes)
+    ]
 
 
 SAFETENSORS: Final = Layout("safetensors", "safetensors-2", False, True, _measure, _place, _file_names)

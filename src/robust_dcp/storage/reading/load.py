@@ -59,7 +59,7 @@ from robust_dcp.storage.reading.stored_item import (
 )
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
-from robust_dcp.storage.records.record import KnownRecords
+from robust_dcp.storage.records.record import known_record
 
 Int64 = npt.NDArray[np.int64]
 
@@ -131,7 +131,6 @@ class _Load:
         self._mark = mark
         self.verification = Verification(options.verify_checksums)
         self._targets_first = may_ask_early(planner)
-        self._known = KnownRecords()
         self._copies = DeviceCopies()
         self._n_threads = options.n_threads
         self._block_nbytes = options.fitted_block_nbytes
@@ -296,7 +295,7 @@ class _Load:
         if read.item.type == LoadItemType.BYTE_IO or item.memory is not None:
             result.set_result(self._taken(item, target))
             return
-        box = find_box(item, target if _is_flat(target) else None, self._known)
+        box = find_box(item, target if _is_flat(target) else None)
         shares = [] if box is None else box.shares(self._block_nbytes)
         if box is None:
             result.set_result(loaded_by_torch(item, trusted=self._options.trusted))
@@ -350,7 +349,7 @@ class _Load:
         """
         if item.read.item.type == LoadItemType.BYTE_IO:
             return checked_object(item, trusted=self._options.trusted)
-        box = find_box(item, target if _is_flat(target) and target.is_cpu else None, self._known)
+        box = find_box(item, target if _is_flat(target) and target.is_cpu else None)
         return loaded_by_torch(item, trusted=self._options.trusted) if box is None else box.taken()
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, found: Any) -> None:
@@ -402,7 +401,8 @@ class _Load:
         if file.head is not None:
             crcs = self._crcs_in_head(file, numbers, start, kind)
         else:
-            found = self._known.find(block.memory, data[0], int(nbytes[0]), kind.dtype, kind.lengths)
+            known = self.verification.known_records
+            found = known_record(known, block.memory, data[0], int(nbytes[0]), kind.dtype, kind.lengths)
             if found is None or found[0].data_nbytes != kind.nbytes:
                 return [False] * len(places)
             crcs = found[0].crc32s_in(block.memory, data)

@@ -28,6 +28,7 @@ from robust_dcp.storage.records.record import (
     bytes_of,
     contiguous_strides,
     framed_record,
+    known_record,
     members_of,
     parsed_record,
     raw_record,
@@ -46,16 +47,18 @@ wanted.
 
 
 class Verification:
-    """What one load verifies.
+    """What one load verifies, and how it recognises records.
 
     Attributes:
         verify: see :data:`Verify`.
         unverified_nbytes: bytes of data that were handed over and not compared with any checksum.
+        known_records: the records that were recognised.
     """
 
     def __init__(self, verify: Verify) -> None:
         self.verify = verify
         self.unverified_nbytes = 0
+        self.known_records: KnownRecords = {}
         self._lock = threading.Lock()
 
     def skip(self, nbytes: int, name: str, file: str) -> None:
@@ -195,7 +198,7 @@ def damaged_footer(file: str, item: str, error: ValueError) -> CorruptCheckpoint
 # --- the record, and the box in it
 
 
-def _find_record(item: StoredItem, known: KnownRecords) -> tuple[Record, int | None] | None:
+def _find_record(item: StoredItem) -> tuple[Record, int | None] | None:
     """The record of an item, and the CRC-32 of its data."""
     raw, read = item.raw, item.read
     # With dtype and shape according to the metadata, a record is recognised at once.
@@ -206,7 +209,7 @@ def _find_record(item: StoredItem, known: KnownRecords) -> tuple[Record, int | N
             raise item.corrupt(f"{expected[0]} {list(expected[1])}", of_head)
         return raw_record(raw.dtype, raw.shape), raw.crc32
     if expected is not None and item.memory is not None and len(item.memory) == item.nbytes:
-        found = known.find(item.memory, 0, item.nbytes, *expected)
+        found = known_record(item.verification.known_records, item.memory, 0, item.nbytes, *expected)
         if found is not None:
             return found[0], found[1] or None  # 0 means that none was computed
     elif expected is not None and (ours := framed_record(*expected)) is not None and ours.nbytes == item.nbytes:
@@ -268,12 +271,11 @@ def _check_frame(item: StoredItem, record: Record, sums: BlockSums) -> None:
 # --- reading it
 
 
-def find_box(item: StoredItem, into: torch.Tensor | None, known: KnownRecords) -> BoxRead | None:
+def find_box(item: StoredItem, into: torch.Tensor | None) -> BoxRead | None:
     """Find the box that is wanted of a stored tensor.
 
     Args:
         into: as for :class:`BoxRead`.
-        known: the records of this load.
 
     Returns:
         ``None`` if the record has a form that only ``torch.load`` may understand.
@@ -282,7 +284,7 @@ def find_box(item: StoredItem, into: torch.Tensor | None, known: KnownRecords) -
         CorruptCheckpoint: the stored tensor has no such box.
         StorageError: a read failed.
     """
-    found = _find_record(item, known)
+    found = _find_record(item)
     return None if found is None else BoxRead(item, *found, into)
 
 

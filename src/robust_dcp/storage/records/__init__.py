@@ -4,7 +4,7 @@
 | --- | --- |
 | Which bytes stand around the data of a tensor that we write? | ``record.framed_record``, ``record.raw_record`` |
 | Which tensor does a record of any writer hold, and where is its data? | ``record.parsed_record`` |
-| Is this record like a known one, and what is its checksum? | ``Record.crc32_in_header``, ``record.KnownRecords`` |
+| Is this record like a known one, and what is its checksum? | ``Record.crc32_in_header``, ``record.known_record`` |
 | Where are the members of an archive? | ``record.zip_members`` |
 | Which value does a pickle hold, if it is data? | ``unpickler.Unpickler`` |
 | What does a name in it stand for, and what may be done with it? | ``unpickler``, with ``kinds`` and ``torch_kinds`` |

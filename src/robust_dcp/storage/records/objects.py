@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import sys
 import tarfile
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.storage import TypedStorage, UntypedStorage
@@ -43,16 +43,6 @@ class ObjectBytes(io.BytesIO):
     def __init__(self, data: bytes, file: str) -> None:
         super().__init__(data)
         self.file = file
-
-
-class Refusal(NamedTuple):
-    """Why an object cannot be loaded: ``what`` it needs, and ``why`` that is refused."""
-
-    what: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.what}, {self.why}"
 
 
 def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool = False) -> Any:
@@ -106,15 +96,16 @@ def check_object(data: bytes | io.BytesIO, *, file: str, item: str) -> None:
             raise
 
 
-def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
+def refusal_of(data: bytes | io.BytesIO) -> NotData | None:
     """Why :func:`check_object` would refuse bytes that a pickler has just made; ``None`` if it would not."""
     try:
         check_object(data, file="", item="")
     except UnsafeCheckpoint as error:
         cause = error.__cause__
-        return Refusal(cause.what, cause.why) if isinstance(cause, NotData) else Refusal(str(error.what), error.message)
+        what, why = (cause.what, cause.why) if isinstance(cause, NotData) else (str(error.what), error.message)
+        return NotData(what, why)  # a new one, without the frames of the load
     except CorruptCheckpoint as error:
-        return Refusal("what was pickled", str(error.found))
+        return NotData("what was pickled", str(error.found))
     return None
 
 

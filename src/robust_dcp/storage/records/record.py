@@ -448,39 +448,35 @@ _MOST_KNOWN: Final = 1024
 """Each known record takes 1 to 2 KiB. A load with more has few of each, so to know them gains little."""
 
 
-class KnownRecords:
-    """Recognises records in memory: by the one that we write, or by the first of each length, dtype and shape, which is
-    parsed. Others are like it only if all their bytes outside of data and checksums are equal.
+KnownRecords = dict[tuple[int, torch.dtype, tuple[int, ...]], "Record | None"]
+"""By length, dtype and shape: the record that we write, or the first one that was found, which was parsed; ``None`` if
+that is not the usual record of a contiguous tensor.
+"""
+
+
+def known_record(
+    known: KnownRecords, memory: Any, at: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[Record, int] | None:
+    """The record of ``nbytes`` bytes at ``at`` of ``memory``, and its CRC-32 (0 if it has none). It is recognised by a
+    known one, if all their bytes outside of data and checksums are equal.
+
+    Returns:
+        ``None`` if it is not the usual record of a contiguous tensor of ``dtype`` and ``shape``.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, torch.dtype, tuple[int, ...]], Record | None] = {}
-
-    def find(
-        self, memory: Any, at: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> tuple[Record, int] | None:
-        """The record of ``nbytes`` bytes at ``at``, and its CRC-32 (0 if it has none).
-
-        Returns:
-            ``None`` if it is not the usual record of a contiguous tensor of ``dtype`` and ``shape``.
-        """
-        key = (nbytes, dtype, shape)
-        if key in self._known:
-            record = self._known[key]
-        else:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            record = framed_record(dtype, tuple(shape))
-            if record is None or record.nbytes != nbytes or record.crc32s_in(memory, [at]) == [None]:
-                record = parsed_record(lambda begin, count: bytes(memory[at + begin : at + begin + count]), nbytes)
-                is_usual = record is not None and record.is_contiguous and bool(record.header)
-                if record is None or not is_usual or (record.dtype, record.shape) != (dtype, tuple(shape)):
-                    record = None
-            self._known[key] = record
-        if record is None:
-            return None
-        (crc32,) = record.crc32s_in(memory, [at])
-        return None if crc32 is None else (record, crc32)
+    key = (nbytes, dtype, shape)
+    record = known.get(key)
+    if record is None and key not in known:  # other threads may clear it meanwhile
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        record = framed_record(dtype, tuple(shape))
+        if record is None or record.nbytes != nbytes or record.crc32s_in(memory, [at]) == [None]:
+            record = parsed_record(lambda begin, count: bytes(memory[at + begin : at + begin + count]), nbytes)
+            is_usual = record is not None and record.is_contiguous and bool(record.header)
+            if record is None or not is_usual or (record.dtype, record.shape) != (dtype, tuple(shape)):
+                record = None
+        known[key] = record
+    crc32 = None if record is None else record.crc32s_in(memory, [at])[0]
+    return None if record is None or crc32 is None else (record, crc32)
 
 
 # Tensors.

@@ -30,7 +30,8 @@ from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes, flat_byte
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED
-from robust_dcp.storage.layouts import FileName, layout_named
+from robust_dcp.storage.files.paths import uncommitted_name
+from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.footer import footer_of, sorted_sums
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Placements, slots_of
 from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, cuts, joined, merged, sums_of
@@ -72,13 +73,13 @@ class FilesOfRank:
     known_places: npt.NDArray[np.int64] | None = None
 
     @property
-    def names(self) -> list[FileName]:
-        """The names of the files."""
+    def names(self) -> list[str]:
+        """The names of the files after the commit."""
         return layout_named(self.options.layout).file_names(self.rank, self.placements.head_nbytes, self.mark)
 
     def remove(self) -> list[str]:
         """Remove the files of a save that failed, or whose process died. Returns the paths of those that stay."""
-        paths = [os.path.join(self.directory, name.written) for name in self.names]
+        paths = [os.path.join(self.directory, uncommitted_name(name)) for name in self.names]
         return [path for path in paths if not is_gone(self.disk.unlink, path)]
 
 

@@ -27,6 +27,7 @@ from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import POOL
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.paths import uncommitted_name
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.writing.blocks import file_orders
 from robust_dcp.storage.writing.emit import Emission, FileEmitter, FilesOfRank, WriteContext
@@ -41,7 +42,6 @@ class WrittenFiles:
     Attributes:
         variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in the order of the plan.
         names: the names of the files after the commit, relative to the directory.
-        uncommitted_names: the names of the same files before the commit.
         nbytes: length of the files, without footers.
         how: ``direct``, or ``buffered`` with the reason; one for each way in which a file was written.
         peak_buffer_nbytes: the most memory that was in use for bytes on their way at any time.
@@ -52,7 +52,6 @@ class WrittenFiles:
     nbytes: int
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
-    uncommitted_names: tuple[str, ...] = ()
 
 
 WriteFiles = Callable[[FilesOfRank, ItemSource, Callable[[int, int], None], list[str]], WrittenFiles]
@@ -82,7 +81,7 @@ def write_files(
         for name in files.names:
             # Each must be new (``O_EXCL``), so this overwrites nothing, whatever other processes do and however stale a
             # directory listing is.
-            path = os.path.join(files.directory, name.written)
+            path = os.path.join(files.directory, uncommitted_name(name))
             made.append(disk.open_new(path, direct=options.direct is not False))
         page_nbytes = _page_nbytes(made, options)
         threads, block_nbytes = options.fitted(page_nbytes)
@@ -111,11 +110,10 @@ def write_files(
         raise
     return WrittenFiles(
         variable_places=np.array([place[1:] for place in sorted(context.appended)], dtype=np.int64).reshape(-1, 2),
-        names=tuple(name.committed for name in files.names),
+        names=tuple(files.names),
         nbytes=sum(emitter.nbytes for emitter in emitters),
         how=(*sorted({emitter.how for emitter in emitters}), *context.copies.how),
         peak_buffer_nbytes=lease.used_nbytes,
-        uncommitted_names=tuple(name.written for name in files.names),
     )
 
 
