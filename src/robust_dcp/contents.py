@@ -40,10 +40,13 @@ from robust_dcp.storage.files.paths import (
     metadata_name,
 )
 from robust_dcp.storage.index.form import IndexFile, fit_of_file
+from robust_dcp.storage.index.stored_index import ChunkKind
+from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.load import read_items
 from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.read_options import ReadOptions
+from robust_dcp.storage.reading.reads import PlannedItems, WholeTensors
 
 __all__ = ["Chunk", "Contents", "Findings", "Item", "Problem", "StoredFile", "is_plain", "read_contents", "verify"]
 
@@ -359,7 +362,7 @@ def verify(
         at, nbytes = MetadataIndex(_OF_MEGATRON), disk.fingerprint(common)[1]
         info = StorageInfo(_OF_MEGATRON, 0, nbytes)
         metadata = Metadata({_OF_MEGATRON: BytesStorageMetadata()}, storage_data={at: info})
-        load.read([_Wanted(_OF_MEGATRON, 0, nbytes, _whole(at, None))], metadata, mark=None)
+        load.read([_Wanted(_OF_MEGATRON, 0, nbytes, at, None, nbytes)], metadata, mark=None)
 
 
 def _check_structure(contents: Contents, findings: Findings) -> None:
@@ -405,19 +408,36 @@ def _check_cover(item: Item, home: str, findings: Findings) -> None:
 
 
 class _Wanted(NamedTuple):
-    """A stored chunk that is read: its file, its first byte there, the length of its data, and what a load asks for."""
+    """A stored chunk that is read.
+
+    Attributes:
+        file, start, stored_nbytes: where it lies.
+        kind: of a plain tensor; ``None`` for objects and other tensors, which are read as bytes.
+        nbytes: the length of its data.
+    """
 
     file: str
     start: int
+    stored_nbytes: int
+    at: MetadataIndex
+    kind: Any
     nbytes: int
-    item: ReadItem
 
 
-def _whole(at: MetadataIndex, sizes: Sequence[int] | None) -> ReadItem:
-    """Asks for all of a tensor's chunk; without ``sizes`` for the bytes of a record."""
-    kind = LoadItemType.BYTE_IO if sizes is None else LoadItemType.TENSOR
-    zeros = torch.Size([0] * len(sizes or ()))
-    return ReadItem(kind, at, zeros, at, zeros, torch.Size(sizes or ()))
+def _as_bytes(wanted: _Wanted) -> ReadItem:
+    nothing = torch.Size([0])
+    return ReadItem(LoadItemType.BYTE_IO, wanted.at, nothing, wanted.at, nothing, nothing)
+
+
+def _in_columns(wanted: Sequence[_Wanted]) -> WholeTensors:
+    """Plain tensors. Those of one kind have one target."""
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(each.kind for each in wanted))}
+    files = {file: number for number, file in enumerate(dict.fromkeys(each.file for each in wanted))}
+    targets = [torch.empty(kind.lengths, dtype=kind.dtype) for kind in kinds]
+    rows = [(kinds[each.kind], each.at.index, files[each.file], each.start, each.stored_nbytes) for each in wanted]
+    kind_of, chunks, *places = np.array(rows, dtype=np.int64).T
+    names, of_each = [each.at.fqn for each in wanted], [targets[number] for number in kind_of.tolist()]
+    return WholeTensors(names, of_each, [*kinds], kind_of, chunks, Places([*files], *places))
 
 
 class _Nowhere(DefaultLoadPlanner):
@@ -447,43 +467,46 @@ class _Load:
     def read_all(self, metadata: Metadata) -> None:
         """Read all that a ``.metadata`` names. Files that are missing or too short were noted before."""
         ends = {file.name: file.nbytes or 0 for file in self.contents.files}
-        tensors: list[_Wanted] = []
-        objects: list[_Wanted] = []
+        wanted: list[_Wanted] = []
         for item in _items(metadata):
             entry = metadata.state_dict_metadata[item.name]
-            is_tensor = isinstance(entry, TensorStorageMetadata) and is_plain(entry.properties)
-            for number, chunk in enumerate(item.chunks):
-                if chunk.file is not None and chunk.start + chunk.stored_nbytes <= ends[chunk.file]:
-                    at = MetadataIndex(item.name, torch.Size(chunk.offsets) if item.is_tensor else None, number)
-                    nbytes = math.prod(chunk.sizes) * item.itemsize if item.is_tensor else chunk.stored_nbytes
-                    asked = _whole(at, chunk.sizes if is_tensor else None)
-                    (tensors if is_tensor else objects).append(_Wanted(chunk.file, chunk.start, nbytes, asked))
-        for wanted in (tensors, objects):
-            wanted.sort(key=lambda each: (each.file, each.start))
-            batch: list[_Wanted] = []
-            filled = 0
-            for each in wanted:
-                if batch and filled + each.nbytes > _BATCH_NBYTES:
-                    self.read(batch, metadata, self.contents.mark)
-                    batch, filled = [], 0
-                batch.append(each)
-                filled += each.nbytes
-            self.read(batch, metadata, self.contents.mark)
+            for number, (offsets, sizes, file, start, stored_nbytes) in enumerate(item.chunks):
+                if file is None or start + stored_nbytes > ends[file]:
+                    continue
+                kind, nbytes, at = None, stored_nbytes, None
+                if isinstance(entry, TensorStorageMetadata):
+                    at, dtype = torch.Size(offsets), entry.properties.dtype
+                    nbytes = math.prod(sizes) * dtype.itemsize
+                    if is_plain(entry.properties):
+                        kind = ChunkKind(dtype, entry.size, at, torch.Size(sizes))
+                index = MetadataIndex(item.name, at, number)
+                wanted.append(_Wanted(file, start, stored_nbytes, index, kind, nbytes))
+        wanted.sort(key=lambda each: (each.kind is None, each.file, each.start))
+        batch: list[_Wanted] = []
+        filled = 0
+        for each in wanted:
+            if batch and (filled + each.nbytes > _BATCH_NBYTES or (batch[-1].kind is None) != (each.kind is None)):
+                self.read(batch, metadata, self.contents.mark)
+                batch, filled = [], 0
+            batch.append(each)
+            filled += each.nbytes
+        self.read(batch, metadata, self.contents.mark)
 
     def read(self, batch: Sequence[_Wanted], metadata: Metadata, mark: str | None) -> None:
-        """Read some chunks, which are all tensors or all objects. If that fails, each half by itself."""
+        """Read some chunks, all in columns or all as bytes. If that fails, each half by itself."""
         batch = [each for each in batch if self.n_problems[each.file] < _MOST_OF_FILE]
         if not batch:
             return
-        contents, findings = self.contents, self.findings
+        contents, findings, planner = self.contents, self.findings, _Nowhere(metadata)
         before_nbytes, nbytes = findings.checked_nbytes, sum(each.nbytes for each in batch)
-        is_object = batch[0].item.type == LoadItemType.BYTE_IO
-        # The bytes of an object are not loaded, so nothing in them runs.
-        options = ReadOptions(threads=self.threads, trusted=is_object, buffer_bytes=2 * _BATCH_NBYTES)
+        are_plain = batch[0].kind is not None
+        items: Any = PlannedItems(_in_columns(batch), [], planner) if are_plain else list(map(_as_bytes, batch))
+        # Bytes are not loaded, so nothing in them runs.
+        options = ReadOptions(threads=self.threads, trusted=not are_plain, buffer_bytes=2 * _BATCH_NBYTES)
         try:
             _, unverified_nbytes = read_items(
-                [each.item for each in batch],
-                _Nowhere(metadata),
+                items,
+                planner,
                 metadata,
                 contents.path,
                 contents.disk,
@@ -499,9 +522,9 @@ class _Load:
             if others:
                 self.read(batch[:middle], metadata, mark)
                 self.read(batch[middle:], metadata, mark)
-            elif isinstance(error, UnsafeCheckpoint) and not is_object:  # perhaps a tensor of a class of the user
-                findings.notes.append(f"a load has to trust {first.item.storage_index.fqn}: {error.message}")
-                self.read([first._replace(item=_whole(first.item.storage_index, None))], metadata, mark)
+            elif isinstance(error, UnsafeCheckpoint) and are_plain:  # perhaps a tensor of a class of the user
+                findings.notes.append(f"a load has to trust {first.at.fqn}: {error.message}")
+                self.read([first._replace(kind=None)], metadata, mark)
             else:
-                findings.add(error, first.file, first.item.storage_index.fqn)
+                findings.add(error, first.file, first.at.fqn)
                 self.n_problems[first.file] += 1 if getattr(error, "item", None) else _MOST_OF_FILE

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import robust_dcp
@@ -87,6 +88,24 @@ def test_two_shards_of_one_tensor_whose_places_are_swapped_are_found(tmp_path: P
     _swap(tmp_path, MetadataIndex("w", torch.Size([0, 0])), MetadataIndex("w", torch.Size([2, 0])))
     with pytest.raises(CorruptCheckpoint, match="w"):
         robust_dcp.load({"w": torch.zeros(4, 30_000)}, checkpoint_id=tmp_path)
+
+
+def test_a_record_of_another_dtype_or_shape_than_the_metadata_says_is_found(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(6, dtype=torch.float64), "b": torch.ones(2, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata: Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    entries["a"].properties.dtype = torch.float32
+    entries["b"].size = entries["b"].chunks[0].sizes = torch.Size([3, 2])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for name, sizes, here in (("a", (6,), r"float64 \[6\]"), ("b", (3, 2), r"float32 \[2, 3\]")):
+        with pytest.raises(CorruptCheckpoint, match=f"as the metadata says, found .*{here} in the file"):
+            robust_dcp.load({name: torch.zeros(sizes)}, checkpoint_id=tmp_path)
+    verify = [sys.executable, "-m", "robust_dcp.cli", "verify", os.fspath(tmp_path)]
+    assert subprocess.run(verify, capture_output=True).returncode == 1
+    state = {"a": torch.zeros(6)}
+    reader = RobustReader(tmp_path, verify_checksums=False)
+    robust_dcp.load(state, storage_reader=reader)
+    assert torch.equal(state["a"], torch.ones(6))
 
 
 def test_whoever_verifies_nothing_loads_what_lies_there(tmp_path: Path) -> None:

@@ -217,7 +217,12 @@ def _find_record(item: StoredItem) -> tuple[Record, int | None] | None:
         if crc is not None:
             return ours, crc or None
     record = parsed_record(item.copy, item.nbytes)
-    return None if record is None else (record, record.crc32)
+    if record is None:
+        return None
+    if expected is not None and item.verification.verify is not False and (record.dtype, record.shape) != expected:
+        here = f"{record.dtype} {list(record.shape)} in the file"
+        raise item.corrupt(f"{expected[0]} {list(expected[1])}, as the metadata says", here)
+    return record, record.crc32
 
 
 def _check_box(item: StoredItem, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> None:
