@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import robust_dcp
-from robust_dcp.conversion.convert import Rules, convert
+from robust_dcp.conversion.convert import Rules
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 from tests.harness.fingerprints import differences
@@ -184,20 +184,6 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, shell: Shell) -> 
     (tmp_path / "noise.pt").write_bytes(b"noise" * 99)
     assert shell("convert", tmp_path / "noise.pt", tmp_path / "made", "--to", "dcp").code == 2
     assert not (tmp_path / "made").exists() and not (tmp_path / "executed").exists()
-
-
-def test_what_a_killed_call_has_left_goes_with_the_next_one(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.converting" / "made").mkdir(parents=True)
-    (tmp_path / "model.converting" / "made" / "half").write_text("x")
-    convert(source, tmp_path / "model", form="dcp")
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "model"}
-
-
-def test_a_file_of_somebody_else_beside_the_target_stays(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.converting").mkdir()
-    (tmp_path / "model.converting" / "mine").write_text("x")
-    convert(source, tmp_path / "model", form="dcp")
-    assert [path.name for path in (tmp_path / "model.converting").iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(("form", "is_directory"), [("torch", True), ("dcp", False)])

@@ -47,12 +47,6 @@ def test_a_rate_that_is_none_is_refused(rate: str, originals: Path, tmp_path: Pa
     assert ended.code == 2 and "is no size" in ended.err
 
 
-@pytest.mark.parametrize("option", ["anon", "=1"])
-def test_a_store_option_without_a_key_or_a_value_is_refused(option: str, tmp_path: Path, shell: Shell) -> None:
-    ended = shell("copy", tmp_path, "s3://bucket/x", "--target-option", option)
-    assert ended.code == 2 and "key=value" in ended.err
-
-
 def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path, shell: Shell) -> None:
     manager = robust_dcp.CheckpointManager(tmp_path / "run")
     for step in (10, 20):

@@ -33,8 +33,9 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def proxy(server: str) -> Iterator[FaultyProxy]:
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     with faulty_proxy(server) as proxy:
+        monkeypatch.setitem(fsspec.config.conf, "s3", options_for(proxy.endpoint))
         yield proxy
 
 
@@ -66,14 +67,13 @@ def large_state_dict(value: float) -> dict[str, Any]:
     return {"one": torch.full((N_ITEMS // 2,), value), "two": torch.full((N_ITEMS // 2,), value)}
 
 
-def options(proxy: FaultyProxy, **more: Any) -> CopyOptions:
-    store = options_for(proxy.endpoint)
-    return CopyOptions(part_bytes=PART_NBYTES, source_options=store, target_options=store, **more)
+def options(**more: Any) -> CopyOptions:
+    return CopyOptions(part_bytes=PART_NBYTES, **more)
 
 
 def loaded_back(url: str, proxy: FaultyProxy, directory: Path) -> float:
     """Copied from the store and loaded: each byte is verified on the way."""
-    copy_checkpoint(url, directory, options=options(proxy))
+    copy_checkpoint(url, directory, options=options())
     found = large_state_dict(-1.0)
     robust_dcp.load(found, checkpoint_id=directory)
     (value,) = torch.cat([found["one"], found["two"]]).unique().tolist()
@@ -83,13 +83,14 @@ def loaded_back(url: str, proxy: FaultyProxy, directory: Path) -> float:
 def _copy_until_killed(source: str, url: str, endpoint: str) -> None:
     """Killed when all parts of the second file have arrived, and its upload is not over."""
     with faulty_proxy(endpoint) as proxy:
+        fsspec.config.conf["s3"] = options_for(proxy.endpoint)
 
         def kill(method: str, path: str) -> None:
             if method == "POST" and "uploadId" in path and "__0_1" in path:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         proxy.fault = kill
-        copy_checkpoint(source, url, options=options(proxy, threads=1))
+        copy_checkpoint(source, url, options=options(threads=1))
 
 
 class TestS3:
@@ -106,7 +107,7 @@ class TestS3:
         self, fault: Fault, method: str, part: str, large: Path, url: str, proxy: FaultyProxy, tmp_path: Path
     ) -> None:
         proxy.fail(fault, method, part, times=2)
-        copied = copy_checkpoint(large, url, options=options(proxy, threads=2))
+        copied = copy_checkpoint(large, url, options=options(threads=2))
         assert proxy.n_faults == 2
         assert copied.files == 5
         assert loaded_back(url, proxy, tmp_path / "back") == 1.0
@@ -115,7 +116,7 @@ class TestS3:
     def test_what_is_denied_is_not_tried_again(self, part: str, large: Path, url: str, proxy: FaultyProxy) -> None:
         proxy.fail("403", "PUT", part, times=1000)
         with pytest.raises(StorageError, match=r"s3://.*PermissionError.*check the credentials.*not tried again"):
-            copy_checkpoint(large, url, options=options(proxy, threads=1))
+            copy_checkpoint(large, url, options=options(threads=1))
         assert proxy.n_faults == 1
 
     def test_a_copy_that_was_killed_goes_on_with_the_files_that_have_not_arrived(
@@ -125,21 +126,21 @@ class TestS3:
         assert killed.exitcode == -signal.SIGKILL
         filesystem, root = fsspec.url_to_fs(url, **options_for(server))
         assert not filesystem.exists(f"{root}/.metadata")
-        assert copy_checkpoint(large, url, options=options(proxy, threads=1)).skipped_files == 1
+        assert copy_checkpoint(large, url, options=options(threads=1)).skipped_files == 1
         assert not [path for method, path in proxy.requests if method == "PUT" and "__0_0" in path]
         assert loaded_back(url, proxy, tmp_path / "back") == 1.0
 
     def test_a_byte_that_is_flipped_in_the_store_is_found_and_sent_again(
         self, large: Path, url: str, proxy: FaultyProxy, tmp_path: Path
     ) -> None:
-        copy_checkpoint(large, url, options=options(proxy))
+        copy_checkpoint(large, url, options=options())
         filesystem, root = fsspec.url_to_fs(url, **options_for(proxy.endpoint))
         name = f"{root}/{data_files(large)[1]}"
         data = bytearray(filesystem.cat_file(name))
         data[len(data) // 2] ^= 1
         filesystem.pipe_file(name, bytes(data))
         for n_files in (1, 0):
-            assert copy_checkpoint(large, url, options=options(proxy)).files == n_files
+            assert copy_checkpoint(large, url, options=options()).files == n_files
         assert loaded_back(url, proxy, tmp_path / "back") == 1.0
 
 

@@ -1,8 +1,8 @@
 """``convert``: a checkpoint, or a file of ``torch.save``, in another form. It appears as a whole or not at all.
 
 torch reads and writes files of ``torch.save``, ``robust_dcp.save`` writes checkpoints, and the files of a Hugging Face
-model are filled piece by piece. The target is made in a directory beside it, ``….converting``, which one call at a time
-may use, and is renamed when it is whole. What a killed call has left there is removed by the next one.
+model are filled piece by piece. The target is made in a directory beside it, ``….converting-…``, and is renamed when it
+is whole.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import ENOENT
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -25,7 +24,6 @@ from robust_dcp.api import save
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
-from robust_dcp.storage.committing.saving_file import claimed, is_gone
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import directory_path
@@ -216,6 +214,7 @@ def convert(
             else:
                 _write_file(state_dict, made)
         progress(plan.nbytes, plan.nbytes)
+        _check_target(path, form, overwrite=overwrite)  # again: another call may have made it
         _publish(disk, made, path)
     return ConversionReport(
         target=os.fspath(target),
@@ -384,7 +383,7 @@ def _write_model(plan: _Plan, directory: str, disk: Disk, max_shard_nbytes: int,
 
 
 def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
-    """Find out before anything is made whether the target can be there.
+    """Find out whether the target can be there.
 
     Raises:
         StorageError: it is there, and may not or cannot be replaced.
@@ -404,75 +403,35 @@ def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
 
 @contextmanager
 def _made_beside(disk: Disk, path: str) -> Iterator[str]:
-    """The name under which the target is made, in a directory beside it that this call holds.
-
-    Raises:
-        StorageError: another call makes the target, or a call to the file system failed.
-    """
-    directory = f"{path}.converting"
-    made, replaced = os.path.join(directory, "made"), os.path.join(directory, "replaced")
-    busy = StorageError(
-        f"another call makes {path} now (see {directory}); wait for it. If its machine has crashed, remove that",
-        path=path,
-        operation="begin",
-    )
-
-    def put_in_order() -> None:
-        if os.path.lexists(replaced) and not os.path.lexists(path):  # it was ended between two renames
-            disk.rename(replaced, path)
-        for each in (made, replaced):
-            _remove(disk, each)
-
+    """The name under which the target is made: in a directory beside it that only this call uses, and removes."""
+    directory = f"{path}.converting-{secrets.token_hex(4)}"
     disk.mkdirs(directory)
     try:
-        with ExitStack() as stack:
-            try:
-                others = stack.enter_context(claimed(disk, directory))
-            except StorageError as error:
-                if error.operation == "begin" or error.errno == ENOENT:  # one has just ended, and removed the directory
-                    raise busy from error
-                raise
-            for other in others:
-                if not other.is_over:
-                    raise busy
-                is_gone(disk.unlink, os.path.join(directory, other.name))  # another call may have removed it
-            put_in_order()
-            try:
-                yield made
-            finally:
-                with suppress(StorageError):
-                    put_in_order()
+        yield os.path.join(directory, "made")
     finally:
-        with suppress(StorageError):  # unless something is left
-            disk.rmdir(directory)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _publish(disk: Disk, made: str, path: str) -> None:
     """Give the target its name. An old one keeps it until that moment.
 
     Where the system can swap two names in one step (``renameat2`` of Linux), there is always something whole under the
-    name. Elsewhere a process that is killed between two renames leaves the old directory as ``replaced``, and the next
-    call puts it back.
+    name. Elsewhere a process that is killed between two renames leaves the old directory as ``replaced`` beside it.
     """
-    disk.fsync_directory(os.path.dirname(made))
-    is_swapped = False
-    if os.path.isdir(made) and os.path.lexists(path):
-        try:
-            is_swapped = exchange_names(made, path)
-        except OSError as error:
-            raise storage_error("rename", path, error) from error
-        if not is_swapped:
-            disk.rename(path, os.path.join(os.path.dirname(made), "replaced"))
-    if not is_swapped:
-        disk.rename(made, path)
-    disk.fsync_directory(os.path.dirname(path))
-
-
-def _remove(disk: Disk, path: str) -> None:
+    directory = os.path.dirname(made)
+    disk.fsync_directory(directory)
     try:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            disk.unlink(path)
+        is_swapped = os.path.isdir(made) and os.path.lexists(path) and exchange_names(made, path)
     except OSError as error:
-        raise storage_error("remove", path, error) from error
+        raise storage_error("rename", path, error) from error
+    if not is_swapped:
+        replaced = os.path.join(directory, "replaced")
+        if os.path.isdir(path):
+            disk.rename(path, replaced)
+        try:
+            disk.rename(made, path)
+        except StorageError:
+            if os.path.lexists(replaced):
+                disk.rename(replaced, path)
+            raise
+    disk.fsync_directory(os.path.dirname(path))

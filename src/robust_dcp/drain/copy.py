@@ -237,8 +237,8 @@ class Copy:
         self._calls = Calls(
             retries=options.retries, timeout_seconds=options.call_timeout_seconds, check_stop=self._stop_if_failed
         )
-        self._source = open_place(source_url, self._calls, options=options.source_options, disk=disk)
-        self._target = open_place(target_url, self._calls, options=options.target_options, disk=disk)
+        self._source = open_place(source_url, self._calls, disk)
+        self._target = open_place(target_url, self._calls, disk)
         self._there: Mapping[str, int] = {}
         self._total_nbytes = 0
         self._done_nbytes = 0

@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -32,23 +32,18 @@ _MOST_PARTS: Final = 9_000
 """S3 takes at most 10,000 parts of a file."""
 
 
-def open_place(
-    place: str, calls: Calls, *, options: Mapping[str, Any] | None = None, disk: Disk | None = None
-) -> Place:
+def open_place(place: str, calls: Calls, disk: Disk | None = None) -> Place:
     """One end of a copy.
 
     Args:
         place: a path or a URL.
-        options: for fsspec.
         disk: the file system of a path.
 
     Raises:
         StorageError, ValueError: as ``filesystem_of``.
     """
     path = local_path_of(place)
-    if path is not None:
-        return _Directory(path, disk or Disk(), calls)
-    return _Store(place, options, calls)
+    return _Store(place, calls) if path is None else _Directory(path, disk or Disk(), calls)
 
 
 class Content:
@@ -265,9 +260,9 @@ class _Directory(Place):
 class _Store(Place):
     """An object is seen when the call that made it has returned, and is durable then."""
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None, calls: Calls) -> None:
-        self._filesystem, root = filesystem_of(url, options)
-        super().__init__(url, RemoteDisk(url, storage_options=options, calls=calls), calls)
+    def __init__(self, url: str, calls: Calls) -> None:
+        self._filesystem, root = filesystem_of(url)
+        super().__init__(url, RemoteDisk(url, calls), calls)
         self._root = root.rstrip("/")
         self.gives_etags = hasattr(self._filesystem, "call_s3")
 

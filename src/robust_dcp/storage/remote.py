@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
@@ -59,11 +59,9 @@ def local_path_of(place: str) -> str | None:
     return place[len("file://") :] if place.startswith("file://") else None
 
 
-def filesystem_of(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """The file system of fsspec for a URL, and the path in it.
-
-    Args:
-        storage_options: what fsspec passes to the store, such as ``{"endpoint_url": …}``.
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """The file system of fsspec for a URL, and the path in it. The options of a store are those of fsspec's
+    configuration.
 
     Raises:
         StorageError: fsspec, or the package for this kind of store, is not installed.
@@ -75,7 +73,7 @@ def filesystem_of(url: str, storage_options: Mapping[str, Any] | None = None) ->
         raise _not_installed(url, "fsspec") from error
     try:
         # What is there may change while we look at it, so listings are never remembered.
-        filesystem, path = url_to_fs(url, **{"use_listings_cache": False, **(storage_options or {})})
+        filesystem, path = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise _not_installed(url, str(error)) from error
     except ValueError as error:
@@ -299,7 +297,6 @@ class CopyOptions:
             sets no limit.
         retries: how often a call that failed is made once more, if that can help.
         call_timeout_seconds: how long one call may take.
-        source_options, target_options: what fsspec passes to the store, such as ``{"endpoint_url": …}``.
 
     Raises:
         ValueError: an option is out of range.
@@ -310,8 +307,6 @@ class CopyOptions:
     limit_bytes_per_second: float | None = None
     retries: int = 5
     call_timeout_seconds: float = 120.0
-    source_options: Mapping[str, Any] = field(default_factory=dict)
-    target_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         least = {"threads": 1, "part_bytes": _LEAST_PART_NBYTES, "retries": 0}
@@ -370,14 +365,11 @@ class RemoteDisk(Disk):
 
     Args:
         url: of a checkpoint.
-        storage_options: for fsspec.
         calls: how calls are made, and repeated.
     """
 
-    def __init__(
-        self, url: str, *, storage_options: Mapping[str, Any] | None = None, calls: Calls | None = None
-    ) -> None:
-        self._filesystem, _ = filesystem_of(url, storage_options)
+    def __init__(self, url: str, calls: Calls | None = None) -> None:
+        self._filesystem, _ = filesystem_of(url)
         self._calls = calls or Calls()
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
