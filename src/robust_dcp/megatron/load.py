@@ -222,33 +222,12 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
 
         state_dict = dist_checkpointing.load(sharded_state_dict, checkpoint_dir, RobustLoadStrategy())
 
-    Args:
-        process_group: the ranks that call ``dist_checkpointing.load`` together; all ranks by default.
-        timeout_seconds: the timeout of each exchange. The default comes from :func:`~.options.current_options`.
-        options: the arguments of Megatron's own class, if it has any (0.18 and newer).
-
     Attributes:
         cached_global_metadata: the metadata of the checkpoint that was loaded last.
         last_report: the report of the last load.
     """
 
-    def __init__(
-        self,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        timeout_seconds: float | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.process_group = process_group
-        self._timeout_seconds = timeout_seconds
-        self.last_report: LoadReport | None = None
-
-    @property
-    def timeout_seconds(self) -> float:
-        if self._timeout_seconds is not None:
-            return self._timeout_seconds
-        return current_options().exchange_timeout_seconds
+    last_report: LoadReport | None = None
 
     @entry_point
     def load(
@@ -267,8 +246,7 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
         return _read_sharded(
             sharded_state_dict,
             _reader(checkpoint_dir),
-            timeout_seconds=self.timeout_seconds,
-            process_group=self.process_group,
+            timeout_seconds=current_options().exchange_timeout_seconds,
             strategy=self,
         )
 
@@ -401,8 +379,6 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = bound.arguments
     directory, strategy = directory_path(call["checkpoint_dir"]), call["sharded_strategy"]
     group, timeout_seconds = call.get("process_group"), current_options().exchange_timeout_seconds
-    if isinstance(strategy, RobustLoadStrategy):
-        group, timeout_seconds = group or strategy.process_group, strategy.timeout_seconds
     phase = f"load {checkpoint_name(directory)}"
     channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=timeout_seconds)
     with as_megatron_raises():

@@ -22,24 +22,22 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 
 from robust_dcp import api
 from robust_dcp.asynchronous import async_save
 from robust_dcp.comm import Channel
-from robust_dcp.errors import RobustCheckpointError, entry_point
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import common_state, integrity, versions
 from robust_dcp.megatron.access import agree_on_access
 from robust_dcp.megatron.async_requests import BackgroundSave, log_report, request_for
 from robust_dcp.megatron.failures import as_megatron_raises, meet_before_saving
-from robust_dcp.megatron.options import MegatronOptions, current_options
+from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import MegatronPlanner, ShardFacts
 from robust_dcp.plan.checkpoint_name import checkpoint_name
-from robust_dcp.plan.clean_up import clean_up, failed_in_step
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.disk import Disk
@@ -58,44 +56,33 @@ def _save_shards(
     save: Callable[..., Any],
     strategy: Any,
     sharded_state_dict: dict[str, Any],
-    writer: RobustWriter,
-    timeout_seconds: float,
-    process_group: dist.ProcessGroup | None,
+    checkpoint_dir: CheckpointDir,
     **known: Any,
 ) -> Any:
     """Save the shards of a sharded state dict, now or beside training. All ranks of the group call it together.
 
     Args:
         save: :func:`robust_dcp.save` or :func:`robust_dcp.async_save`.
-        strategy: of Megatron. With ``FullyParallelSaveStrategyWrapper`` the global plan spreads the writes over the
-            ranks of its group, anew for the shards of this save: any of them may write a shard whose main replica is
-            on another. The shards' replica ids are not changed.
+        strategy: ours or Megatron's. With ``FullyParallelSaveStrategyWrapper`` the global plan spreads the writes over
+            the ranks of its group, anew for the shards of this save: any of them may write a shard whose main replica
+            is on another. The shards' replica ids are not changed.
         sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, after factories were applied.
         known: arguments of :class:`MegatronPlanner`.
 
     Raises:
         RobustCheckpointError: any rank failed. Every rank raises it.
     """
-    group = getattr(strategy, "parallelization_group", None)
+    group, options = getattr(strategy, "parallelization_group", None), current_options()
     peers = () if group is None else dist.get_process_group_ranks(group)
+    writer = RobustWriter(checkpoint_dir, threads=options.writer_threads)
     meet_before_saving()
     with as_megatron_raises():
         return save(
             sharded_state_dict,
             storage_writer=writer,
             planner=MegatronPlanner(peers=peers, **known),
-            process_group=process_group,
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=options.exchange_timeout_seconds,
         )
-
-
-def _save_by(
-    save: Callable[..., Any], strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir
-) -> Any:
-    """Save the shards as a strategy, ours or Megatron's, is asked to."""
-    options, group = _options_of(_base_strategy_of(strategy))
-    writer = RobustWriter(checkpoint_dir, threads=options.writer_threads)
-    return _save_shards(save, strategy, sharded_state_dict, writer, options.exchange_timeout_seconds, group)
 
 
 class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
@@ -114,34 +101,16 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
 
     Args:
         backend, version: what Megatron writes into ``metadata.json``. The format on disk is ``torch_dist``.
-        process_group: the ranks that call ``dist_checkpointing.save`` together; all ranks by default.
-        timeout_seconds: the timeout of each exchange between ranks.
-        threads: the number of writer threads of each rank. Each writes a file.
 
-    The defaults come from Megatron's arguments or the environment (:func:`~.options.current_options`).
+    Attributes:
+        last_report: the report of this strategy's last save; ``None`` before the first. An asynchronous save sets it
+            when Megatron finalizes the save.
     """
 
-    def __init__(
-        self,
-        backend: str = "torch_dist",
-        version: int = 1,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        timeout_seconds: float | None = None,
-        threads: int | None = None,
-    ) -> None:
-        super().__init__(backend, version)
-        self.process_group = process_group
-        self._given = {"exchange_timeout_seconds": timeout_seconds, "writer_threads": threads}
-        self.last_report: SaveReport | None = None
-        """The report of this strategy's last save; ``None`` before the first. An asynchronous save sets it when
-        Megatron finalizes the save."""
+    last_report: SaveReport | None = None
 
-    @property
-    def options(self) -> MegatronOptions:
-        """The options of the next save."""
-        given: dict[str, Any] = {name: value for name, value in self._given.items() if value is not None}
-        return replace(current_options(), **given)
+    def __init__(self, backend: str = "torch_dist", version: int = 1) -> None:
+        super().__init__(backend, version)
 
     @entry_point
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir) -> None:
@@ -171,12 +140,6 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         )
 
 
-def _options_of(base_strategy: Any) -> tuple[MegatronOptions, dist.ProcessGroup | None]:
-    if isinstance(base_strategy, RobustSaveStrategy):
-        return base_strategy.options, base_strategy.process_group
-    return current_options(), None
-
-
 @entry_point
 def strategy_save(
     stock: Callable[..., Any], strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any
@@ -184,7 +147,7 @@ def strategy_save(
     """``save`` of Megatron's strategy and of ``FullyParallelSaveStrategyWrapper``, for callers of these methods."""
     base = _base_strategy_of(strategy)
     if _is_written_by_ours(base):
-        base.last_report = _save_by(api.save, strategy, sharded_state_dict, checkpoint_dir)
+        base.last_report = _save_shards(api.save, strategy, sharded_state_dict, checkpoint_dir)
         log_report(base.last_report)
     else:
         stock(strategy, sharded_state_dict, checkpoint_dir)
@@ -205,7 +168,7 @@ def strategy_async_save(
         given = {} if async_strategy is None else {"async_strategy": async_strategy}
         return stock(strategy, sharded_state_dict, checkpoint_dir, **given, **options)
     request_class = versions.async_request_class(async_strategy)  # first: it raises if the queue is not installed
-    background = BackgroundSave(_save_by(async_save, strategy, sharded_state_dict, checkpoint_dir))
+    background = BackgroundSave(_save_shards(async_save, strategy, sharded_state_dict, checkpoint_dir))
     return request_for(request_class, background, lambda report: setattr(base, "last_report", report))
 
 
@@ -260,22 +223,19 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _is_written_by_ours(strategy):
         return stock(*args, **kwargs)
     directory = directory_path(call["checkpoint_dir"])
-    options, group = _options_of(strategy)
-    phase = f"save {checkpoint_name(directory)}"
-    channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=options.exchange_timeout_seconds)
+    phase, timeout_seconds = f"save {checkpoint_name(directory)}", current_options().exchange_timeout_seconds
+    channel = Channel.for_group(None, operation=f"Megatron: {phase}", timeout_seconds=timeout_seconds)
     is_async, hashes_files = call["async_sharded_save"], call.get("verify_integrity", False)
     request_class = versions.async_request_class(call.get("async_strategy")) if is_async else None
-    writer = RobustWriter(directory, threads=options.writer_threads)
     meet_before_saving()
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, directory, strategy, channel, phase)
 
     def save_shards(save: Callable[..., Any]) -> Any:
         known = {"facts": prepared.facts, "refused": prepared.refused}
-        timeout_seconds = options.exchange_timeout_seconds
-        return _save_shards(save, call["sharded_strategy"], prepared.sharded, writer, timeout_seconds, group, **known)
+        return _save_shards(save, call["sharded_strategy"], prepared.sharded, directory, **known)
 
-    finish = _Finish(strategy, channel, phase, writer, directory, prepared.common_file)
+    finish = _Finish(strategy, channel, phase, directory, prepared.common_file)
     if not is_async:
         report = save_shards(api.save)
         log_report(report)
@@ -325,12 +285,6 @@ def _prepare_and_validate(
     return prepared
 
 
-class _Withdrawn(msgspec.Struct, frozen=True):
-    """Whether the shards were withdrawn."""
-
-    is_done: bool
-
-
 @dataclass(eq=False)
 class _Finish:
     """The last step of a save, after the shards are committed. It may run much later, so it keeps no part of the state
@@ -339,7 +293,6 @@ class _Finish:
     Attributes:
         strategy: the strategy, without a wrapper.
         channel, phase: the channel and phase of the save.
-        writer: the writer that wrote the shards.
         directory: the checkpoint's directory.
         common_file: the bytes of ``common.pt``, on the rank that writes it, if this version has one.
     """
@@ -347,14 +300,12 @@ class _Finish:
     strategy: Any
     channel: Channel
     phase: str
-    writer: RobustWriter
     directory: str
     common_file: bytes | None
-    _new: list[str] = field(default_factory=list)
 
     @entry_point
     def __call__(self, report: SaveReport, hashes: Callable[[], dict[str, str]] | None) -> None:
-        """Write the common files. If that fails, withdraw the shards.
+        """Write the common files. Without them Megatron loads nothing of the checkpoint.
 
         Args:
             report: the report of saving the shards.
@@ -363,14 +314,9 @@ class _Finish:
         if self.strategy is not None and not isinstance(self.strategy, tuple):
             self.strategy.last_report = report
         with as_megatron_raises():
-            try:
-                self.channel.barrier(f"{self.phase}: finish", self._write_common_files)
-                if hashes is not None:
-                    integrity.save_manifest(self.channel, self.phase, self.directory, hashes)
-            except RobustCheckpointError as error:
-                if failed_in_step(error):
-                    self._withdraw(error)
-                raise
+            self.channel.barrier(f"{self.phase}: finish", self._write_common_files)
+            if hashes is not None:
+                integrity.save_manifest(self.channel, self.phase, self.directory, hashes)
 
     def _write_common_files(self) -> None:
         """On rank 0. ``metadata.json`` comes last, because it says that the checkpoint is complete."""
@@ -378,28 +324,4 @@ class _Finish:
             return
         files = {} if self.common_file is None else {common_state.COMMON_FILE: self.common_file}
         for name, data in {**files, common_state.CONFIG_FILE: versions.checkpoint_config(self.strategy)}.items():
-            path = os.path.join(self.directory, name)
-            is_new = not os.path.lexists(path)
-            Disk().replace_file(path, data)
-            if is_new:
-                self._new.append(path)
-
-    def _withdraw(self, error: RobustCheckpointError) -> None:
-        """Withdraw the committed shards of an incomplete checkpoint, and the new files beside them. Never raises.
-
-        If the shards have replaced older ones, the older ones are gone already, so the new ones stay.
-        """
-
-        def take_back() -> _Withdrawn:
-            while self._new:
-                Disk().unlink(self._new[-1])
-                self._new.pop()
-            return _Withdrawn(self.writer.directory.withdraw())
-
-        try:
-            withdrawn = self.channel.broadcast(f"{self.phase}: withdraw", take_back, _Withdrawn)
-        except RobustCheckpointError as lost:
-            error.message = f"{error.message}; its shards could not be removed: {lost.message}"
-            return
-        if withdrawn.is_done:
-            clean_up(self.channel, self.phase, self.writer.directory, error)
+            Disk().replace_file(os.path.join(self.directory, name), data)

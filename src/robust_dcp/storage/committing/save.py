@@ -18,7 +18,6 @@ removed.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import math
@@ -198,8 +197,7 @@ class Save:
         written: the names of the files that this rank has written, before the commit.
         own: the names of the files that this rank has made, or that it commits.
         not_removed: paths of files that this rank made and could not remove. Whoever fails to remove one adds it here.
-        may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed unless
-            :meth:`withdraw` is called.
+        may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed.
     """
 
     def __init__(self, disk: Disk, path: str, *, save_id: str, layout: Layout, overwrite: bool = True) -> None:
@@ -527,27 +525,6 @@ class Save:
         else:
             left = self.give_up()
         name_left_over(error, left)
-
-    def withdraw(self) -> bool:
-        """Undo a commit that was not enough, if it has replaced nothing. Afterwards call :meth:`remove_files` on all
-        ranks.
-
-        Returns:
-            whether nothing is committed any more.
-
-        Raises:
-            StorageError: ``.metadata`` cannot be removed.
-        """
-        if not self.may_be_committed or self.earlier is not None or self._nodes or self._saving is None:
-            return not self.may_be_committed
-        if not self._saving.is_there():  # it was tidied up
-            with contextlib.suppress(StorageError):  # the disk may be full
-                self._saving = SavingFile.create(self._disk, self.path, save_id=self.save_id)
-        self._disk.unlink(self._path_of(METADATA_NAME))
-        self._disk.fsync_directory(self.path)
-        self.may_be_committed = False
-        self.own |= {INDEX_NAME, REPORT_NAME}
-        return True
 
     def _path_of(self, name: str) -> str:
         return os.path.join(self.path, name)
