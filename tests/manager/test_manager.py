@@ -8,8 +8,6 @@ import logging
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -147,32 +145,6 @@ class TestRecords:
         assert [each.metrics for each in manager.checkpoints()] == [{"loss": 2.0}, {"accuracy": 0.5}]
         manager.save(2, state(2))
         assert [each.step for each in manager.checkpoints()] == [0, 2]
-
-    def test_a_checkpoint_says_with_what_it_was_made(self, tmp_path: Path) -> None:
-        repository = tmp_path / "code"
-        repository.mkdir()
-        for command in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "first")):
-            identity = ("-c", "user.name=n", "-c", "user.email=e@example.com")
-            subprocess.run(["git", "-C", repository, *identity, *command], check=True)
-        program = repository / "train.py"
-        program.write_text(
-            "import torch, robust_dcp\n"
-            "robust_dcp.CheckpointManager('runs').save(7, {'w': torch.ones(2)}, metrics={'loss': 2.5})\n"
-        )
-        subprocess.run([sys.executable, program], check=True, cwd=tmp_path)
-        (checkpoint,) = CheckpointManager(tmp_path / "runs").checkpoints()
-        head = subprocess.run(
-            ["git", "-C", repository, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        assert (checkpoint.step, checkpoint.name, checkpoint.metrics) == (7, "step_7", {"loss": 2.5})
-        assert checkpoint.provenance["git"] == {"commit": head.stdout.strip(), "is_changed": False}
-        assert checkpoint.provenance["world_size"] == 1
-        assert checkpoint.provenance["torch"] == torch.__version__
-
-    def test_outside_of_git_it_says_nothing_of_a_commit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path))  # no git
-        save_steps(CheckpointManager(tmp_path / "run"), 1)
-        assert CheckpointManager(tmp_path / "run").checkpoints()[0].provenance["git"] is None
 
     @pytest.mark.parametrize("content", [b"{", b'{"step": "x"}', b'{"metrics": {"\xff": 1}}', b" " * (2 << 20)])
     def test_one_that_cannot_be_understood_is_no_reason_to_lose_a_checkpoint(

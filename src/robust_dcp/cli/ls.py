@@ -47,7 +47,7 @@ def run(options: Namespace) -> None:
     checkpoints: list[Checkpoint] = []
     latest: list[Checkpoint | None] = []
     for series in series_in(disk, root):
-        committed = series.look()[0]
+        committed = series.look()
         paths = {each.path for each in committed}
         uncommitted = sorted(path for path in series.directories() if path not in paths)
         by_ranks = [each for path in uncommitted if (each := _saved_by_each_rank(disk, series, path))]
@@ -67,7 +67,6 @@ def run(options: Namespace) -> None:
             "state": state_of(disk, checkpoint.path, now_seconds),
             "is_latest": checkpoint in latest,
             "metrics": dict(checkpoint.metrics),
-            "provenance": dict(checkpoint.provenance),
         }
 
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}")

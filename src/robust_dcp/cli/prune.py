@@ -60,17 +60,16 @@ def run(options: Namespace) -> int:
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
     series = _series(Disk(), root, options.name)
-    checkpoints = series.look()[0]
-    _check_metric(checkpoints, options.keep_best)
-    doomed = series.unkept(policies)
-    what = {each.path: f"keep, {why}" if (why := series.why_it_stays(each)) else "keep" for each in checkpoints}
-    what.update((each.path, "remove") for each in doomed)
-    Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}, of which {len(doomed)} would be removed")
-    rows = [(each.step, each.name, age(each.saved_seconds), what[each.path]) for each in checkpoints]
+    decided = series.decide(policies)
+    _check_metric([each for each, _ in decided], options.keep_best)
+    doomed = [each for each, why_it_stays in decided if why_it_stays is None]
+    Output.note(f"{root}: {number(len(decided), 'checkpoint')}, of which {len(doomed)} would be removed")
+    what = {None: "remove", "": "keep"}
+    rows = [(each.step, each.name, age(each.saved_seconds), what.get(why, f"keep, {why}")) for each, why in decided]
     Output.table(("step", "name", "age", "what"), rows, right=("step",))
     report: dict[str, Any] = {
         "root": root,
-        "kept": [each.path for each in checkpoints if what[each.path] != "remove"],
+        "kept": [each.path for each, why_it_stays in decided if why_it_stays is not None],
         "unkept": [each.path for each in doomed],
         **{key: [] for key in ("removed", "in_use", "swept", "failed")},
     }
@@ -109,7 +108,7 @@ def _series(disk: Disk, root: str, name: str | None) -> Series:
         except errors.StorageError:  # nobody knows, so it may be
             return True
 
-    ours = [each for each in there if any(is_ours(each, checkpoint.path) for checkpoint in each.look()[0])]
+    ours = [each for each in there if any(is_ours(each, checkpoint.path) for checkpoint in each.look())]
     if len(ours) > 1:
         options = " or ".join(f"--name {shlex.quote(series.name)}" for series in ours)
         raise CommandFailed(f"{root} holds {len(ours)} series of checkpoints: say which one with {options}")

@@ -8,9 +8,6 @@ import logging
 import math
 import operator
 import os
-import platform
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +15,6 @@ from concurrent.futures import Future
 from typing import Any, Final, Literal, NamedTuple, TypeVar, overload
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from robust_dcp.api import load, save
@@ -37,7 +33,6 @@ from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.version import __version__
 
 __all__ = ["CheckpointManager", "LoadedCheckpoint", "Skipped"]
 
@@ -51,8 +46,6 @@ _WAIT_SECONDS: Final = (0.5, 2.0)
 
 _MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 """What a file system says where a file is not there, or is no regular file. A flipped bit in a name looks like that."""
-
-_GIT_SECONDS: Final = 5.0
 
 
 class Skipped(NamedTuple):
@@ -144,7 +137,6 @@ class CheckpointManager:
         self._drain_to = None if drain_to is None else place_of(drain_to)
         self._drain_options = drain_options or CopyOptions()
         self._group = process_group
-        self._provenance: dict[str, Any] = {}
         self._pruning = threading.Lock()
         self._leads = False
         self._preemption = Preemption(process_group)
@@ -163,10 +155,7 @@ class CheckpointManager:
         Raises:
             StorageError: the root, or the directory of a step, cannot be looked at.
         """
-        checkpoints, unknown = self._series.look()
-        for error in unknown.values():
-            raise error  # it may hold a checkpoint, so nobody knows which one is the latest
-        return checkpoints
+        return self._series.look(skips_unknown=False)
 
     def latest(self) -> Checkpoint | None:
         """The checkpoint of the series that was committed last; ``None`` if there is none. May be called on one rank
@@ -345,13 +334,12 @@ class CheckpointManager:
 
         Earlier copies that were cut off go on.
         """
-        path, noted = self.path_of(step), _noted(metrics or {})
+        path = self.path_of(step)
+        record = msgspec.json.encode(Checkpoint(operator.index(step), metrics=_noted(metrics or {})))
 
         def note() -> None:
-            self._provenance = self._provenance or _provenance(self._group)
-            record = msgspec.json.encode(Checkpoint(operator.index(step), metrics=noted, provenance=self._provenance))
             try:
-                self._disk.replace_file(os.path.join(path, RECORD_NAME), msgspec.json.format(record))
+                self._disk.replace_file(os.path.join(path, RECORD_NAME), record)
             except StorageError:
                 if self._disk.exists(os.path.join(path, METADATA_NAME)):
                     raise
@@ -387,7 +375,7 @@ class CheckpointManager:
 
         queue = queue_of((os.getpid(),), "resumed drain")
         if not queue.n_under_way:
-            for each in self._series.look()[0]:
+            for each in self._series.look():
                 if is_awaited(self._disk, each.path):
                     queue.submit(functools.partial(resume, each.path))
 
@@ -454,38 +442,8 @@ def _noted(metrics: Mapping[str, float]) -> dict[str, float]:
     Raises:
         ValueError: a value is no number, or a name is no text.
     """
-    noted: dict[str, float] = {}
-    for name, value in metrics.items():
-        try:
-            name.encode()  # a lone surrogate is no text
-            number = float(value)
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"metric {name!r} must be a number with a name, got {value!r}: {error}") from error
-        if math.isfinite(number):
-            noted[name] = number
-    return noted
-
-
-def _provenance(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """With what this process makes checkpoints."""
-    return {
-        "robust_dcp": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "world_size": dist.get_world_size(group) if dist.is_initialized() else 1,
-        "git": _git(),
-    }
-
-
-def _git() -> Mapping[str, Any] | None:
-    """The commit of the program that runs, and whether its files were changed since; ``None`` outside of git."""
-    directory = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else os.getcwd()
-
-    def ask(*arguments: str) -> str:
-        command = ("git", "-C", directory, *arguments)
-        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
-
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "is_changed": bool(ask("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
+        numbers = {str.encode(name).decode(): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as error:  # a lone surrogate is no text, and a ValueError
+        raise ValueError(f"a metric must be a number with a name, got {dict(metrics)!r}: {error}") from error
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}

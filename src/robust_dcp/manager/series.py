@@ -38,7 +38,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -86,22 +86,20 @@ this does not."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """A committed checkpoint. ``.robust_dcp.step.json`` beside its ``.metadata`` holds step, metrics and provenance; a
-    checkpoint without that file loads like any other.
+    """A committed checkpoint. ``.robust_dcp.step.json`` beside its ``.metadata`` holds step and metrics; a checkpoint
+    without that file loads like any other.
 
     Attributes:
         step: the number in its name.
         path: its directory.
         saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system.
         metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
-        provenance: with what it was made: git commit, versions, number of ranks.
     """
 
     step: int
     path: str = ""
     saved_seconds: float = 0.0
     metrics: dict[str, float] = {}
-    provenance: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -273,15 +271,16 @@ class Series:
         names = [name for name in self.disk.list_directory(self.root) if self.step_of(name) is not None]
         return [path for path in (os.path.join(self.root, name) for name in names) if os.path.isdir(path)]
 
-    def look(self) -> tuple[list[Checkpoint], dict[str, errors.StorageError]]:
-        """The committed checkpoints, by step, and the errors of directories that cannot be looked into, by path. One
-        that vanishes meanwhile is in neither.
+    def look(self, *, skips_unknown: bool = True) -> list[Checkpoint]:
+        """The committed checkpoints, by step, without those that vanish meanwhile.
+
+        Args:
+            skips_unknown: leave out directories that cannot be looked into, too.
 
         Raises:
-            StorageError: the root cannot be looked at.
+            StorageError: the root cannot be looked at, or a directory of a step, which may hold a checkpoint.
         """
         checkpoints: list[Checkpoint] = []
-        unknown: dict[str, errors.StorageError] = {}
         for path in self.directories():
             metadata = os.path.join(path, METADATA_NAME)
             try:
@@ -290,12 +289,12 @@ class Series:
                 saved_seconds = self.disk.modified_seconds(metadata)
                 record = self._record_in(path)
             except errors.StorageError as error:
-                if error.errno not in (ENOENT, ENOTDIR):
-                    unknown[path] = error
-                continue
+                if skips_unknown or error.errno in (ENOENT, ENOTDIR):
+                    continue
+                raise
             step = self.step_of(os.path.basename(path)) or 0
             checkpoints.append(msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds))
-        return sorted(checkpoints), unknown
+        return sorted(checkpoints)
 
     def _record_in(self, path: str) -> Checkpoint:
         """What the record of a checkpoint says; nothing if there is none, or none that can be understood."""
@@ -310,27 +309,29 @@ class Series:
         ):  # it imports torch
             return Checkpoint(0)
 
-    def unkept(self, policies: Sequence[KeepPolicy]) -> list[Checkpoint]:
-        """The checkpoints that no policy keeps, and that may be removed. Without a policy there are none.
+    def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:
+        """The checkpoints, by step, each with why it stays if no policy keeps it; ``None`` if it is to be removed.
+        Without a policy all stay.
 
         If the latest checkpoint is not the one with the highest step, the job has gone back to an earlier step. Then
         each policy is asked twice: for all checkpoints, and for those up to the latest. So what was saved before the
         job went back takes no place from what it saves now, and is not removed for it.
 
-        The latest and the newest stay whatever the policies say, and so does what :meth:`why_it_stays` names.
+        The latest and the newest stay whatever the policies say, and so do links, what robust_dcp has not saved, and
+        what has not arrived where it is copied to.
 
         Raises:
             StorageError: the root cannot be looked at.
         """
+        checkpoints = self.look()
         if not policies:
-            return []
-        checkpoints, _ = self.look()
+            return [(each, "") for each in checkpoints]
         latest = self.latest_of(checkpoints)
         until_latest = [each for each in checkpoints if latest is not None and each.step <= latest.step]
         asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
         kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
         kept |= {each.path for each in (latest, *checkpoints[-1:]) if each is not None}
-        return [each for each in checkpoints if each.path not in kept and not self.why_it_stays(each)]
+        return [(each, "" if each.path in kept else self._why_it_stays(each.path)) for each in checkpoints]
 
     def is_ours(self, path: str) -> bool:
         """Whether a checkpoint carries our mark: ``.metadata`` ends as only ours does. Nobody else's is ever removed.
@@ -340,15 +341,14 @@ class Series:
         """
         return files_are_marked(self.disk.read_end(os.path.join(path, METADATA_NAME), TRAILER_NBYTES)[1])
 
-    def why_it_stays(self, checkpoint: Checkpoint) -> str:
-        """Why a checkpoint may not be removed although no policy keeps it; empty if it may be."""
-        path = checkpoint.path
+    def _why_it_stays(self, path: str) -> str | None:
+        """Why a checkpoint may not be removed although no policy keeps it."""
         try:
             if os.path.islink(path):
                 return "somebody has put a link there"
             if not self.is_ours(path):
                 return "robust_dcp has not saved it"
-            return "its copy has not arrived" if is_awaited(self.disk, path) else ""
+            return "its copy has not arrived" if is_awaited(self.disk, path) else None
         except errors.StorageError as error:
             return f"it cannot be read: {error.message}"
 
@@ -465,7 +465,8 @@ def prune(
         with _telling(f"what a crashed save has left in {path}"):
             if not os.path.islink(path) and _sweep(disk, path):
                 pruned["swept"].append(path)
-    for path in [each.path for each in series.unkept(policies) if only is None or each.path in only]:
+    doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
+    for path in [each for each in doomed if only is None or each in only]:
         outcome = "failed"
         with _telling(path):
             outcome = "removed" if _remove(series, path) else "in_use"
@@ -540,10 +541,6 @@ def _remove_tree(disk: Disk, path: str) -> None:
         return
     try:
         shutil.rmtree(path)
-    except FileNotFoundError:
-        return
     except OSError as error:
-        raise storage_error("remove", path, error) from error
-    except errors.StorageError as error:
-        if error.errno != ENOENT:
-            raise
+        if not isinstance(error, FileNotFoundError):
+            raise storage_error("remove", path, error) from error
