@@ -103,7 +103,7 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
             others = super().create_local_plan()
         finally:
             self.state_dict = whole
-        return LoadPlan([*plan_reads(looked_up, metadata).items, *others.items])
+        return LoadPlan([*plan_reads(looked_up, metadata), *others.items])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state dict if it is plain data.

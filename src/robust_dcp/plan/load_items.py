@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,22 +30,10 @@ from robust_dcp.storage.layouts.places import Int64, Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.reads import WholeTensors, whole_item
 
-__all__ = ["PlannedReads", "plan_reads", "whole_tensors"]
+__all__ = ["plan_reads", "whole_tensors"]
 
 
-class PlannedReads(NamedTuple):
-    """The items of a load plan.
-
-    Attributes:
-        items: what is read.
-        filled: the keys of tensors that these items are known to fill completely.
-    """
-
-    items: list[ReadItem]
-    filled: set[str]
-
-
-def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedReads:
+def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> list[ReadItem]:
     """The items that stock's ``create_default_local_load_plan`` makes of ``state_dict``, in another order.
 
     If saved chunks overlap and one of them is exactly the wanted one, only that one is read.
@@ -54,7 +42,6 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
         state_dict: FQN to value. Keys that ``metadata`` does not have are left out.
     """
     items: list[ReadItem] = []
-    filled: set[str] = set()
     others: dict[str, Any] = {}
     held = _held(state_dict)
     with torch.no_grad():  # so that to_local() of a DTensor returns its local tensor, not a node of an autograd graph
@@ -70,19 +57,16 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
                 if found is None and isinstance(chunks, StoredChunks):
                     wanted = _chunks_held(value) if local is None else [local]
                     if wanted is not None:
-                        resharded = _read_overlap(key, chunks, wanted)
-                        items += resharded.items
-                        filled |= resharded.filled
+                        items += _read_overlap(key, chunks, wanted)
                         continue
             if found is None:
                 others[key] = value
                 continue
-            filled.add(key)
             if 0 not in found.lengths:
                 items.append(found)
     if others:
         items += create_default_local_load_plan(others, metadata, strict=False).items
-    return PlannedReads(items, filled)
+    return items
 
 
 def _found(key: str, local: ChunkStorageMetadata, saved: TensorStorageMetadata) -> ReadItem | None:
@@ -192,16 +176,13 @@ def _chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
     return None
 
 
-def _read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> PlannedReads:
+def _read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> list[ReadItem]:
     """Make the read items that stock's ``create_read_items_for_chunk_list`` would make."""
     items: list[ReadItem] = []
-    missing_numel = 0
     for number, chunk in enumerate(held):
-        found = saved.overlap(chunk.offsets, chunk.sizes)
-        missing_numel += math.prod(chunk.sizes) - sum(math.prod(lengths) for *_, lengths in found)
         wanted = MetadataIndex(key, chunk.offsets, number)
         items += [
             ReadItem(LoadItemType.TENSOR, wanted, in_box, MetadataIndex(key, offsets, place), in_chunk, lengths)
-            for place, offsets, in_chunk, in_box, lengths in found
+            for place, offsets, in_chunk, in_box, lengths in saved.overlap(chunk.offsets, chunk.sizes)
         ]
-    return PlannedReads(items, set() if missing_numel else {key})
+    return items

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
-from robust_dcp.plan.load_items import PlannedReads, plan_reads, whole_tensors
+from robust_dcp.plan.load_items import plan_reads, whole_tensors
 from robust_dcp.plan.state_dict import global_size, own_chunks
 from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
 from robust_dcp.storage.index.stored_index import index_of, look_up
@@ -142,10 +142,11 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                     len(shared),
                     ", ".join(f"{one!r} and {other!r}" for one, other in shared[:_SHOWN]),
                 )
-            check_filled(planned.items, _wanted(planned, self._others(), self.metadata))
+            tensors = (key for key in asked if isinstance(self._saved[key], TensorStorageMetadata))
+            check_filled(planned, {key: local_numel(asked[key]) for key in tensors})
         if not len(whole):
-            return LoadPlan(planned.items)
-        return LoadPlan(PlannedItems(whole, planned.items, self))  # type: ignore[arg-type]  # no list, but as good
+            return LoadPlan(planned)
+        return LoadPlan(PlannedItems(whole, planned, self))  # type: ignore[arg-type]  # no list, but as good
 
     def _others(self) -> dict[str, Any]:
         """The values that are not known to be saved as exactly one chunk, in the order of the state dict."""
@@ -159,7 +160,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         own = (getattr(getattr(self, name), "__func__", None) for name in _PROTOCOL)
         return all(method is getattr(RobustLoadPlanner, name) for method, name in zip(own, _PROTOCOL, strict=True))
 
-    def _checked_plan(self, metadata: Metadata) -> PlannedReads:
+    def _checked_plan(self, metadata: Metadata) -> list[ReadItem]:
         """The reads for the values that are not known to be saved as exactly one chunk."""
         plan: LoadPlan | None = None
         if self._may_have_old_names():
@@ -168,7 +169,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 plan = super().create_local_plan()
         if problems := self._problems():
             raise PlanConflict(self._in_words(problems))
-        return plan_reads(self._others(), metadata) if plan is None else PlannedReads(plan.items, set())
+        return plan_reads(self._others(), metadata) if plan is None else plan.items
 
     def _may_have_old_names(self) -> bool:
         """Whether saved keys that are not asked for may be older names of keys that are asked for.
@@ -183,15 +184,12 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     def _problems(self) -> list[str]:
         """Describe everything that does not fit, missing keys first."""
-        problems = [] if self.allow_partial_load else self._missing()
+        problems = [] if self.allow_partial_load else [f"{_MISSING}{key!r}" for key in self.missing_keys]
         for key, value in self._others().items():
             saved = self._saved.get(key)
             if saved is not None:
                 problems.extend(self._mismatch(key, value, saved))
         return problems
-
-    def _missing(self) -> list[str]:
-        return [f"{_MISSING}{key!r}" for key in self.missing_keys]
 
     def _in_words(self, problems: list[str]) -> str:
         """The error message: one line for each problem, and what the checkpoint has instead of missing keys."""
@@ -284,15 +282,6 @@ def _is_on_meta(value: Any) -> bool:
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return bool(value.is_meta)
     return kind is DTensor and value.device.type == "meta"
-
-
-def _wanted(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: Metadata) -> dict[str, int]:
-    """How many elements this rank needs of each tensor that is not known to be filled by one chunk."""
-    return {
-        key: local_numel(state_dict[key])
-        for key in state_dict.keys() - plan.filled
-        if isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata)
-    }
 
 
 def check_filled(items: Iterable[ReadItem], wanted: Mapping[str, int], checkpoint: str = "the checkpoint") -> None:

@@ -1,9 +1,7 @@
 """A flattened state dict as the items that DCP saves: described, and with the data of each item.
 
-What stock's planner says about a kind of tensor is remembered. A key has every property that a structure depends on,
-and keys are compared by value. No identity of a tensor, mesh or placement is part of a key, so what is remembered
-cannot be out of date. A save with the same items as one of the last saves reuses its structure in the same way: every
-name, path and item is compared, so every change is noticed.
+Stock's planner is asked once in each save for each kind of tensor. A save with the same items as one of the last saves
+reuses its structure: every name, path and item is compared, so every change is noticed.
 
 Some tensors say themselves which chunks of a larger tensor they hold, for example those of Megatron-FSDP. Up to torch
 2.14 such a tensor has methods like ``__create_chunk_list__``. Since 2.15 four attributes suffice, those of
@@ -16,7 +14,7 @@ import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
@@ -57,9 +54,6 @@ __all__ = [
 
 # What each item is.
 
-_ENTRY_NBYTES = 1000
-"""Roughly how many bytes it takes to remember one structure."""
-
 _KINDS = {
     WriteItemType.TENSOR: ItemKind.TENSOR,
     WriteItemType.SHARD: ItemKind.SHARD,
@@ -74,7 +68,6 @@ ItemData = torch.Tensor | MetadataIndex
 """Where the data of an item is: the tensor or DTensor that holds it, or the index to ask the planner for."""
 
 Lookup = Callable[[MetadataIndex], Any]
-TensorKey = tuple[Any, ...]
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _OBJECT = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE)
@@ -157,29 +150,8 @@ def describe_items(
     return DescribedItems(names, structures, data)
 
 
-_DESCRIBED: Cache[tuple[Any, ...], tuple[ItemStructure | None]] = Cache(
-    lambda key, structure: _ENTRY_NBYTES, max_nbytes=64 << 20
-)
-"""What stock's planner said of tensors, and of DTensors by the way in which they are sharded."""
-
-
 UNKNOWN: Final = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE, dtype="unknown")
 """The structure of a value of which only stock's planner can tell what this rank holds."""
-
-
-class _Spread(NamedTuple):
-    """How some DTensors of one state dict are sharded.
-
-    Attributes:
-        mesh: kept, so that no other mesh gets its id meanwhile.
-        key: everything that torch computes a chunk from. It has values only. So it does not keep a mesh alive, and does
-            not confuse a mesh with one of an earlier group. ``None`` if it must not be remembered.
-        found: the structures that this state dict has shown so far.
-    """
-
-    mesh: DeviceMesh | None
-    key: tuple[Any, ...] | None
-    found: dict[TensorKey, ItemStructure | None]
 
 
 class HeldStructures:
@@ -193,49 +165,32 @@ class HeldStructures:
     def __init__(self, lookup: Lookup, *, is_coordinator: bool = False) -> None:
         self._lookup = lookup
         self._is_coordinator = is_coordinator
-        self._plain = _Spread(None, (), {})
-        self._spreads: dict[tuple[Any, ...], _Spread] = {}
+        self._found: dict[tuple[Any, ...], ItemStructure | None] = {}
 
     def of(self, name: str, value: Any) -> ItemStructure | None:
         """The structure of a tensor that is one item, ``None`` if this rank saves no item of it, or ``UNKNOWN``."""
         kind = type(value)
-        key: TensorKey
+        key: tuple[Any, ...]
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             if not _is_plain(value):
                 return UNKNOWN
-            spread, key = self._plain, (value.dtype, value.requires_grad, value.shape)
+            key = (value.dtype, value.requires_grad, value.shape)
         elif kind is DTensor:
-            local, spread = value.to_local(), self._spread_of(value)
+            local, placements = value.to_local(), value.placements
             # With Megatron-FSDP an attribute of the tensor tells the chunks. They do not follow from placements then.
             has_own = "__create_chunk_list__" in vars(value)
-            if spread.key is None or has_own or type(local) not in _PLAIN or not _is_plain(local):
+            if has_own or type(local) not in _PLAIN or not _is_plain(local):
                 return UNKNOWN
-            key = (local.dtype, value.requires_grad, value.shape, local.shape)
+            # Equal placements may have different classes, which place differently (_StridedShard in torch 2.7).
+            spread = (id(value.device_mesh), placements, tuple(map(type, placements)))
+            key = (spread, local.dtype, value.requires_grad, value.shape, local.shape)
         else:
             return UNKNOWN
         try:
-            return spread.found[key]
+            return self._found[key]
         except KeyError:
-            known = _DESCRIBED.get((spread.key, key))
-            if known is None:
-                known = (self._structure_by_stock(name, value),)
-                _DESCRIBED.put((spread.key, key), known)
-            spread.found[key] = known[0]
-            return known[0]
-
-    def _spread_of(self, value: DTensor) -> _Spread:
-        mesh, placements = value.device_mesh, value.placements
-        # Equal placements may have different classes (Shard and _StridedShard in torch 2.7), which place differently.
-        classes = tuple(map(type, placements))
-        spread = self._spreads.get((id(mesh), placements, classes))
-        if spread is None:
-            coordinate, key = mesh.get_coordinate(), None
-            # We do not know whether other people's placement classes compare everything that matters. Stock refuses
-            # pending reductions (Partial).
-            if all(each.__module__.partition(".")[0] == "torch" for each in classes) and not _is_pending(value):
-                key = (tuple(mesh.shape), None if coordinate is None else tuple(coordinate), placements, classes)
-            spread = self._spreads[id(mesh), placements, classes] = _Spread(mesh, key, {})
-        return spread
+            structure = self._found[key] = self._structure_by_stock(name, value) if _may_repeat(value) else UNKNOWN
+            return structure
 
     def _structure_by_stock(self, name: str, value: torch.Tensor) -> ItemStructure | None:
         structures = [structure for _, structure, _ in self.by_stock(name, value)]
@@ -298,6 +253,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def holds_shards(kind: type) -> bool:
     """Whether values of this class are torch's ``ShardedTensor`` or similar."""
     return issubclass(kind, torch.Tensor) and hasattr(kind, "local_shards")
+
+
+def _may_repeat(value: torch.Tensor) -> bool:
+    """Whether tensors of one dtype and size that are spread alike have one structure.
+
+    We do not know whether other people's placement classes compare everything that matters. Stock refuses pending
+    reductions (``Partial``)."""
+    return not isinstance(value, DTensor) or (
+        not _is_pending(value) and all(type(each).__module__.startswith("torch.") for each in value.placements)
+    )
 
 
 def _is_pending(value: DTensor) -> bool:
