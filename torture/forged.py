@@ -1,53 +1,37 @@
-"""Forged pickles that no writer makes. Each asks for something harmful in as few bytes as possible.
+"""Forged pickles that no writer makes. Each asks for something harmful.
 
-Owns their bytes. Each is made by hand, opcode by opcode, and gets into a file with a valid checksum.
+Owns their bytes. Some are made by hand, opcode by opcode. The others are those of the tests of the unpickler
+(:mod:`tests.storage.forged`). Each gets into a file with a valid checksum.
 """
 
 from __future__ import annotations
 
-import enum
 import io
 import os
 import random
 import struct
 import tempfile
-import typing
 import zipfile
-from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-__all__ = ["CANARY", "FORGED", "FORGED_METADATA", "archive", "framed", "metadata_with", "random_pickle"]
+from tests.storage import forged
+
+__all__ = [
+    "CANARY",
+    "FORGED",
+    "FORGED_METADATA",
+    "LARGE",
+    "LARGE_METADATA",
+    "archive",
+    "framed",
+    "metadata_with",
+    "random_pickle",
+]
 
 CANARY = os.path.join(tempfile.gettempdir(), f"canary-of-hostile-{os.getpid()}")
 """A path that comes to exist if code of a checkpoint is run."""
-
-
-class Careful(enum.Enum):
-    """An enum that raises if its code runs for a value that it does not have."""
-
-    KNOWN = 1
-
-    @classmethod
-    def _missing_(cls, value: object) -> Careful:
-        raise SystemError("the code of an enum has run")
-
-
-class Pair(typing.NamedTuple):
-    """A named tuple, which a forged pickle makes with too many values."""
-
-    left: int
-    right: int
-
-
-@dataclass
-class Loud:
-    """A dataclass that raises if its code runs to set its state."""
-
-    value: int = 0
-
-    def __setstate__(self, state: object) -> None:
-        raise SystemError("the code of a dataclass has run")
 
 
 def framed(opcodes: bytes) -> bytes:
@@ -65,6 +49,14 @@ def archive(pickled: bytes, *, compressed: bool = False) -> bytes:
         archive.writestr("archive/data/0", b"A" * 16)
         archive.writestr("archive/version", b"3\n")
     return buffer.getvalue()
+
+
+def _opcodes(value: object) -> bytes:
+    """Of what ``torch.save`` makes of a value. Its first storage is one of four floats."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with zipfile.ZipFile(buffer) as saved:
+        return saved.read("archive/data.pkl").removeprefix(b"\x80\x02").removesuffix(b".")
 
 
 def metadata_with(value: bytes) -> bytes:
@@ -132,11 +124,6 @@ def _storage(count: int, kind: str = "FloatStorage", key: str = "0") -> bytes:
     return b"(" + _text("storage") + _named("torch", kind) + _text(key) + _text("cpu") + _int(count) + b"tQ"
 
 
-def _tensor(storage: bytes, offset: int, size: bytes, stride: bytes) -> bytes:
-    hooks = _named("collections", "OrderedDict") + b")R"
-    return _call(_named("torch._utils", "_rebuild_tensor_v2"), storage, _int(offset), size, stride, b"\x89", hooks)
-
-
 def _ints(*values: int) -> bytes:
     return b"(" + b"".join(map(_int, values)) + b"t"
 
@@ -153,7 +140,6 @@ FORGED: dict[str, bytes] = {
     # These ask for more memory than there is.
     "list of a range": _call(_named(_BUILTINS, "list"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
     "deque of a range": _call(_named("collections", "deque"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
-    "bytearray of a GiB": _call(_named(_BUILTINS, "bytearray"), _int(1 << 30)),
     "bytes of a GiB": _call(_named(_BUILTINS, "bytes"), _int(1 << 30)),
     "memo of 4 billion": b"]" + _put(4_000_000_000),
     "memo in text": b"]p99999999999\n",
@@ -163,8 +149,6 @@ FORGED: dict[str, bytes] = {
     "number of 2 GiB": b"\x8b" + struct.pack("<i", (1 << 31) - 1),
     "number of negative length": b"\x8b" + struct.pack("<i", -1),
     "number of 300,000 digits": b"L" + b"9" * 300_000 + b"L\n",
-    "decimal exponent": _call(_named("decimal", "Decimal"), _text("1e3000000")),
-    "fraction exponent": _call(_named("fractions", "Fraction"), _text("1e300000000")),
     "text of a list": _doubled(b"]", 40) + _call(_named(_BUILTINS, "str"), _get(40)),
     "copies of a list": (
         b"]("
@@ -189,74 +173,13 @@ FORGED: dict[str, bytes] = {
     ),
     "marks nested deeply": b"(" * _DEEP + b"t" * _DEEP,
     "numbers that collide": _colliding(60_000),
-    # These make pointers of bytes, or arrays that are larger than their bytes.
-    "object dtype without its flags": _array(_dtype("O8", _plain_state("|", flags=0)), _ints(4), b"C\x20" + b"A" * 32),
-    "object dtype with its flags, of bytes": _array(_OBJECTS, _ints(4), b"C\x20" + b"A" * 32),
-    "number dtype with the flags of objects": _array(_dtype("f8", _plain_state(flags=63)), _ints(4), b"](NNNNe"),
-    "scalar of objects": _call(
-        _named("numpy._core.multiarray", "scalar"), _dtype("O8", _plain_state("|", flags=0)), b"C\x08AAAAAAAA"
-    ),
-    "structured dtype with objects": _array(
-        _dtype(
-            "V8",
-            b"(K\x03"
-            + _text("|")
-            + b"N"
-            + b"("
-            + _text("a")
-            + b"t"
-            + b"}"
-            + _text("a")
-            + b"("
-            + _OBJECTS
-            + b"K\x00ts"
-            + _int(8)
-            + _int(1)
-            + _int(16)
-            + b"t",
-        ),
-        _ints(4),
-        b"C\x20" + b"A" * 32,
-    ),
-    "subarray dtype": _array(
-        _dtype(
-            "V8", b"(K\x03" + _text("|") + b"(" + _OBJECTS + b"(K\x01tt" + b"NN" + _int(8) + _int(1) + _int(0) + b"t"
-        ),
-        _ints(4),
-        b"C\x20" + b"A" * 32,
-    ),
-    "dtype of another size": _array(_dtype("S8", _plain_state("|", 1 << 40, 1)), _ints(1), b"C\x08AAAAAAAA"),
-    "dtype of a terabyte": _array(_dtype("S999999999", _plain_state("|", 999999999, 1)), _ints(1000), b"C\x00"),
-    "array without its bytes": _array(_F8, _ints(1 << 40), b"C\x00"),
-    "array of a negative shape": _array(_F8, _ints(-1, -4), b"C\x20" + b"A" * 32),
+    # These are larger than their bytes.
     "array whose shape overflows": _array(_F8, _ints(1 << 33, 1 << 33), b"C\x00"),
     "array of no elements and many": _array(_F8, _ints(0, 1 << 62, 1 << 61), b"C\x00"),
     "array that is never filled": _array(_F8, _ints(1), b"C\x08AAAAAAAA")[:-1] + b"0",
-    # These tensors reach beyond their storage.
-    "tensor larger than its storage": _tensor(_storage(4), 0, _ints(1 << 32), _ints(1)),
-    "tensor before its storage": _tensor(_storage(4), -1000, _ints(4), _ints(1)),
-    "tensor with negative strides": _tensor(_storage(4), 0, _ints(4), _ints(-1000)),
-    "tensor whose size overflows": _tensor(_storage(4), 0, _ints(1 << 40, 1 << 40), _ints(0, 0)),
-    "tensor of no storage": _tensor(b"N", 0, _ints(1), _ints(1)),
     "storage of a TiB": _storage(1 << 38),
     "storage that is not there": _storage(4, key="../../7"),
     "storage of a negative length": _storage(-4),
-    "sparse tensor out of bounds": _call(
-        _named("torch._utils", "_rebuild_sparse_tensor"),
-        _call(_named("torch.serialization", "_get_layout"), _text("torch.sparse_coo")),
-        b"(" + _tensor(_storage(2, "LongStorage"), 0, _ints(1, 2), _ints(2, 1)),
-        _tensor(_storage(4), 0, _ints(2), _ints(1)) + _call(_named("torch", "Size"), _ints(3)) + b"\x88t",
-    ),
-    "quantized tensor of a TiB": _call(
-        _named("torch._utils", "_rebuild_qtensor"),
-        _storage(16, "QInt8Storage"),
-        _int(0),
-        _ints(1 << 40),
-        _ints(0),
-        b"(" + _named("torch", "per_tensor_affine") + b"G?\xf0\x00\x00\x00\x00\x00\x00K\x00t",
-        b"\x89",
-        _named("collections", "OrderedDict") + b")R",
-    ),
     # These run code.
     "system call": _call(_named("os", "mkdir"), _text(CANARY)),
     "system call, other opcodes": b"(" + _text(CANARY) + b"ios\nmkdir\n",
@@ -267,9 +190,6 @@ FORGED: dict[str, bytes] = {
     "evaluation": _call(_named(_BUILTINS, "eval"), _text(f"__import__('os').mkdir({CANARY!r})")),
     "factory that calls": _call(_named("collections", "defaultdict"), _named("os", "getcwd")),
     "extension registry": b"\x82\x01",
-    "enum with code": _call(_named(__name__, "Careful"), _int(7)),
-    "dataclass with code": _named(__name__, "Loud") + b")\x81}" + _text("value") + b"K\x01sb",
-    "named tuple of too much": _named(__name__, "Pair") + b"(K\x01K\x02K\x03t\x81",
     "module that is not imported": _call(_named("antigravity", "fly"), b""),
     # These make no sense.
     "nothing": b"",
@@ -277,15 +197,27 @@ FORGED: dict[str, bytes] = {
     "value that was never remembered": _get(77),
     "list of itself": b"]" + _put(0) + _get(0) + b"a",
     "tuple of itself": b"](" + _put(0) + _get(0) + b"te",
-    "date that is none": _call(_named("datetime", "date"), b"C\x04\x07\xe8\x63\x63"),
-    "datetime that is none": _call(_named("datetime", "datetime"), b"C\x0a\xff\xff\x0c\xff\xff\xff\xff\xff\xff\xff"),
-    "timedelta that overflows": _call(_named("datetime", "timedelta"), _int(1 << 80), _int(0), _int(0)),
-    "stream beyond its end": _named("_io", "BytesIO") + b")\x81(C\x01x" + _int(1 << 40) + b"Ntb",
-    "parameter of a number": _call(
-        _named("torch._utils", "_rebuild_parameter"), b"K\x01", b"\x89", _named("collections", "OrderedDict") + b")R"
-    ),
 }
 """The forged pickles by name, without PROTO and STOP."""
+
+FORGED |= {name: _opcodes({"deep": [value]}) for name, value in (forged.MALFORMED | forged.NO_DATA).items()}
+FORGED |= {
+    name: _opcodes({"deep": [value]})
+    for name, (value, _) in (forged.MALFORMED_CLASSES | forged.NO_DATA_CLASSES | forged.TENSORS).items()
+}
+
+_MANY = 4 << 20
+LARGE: dict[str, bytes] = {
+    "sets": b"\x8f" * _MANY,
+    "sets that are remembered": b"\x8f\x94" * (_MANY // 2),
+    "sets behind marks": b"(\x8f" * (_MANY // 2),
+    "lists": b"]" * _MANY,
+    "dicts": b"}" * _MANY,
+    "marks": b"(" * _MANY,
+    "tuples in tuples": b"N" + b"\x85" * _MANY,
+    "lists in lists": b"]" * _MANY + b"a" * (_MANY - 1),
+}
+"""Objects that are large themselves, and may take a bounded multiple of that."""
 
 _METADATA = b"ctorch.distributed.checkpoint.metadata\n"
 
@@ -331,6 +263,22 @@ FORGED_METADATA: dict[str, bytes] = {
 }
 """The opcodes of whole ``.metadata`` files, by name."""
 
+# A tuple of two tuples, each of two tuples, ... All share their parts, so a few bytes make 2**60 of them.
+_SHARED = b"]N\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (place, place) for place in range(60))
+_PADDING = b"X" + (3 << 20).to_bytes(4, "little") + b"a" * (3 << 20) + b"\x87"
+LARGE_METADATA: dict[str, bytes] = {
+    "a dict": _SHARED + b"}h\x3bNs" + _PADDING,
+    "a dict that is called": _SHARED + b"c__builtin__\ndict\n)Rh\x3bNs" + _PADDING,
+    "an ordered dict": _SHARED + b"ccollections\nOrderedDict\n)Rh\x3bNs" + _PADDING,
+    "a set": _SHARED + b"\x8f(h\x3b\x90" + _PADDING,
+    "a set that is called": _SHARED + b"c__builtin__\nset\n)R(h\x3b\x90" + _PADDING,
+    "a frozenset": _SHARED + b"(h\x3b\x91" + _PADDING,
+    "a dict of protocol 0": _SHARED + b"(h\x3bNd" + _PADDING,
+    "an index": _SHARED + b"}" + _METADATA + b"MetadataIndex\n)\x81}" + _text("fqn") + b"h\x3bsbNs" + _PADDING,
+    "a deep tuple": b"}N" + b"\x85" * (1 << 20) + b"Ns",
+}
+"""Whole ``.metadata`` files with keys that hash for ever, however large the files are."""
+
 _PIECES = [
     *(bytes([code]) for code in b"(.012NQR]}aebdelo)stu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"),
     *(b"K\x01", b"K\x00", b"J\xff\xff\xff\x7f", b"h\x00", b"h\x01", b"q\x00", b"q\x01", b"M\xff\xff", _int(1 << 70)),
@@ -342,7 +290,8 @@ _PIECES = [
     *(_named("collections", name) for name in ("OrderedDict", "defaultdict", "deque", "Counter")),
     *(_named("datetime", "datetime"), _named("uuid", "UUID"), _named("decimal", "Decimal"), _named("torch", "Size")),
     *(_named("numpy", "dtype"), _named("numpy", "ndarray"), _F8, _OBJECTS, _named("_io", "BytesIO")),
-    *(_named(__name__, "Careful"), _named(__name__, "Pair"), _named(__name__, "Loud"), _storage(4), _ints(1, 2)),
+    *(_named(forged.__name__, "Shaped"), _named(forged.__name__, "Point"), _named(forged.__name__, "Config")),
+    *(_storage(4), _ints(1, 2)),
     *(_named("torch._utils", "_rebuild_tensor_v2"), _named("torch", "float32"), _named("argparse", "Namespace")),
 ]
 

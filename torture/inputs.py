@@ -28,7 +28,16 @@ from robust_dcp.storage.index.form import IndexFile, Section, encode_sections
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, trailer_of
 from robust_dcp.storage.reader import RobustReader
-from torture.forged import FORGED, FORGED_METADATA, archive, framed, metadata_with, random_pickle
+from torture.forged import (
+    FORGED,
+    FORGED_METADATA,
+    LARGE,
+    LARGE_METADATA,
+    archive,
+    framed,
+    metadata_with,
+    random_pickle,
+)
 from torture.samples import SAMPLES, Sample, load_megatron
 
 __all__ = ["Input", "all_forged", "random_inputs"]
@@ -172,6 +181,12 @@ def all_forged() -> Iterator[Input]:
             damage = partial(put_metadata, pickled=framed(opcodes), checksum=checksum)
             words = f"{name}, {'right' if checksum else 'no'} CRC"
             yield Input("forged .metadata", words, _BY_NAME["torch layout"], damage, _load_metadata)
+    for name, opcodes in LARGE.items():
+        damage = partial(put_object, data=archive(framed(opcodes)))
+        yield Input("large pickle", name, _BY_NAME["torch layout"], damage, _load_object)
+    for name, opcodes in LARGE_METADATA.items():
+        damage = partial(put_metadata, pickled=framed(opcodes), checksum=False)
+        yield Input("large pickle", f"{name} in .metadata", _BY_NAME["torch layout"], damage, _load_metadata)
     for offset, length in ((0, 1 << 50), (1 << 50, 100), (0, 1 << 70), (1 << 70, 10)):
         damage = partial(put_places, offset=offset, length=length)
         sample = _BY_NAME["torch layout"]

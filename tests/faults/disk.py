@@ -70,6 +70,7 @@ class Call:
         data: of a write: what was written. Only if the disk records.
         is_done: whether it succeeded. Only if the disk records.
         nbytes: of a read, write, truncation or allocation.
+        is_direct: of a read or write: whether it goes past the page cache.
     """
 
     operation: str
@@ -79,6 +80,7 @@ class Call:
     nbytes: int = 0
     data: bytes = b""
     is_done: bool = False
+    is_direct: bool = False
 
 
 Fault = BaseException | Callable[[Call], object]
@@ -367,7 +369,8 @@ def _seen(
     for disk in reversed(_disks):
         if absolute is not None and disk.sees(absolute):
             before = "" if source is None else _absolute(source) or ""
-            call = Call(operation, absolute, before, offset, nbytes)
+            is_direct = operation in ("read", "write") and bool(fcntl.fcntl(path, fcntl.F_GETFL) & os.O_DIRECT)
+            call = Call(operation, absolute, before, offset, nbytes, is_direct=is_direct)
             return disk.do(call, data, function)
     return function(None)
 

@@ -1,4 +1,4 @@
-"""Disks that are full, slow, that refuse, or that hold up writes. Everything else goes to the real file system.
+"""Disks that are full, that refuse, or that hold up writes. Everything else goes to the real file system.
 
 For example, pass ``RobustWriter(path, disk=FullDisk())`` on one rank. Readers take a disk too.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 
-__all__ = ["Acts", "FullDisk", "GatedDisk", "SlowDisk"]
+__all__ = ["Acts", "FullDisk", "GatedDisk"]
 
 _DATA = (".distcp", ".safetensors")
 
@@ -96,35 +95,6 @@ class FullDisk(Disk):
             if is_full:
                 raise storage_error("write", file.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         super().pwrite(file, data, offset)
-
-
-class SlowDisk(Disk):
-    """Writes and reads slowly.
-
-    Args:
-        nbytes_per_second: how many bytes all threads together write or read in a second, at most.
-    """
-
-    def __init__(self, nbytes_per_second: float) -> None:
-        super().__init__()
-        self.nbytes_per_second = nbytes_per_second
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
-        self._wait_for(_nbytes(data))
-        super().pwrite(file, data, offset)
-
-    def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
-        self._wait_for(_nbytes(buffer))
-        return super().pread_into(file, buffer, offset)
-
-    def _wait_for(self, nbytes: int) -> None:
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + nbytes / self.nbytes_per_second
-            seconds = self._free_at - now
-        time.sleep(seconds)
 
 
 def _nbytes(data: Any) -> int:

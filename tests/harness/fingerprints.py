@@ -20,7 +20,7 @@ __all__ = ["differences", "fingerprint", "raw_bytes"]
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """The bytes of a plain tensor's elements in row-major order."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
     if tensor.numel() == 0:
         return b""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from robust_dcp.staging.blocks import Block, memory_at
 from robust_dcp.staging.tensor_bytes import TensorBytes
 from robust_dcp.storage.records.record import bytes_of
-from tests.storage.test_engine import tensors
+from tests.promises.test_mixes import tensors
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @given(tensors(), st.data())
 def test_any_range_is_copied_to_anywhere(tensor: torch.Tensor, data: st.DataObject) -> None:
     expected = bytes(bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous()))

@@ -14,13 +14,18 @@ import robust_dcp
 from robust_dcp.storage.files import kernel
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import cached_nbytes
-from robust_dcp.storage.reading.data_file import DataFile
-from tests.harness.ranks import run_ranks, values
-from tests.storage.test_data_file import blocks, forget
-from tests.support.simulated_disk import WatchedDisk
+from tests.faults.disk import FaultDisk
+from tests.harness.ranks import in_ranks, values
 
 PAGE_NBYTES = os.sysconf("SC_PAGESIZE")
 FILE_NBYTES = (6 << 20) + 1234
+
+
+def forget(path: Path) -> None:
+    """Have the kernel drop the file from its page cache."""
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @pytest.fixture
@@ -81,18 +86,22 @@ def test_a_system_that_does_not_know_cachestat_is_asked_by_mincore(
     os.close(opened)
 
 
-@pytest.mark.parametrize(("cached", "past_the_cache"), [(0.0, 1), (0.25, 1), (0.75, 0), (1.0, 0)])
-def test_a_read_goes_to_where_most_of_its_bytes_are(file: Path, fd: int, cached: float, past_the_cache: int) -> None:
-    nbytes = 2 << 20
-    os.pread(fd, int(nbytes * cached), 0)
-    disk = WatchedDisk(Disk())
-    opened = DataFile(disk, str(file), None)
-    block = blocks().take()
-    start, found = opened.read_block(block, 0, nbytes)
-    opened.close()
-    assert block.memory[start : start + found] == file.read_bytes()[:nbytes]
-    opened_again = disk.operations.count("open_read") - 1  # for direct reads
-    assert opened_again == (0 if is_in_memory(file) else past_the_cache)
+@pytest.mark.parametrize(("cached", "past_the_cache"), [(0.0, True), (0.25, True), (0.75, False), (1.0, False)])
+def test_a_read_goes_to_where_most_of_its_bytes_are(tmp_path: Path, cached: float, past_the_cache: bool) -> None:
+    value = torch.rand(3 << 18)
+    robust_dcp.save({"w": value}, checkpoint_id=tmp_path, no_dist=True)
+    (file,) = (path for path in tmp_path.glob("*.distcp") if path.stat().st_size > value.nbytes)
+    forget(file)
+    opened = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_RANDOM)
+    os.pread(opened, int(value.nbytes * cached), 0)
+    os.close(opened)
+    found = {"w": torch.zeros(3 << 18)}
+    with FaultDisk(tmp_path) as disk:
+        robust_dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(found["w"], value)
+    is_direct = any(call.is_direct for call in disk.calls if call.operation == "read")
+    assert is_direct == (past_the_cache and not is_in_memory(file))
 
 
 def cached_share(directory: Path) -> float:
@@ -136,5 +145,5 @@ def test_what_several_ranks_of_a_node_read_goes_through_the_cache(
     for file in path.iterdir():
         forget(file)
     in_memory = cached_share(path) == 1.0
-    values(run_ranks(2, load_on_a_rank, str(path), names))
+    values(in_ranks(2, load_on_a_rank, str(path), names))
     assert (cached_share(path) > 0.9) == (is_kept or in_memory)
