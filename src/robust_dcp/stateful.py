@@ -20,15 +20,6 @@ from torch.optim import Optimizer
 
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = [
-    "KeepsItsNames",
-    "StandIn",
-    "refuse_other_than_dict",
-    "stand_ins_for",
-    "state_dicts_of",
-    "with_names_of_stock",
-]
-
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 StateDict = dict[str, Any]

@@ -12,8 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Cache", "clear_caches"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

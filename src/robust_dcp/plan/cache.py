@@ -30,19 +30,6 @@ from robust_dcp.storage.index.stored_index import fitting_index
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.structure_cache import Cache
 
-__all__ = [
-    "LOADED",
-    "PLANS",
-    "GroupKey",
-    "KnownPlan",
-    "forget_plan",
-    "keep_plan",
-    "kind_called",
-    "last_of_kind",
-    "plan_of",
-    "plans_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _NAMED: Final = "="

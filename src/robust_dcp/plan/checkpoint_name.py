@@ -7,8 +7,6 @@ import os
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.remote import place_of
 
-__all__ = ["checkpoint_name"]
-
 
 def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
     """The name of a checkpoint in exchanges and messages. Ranks with another name are in another operation."""

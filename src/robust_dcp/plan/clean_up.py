@@ -17,8 +17,6 @@ from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.storage.committing.save import Save
 from robust_dcp.storage.committing.saving_file import name_left_over
 
-__all__ = ["clean_up", "failed_in_step", "nothing_is_committed"]
-
 logger = logging.getLogger(__name__)
 
 _INTERRUPTS: Final = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})

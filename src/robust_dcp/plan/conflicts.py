@@ -26,19 +26,6 @@ import numpy.typing as npt
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import ItemKind, Items, Path, Replica
 
-__all__ = [
-    "SMALL_NBYTES",
-    "Differing",
-    "check_bounds",
-    "check_coverage",
-    "differs_from_previous",
-    "find_differing",
-    "first_overlap",
-    "is_compared",
-    "merged_paths",
-    "refuse_contradictions",
-]
-
 Rows = npt.NDArray[np.intp]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from robust_dcp.items import Form, Items, hashes_of_rows
 from robust_dcp.report import StructureDiff
 
-__all__ = ["bounded", "diff_items"]
-
 Rows = npt.NDArray[np.intp]
 
 _MAX_KEYS: Final = 200

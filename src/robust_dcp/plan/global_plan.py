@@ -28,8 +28,6 @@ from robust_dcp.plan.conflicts import (
 )
 from robust_dcp.storage.layouts.places import deal
 
-__all__ = ["GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan"]
-
 Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 

@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.storage.index.stored_index import index_of
 
-__all__ = ["AskedKeys", "asked_keys", "near_names", "renamed_in_words", "unread_in_words", "what_is_saved"]
-
 _WRAPPERS: Final = {
     "module": "DistributedDataParallel",
     "_orig_mod": "torch.compile",

@@ -30,8 +30,6 @@ from robust_dcp.storage.layouts.places import Int64, Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.reads import WholeTensors, whole_item
 
-__all__ = ["plan_reads", "whole_tensors"]
-
 
 def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> list[ReadItem]:
     """The items that stock's ``create_default_local_load_plan`` makes of ``state_dict``, in another order.

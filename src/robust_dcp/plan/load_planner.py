@@ -31,8 +31,6 @@ from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems, WholeTensors
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
-__all__ = ["RobustLoadPlanner", "check_filled", "local_numel"]
-
 logger = logging.getLogger(__name__)
 
 _SHOWN = 10

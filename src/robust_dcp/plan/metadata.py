@@ -31,8 +31,6 @@ from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 
-__all__ = ["MetadataTemplate"]
-
 T = TypeVar("T")
 
 Int64 = npt.NDArray[np.int64]

@@ -22,8 +22,6 @@ import msgspec
 from robust_dcp.comm import Channel
 from robust_dcp.storage.committing.save import MetadataToPublish, NodeOfSave, Save
 
-__all__ = ["commit_on_nodes"]
-
 logger = logging.getLogger(__name__)
 
 _TOLD: dict[str, str] = {}

@@ -33,20 +33,6 @@ from robust_dcp.storage.index.form import Column, IndexFile, Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 
-__all__ = [
-    "LocalStructure",
-    "Plan",
-    "PlanReply",
-    "Rows",
-    "Share",
-    "pack_places",
-    "place_items",
-    "place_items_of_all",
-    "stored_plan",
-    "structures_of_all",
-    "unpack_places",
-]
-
 Rows = npt.NDArray[np.intp]
 
 _ITEM_NBYTES: Final = 512  # an upper bound for one item in a stored structure; real items take much less

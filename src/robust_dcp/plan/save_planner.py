@@ -44,8 +44,6 @@ from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.version import __version__
 
-__all__ = ["RobustPlanner"]
-
 
 class RobustPlanner(DefaultSavePlanner):
     """A save planner that checks and balances plans, and reuses a plan only if every rank proves that it still holds.

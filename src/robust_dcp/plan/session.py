@@ -51,8 +51,6 @@ from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_r
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 
-__all__ = ["MATCHES", "OnReplicaMismatch", "OnStructureChange", "SaveSession"]
-
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 OnReplicaMismatch = Literal["warn", "error", "ignore"]
 
@@ -199,7 +197,7 @@ class SaveSession:
             with self._cleaned_up_after_failure():
                 with self.clock.phase("plan"):
                     # Under rank 0, because which rank leads is not known yet.
-                    agreement = self.channel.led_by(0).agree(self.phase("agree"), lambda: self._offer(describe))
+                    agreement = self.channel.led_by(0).agree(self.phase("agree"), partial(self._offer, describe))
                     self._follow_coordinator(agreement)
                     if not _may_reuse(agreement, self.channel.coordinator_rank):
                         self._make_plan(agreement)

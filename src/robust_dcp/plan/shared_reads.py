@@ -56,18 +56,6 @@ from robust_dcp.storage.reading.reads import (
 )
 from robust_dcp.storage.records.objects import ObjectBytes
 
-__all__ = [
-    "SharedReads",
-    "all_have_plans",
-    "assign_readers",
-    "find_elsewhere",
-    "node_reads_the_same",
-    "ranks_share",
-    "ranks_with_metadata",
-    "share_reads",
-    "sharing_offer",
-]
-
 logger = logging.getLogger(__name__)
 
 BUCKET_NBYTES: Final = 8 << 20

@@ -15,8 +15,6 @@ import msgspec
 from robust_dcp.errors import PlanConflict
 from robust_dcp.items import Items
 
-__all__ = ["SIGNATURE_NBYTES", "OptionValue", "StructureSignature", "difference_of_contexts", "encode_context"]
-
 SIGNATURE_NBYTES = 16
 
 OptionValue = str | int | float | bool | None

@@ -34,24 +34,6 @@ from robust_dcp.storage.records.record import framed_record, is_fixed_size
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import Cache
 
-__all__ = [
-    "UNKNOWN",
-    "DescribedItems",
-    "HeldStructures",
-    "ItemData",
-    "KnownStructure",
-    "StateDictSource",
-    "describe_items",
-    "digest_of",
-    "global_size",
-    "has_own_chunks",
-    "holds_shards",
-    "own_chunks",
-    "structure_of",
-    "write_item_of",
-]
-
-
 # What each item is.
 
 _KINDS = {
@@ -186,19 +168,15 @@ class HeldStructures:
             key = (spread, local.dtype, value.requires_grad, value.shape, local.shape)
         else:
             return UNKNOWN
-        try:
+        if key in self._found:
             return self._found[key]
-        except KeyError:
-            structure = self._found[key] = self._structure_by_stock(name, value) if _may_repeat(value) else UNKNOWN
-            return structure
-
-    def _structure_by_stock(self, name: str, value: torch.Tensor) -> ItemStructure | None:
-        structures = [structure for _, structure, _ in self.by_stock(name, value)]
+        structures = [each for _, each, _ in self.by_stock(name, value)] if _may_repeat(value) else [UNKNOWN]
         if len(structures) > 1:
             raise RobustCheckpointError(
                 f"torch's save planner makes {len(structures)} write items for the tensor {name!r}, not one"
             )
-        return structures[0] if structures else None
+        structure = self._found[key] = structures[0] if structures else None
+        return structure
 
     def by_stock(self, name: str, value: Any) -> list[tuple[MetadataIndex, ItemStructure, Any]]:
         """For each item of any value its index, its structure, and the data that was looked up."""

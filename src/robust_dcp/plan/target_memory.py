@@ -17,8 +17,6 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["local_tensors", "overlapping_targets", "unusable_targets"]
-
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .(.)", re.MULTILINE)
 

@@ -22,8 +22,6 @@ from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.storage.writing.item_source import saved_by_torch
 from robust_dcp.structure_cache import Cache
 
-__all__ = ["OnUnloadableObject", "UnloadableObjects", "report_unloadable"]
-
 OnUnloadableObject = Literal["warn", "error", "ignore"]
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,6 @@ from robust_dcp.comm import Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.report_rows import SaidOfRank
 
-__all__ = ["LEADS_DIRECTORY", "Written", "places_of_all", "written_message", "written_offer"]
-
 Places = npt.NDArray[np.int64]
 
 LEADS_DIRECTORY = 1
