@@ -5,8 +5,8 @@ names the key, the ranks and what each of them holds.
 
 Chunks fill a tensor exactly if they are inside its bounds, do not overlap, and their volumes add up to that of the
 tensor. So overlap is the costly question. Tensors that are cut along one dimension are decided on the columns of all
-tensors at once. So are tensors with chunks that lie between the lines of a grid. Only the others are swept, tensor by
-tensor.
+tensors at once. So are tensors with chunks that lie between the lines of a grid. Of the others all chunks are compared,
+tensor by tensor.
 
 Of values that differ under one name only one is saved, so somebody has to say so, in the save that makes the plan. With
 its structure each rank sends digests of its objects and of its small whole tensors. Large tensors are not compared:
@@ -164,7 +164,7 @@ def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
     filled = rows[items.numel[rows] > 0]
     clash = first_overlap(items.name[filled], items.offset[filled], items.size[filled])
     if clash is not None:
-        raise _overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
+        raise overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
     if complete and len(rows):
         _check_gaps(items, rows)
 
@@ -190,7 +190,8 @@ def _check_gaps(items: Items, rows: Rows) -> None:
     )
 
 
-def _overlap(items: Items, left: int, right: int) -> PlanConflict:
+def overlap(items: Items, left: int, right: int) -> PlanConflict:
+    """The error for two items that hold the same elements of a tensor, but are no replicas."""
     key = items.names[items.name[left]]
     return PlanConflict(
         f"chunks of {key!r} overlap: rank {items.rank[left]} holds {items.describe(left)}, rank "
@@ -227,7 +228,7 @@ def first_overlap(group: Int32, offset: Int64, size: Int64) -> tuple[int, int] |
     is_suspect[rest] = _crosses_a_line(group[rest], offset[rest], size[rest]) if len(rest) else False
     for each in np.unique(number[is_suspect]).tolist():
         first, last = int(starts[each]), int(starts[each] + counts[each])
-        found = _sweep(offset[first:last], size[first:last])
+        found = _first_pair(offset[first:last], size[first:last])
         if found is not None:
             return first + found[0], first + found[1]
     return None
@@ -253,18 +254,13 @@ def _crosses_a_line(group: Int32, offset: Int64, size: Int64) -> Bool:
     return crosses
 
 
-def _sweep(offset: Int64, size: Int64) -> tuple[int, int] | None:
-    """Two boxes that overlap, found by a sweep along the dimension with the most lines."""
-    dim = int(np.argmax([len(np.unique(offset[:, d])) for d in range(offset.shape[1])]))
-    order = np.argsort(offset[:, dim], kind="stable")
-    active = order[:0]
+def _first_pair(offset: Int64, size: Int64) -> tuple[int, int] | None:
+    """Two boxes that overlap."""
     end = offset + size
-    for current in order.tolist():
-        active = active[end[active, dim] > offset[current, dim]]
-        hit = ((offset[active] < end[current]) & (offset[current] < end[active])).all(axis=1)
+    for row in range(1, len(end)):
+        hit = ((offset[:row] < end[row]) & (offset[row] < end[:row])).all(axis=1)
         if hit.any():
-            return int(active[hit][0]), int(current)
-        active = np.append(active, current)
+            return int(hit.argmax()), row
     return None
 
 

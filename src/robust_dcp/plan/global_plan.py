@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import PlanConflict
 from robust_dcp.items import ItemKind, Items, Path, Replica, merged, unique_rows
 from robust_dcp.plan.conflicts import (
     SMALL_NBYTES,
@@ -24,6 +23,7 @@ from robust_dcp.plan.conflicts import (
     check_coverage,
     differs_from_previous,
     merged_paths,
+    overlap,
     refuse_contradictions,
 )
 from robust_dcp.storage.layouts.places import deal
@@ -199,17 +199,9 @@ def _refuse_other_sizes(items: Items, groups: _Replicas) -> None:
     is_other[groups.starts[:-1]] = False
     others, first = groups.order[is_other], np.repeat(groups.first, np.diff(groups.starts) - 1)
     differs = (items.size[others] != items.size[first]).any(axis=1) & (items.numel[others] != 0)
-    if not differs.any():
-        return
-    place = int(np.flatnonzero(differs)[0])
-    row, other = int(others[place]), int(first[place])
-    key = items.names[items.name[row]]
-    raise PlanConflict(
-        f"chunks of {key!r} overlap: rank {items.rank[other]} holds {items.describe(other)}, rank "
-        f"{items.rank[row]} holds {items.describe(row)}; both begin at the same offsets",
-        key=key,
-        ranks=sorted({int(items.rank[other]), int(items.rank[row])}),
-    )
+    if differs.any():
+        place = int(np.flatnonzero(differs)[0])
+        raise overlap(items, int(first[place]), int(others[place]))
 
 
 def _choose_writers(items: Items, groups: _Replicas, teams: Rows, *, lowest_rank: bool) -> Rows:
