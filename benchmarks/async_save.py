@@ -69,9 +69,7 @@ def _nothing() -> None:
 def _ours(**options: Any) -> Save:
     def save(state_dict: dict[str, Any], path: str) -> Saved:
         saving = robust_dcp.async_save(state_dict, checkpoint_id=path, **options)
-        if isinstance(saving, Future):
-            return _nothing, saving.result
-        return saving.wait_staged, saving.upload_completion.result
+        return saving.wait_staged, saving.result
 
     return save
 

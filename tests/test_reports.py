@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,6 @@ def test_a_report_that_was_sent_to_another_process_has_all_but_the_metadata(tmp_
 def test_a_load_from_nowhere_is_refused() -> None:
     with pytest.raises(ValueError, match="pass checkpoint_id, the directory to load from, or storage_reader"):
         robust_dcp.load({"w": torch.ones(3)})
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("thread", 'async_checkpointer_type is THREAD and executor="process": pass one of them'),
-        ("fiber", "async_checkpointer_type is fiber: robust_dcp knows THREAD and PROCESS"),
-    ],
-)
-def test_an_executor_that_cannot_be_had_is_refused(kind: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        robust_dcp.async_save({}, checkpoint_id=tmp_path, async_checkpointer_type=kind, executor="process")
 
 
 class _Broken(dcp.FileSystemReader):

@@ -234,9 +234,7 @@ def _save(state: dict[str, Any], path: str, kill: Kill) -> Any:
         timeout_seconds=_TIMEOUT_SECONDS,
         **STAGINGS[kill.staging],
     )
-    if isinstance(saving, robust_dcp.AsyncSave):
-        saving.wait_staged()
-        return saving.upload_completion
+    saving.wait_staged()
     return saving
 
 

@@ -76,9 +76,7 @@ def be_rank(way: str, n_saves: int, seed: int, directory: str) -> list[str]:
             saving = robust_dcp.async_save(
                 state, checkpoint_id=f"{directory}/{number % 4}", max_in_flight=2, **WAYS[way]
             )
-            if isinstance(saving, robust_dcp.AsyncSave):
-                saving.wait_staged()
-                saving = saving.upload_completion
+            saving.wait_staged()
             overwriter.go_on()
             _fill(pieces, -generation)  # the loop writes as well, and at once
             pending.append((number, saving))

@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
 import torch
@@ -40,12 +38,10 @@ WhenBusy = Literal["wait", "skip", "raise"]
 Executor = Literal["thread", "process"]
 
 
-@dataclass(eq=False)
-class AsyncSave(AbstractContextManager["AsyncSave"]):
-    """An async save that still copies tensors. ``async_save(…, staging="lazy")`` returns it.
+class AsyncSave(SaveFuture[SaveReport], AbstractContextManager["AsyncSave"]):
+    """A future of the report of an async save. It is done when the checkpoint is committed.
 
-    It has the attributes of ``torch.distributed.checkpoint.state_dict_saver.AsyncSaveResponse``. The saved tensors must
-    not change before :meth:`wait_staged` has returned.
+    With ``staging="lazy"`` the save still copies tensors. They must not change before :meth:`wait_staged` has returned.
 
         save = robust_dcp.async_save(state_dict, checkpoint_id=path, staging="lazy")
         loss = model(batch).loss
@@ -53,20 +49,27 @@ class AsyncSave(AbstractContextManager["AsyncSave"]):
         with save:  # waits until all tensors have been copied
             optimizer.step()
 
+    It has the attributes of ``torch.distributed.checkpoint.state_dict_saver.AsyncSaveResponse``.
+
     Attributes:
         staging_completion: a future that is done when all tensors have been copied.
-        upload_completion: a future of the report. It is done when the checkpoint is committed.
+        upload_completion: this future.
     """
 
-    staging_completion: Future[None]
-    upload_completion: SaveFuture[SaveReport]
-    _waited_seconds: list[float] = field(default_factory=list)
+    def __init__(self, staging_completion: Future[None], waited_seconds: float) -> None:
+        super().__init__()
+        self.staging_completion = staging_completion
+        self._waited_seconds = waited_seconds
+
+    @property
+    def upload_completion(self) -> Future[SaveReport]:
+        return self
 
     def wait_staged(self) -> None:
-        """Wait until tensors may change. If copying fails, ``upload_completion`` raises the error on all ranks."""
+        """Wait until tensors may change. If copying fails, :meth:`result` raises the error on all ranks."""
         started = time.perf_counter()
-        self.staging_completion.exception()
-        self._waited_seconds.append(time.perf_counter() - started)
+        self.staging_completion.result()
+        self._waited_seconds += time.perf_counter() - started
 
     def wait_before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the next step of ``optimizer`` wait for the copies. Later steps do not wait."""
@@ -81,7 +84,7 @@ class AsyncSave(AbstractContextManager["AsyncSave"]):
         self.wait_staged()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
 
@@ -93,9 +96,8 @@ class AsyncSaveOptions(TypedDict, total=False):
     planner: SavePlanner | None
     process_group: dist.ProcessGroup | None
     async_checkpointer_type: Any
-    async_stager: Any
     no_dist: bool
-    use_collectives: bool
+    staging: Staging
     staging_nbytes: int | None
     executor: Executor
     max_in_flight: int
@@ -109,27 +111,6 @@ class AsyncSaveOptions(TypedDict, total=False):
 def async_save(
     state_dict: dict[str, Any],
     *,
-    staging: Literal["full"] = "full",
-    when_busy: Literal["wait", "raise"] = "wait",
-    **options: Unpack[AsyncSaveOptions],
-) -> Future[SaveReport]: ...
-
-
-@overload
-def async_save(
-    state_dict: dict[str, Any],
-    *,
-    staging: Literal["full"] = "full",
-    when_busy: Literal["skip"],
-    **options: Unpack[AsyncSaveOptions],
-) -> Future[SaveReport] | Future[SaveReport | None]: ...
-
-
-@overload
-def async_save(
-    state_dict: dict[str, Any],
-    *,
-    staging: Literal["lazy"],
     when_busy: Literal["wait", "raise"] = "wait",
     **options: Unpack[AsyncSaveOptions],
 ) -> AsyncSave: ...
@@ -139,10 +120,9 @@ def async_save(
 def async_save(
     state_dict: dict[str, Any],
     *,
-    staging: Literal["lazy"],
     when_busy: Literal["skip"],
     **options: Unpack[AsyncSaveOptions],
-) -> Future[SaveReport | None] | AsyncSave: ...
+) -> AsyncSave | Future[None]: ...
 
 
 @entry_point
@@ -154,9 +134,7 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     async_checkpointer_type: Any = None,
-    async_stager: Any = None,
     no_dist: bool = False,
-    use_collectives: bool = True,
     staging: Staging = "full",
     staging_nbytes: int | None = None,
     executor: Executor = "thread",
@@ -166,7 +144,7 @@ def async_save(
     deadline_seconds: float | None = None,
     kind: str | None = None,
     on_commit: Callable[[], object] | None = None,
-) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave:
+) -> AsyncSave | Future[None]:
     """Save a state dict while training goes on.
 
     The caller waits while the ranks agree on the plan and each rank copies the data that it will write. Writing and
@@ -178,9 +156,8 @@ def async_save(
     Args:
         state_dict, checkpoint_id, storage_writer, planner: as for :func:`robust_dcp.save`.
         process_group, no_dist, timeout_seconds, deadline_seconds, kind, on_commit: the same.
-        async_checkpointer_type, async_stager, use_collectives: as for ``torch.distributed.checkpoint.async_save``.
-            Only their defaults are supported, and ``AsyncCheckpointerType.THREAD`` and ``PROCESS``, which choose the
-            ``executor``.
+        async_checkpointer_type: as for ``torch.distributed.checkpoint.async_save``: ``AsyncCheckpointerType.THREAD`` or
+            ``PROCESS``, in the place of ``executor``.
         staging: with ``"full"``, return when all tensors have been copied. With ``"lazy"``, return earlier, and copy
             during forward and backward; tensors must not change before ``wait_staged()`` has returned.
         staging_nbytes: the most memory that copies of tensors may take in each save, in bytes. ``None`` sets no limit.
@@ -196,7 +173,7 @@ def async_save(
             (the future then gives ``None``), or ``"raise"`` a ``RobustCheckpointError`` on all ranks.
 
     Returns:
-        A future of the report with ``staging="full"``, or an :class:`AsyncSave` with ``"lazy"``.
+        A future of the report.
 
     Raises:
         RobustCheckpointError: the ranks cannot agree, or an earlier async save failed and its error was not raised yet.
@@ -212,7 +189,8 @@ def async_save(
         ...     weight.tolist()
         [1.0, 1.0, 1.0, 1.0]
     """
-    _refuse_unknown(async_stager, use_collectives)
+    if async_checkpointer_type is not None:
+        executor = getattr(async_checkpointer_type, "value", async_checkpointer_type)
     for name, value, known in (
         ("staging", staging, Staging),
         ("when_busy", when_busy, WhenBusy),
@@ -223,7 +201,6 @@ def async_save(
     for name, number, least in (("max_in_flight", max_in_flight, 1), ("staging_nbytes", staging_nbytes, 0)):
         if number is not None and number < least:
             raise ValueError(f"{name} must be at least {least}, got {number}")
-    executor = _executor_of(async_checkpointer_type, executor)
     planner, session = open_save(
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
@@ -243,7 +220,7 @@ def async_save(
     with session.channel.together():
         if when_busy != "wait" and _is_full(session, max_in_flight):
             if when_busy == "skip":
-                skipped: Future[SaveReport | None] = Future()
+                skipped: Future[None] = Future()
                 skipped.set_result(None)
                 return skipped
             raise RobustCheckpointError(
@@ -264,17 +241,17 @@ def async_save(
             del state_dict
             try:
                 if staging == "full":
-                    _copy(session, staged)
-                waited_seconds = [session.clock.seconds]
-                waits = waited_seconds if staging == "lazy" else None
-                future = queue.submit(partial(_finish, session, staged, executor, waits))  # if it fails, all ranks hear
+                    staged.copy(session.clock.phase("stage"))
+                saving = AsyncSave(staged.are_free, session.clock.seconds)
+                queue.submit(
+                    partial(_finish, session, staged, saving, staging, executor), saving
+                )  # all hear if it fails
             except BaseException:  # Ctrl-C
                 staged.release()
                 raise
-    if staging == "lazy":
-        return AsyncSave(staged.are_free, future, waited_seconds)
-    staged.are_free.result()
-    return future
+    if staging == "full":
+        saving.wait_staged()
+    return saving
 
 
 def finish_async_saves(timeout_seconds: float | None = None) -> bool:
@@ -292,29 +269,14 @@ def finish_async_saves(timeout_seconds: float | None = None) -> bool:
     return finish_all(timeout_seconds)
 
 
-def _copy(session: SaveSession, staged: StagedSource) -> None:
-    """Copy the tensors. An error is kept for the exchange in which all ranks say whether they have written."""
-    try:
-        with session.clock.phase("stage"):
-            staged.copy()
-            staged.ready()
-    except Exception as error:
-        staged.error = error
-
-
 def _finish(
-    session: SaveSession, staged: StagedSource, executor: Executor, waited_seconds: list[float] | None
+    session: SaveSession, staged: StagedSource, saving: AsyncSave, staging: Staging, executor: Executor
 ) -> SaveReport:
-    """The part of a save that the caller does not wait for: the copies, if not made yet, writing and commit.
-
-    Args:
-        waited_seconds: how long the caller of a lazy save has waited, in the call and later for the copies; ``None`` if
-            the copies have been made.
-    """
+    """The part of a save that the caller does not wait for: the copies, if not made yet, writing and commit."""
     try:
         with session.clock.telling_failures(), session.channel.together():
-            if waited_seconds is not None:
-                _copy(session, staged)
+            if staging == "lazy":
+                staged.copy(session.clock.phase("stage"))
             if executor == "process" and session.writer is not None:
                 session.writer.write_files = partial(write_in_process, session.channel.stop_if_announced)
             session.clock.remarks = staged.how
@@ -323,33 +285,13 @@ def _finish(
             session.commit()
     finally:
         staged.release()
-    freed_seconds = staged.freed_at_seconds - session.clock.started_seconds
-    return session.report(blocked_seconds=freed_seconds if waited_seconds is None else sum(waited_seconds))
+    # A thread that wakes late has waited longer than the save took.
+    return session.report(
+        blocked_seconds=min(saving._waited_seconds, sum(each.seconds for each in session.clock.records))
+    )
 
 
 def _is_full(session: SaveSession, max_in_flight: int) -> bool:
     """Whether some rank has as many saves under way as it may. All ranks get the same answer."""
     is_full = session.queues[0].n_under_way >= max_in_flight
     return session.channel.agree(session.phase("room"), lambda: Offer(flags=int(is_full))).count(1) > 0
-
-
-def _executor_of(async_checkpointer_type: Any, executor: Executor) -> Executor:
-    """The executor, from stock's argument ``async_checkpointer_type`` and our ``executor``."""
-    kind = getattr(async_checkpointer_type, "value", async_checkpointer_type)
-    if kind is None or kind == executor:
-        return executor
-    if kind == "process":
-        return "process"
-    if kind == "thread":
-        raise ValueError('async_checkpointer_type is THREAD and executor="process": pass one of them')
-    raise ValueError(f"async_checkpointer_type is {async_checkpointer_type}: robust_dcp knows THREAD and PROCESS")
-
-
-def _refuse_unknown(async_stager: Any, use_collectives: bool) -> None:
-    if async_stager is not None:
-        raise ValueError(
-            "robust_dcp.async_save copies by itself, only what a rank writes; to stage with "
-            f"{type(async_stager).__name__} call torch.distributed.checkpoint.async_save(…, planner=RobustPlanner())"
-        )
-    if not use_collectives:
-        raise ValueError("robust_dcp.async_save needs use_collectives=True: its ranks agree on every save")

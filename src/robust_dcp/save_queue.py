@@ -22,7 +22,6 @@ from typing import Any, Final, TypeVar
 
 __all__ = ["SaveFuture", "SaveQueue", "finish_all", "queue_of"]
 
-R = TypeVar("R")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -35,30 +34,15 @@ seconds."""
 class SaveFuture(Future[T]):
     """The outcome of one save. If nobody asks this future for its outcome, the next save raises its error.
 
-    Args:
-        asked: that of the future from which this one was made, if any. If one was asked, the other counts as asked.
-
     Attributes:
         asked: set once somebody has asked for the outcome, and so knows of an error.
+        convert: makes what :meth:`result` returns of the value.
     """
 
-    def __init__(self, asked: threading.Event | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.asked = asked or threading.Event()
-
-    def then(self, convert: Callable[[T], R]) -> SaveFuture[R]:
-        """A future of ``convert(result)``."""
-        made: SaveFuture[R] = SaveFuture(self.asked)
-        made.set_running_or_notify_cancel()
-
-        def take(_: Future[T]) -> None:
-            try:
-                made.set_result(convert(Future.result(self)))  # this does not count as asking
-            except BaseException as error:
-                made.set_exception(error)
-
-        self.add_done_callback(take)
-        return made
+        self.asked = threading.Event()
+        self.convert: Callable[[Any], Any] = lambda value: value
 
     def cancel(self) -> bool:
         """Return ``False``: one rank alone cannot cancel a save."""
@@ -66,7 +50,8 @@ class SaveFuture(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         try:
-            return super().result(timeout)
+            value: T = self.convert(super().result(timeout))
+            return value
         finally:
             if self.done():
                 self.asked.set()
@@ -147,9 +132,13 @@ class SaveQueue:
         with self._changed:
             self._failed = []
 
-    def submit(self, run: Callable[[], T]) -> SaveFuture[T]:
-        """Run a save after all earlier ones."""
-        future: SaveFuture[T] = SaveFuture()
+    def submit(self, run: Callable[[], T], future: SaveFuture[T] | None = None) -> SaveFuture[T]:
+        """Run a save after all earlier ones.
+
+        Args:
+            future: becomes that of the save; ``None`` for a new one.
+        """
+        future = SaveFuture() if future is None else future
         future.add_done_callback(self._tell_waiting)  # the first callback: nobody waits for those of the user
         _end_well_on_sigterm()
         with self._changed:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import io
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -32,17 +32,14 @@ _BATCH_NBYTES = 256 << 20
 """About so many bytes are copied in one call. After each call the other ranks hear of the progress."""
 
 
+@dataclass(eq=False)
 class HeldItems(ItemSource):
-    """Items whose data is in memory. The arguments are what the methods of an ``ItemSource`` return, by place."""
+    """Items whose data is in memory. The attributes are what the methods of an ``ItemSource`` return, by place."""
 
-    def __init__(
-        self,
-        names: list[str],
-        expected: list[TensorForm | None],
-        chunk_offsets: list[tuple[int, ...]],
-        data: list[torch.Tensor | io.BytesIO],
-    ) -> None:
-        self.names, self.forms_expected, self.chunk_offsets, self.data = names, expected, chunk_offsets, data
+    names: list[str] = field(default_factory=list)
+    forms_expected: list[TensorForm | None] = field(default_factory=list)
+    chunk_offsets: list[tuple[int, ...]] = field(default_factory=list)
+    data: list[torch.Tensor | io.BytesIO] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -72,9 +69,7 @@ class StagedSource(HeldItems):
         limit_nbytes: the most bytes that all copies of tensors may take together; ``None`` for no limit.
 
     Attributes:
-        are_free: a future that is done when the tensors may change. ``freed_at_seconds``: when that was
-            (``time.perf_counter()``).
-        error: why there are no copies.
+        are_free: a future that is done when the tensors may change.
         borrowed: the places of the tensors that are not copied. It is known after :meth:`copy`.
         copied, forms: the places of the copies in the plan, and their forms, in their order in the memory.
         how: remarks for the report, if tensors were not copied, or were copied in a slower way.
@@ -88,14 +83,13 @@ class StagedSource(HeldItems):
         *,
         limit_nbytes: int | None = None,
     ) -> None:
-        super().__init__([], [], [], [])
+        super().__init__()
         self.are_free: Future[None] = Future()
-        self.freed_at_seconds = 0.0
-        self.error: Exception | None = None
         self.borrowed: Sequence[int] = ()
         self.copied: list[int] = []
         self.forms: list[TensorForm] = []
         self.how: tuple[str, ...] = ()
+        self._error: Exception | None = None
         self._note_progress = note_progress
         self._buffers = buffers
         self._limit_nbytes = limit_nbytes
@@ -104,7 +98,7 @@ class StagedSource(HeldItems):
         try:
             self._take(make())
         except Exception as error:
-            self.error = error
+            self._error = error
 
     def _take(self, source: ItemSource) -> None:
         """Note the tensors, and pickle all else, as a save that waits does."""
@@ -130,22 +124,23 @@ class StagedSource(HeldItems):
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
 
-    def copy(self) -> None:
-        """Copy all tensors that are not :attr:`borrowed`.
+    def copy(self, phase: AbstractContextManager[object]) -> None:
+        """Copy all tensors that are not :attr:`borrowed`, within a phase.
 
         When this returns, the copies are complete, and their originals are no longer referenced.
         """
-        if self.error is None:
+        if self._error is None:
             try:
-                self._copy()
+                with phase:
+                    self._copy()
             except BaseException as error:
                 if self._stream is not None:
                     with suppress(Exception):  # no copy under way may reach the memory when the next save has it
                         self._stream.synchronize()
                 if not isinstance(error, Exception):  # Ctrl-C
                     raise
-                self.error = error
-        if self.error is not None or not self.borrowed:
+                self._error = error
+        if self._error is not None or not self.borrowed:
             self._free()
 
     def _copy(self) -> None:
@@ -176,10 +171,13 @@ class StagedSource(HeldItems):
                 self._say(NOT_PINNED)
         copies = buffer.tensors(forms)
         with torch.no_grad(), self.stream():
-            for batch in _batches(originals):
-                self._copy_batch(places[batch], copies[batch], originals[batch])
-                done_nbytes += sum(tensor.nbytes for tensor in originals[batch])
-                self._note_progress(done_nbytes, total_nbytes)
+            first, nbytes = 0, 0
+            for end, original in enumerate(originals, 1):
+                nbytes += original.nbytes
+                if nbytes >= _BATCH_NBYTES or end == len(originals):
+                    self._copy_batch(places[first:end], copies[first:end], originals[first:end])
+                    first, nbytes, done_nbytes = end, 0, done_nbytes + nbytes
+                    self._note_progress(done_nbytes, total_nbytes)
         if self._stream is not None:
             wait_for_copies(self._stream)
         for place, copy in zip(places, copies, strict=True):
@@ -196,7 +194,10 @@ class StagedSource(HeldItems):
 
     def _say(self, how: str) -> None:
         self.how = (*self.how, how)
-        _log_once(how.partition(":")[0], how)
+        kind = how.partition(":")[0]
+        if kind not in _LOGGED:
+            _LOGGED.add(kind)
+            logger.warning("an async save has not gone as it should; said once: %s", how)
 
     def stream(self) -> AbstractContextManager[object]:
         """A ``with`` block for work on the device. It runs after all work that was queued when this object was made."""
@@ -208,8 +209,8 @@ class StagedSource(HeldItems):
         Raises:
             Exception: an item could not be taken or copied. A ``RobustCheckpointError`` names it.
         """
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         return self
 
     @property
@@ -220,7 +221,7 @@ class StagedSource(HeldItems):
     def give_back(self) -> None:
         """Note that the borrowed tensors have been written."""
         for place in self.borrowed:
-            self.data[place] = _WRITTEN
+            self.data[place] = io.BytesIO()  # so that the tensor is no longer referenced
         self._free()
 
     def release(self) -> None:
@@ -233,30 +234,7 @@ class StagedSource(HeldItems):
 
     def _free(self) -> None:
         if not self.are_free.done():
-            self.freed_at_seconds = time.perf_counter()
             self.are_free.set_result(None)
 
 
-_WRITTEN = io.BytesIO()
-"""Takes the place of a borrowed tensor when it is no longer referenced."""
-
-
 _LOGGED: set[str] = set()
-
-
-def _log_once(kind: str, text: str) -> None:
-    if kind not in _LOGGED:
-        _LOGGED.add(kind)
-        logger.warning("an async save has not gone as it should; said once: %s", text)
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Divide ``tensors`` into ranges of about :data:`_BATCH_NBYTES` bytes."""
-    first, nbytes = 0, 0
-    for place, tensor in enumerate(tensors):
-        nbytes += tensor.nbytes
-        if nbytes >= _BATCH_NBYTES:
-            yield slice(first, place + 1)
-            first, nbytes = place + 1, 0
-    if first < len(tensors):
-        yield slice(first, len(tensors))

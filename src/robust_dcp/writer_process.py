@@ -22,8 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -38,9 +38,9 @@ from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_n
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
+from robust_dcp.storage.writing.item_source import ItemSource
 
-__all__ = ["WriterDied", "WriterProcess", "start_writer", "write_in_process"]
+__all__ = ["WriterProcess", "start_writer", "write_in_process"]
 
 _LOOK_SECONDS: Final = 0.05
 """While its writer process writes, a rank checks this often whether another rank has given up the save."""
@@ -70,38 +70,41 @@ class _Job:
 
     Attributes:
         files: where to write.
-        names, forms_expected, chunk_offsets: as in ``HeldItems``.
+        items: what to write. Its data is the bytes of all items but the tensors in the shared memory.
         memory_nbytes: the size of the shared memory.
         copied, forms: the places and forms of the tensors in the shared memory, in their order there.
-        records: for all other items, the bytes to write, by place.
         cpus: the processors near the memory, on which the writer should run.
     """
 
     files: FilesOfRank
-    names: list[str]
-    forms_expected: list[TensorForm | None]
-    chunk_offsets: list[tuple[int, ...]]
+    items: HeldItems
     memory_nbytes: int
     copied: list[int]
     forms: list[TensorForm]
-    records: dict[int, bytes]
     cpus: frozenset[int]
 
-
-class WriterDied(Exception):
-    """The writer process has ended, or does not answer any more. The message says how."""
+    @classmethod
+    def of(cls, files: FilesOfRank, source: StagedSource, memory: StagingBuffer) -> _Job:
+        data = list(source.data)
+        for place in source.copied:
+            data[place] = io.BytesIO()
+        items = HeldItems(source.names, source.forms_expected, source.chunk_offsets, data)
+        return cls(files, items, memory.nbytes, source.copied, source.forms, memory.cpus)
 
 
 class WriterProcess:
     """A process that writes one job at a time, as its rank sees it.
 
     It is a new process and not a fork. So it has no threads, locks or devices of this one.
+
+    Attributes:
+        job: is held while it has a job.
     """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_SECONDS, 0))
-        self.has_job = False
+        self.job = threading.Lock()
         self._connection = Connection(ours.detach())
         with theirs:
             try:
@@ -121,8 +124,8 @@ class WriterProcess:
 
     def write(
         self, job: _Job, fd: int, note_progress: Callable[[int, int], None], look: Callable[[], None]
-    ) -> WrittenFiles | RobustCheckpointError:
-        """Let the process do a job, and wait for it. If this raises, the process has ended, and has removed nothing.
+    ) -> WrittenFiles:
+        """Let the process do a job, and wait for it. It removes no files if the job fails.
 
         Args:
             fd: the open file of the memory with the tensors.
@@ -130,25 +133,32 @@ class WriterProcess:
             look: called from time to time. If it raises, the process is killed.
 
         Raises:
-            WriterDied: the process has ended during the job.
+            RobustCheckpointError: the process could not write, or has ended during the job.
         """
         try:
             self._connection.send_bytes(pickle.dumps(job))
             send_handle(self._connection, fd, self.process.pid)
-            while True:
+            message: tuple[int, int] | WrittenFiles | RobustCheckpointError = (0, 0)
+            while isinstance(message, tuple):
                 if self._connection.poll(_LOOK_SECONDS):
-                    message: tuple[int, int] | WrittenFiles | RobustCheckpointError = self._connection.recv()
-                    if not isinstance(message, tuple):
-                        return message
-                    note_progress(*message)
+                    message = self._connection.recv()
+                    if isinstance(message, tuple):
+                        note_progress(*message)
                 elif not self.is_alive:
                     raise EOFError
                 look()
         except (EOFError, OSError) as error:
-            raise WriterDied(self.end(within_seconds=1.0)) from error
+            raise RobustCheckpointError(
+                f"the writer process of rank {job.files.rank} (pid {self.process.pid}) died while it wrote "
+                f"{job.files.directory}: {self.end(within_seconds=1.0)}. Nothing of this save is committed, and the "
+                "checkpoint before it is still there; the next save starts another process"
+            ) from error
         except BaseException:
             self.end(within_seconds=0.0)
             raise
+        if isinstance(message, RobustCheckpointError):
+            raise message
+        return message
 
     def end(self, within_seconds: float = _END_SECONDS) -> str:
         """End the process, by force if it does not end by itself in time. Returns a text that says how it ended."""
@@ -164,50 +174,36 @@ class WriterProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
 
-_WRITERS: Final[list[WriterProcess]] = []
-"""The writer processes of this process. There is only one, unless saves of several groups run at the same time."""
+_WRITER: Final[list[WriterProcess]] = []
+"""The writer process of this process, once there is one."""
 
 _LOCK: Final = threading.Lock()
 
 
-def _living() -> list[WriterProcess]:
-    _WRITERS[:] = [each for each in _WRITERS if each.has_job or each.is_alive]
-    return _WRITERS
-
-
 def start_writer() -> None:
-    """Start a writer process if there is none, so that it is ready when it is needed. If this fails, the save will
+    """Start the writer process if there is none, so that it is ready when it is needed. If this fails, the save will
     raise the error on all ranks."""
-    with _LOCK, suppress(OSError):
-        if not _living():
-            _WRITERS.append(WriterProcess())
+    with suppress(OSError):
+        _living()
 
 
-@contextmanager
-def _lent() -> Iterator[WriterProcess]:
-    """A writer process that has no other job within the ``with`` block."""
+def _living() -> WriterProcess:
     with _LOCK:
-        writer = next((each for each in _living() if not each.has_job), None)
-        if writer is None:
-            writer = WriterProcess()
-            _WRITERS.append(writer)
-        writer.has_job = True
-    try:
-        yield writer
-    finally:
-        writer.has_job = False
+        if not _WRITER or not (_WRITER[0].job.locked() or _WRITER[0].is_alive):
+            _WRITER[:] = [WriterProcess()]
+        return _WRITER[0]
 
 
-def _end_all() -> None:
-    for writer in _WRITERS:
+def _end_at_exit() -> None:
+    for writer in _WRITER:
         writer.end()
 
 
-def _forget_all() -> None:
+def _forget_in_child() -> None:
     """A forked child has no writer process."""
-    for writer in _WRITERS:
+    for writer in _WRITER:
         writer.process.returncode = writer.process.returncode or 0
-    _WRITERS.clear()
+    _WRITER.clear()
 
 
 def write_in_process(
@@ -217,7 +213,8 @@ def write_in_process(
     check_stop: Callable[[int, int], None],
     not_removed: list[str],
 ) -> WrittenFiles:
-    """``write_files`` for one save in a writer process. This process writes if some data is not in shared memory.
+    """``write_files`` for one save in the writer process. This process writes if some data is not in shared memory, or
+    if the writer process has a job of another group.
 
     Args:
         look: raises if another rank has given up the save.
@@ -225,49 +222,20 @@ def write_in_process(
     memory = source.shared if isinstance(source, StagedSource) else None
     if not isinstance(source, StagedSource) or memory is None or memory.fd is None:
         return write_files(files, source, check_stop, not_removed)
-    job = _Job(
-        files,
-        source.names,
-        source.forms_expected,
-        source.chunk_offsets,
-        memory.nbytes,
-        source.copied,
-        source.forms,
-        _records(source),
-        memory.cpus,
-    )
+    writer = _living()
+    if not writer.job.acquire(blocking=False):
+        return write_files(files, source, check_stop, not_removed)
     try:
-        with _lent() as writer:
-            try:
-                written = writer.write(job, memory.fd, check_stop, look)
-            except WriterDied as death:
-                raise RobustCheckpointError(
-                    f"the writer process of rank {files.rank} (pid {writer.process.pid}) died while it wrote "
-                    f"{files.directory}: {death}. Nothing of this save is committed, and the checkpoint before it is "
-                    "still there; the next save starts another process"
-                ) from death
-        if isinstance(written, RobustCheckpointError):
-            raise written
+        return writer.write(_Job.of(files, source, memory), memory.fd, check_stop, look)
     except BaseException:
         not_removed += files.remove()
         raise
-    return written
+    finally:
+        writer.job.release()
 
 
-def _records(source: StagedSource) -> dict[int, bytes]:
-    """The bytes of all items that are not tensors in shared memory."""
-    records = {}
-    with NamedErrors(source, 0) as errors:
-        for place in sorted(set(range(len(source))).difference(source.copied)):
-            errors.place = place
-            data = source.resolve(place)
-            record = saved_by_torch(data) if isinstance(data, torch.Tensor) else data
-            records[place] = record.getvalue()
-    return records
-
-
-atexit.register(_end_all)  # at that time the async saves are over
-os.register_at_fork(after_in_child=_forget_all)
+atexit.register(_end_at_exit)  # at that time the async saves are over
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 # The other side: what runs in the writer process.
@@ -323,14 +291,10 @@ def _do(connection: Connection, job: _Job, fd: int) -> WrittenFiles | RobustChec
         stay_near(job.cpus)
         memory = StagingBuffer(job.memory_nbytes, fd=fd)
         try:
-            data: dict[int, torch.Tensor | io.BytesIO] = {
-                **dict(zip(job.copied, memory.tensors(job.forms), strict=True)),
-                **{place: io.BytesIO(record) for place, record in job.records.items()},
-            }
-            in_order = [data[place] for place in range(len(data))]
-            items = HeldItems(job.names, job.forms_expected, job.chunk_offsets, in_order)
+            for place, tensor in zip(job.copied, memory.tensors(job.forms), strict=True):
+                job.items.data[place] = tensor
             files = replace(job.files, placements=_one_object(pickle.dumps(job.files.placements)))
-            return write_files(files, items, tell, [])
+            return write_files(files, job.items, tell, [])
         finally:
             memory.release()
     except RobustCheckpointError as error:

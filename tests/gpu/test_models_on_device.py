@@ -57,9 +57,7 @@ def resume(directory: str, how: str) -> list[float]:
         robust_dcp.save(state_of(model, optimizer), checkpoint_id=directory)
     else:
         saving = robust_dcp.async_save(state_of(model, optimizer), checkpoint_id=directory, staging=how)
-        if how == "lazy":
-            saving.wait_staged()
-            saving = saving.upload_completion
+        saving.wait_staged()
     goes_on = train(model, optimizer, 4)
     if how != "save":
         saving.result(timeout=60)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import torch
 from typing_extensions import assert_type
 
@@ -18,9 +16,9 @@ def train(model: torch.nn.Module, manager: robust_dcp.CheckpointManager) -> int:
     nbytes += manager.async_save(4, {"model": state}).result().nbytes
     nbytes += robust_dcp.load({"model": state}, checkpoint_id="checkpoints/step_1").nbytes
     with robust_dcp.async_save({"model": state}, checkpoint_id="checkpoints/step_5", staging="lazy") as saving:
-        nbytes += saving.upload_completion.result().nbytes
+        nbytes += saving.result().nbytes + saving.upload_completion.result().nbytes
     skipped = robust_dcp.async_save({"model": state}, checkpoint_id="checkpoints/step_6", when_busy="skip").result()
     nbytes += 0 if skipped is None else skipped.nbytes
-    assert_type(manager.async_save(7, {"model": state}), Future[robust_dcp.SaveReport])
+    assert_type(manager.async_save(7, {"model": state}), robust_dcp.AsyncSave)
     assert_type(manager.async_save(8, {"model": state}, staging="lazy"), robust_dcp.AsyncSave)
     return nbytes

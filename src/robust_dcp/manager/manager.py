@@ -225,19 +225,7 @@ class CheckpointManager:
         state_dict: dict[str, Any],
         *,
         metrics: Metrics = None,
-        staging: Literal["full"] = "full",
         when_busy: Literal["wait", "raise"] = "wait",
-        **options: Any,
-    ) -> Future[SaveReport]: ...
-
-    @overload
-    def async_save(
-        self,
-        step: int,
-        state_dict: dict[str, Any],
-        *,
-        metrics: Metrics = None,
-        staging: Literal["lazy"],
         **options: Any,
     ) -> AsyncSave: ...
 
@@ -250,17 +238,17 @@ class CheckpointManager:
         metrics: Metrics = None,
         when_busy: Literal["skip"],
         **options: Any,
-    ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave: ...
+    ) -> AsyncSave | Future[None]: ...
 
     @entry_point
     def async_save(
         self, step: int, state_dict: dict[str, Any], *, metrics: Metrics = None, **options: Any
-    ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave:
+    ) -> AsyncSave | Future[None]:
         """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
         those of :func:`robust_dcp.async_save`."""
         options = self._options_of(step, metrics, options)
         with self._preemption.saving() as ended:
-            saving: Any = async_save(state_dict, **options)
+            saving: AsyncSave | Future[None] = async_save(state_dict, **options)
 
             def tidy_up(done: Future[Any]) -> None:
                 # By the methods of the base class: nobody is told of an error by this.
@@ -269,9 +257,8 @@ class CheckpointManager:
                     self._tidy_up(report, options["on_commit"])
                 ended(is_saved)
 
-            future: Future[Any] = saving.upload_completion if isinstance(saving, AsyncSave) else saving
-            future.add_done_callback(tidy_up)
-        return saving  # type: ignore[no-any-return]
+            saving.add_done_callback(tidy_up)
+        return saving
 
     @entry_point
     def load_latest(self, state_dict: dict[str, Any], **options: Any) -> LoadedCheckpoint | None:

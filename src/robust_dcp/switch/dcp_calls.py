@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import state_dict_saver as stock_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp import api
-from robust_dcp.asynchronous import AsyncSave
 from robust_dcp.asynchronous import async_save as robust_async_save
 from robust_dcp.environment import value_of
 from robust_dcp.errors import StorageError
@@ -123,13 +122,11 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
         log_left_to_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)
     saving: Any = robust_async_save(with_names_of_stock(state_dict), staging=staging, **arguments)
-    metadata_of = _metadata_for(writer, arguments["storage_writer"])
-    if isinstance(saving, AsyncSave):
-        response: Any = getattr(stock_saver, "AsyncSaveResponse", AsyncSave)
-        return response(
-            staging_completion=saving.staging_completion, upload_completion=saving.upload_completion.then(metadata_of)
-        )
-    return saving.then(metadata_of)
+    saving.convert = _metadata_for(writer, arguments["storage_writer"])
+    response: Any = getattr(stock_saver, "AsyncSaveResponse", None)
+    if staging == "full" or response is None:
+        return saving
+    return response(staging_completion=saving.staging_completion, upload_completion=saving)
 
 
 def _given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
