@@ -22,6 +22,7 @@ A user sees what happened, what to do, and which ranks raised it. The stack show
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import re
@@ -93,10 +94,13 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
     Args:
         message: who, where, what was expected, what was found, what to do.
         failures: one entry for each rank that failed itself. Ranks that only heard of the failure have no entry.
-        fields: the values of the attributes in the ``field_names`` of the class.
+        fields: the values of the attributes that the class names by its annotations (``field_names``).
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.field_names = (*cls.field_names, *inspect.get_annotations(cls))
 
     def __init__(self, message: str, *, failures: Sequence[RankFailure] = (), **fields: Any) -> None:
         unknown = set(fields) - set(self.field_names)
@@ -157,7 +161,6 @@ class ExchangeError(RobustCheckpointError):
     """An exchange between ranks failed: a frame or payload arrived damaged twice, or the ranks are in different
     operations. ``phase`` names the exchange; ``ranks`` lists the ranks at fault, as ranks of the group."""
 
-    field_names: ClassVar[tuple[str, ...]] = ("phase", "ranks")
     phase: str | None
     ranks: list[int] | None
 
@@ -165,7 +168,6 @@ class ExchangeError(RobustCheckpointError):
 class ExchangeTimeout(ExchangeError, TimeoutError):
     """Some ranks did not join an exchange within ``timeout_seconds``; ``missing_ranks`` names them (group ranks)."""
 
-    field_names: ClassVar[tuple[str, ...]] = ("phase", "ranks", "missing_ranks", "timeout_seconds")
     missing_ranks: list[int] | None
     timeout_seconds: float | None
 
@@ -173,7 +175,6 @@ class ExchangeTimeout(ExchangeError, TimeoutError):
 class PlanConflict(RobustCheckpointError, ValueError):
     """The ranks want to save contradictory things. ``key`` is the FQN; ``ranks`` are those that hold it."""
 
-    field_names: ClassVar[tuple[str, ...]] = ("key", "ranks")
     key: str | None
     ranks: list[int] | None
 
@@ -183,7 +184,6 @@ class StructureChanged(RobustCheckpointError):
 
     ``added``, ``removed`` and ``changed`` list the keys, at most a few hundred of each."""
 
-    field_names: ClassVar[tuple[str, ...]] = ("added", "removed", "changed")
     added: list[str] | None
     removed: list[str] | None
     changed: list[str] | None
@@ -192,7 +192,6 @@ class StructureChanged(RobustCheckpointError):
 class StorageError(RobustCheckpointError, OSError):
     """A call to the file system failed: ``operation`` on ``path`` gave ``errno`` (``None`` if it gave no number)."""
 
-    field_names: ClassVar[tuple[str, ...]] = ("path", "errno", "operation")
     path: str | None
     operation: str | None
     errno: int | None
@@ -202,7 +201,6 @@ class CorruptCheckpoint(RobustCheckpointError, ValueError):
     """Bytes or metadata differ from what was written. ``file`` and ``item`` say where; ``expected`` and ``found`` say
     what differs."""
 
-    field_names: ClassVar[tuple[str, ...]] = ("file", "item", "expected", "found")
     file: str | None
     item: str | None
     expected: str | None
@@ -212,23 +210,14 @@ class CorruptCheckpoint(RobustCheckpointError, ValueError):
 class UnsafeCheckpoint(RobustCheckpointError, ValueError):
     """Loading ``file`` would run code, or follow a path out of the checkpoint's directory. ``what`` says which."""
 
-    field_names: ClassVar[tuple[str, ...]] = ("file", "what")
     file: str | None
     what: str | None
 
 
 _CLASSES: dict[str, type[RobustCheckpointError]] = {
-    cls.__name__: cls
-    for cls in (
-        RobustCheckpointError,
-        ExchangeError,
-        ExchangeTimeout,
-        PlanConflict,
-        StructureChanged,
-        StorageError,
-        CorruptCheckpoint,
-        UnsafeCheckpoint,
-    )
+    name: each
+    for name, each in tuple(globals().items())
+    if isinstance(each, type) and issubclass(each, RobustCheckpointError)
 }
 
 
@@ -343,17 +332,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _formatted(frames: list[traceback.FrameSummary]) -> list[str]:
-    left_out = len(frames) - _MAX_FRAMES
-    if left_out > 0:
-        frames = frames[: _MAX_FRAMES // 2] + frames[-(_MAX_FRAMES // 2) :]
-    lines = []
-    for place, frame in enumerate(frames):
-        if left_out > 0 and place == _MAX_FRAMES // 2:
-            lines.append(f"[{left_out} calls left out]")
-        lines.append(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}')
-        if frame.line:
-            lines.append(f"  {frame.line}")
-    return lines
+    calls = [
+        f'File "{frame.filename}", line {frame.lineno}, in {frame.name}' + (f"\n  {frame.line}" if frame.line else "")
+        for frame in frames
+    ]
+    if len(calls) > _MAX_FRAMES:
+        half = _MAX_FRAMES // 2
+        calls[half:-half] = [f"[{len(calls) - _MAX_FRAMES} calls left out]"]
+    return calls
 
 
 @cache

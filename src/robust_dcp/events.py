@@ -154,17 +154,12 @@ def is_heard() -> bool:
 def tell(event: Event) -> None:
     """Call all listeners."""
     for listener in tuple(_LISTENERS):
-        _tell_one(listener, event)
-
-
-def _tell_one(listener: Listener, event: Event) -> None:
-    try:
-        listener(event)
-    except Exception:
-        if id(listener) in _FAILED:
-            return
-        _FAILED.add(id(listener))
-        logger.exception(
-            "rank %d: %r raised at the event %r of %r; the %s goes on, and further errors of it are not logged",
-            *(event.rank, listener, event.name, event.operation, event.kind),
-        )
+        try:
+            listener(event)
+        except Exception:  # noqa: PERF203 (there are few)
+            if id(listener) not in _FAILED:
+                _FAILED.add(id(listener))
+                logger.exception(
+                    "rank %d: %r raised at the event %r of %r; the %s goes on, and further errors of it are not logged",
+                    *(event.rank, listener, event.name, event.operation, event.kind),
+                )

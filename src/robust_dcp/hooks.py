@@ -8,71 +8,43 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from robust_dcp.environment import value_of
 from robust_dcp.events import Event, on_event
 
-__all__ = ["LoggingHook", "ProgressBar", "ProgressLine", "fields_of", "watch_in_terminal"]
+__all__ = ["ProgressBar", "ProgressLine", "log_event", "watch_in_terminal"]
+
+logger = logging.getLogger("robust_dcp.operations")
 
 _AFTER_SECONDS: Final = 2.0
 _EVERY_SECONDS: Final = 0.1
 _WIDTH: Final = 30
 
 
-class LoggingHook:
-    """One log record at the end of each save and load: INFO if it went well, ERROR if it failed.
+def log_event(event: Event) -> None:
+    """Log the end of each save and load of rank 0 to ``robust_dcp.operations``: INFO if it went well, ERROR if it
+    failed.
 
     The record's attribute ``robust_dcp`` is a dict: the operation, the rank and the numbers. A formatter for JSON, such
     as that of ``python-json-logger``, prints it as it is.
 
-    Args:
-        logger: where to; ``None`` for the logger ``robust_dcp.operations``.
-        all_ranks: whether ranks other than 0 log, too.
-        phases: whether each phase is logged as well, at DEBUG.
-
     Example::
 
-        robust_dcp.on_event(LoggingHook())
+        robust_dcp.on_event(robust_dcp.hooks.log_event)
     """
-
-    def __init__(self, logger: logging.Logger | None = None, *, all_ranks: bool = False, phases: bool = False) -> None:
-        self._logger: Final = logger or logging.getLogger("robust_dcp.operations")
-        self._all_ranks = all_ranks
-        self._phases = phases
-
-    def __call__(self, event: Event) -> None:
-        if event.rank != 0 and not self._all_ranks:
-            return
-        extra = {"robust_dcp": fields_of(event)}
-        if event.name == "ended":
-            self._logger.info("%s took %.3f s", event.operation, event.seconds or 0.0, extra=extra)
-        elif event.name == "failed":
-            self._logger.error("%s failed: %s", event.operation, event.error, extra=extra)
-        elif event.name == "phase_ended" and self._phases:
-            self._logger.debug("%s: %s took %.3f s", event.operation, event.phase, event.seconds or 0.0, extra=extra)
-
-
-def fields_of(event: Event) -> dict[str, Any]:
-    """The event as plain values, those that are not ``None``."""
-    names = [
-        "kind",
-        "checkpoint_id",
-        "phase",
-        "rank",
-        "world_size",
-        "is_async",
-        "seconds",
-        "done_nbytes",
-        "total_nbytes",
-    ]
-    error = None if event.error is None else f"{type(event.error).__name__}: {event.error}"
-    plain = {"event": event.name, **{name: getattr(event, name) for name in names}, "error": error}
-    metrics = {name.rpartition("/")[2]: value for name, value in event.metrics.items()}
-    return {name: value for name, value in plain.items() if value is not None} | metrics
+    if event.rank != 0 or event.name not in ("ended", "failed"):
+        return
+    names = ("kind", "checkpoint_id", "rank", "world_size", "is_async", "seconds")
+    fields = {"event": event.name, **{name: getattr(event, name) for name in names}}
+    fields |= {name.rpartition("/")[2]: value for name, value in event.metrics.items()}
+    if event.error is None:
+        logger.info("%s took %.3f s", event.operation, event.seconds or 0.0, extra={"robust_dcp": fields})
+    else:
+        fields["error"] = f"{type(event.error).__name__}: {event.error}"
+        logger.error("%s failed: %s", event.operation, event.error, extra={"robust_dcp": fields})
 
 
 @cache
@@ -87,28 +59,21 @@ class ProgressBar:
 
     def __init__(self, after_seconds: float = _AFTER_SECONDS) -> None:
         self._after_seconds = after_seconds
-        self._lock = threading.Lock()
-        self._shown_from: dict[str, float] = {}
         self._lines: dict[str, ProgressLine] = {}
 
     def __call__(self, event: Event) -> None:
-        if event.rank != 0 or event.is_async:
+        if event.name == "started" and event.rank == 0 and not event.is_async:
+            self._lines[event.operation] = ProgressLine("", self._after_seconds)
+        line = self._lines.get(event.operation)
+        if line is None:
             return
-        with self._lock:
-            if event.name == "started":
-                self._shown_from[event.operation] = time.monotonic() + self._after_seconds
-            elif event.name == "progress":
-                line, now = self._lines.get(event.operation), time.monotonic()
-                if line is not None and event.total_nbytes and now >= self._shown_from.get(event.operation, now):
-                    line.show(event.done_nbytes or 0, event.total_nbytes)
-            elif event.name != "phase_ended":
-                line = self._lines.pop(event.operation, None)
-                if line is not None:
-                    line.clear()
-                if event.phase is not None:
-                    self._lines[event.operation] = ProgressLine(event.phase)
-                else:
-                    self._shown_from.pop(event.operation, None)
+        if event.name == "phase_started":
+            line.begin(event.phase or "")
+        elif event.name == "progress":
+            line.show(event.done_nbytes or 0, event.total_nbytes or 0)
+        elif event.name in ("ended", "failed"):
+            line.clear()
+            del self._lines[event.operation]
 
 
 class ProgressLine:
@@ -116,18 +81,25 @@ class ProgressLine:
 
     Args:
         what: its first word.
+        after_seconds: it is not drawn before.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._started = 0.0
+    def __init__(self, what: str, after_seconds: float = 0.0) -> None:
+        self._drawn_from = time.monotonic() + after_seconds
         self._drawn = 0.0
+        self.begin(what)
+
+    def begin(self, what: str) -> None:
+        """Count from nothing again, with another first word."""
+        self.clear()
+        self._what, self._started = what, 0.0
 
     def show(self, done_nbytes: int, total_nbytes: int) -> None:
         """Draw it again, unless that has just been done."""
         now = time.monotonic()
         self._started = self._started or now
-        if not total_nbytes or (now - self._drawn < _EVERY_SECONDS and done_nbytes < total_nbytes):
+        is_due = now - self._drawn >= _EVERY_SECONDS or done_nbytes >= total_nbytes
+        if not total_nbytes or now < self._drawn_from or not is_due:
             return
         self._drawn = now
         filled = min(_WIDTH, _WIDTH * done_nbytes // total_nbytes)
@@ -142,6 +114,7 @@ class ProgressLine:
         """Remove it."""
         if self._drawn:
             self._write("")
+            self._drawn = 0.0
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"\r\x1b[K{text}")

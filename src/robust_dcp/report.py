@@ -1,6 +1,8 @@
-"""What a save or load did: its phases with times and messages, its bytes, and why it reused or rebuilt the plan.
+"""What a save or load did, and the report that a save leaves beside its checkpoint: ``.robust_dcp.report.json``.
 
-This module owns the report types and how they print. ``api`` makes a report at the end of each call.
+``SaveReport`` and ``LoadReport`` are what one rank has seen, and are returned to its caller. ``SavedReport`` is what
+the coordinator knows of all ranks. This module owns how they print, and the name, form and limits of the file. It needs
+no torch, so that a report can be shown where no torch is installed.
 """
 
 from __future__ import annotations
@@ -9,21 +11,61 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Final, Literal
+from statistics import median_low
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
-from torch.distributed.checkpoint.metadata import Metadata
+from msgspec import Meta
 
-from robust_dcp.report_file import Changes
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["LoadReport", "PhaseReport", "PlanOutcome", "SaveReport", "StructureDiff", "sizes_in_words"]
+__all__ = [
+    "MAX_NBYTES",
+    "REPORT_NAME",
+    "VERSION",
+    "LoadReport",
+    "Modules",
+    "PhaseReport",
+    "PlanOutcome",
+    "PlanReport",
+    "Ranks",
+    "SaveReport",
+    "SavedReport",
+    "Straggler",
+    "StructureDiff",
+    "decode_report",
+    "encode_report",
+    "find_stragglers",
+    "shortened",
+    "sizes_in_words",
+]
 
-_JSON_VERSION: Final = 1
+REPORT_NAME: Final = ".robust_dcp.report.json"
+"""No reader of checkpoints looks for a file of this name."""
+
+VERSION: Final = 1
+"""Of the form of the file, and of the JSON of a report."""
+
+MAX_NBYTES: Final = 64 << 20
+"""A report of 100,000 ranks has about 9 MB. A file that is larger than this is no report."""
+
+MAX_RANKS: Final = 1_000_000
 
 _SHOWN: Final = 8
 """How many keys of each kind the one-line summary names."""
 
+_LENGTH: Final = 300
+"""How long a key or text in the file may be."""
+
+_SLOW_FACTOR: Final = 1.5
+_SLOW_SECONDS: Final = 0.1
+_MOST_STRAGGLERS: Final = 32
+
 PlanOutcome = Literal["built", "reused", "rebuilt"]
+
+_Count = Annotated[int, Meta(ge=0, le=10**18)]
+_Seconds = Annotated[float, Meta(ge=0, le=1e18)]
 
 
 @dataclass(frozen=True)
@@ -41,7 +83,7 @@ class PhaseReport:
     """
 
     name: str
-    seconds: float
+    seconds: _Seconds
     exchanges: int = 0
     messages: int = 0
     header_nbytes: int = 0
@@ -71,6 +113,14 @@ class StructureDiff:
         if self.changed:
             parts.append(f"changed {_listed(f'{key} ({how})' for key, how in self.changed.items())}")
         return "; ".join(parts) or "no change"
+
+    def for_file(self) -> StructureDiff:
+        """The same, with keys and texts that are not long."""
+        return StructureDiff(
+            tuple(shortened(key) for key in self.added),
+            tuple(shortened(key) for key in self.removed),
+            {shortened(key): shortened(how) for key, how in self.changed.items()},
+        )
 
 
 def _listed(keys: Iterable[str]) -> str:
@@ -107,8 +157,8 @@ class _Report:
         names = [each.name for each in fields(self) if not each.name.startswith("_") and each.name not in without]
         shown = {name: getattr(self, name) for name in names}
         shown["checkpoint"] = shown.pop("checkpoint_id")
-        shown["phases"] = [asdict(phase) for phase in self.phases]
-        return json.dumps({"version": _JSON_VERSION, "kind": kind, "seconds": self.seconds, **shown, **replaced})
+        report = {"version": VERSION, "kind": kind, "seconds": self.seconds, **shown, **replaced}
+        return json.dumps(report, default=asdict)
 
     def _lines(self, headline: str, stragglers: Sequence[str]) -> str:
         rows = [headline, f"  {'phase':<8}{'seconds':>9}{'exchanges':>11}{'messages':>10}{'bytes sent':>12}"]
@@ -169,11 +219,9 @@ class SaveReport(_Report):
     def to_json(self) -> str:
         """The report as one line of JSON. Times end in ``seconds``, sizes in ``nbytes``.
 
-        ``plan`` has the outcome, the reason, and the changes: how many keys, and the first 100 of each kind. The other
-        names are those of the attributes.
+        ``plan`` has the outcome, the reason, and the changes. The other names are those of the attributes.
         """
-        changes = None if self.changes is None else msgspec.to_builtins(Changes.of(self.changes))
-        plan = {"outcome": self.plan, "reason": self.reason, "changes": changes}
+        plan = {"outcome": self.plan, "reason": self.reason, "changes": self.changes}
         return self._json("save", without=("reason", "changes"), plan=plan)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,3 +289,208 @@ def sizes_in_words(nbytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+# The report beside the checkpoint.
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """How the save came by its plan.
+
+    Attributes:
+        outcome: ``built``, ``reused`` or ``rebuilt``; ``foreign`` if another planner made it.
+        reason: why, in words.
+        changes: ``None`` if there was nothing to compare with.
+    """
+
+    outcome: str = "built"
+    reason: str = ""
+    changes: StructureDiff | None = None
+
+
+class Ranks(msgspec.Struct, frozen=True):
+    """One column for each thing that is known of each rank. Row ``i`` of all columns is about rank ``rank[i]``.
+
+    Attributes:
+        rank: in the group that saved.
+        node: place in ``nodes`` of the report.
+        plan_seconds: from the call until all ranks had agreed. The rank that came last has the least.
+        stage_seconds: how long it copied its data, in an async save.
+        write_seconds: how long it wrote, without the wait for others.
+        nbytes, files: what it wrote.
+        write_nbytes_per_second: ``nbytes / write_seconds``.
+        how: place in ``ways`` of the report.
+    """
+
+    rank: tuple[_Count, ...] = ()
+    node: tuple[_Count, ...] = ()
+    plan_seconds: tuple[_Seconds, ...] = ()
+    stage_seconds: tuple[_Seconds, ...] = ()
+    write_seconds: tuple[_Seconds, ...] = ()
+    nbytes: tuple[_Count, ...] = ()
+    files: tuple[_Count, ...] = ()
+    write_nbytes_per_second: tuple[_Count, ...] = ()
+    how: tuple[_Count, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+
+class Modules(msgspec.Struct, frozen=True):
+    """The bytes of the checkpoint by module, as a tree. Row 0 is the whole.
+
+    Attributes:
+        name: a part of FQNs, such as ``layers`` or ``attention.wq.weight``.
+        parent: place of the module around it, always an earlier row; -1 for row 0.
+        nbytes: bytes in the files. If those of a module are more than those of its parts, the rest are parts that are
+            too small to be listed.
+    """
+
+    name: tuple[str, ...] = ("",)
+    parent: tuple[int, ...] = (-1,)
+    nbytes: tuple[_Count, ...] = (0,)
+
+
+class Straggler(msgspec.Struct, frozen=True):
+    """A rank that others waited for.
+
+    Attributes:
+        phase: ``plan`` (it came late), ``stage`` or ``write``.
+        seconds: how long it took; in ``plan`` how much later than the median rank it came.
+        median_seconds: how long the median rank took; 0 in ``plan``.
+    """
+
+    rank: int
+    node: str
+    phase: str
+    seconds: float
+    median_seconds: float
+
+
+class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of the file.
+
+    Attributes:
+        version: of this form.
+        checkpoint: the directory that was saved to.
+        save_id: the id in ``.metadata``. A file with another id is the report of another save.
+        saved_at_seconds: when it was committed, in seconds since 1970, by the clock of the coordinator.
+        seconds: wall time on the coordinator, from the call until the commit.
+        world_size, coordinator_rank: of the group that saved.
+        is_async: whether it was written while training went on.
+        total_nbytes: what all ranks wrote together.
+        versions: of robust_dcp, torch and Python.
+        phases: as the coordinator saw them.
+        plan: how the save came by its plan.
+        nodes: host names.
+        ways: how ranks wrote, such as ``["direct"]`` or ``["buffered: the file system has no direct I/O"]``.
+        ranks: what is known of each rank. A rank that sent nothing has no row.
+        stragglers: the slowest first.
+        waits: what the log said about ranks that all others waited for.
+        fallbacks: what the save went without, such as the index.
+        modules: the bytes of the checkpoint by module; ``None`` if they are not known.
+    """
+
+    save_id: Annotated[str, Meta(pattern="^[0-9a-f-]{16,64}$")]
+    version: int = VERSION
+    checkpoint: str = ""
+    saved_at_seconds: _Seconds = 0.0
+    seconds: _Seconds = 0.0
+    world_size: _Count = 1
+    coordinator_rank: int = 0
+    is_async: bool = False
+    total_nbytes: _Count = 0
+    versions: dict[str, str] = {}
+    phases: tuple[PhaseReport, ...] = ()
+    plan: PlanReport = PlanReport()
+    nodes: tuple[str, ...] = ()
+    ways: tuple[tuple[str, ...], ...] = ()
+    ranks: Ranks = Ranks()
+    stragglers: tuple[Straggler, ...] = ()
+    waits: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    modules: Modules | None = None
+
+
+def encode_report(report: SavedReport) -> bytes:
+    """The bytes of the file: JSON that people can read, with one line for each column."""
+    return f"{_lines_of(msgspec.to_builtins(report))}\n".encode()
+
+
+def _lines_of(values: dict[str, Any], indent: str = "") -> str:
+    lines = []
+    for name, value in values.items():
+        has_columns = name in ("ranks", "modules") and value is not None
+        text = _lines_of(value, indent + "  ") if has_columns else msgspec.json.encode(value).decode()
+        lines.append(f'{indent}  "{name}": {text}')
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+class _Version(msgspec.Struct):
+    version: int = 0
+
+
+def decode_report(data: bytes) -> SavedReport:
+    """Read what :func:`encode_report` made.
+
+    Raises:
+        ValueError: ``data`` is no report, or one whose parts do not fit together. The message says what is wrong.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Version).version
+        if version != VERSION:
+            raise ValueError(
+                f"it has version {version} of the form, and this robust_dcp knows {VERSION}: update robust_dcp"
+            )
+        report = msgspec.json.decode(data, type=SavedReport)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"it is no report of a save: {error}") from None
+    _check(report)
+    return report
+
+
+def _check(report: SavedReport) -> None:
+    """Make sure that columns are even and places exist."""
+    ranks, modules = report.ranks, report.modules
+    for name in ranks.__struct_fields__:
+        n_rows = len(getattr(ranks, name))
+        _expect(n_rows == len(ranks), f"ranks.{name} has {n_rows} rows, and ranks.rank {len(ranks)}")
+    _expect(len(ranks) <= MAX_RANKS, f"it has {len(ranks)} ranks")
+    _expect(len(set(ranks.rank)) == len(ranks), "a rank has two rows")
+    _expect(max(ranks.node, default=-1) < len(report.nodes), "a rank is on a node without a name")
+    _expect(max(ranks.how, default=-1) < len(report.ways), "a rank wrote in a way that is not listed")
+    if modules is not None:
+        n_modules = len(modules.name)
+        _expect(n_modules > 0 and n_modules == len(modules.parent) == len(modules.nbytes), "modules has uneven columns")
+        _expect(modules.parent[0] == -1, "the first module is not the whole")
+        for row, parent in enumerate(modules.parent[1:], 1):
+            _expect(0 <= parent < row, f"module {row} is in module {parent}, which does not come before it")
+
+
+def _expect(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise ValueError(f"it is no report of a save: {otherwise}")
+
+
+def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]:
+    """The ranks that took half as long again as the median rank, and at least 0.1 seconds longer; the slowest first."""
+    if len(ranks) < 2:
+        return ()
+    found = []
+    longest = median_low(ranks.plan_seconds)
+    late = [max(longest - seconds, 0.0) for seconds in ranks.plan_seconds]
+    for phase, seconds in (("plan", late), ("stage", ranks.stage_seconds), ("write", ranks.write_seconds)):
+        median = 0.0 if phase == "plan" else median_low(seconds)
+        limit = max(median * _SLOW_FACTOR, median + _SLOW_SECONDS)
+        found += [
+            Straggler(ranks.rank[row], nodes[ranks.node[row]], phase, round(taken, 6), round(median, 6))
+            for row, taken in enumerate(seconds)
+            if taken > limit
+        ]
+    return tuple(sorted(found, key=lambda each: each.median_seconds - each.seconds)[:_MOST_STRAGGLERS])
+
+
+def shortened(text: str, length: int = _LENGTH) -> str:
+    """``text``, with ``…`` for what is longer than ``length`` characters, and as UTF-8 can hold it."""
+    whole = text.encode(errors="backslashreplace").decode()
+    return whole if len(whole) <= length else f"{whole[: length - 1]}…"

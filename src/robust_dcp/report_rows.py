@@ -1,6 +1,6 @@
 """What a save or load notes while it runs, and what a save leaves as its report: each rank's row, the sizes of modules.
 
-A row travels with what a rank sends after it has written, so it takes no exchange of its own. ``report_file`` has the
+A row travels with what a rank sends after it has written, so it takes no exchange of its own. ``report`` has the
 form of the file.
 """
 
@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from robust_dcp.comm import Channel, node_name
 from robust_dcp.events import Event, EventName, is_heard, tell
-from robust_dcp.report import PhaseReport
-from robust_dcp.report_file import Modules, Phase, Plan, Ranks, SavedReport, find_stragglers, shortened
+from robust_dcp.report import Modules, PhaseReport, PlanReport, Ranks, SavedReport, find_stragglers, shortened
 from robust_dcp.version import __version__
 
 __all__ = ["AT_PHASE", "PhaseClock", "SaidOfRank", "make_report", "module_sizes", "said_of_rank"]
@@ -32,9 +32,9 @@ AT_PHASE: list[Callable[[Channel, str], None]] = []
 _ROW: Final = np.dtype(
     [("plan_seconds", "<f4"), ("stage_seconds", "<f4"), ("write_seconds", "<f4"), ("nbytes", "<u8"), ("files", "<u4")]
 )
-"""What a rank tells of its part of a save, as in ``report_file.Ranks``: as many bytes as in the save before."""
+"""What a rank tells of its part of a save, as in ``report.Ranks``: as many bytes as in the save before."""
 
-_LINE_LENGTH: Final = 300
+_REASON_LENGTH: Final = 2000
 _TEXT_LENGTH: Final = 160
 _MOST_TEXTS: Final = 8
 _MOST_WAITS: Final = 20
@@ -42,12 +42,18 @@ _NODE_LENGTH: Final = 64
 _PATH_LENGTH: Final = 4096
 
 
-class SaidOfRank(NamedTuple):
-    """A rank's row, the name of its node, and how it wrote."""
+class SaidOfRank(msgspec.Struct, frozen=True):
+    """What a rank tells the coordinator for the report.
 
-    row: bytes
-    node: str
-    how: tuple[str, ...]
+    Attributes:
+        row: no bytes if there is to be no report.
+        node, how: the name of the rank's node, and how it wrote. They are not in the row, because what many ranks have
+            in common is sent once.
+    """
+
+    row: bytes = b""
+    node: str = ""
+    how: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -143,14 +149,14 @@ def said_of_rank(rank: int, clock: PhaseClock, nbytes: int, files: int, how: Seq
 
 
 def make_report(
-    said: Sequence[tuple[int, SaidOfRank]],
+    said: Sequence[SaidOfRank | None],
     clock: PhaseClock,
     *,
     checkpoint: str,
     save_id: str,
     world_size: int,
     coordinator_rank: int,
-    plan: Plan,
+    plan: PlanReport,
     waits: Sequence[str] = (),
     fallbacks: Sequence[str] = (),
     modules: Modules | None = None,
@@ -158,14 +164,29 @@ def make_report(
     """The report of a save that was just committed.
 
     Args:
-        said: each rank that has told something, and what.
+        said: what each rank has told, if it has.
         clock: that of the coordinator.
-        waits, fallbacks: as in :class:`SavedReport`, of any length.
+        plan, waits, fallbacks: as in :class:`SavedReport`, of any length.
     """
+    told = [(rank, each) for rank, each in enumerate(said) if each is not None and each.row]
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
-    ranks = _columns_of(said, nodes, ways)
-    seconds = {name: round(clock.seconds_of(name), 6) for name in ("plan", "stage", "write", "commit")}
+    rows = np.frombuffer(b"".join(each.row for _, each in told), dtype=_ROW)
+    seconds = {
+        name: tuple(rows[name].astype(np.float64).round(6).tolist())
+        for name in ("plan_seconds", "stage_seconds", "write_seconds")
+    }
+    ranks = Ranks(
+        rank=tuple(rank for rank, _ in told),
+        node=tuple(nodes.setdefault(each.node, len(nodes)) for _, each in told),
+        nbytes=tuple(rows["nbytes"].tolist()),
+        files=tuple(rows["files"].tolist()),
+        write_nbytes_per_second=tuple(
+            (rows["nbytes"] / np.maximum(rows["write_seconds"], 1e-6)).astype(np.int64).tolist()
+        ),
+        how=tuple(ways.setdefault(each.how, len(ways)) for _, each in told),
+        **seconds,
+    )
     return SavedReport(
         checkpoint=shortened(checkpoint, _PATH_LENGTH),
         save_id=save_id,
@@ -180,33 +201,19 @@ def make_report(
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        phases=tuple(Phase(name, each) for name, each in seconds.items() if name != "stage" or each),
-        plan=plan,
+        phases=tuple(clock.records),
+        plan=PlanReport(
+            plan.outcome,
+            shortened(plan.reason, _REASON_LENGTH),
+            None if plan.changes is None else plan.changes.for_file(),
+        ),
         nodes=tuple(nodes),
         ways=tuple(ways),
         ranks=ranks,
         stragglers=find_stragglers(ranks, tuple(nodes)),
-        waits=tuple(shortened(wait, _LINE_LENGTH) for wait in waits[:_MOST_WAITS]),
-        fallbacks=tuple(shortened(each, _LINE_LENGTH) for each in fallbacks[:_MOST_WAITS]),
+        waits=tuple(map(shortened, waits[:_MOST_WAITS])),
+        fallbacks=tuple(map(shortened, fallbacks[:_MOST_WAITS])),
         modules=modules,
-    )
-
-
-def _columns_of(
-    said: Sequence[tuple[int, SaidOfRank]], nodes: dict[str, int], ways: dict[tuple[str, ...], int]
-) -> Ranks:
-    """The columns of all ranks. Nodes and ways get their places when they are first seen."""
-    rows = np.frombuffer(b"".join(each.row for _, each in said), dtype=_ROW)
-    columns = {name: tuple(rows[name].tolist()) for name in ("nbytes", "files")}
-    for name in ("plan_seconds", "stage_seconds", "write_seconds"):
-        columns[name] = tuple(rows[name].astype(np.float64).round(6).tolist())
-    speeds = rows["nbytes"] / np.maximum(rows["write_seconds"], 1e-6)
-    return Ranks(
-        rank=tuple(rank for rank, _ in said),
-        node=tuple(nodes.setdefault(each.node, len(nodes)) for _, each in said),
-        write_nbytes_per_second=tuple(speeds.astype(np.int64).tolist()),
-        how=tuple(ways.setdefault(each.how, len(ways)) for _, each in said),
-        **columns,
     )
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from robust_dcp.report_file import (
+from robust_dcp.report import (
     REPORT_NAME,
-    Changes,
-    Phase,
-    Plan,
+    PhaseReport,
+    PlanReport,
     Ranks,
     SavedReport,
+    StructureDiff,
     encode_report,
     find_stragglers,
 )
@@ -42,9 +42,7 @@ def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tu
         how=tuple(int(rank in slow) for rank in range(world_size)),
     )
     nodes = tuple(f"gpu-{number:04d}.cluster.example" for number in range(math.ceil(world_size / ranks_per_node)))
-    changes = Changes(
-        n_added=2,
-        n_changed=1,
+    changes = StructureDiff(
         added=(f"model.layers.{step}.lora.a", HOSTILE),
         changed={"model.head.weight": "float32[32000, 4096] -> bfloat16[32000, 4096]"},
     )
@@ -57,12 +55,12 @@ def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tu
         world_size=world_size,
         total_nbytes=sum(nbytes),
         versions={"robust_dcp": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-        phases=(Phase("plan", 0.05), Phase("write", max(write)), Phase("commit", 0.02)),
-        plan=Plan(
+        phases=(PhaseReport("plan", 0.05), PhaseReport("write", max(write)), PhaseReport("commit", 0.02)),
+        plan=PlanReport(
             outcome, "no rank's structure has changed" if outcome == "reused" else "2 ranks have changed", changes
         )
         if outcome == "rebuilt"
-        else Plan(outcome, "no rank's structure has changed"),
+        else PlanReport(outcome, "no rank's structure has changed"),
         nodes=nodes,
         ways=(("direct",), ("buffered: the file system refuses O_DIRECT: Invalid argument",)),
         ranks=ranks,

@@ -44,7 +44,7 @@ import msgspec
 
 from robust_dcp.drain.record import is_awaited
 from robust_dcp.on_demand import errors
-from robust_dcp.report_file import REPORT_NAME
+from robust_dcp.report import REPORT_NAME
 from robust_dcp.storage.committing.saving_file import (
     claimed,
     find_left_overs,

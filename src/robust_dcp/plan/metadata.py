@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.items import ItemKind, Items, unique_rows
 from robust_dcp.plan.global_plan import GlobalPlan
-from robust_dcp.report_file import Modules
+from robust_dcp.report import Modules
 from robust_dcp.report_rows import module_sizes
 from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of

@@ -38,10 +38,8 @@ from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, Share, structures_of_all
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import LEADS_DIRECTORY, Places, Written, places_of_all, written_message, written_offer
-from robust_dcp.report import PlanOutcome, SaveReport, StructureDiff
-from robust_dcp.report_file import Changes, SavedReport, shortened
-from robust_dcp.report_file import Plan as PlanOfReport
-from robust_dcp.report_rows import PhaseClock, SaidOfRank, make_report, said_of_rank
+from robust_dcp.report import PlanOutcome, PlanReport, SavedReport, SaveReport, StructureDiff
+from robust_dcp.report_rows import PhaseClock, make_report, said_of_rank
 from robust_dcp.save_queue import SaveQueue, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.index.form import Section
@@ -71,7 +69,6 @@ _NEEDS_ROOM: Final = 8
 """Flag of an offer: this rank is not sure that its disks have room for the files of all ranks."""
 
 _NO_PLAN: Final = Offer().plan_id
-_REASON_LENGTH: Final = 2000
 _SHOWN: Final = 8
 _MAX_DIFFERING: Final = 200
 """How many differing values the coordinator tells the other ranks."""
@@ -653,21 +650,13 @@ class SaveSession:
         """
         metadata = None if self.known.plan is None else self.known.plan.metadata
         return make_report(
-            [
-                (rank, SaidOfRank(message.row, message.node, message.how))
-                for rank, message in enumerate(self.messages)
-                if message is not None and message.row
-            ],
+            self.messages,
             self.clock,
             checkpoint=(self.writer.known_as if self.writer else None) or self.checkpoint,
             save_id=save_id,
             world_size=self.channel.size,
             coordinator_rank=self.rank,
-            plan=PlanOfReport(
-                self.outcome,
-                shortened(self.reason, _REASON_LENGTH),
-                None if self.changes is None else Changes.of(self.changes),
-            ),
+            plan=PlanReport(self.outcome, self.reason, self.changes),
             waits=self.channel.stragglers,
             fallbacks=fallbacks,
             modules=None if metadata is None else metadata.module_sizes,

@@ -23,23 +23,17 @@ LEADS_DIRECTORY = 1
 those that see its own."""
 
 
-class Written(msgspec.Struct, frozen=True):
-    """What a rank tells of what it has written.
+class Written(SaidOfRank, frozen=True):
+    """What a rank tells of what it has written, with what the report of the save says of it.
 
     Attributes:
         places: int64 ``[n, 2]``, offset and length of the rank's items of variable size, in plan order. No bytes if the
             coordinator knows these places.
         unloadable: objects that a load would refuse, and why, by key.
-        row: what the report of the save says of this rank; no bytes if there is to be no report.
-        node, how: the name of the rank's node, and how it wrote. They are not in the row, because what many ranks have
-            in common is sent once.
     """
 
     places: bytes = b""
-    unloadable: dict[str, str] = {}
-    row: bytes = b""
-    node: str = ""
-    how: tuple[str, ...] = ()
+    unloadable: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 def written_offer(places: Places, *, leads_directory: bool = False) -> Offer:
@@ -65,7 +59,8 @@ def written_message(
     new = b"" if is_known else places.astype("<i8").tobytes()
     if not new and not unloadable and said is None:
         return None
-    return Written(new, dict(unloadable or {}), **({} if said is None else said._asdict()))
+    row = {} if said is None else msgspec.structs.asdict(said)
+    return Written(places=new, unloadable=dict(unloadable or {}), **row)
 
 
 def places_of_all(

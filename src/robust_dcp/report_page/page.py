@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from robust_dcp.report_file import Changes, Modules, SavedReport, shortened
+from robust_dcp.report import Modules, SavedReport, StructureDiff, shortened
 from robust_dcp.report_page.reading import FoundReport, Reports
 from robust_dcp.version import __version__
 
@@ -149,17 +149,17 @@ def _save(found: FoundReport, budget: _Budget) -> dict[str, Any]:
     }
 
 
-def _changes(changes: Changes | None, budget: _Budget) -> dict[str, Any] | None:
+def _changes(changes: StructureDiff | None, budget: _Budget) -> dict[str, Any] | None:
     if changes is None:
         return None
     shown: dict[str, Any] = {}
     for name in ("added", "removed", "changed"):
         keys: Any = getattr(changes, name)
         pairs = list(keys.items()) if isinstance(keys, dict) else [(key, "") for key in keys]
+        shown[f"n_{name}"] = len(pairs)
         pairs = pairs[: max(budget.keys, 0)]
         budget.keys -= len(pairs)
         shown[name] = [[_short(key), _short(how)] for key, how in pairs]
-        shown[f"n_{name}"] = max(getattr(changes, f"n_{name}"), len(pairs))
     return shown
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from robust_dcp.report_file import MAX_NBYTES, REPORT_NAME, SavedReport, decode_report
+from robust_dcp.report import MAX_NBYTES, REPORT_NAME, SavedReport, decode_report
 
 __all__ = ["FoundReport", "NoReports", "Reports", "Skipped", "read_reports"]
 

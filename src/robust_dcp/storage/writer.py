@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from robust_dcp.comm import node_of
 from robust_dcp.errors import StorageError, entry_point, ranks_in_words
-from robust_dcp.report_file import Plan, SavedReport
+from robust_dcp.report import PlanReport, SavedReport
 from robust_dcp.report_rows import PhaseClock, SaidOfRank, make_report, module_sizes, said_of_rank
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
@@ -329,15 +329,15 @@ class RobustWriter(StorageWriter):
         for part in results:
             for result in part:
                 sizes[result.index.fqn] += result.size_in_bytes
-        lasts = [(rank, part[-1]) for rank, part in enumerate(results) if part]
+        lasts = [part[-1] if part else None for part in results]
         return make_report(
-            [(rank, last.said) for rank, last in lasts if isinstance(last, _TellingResult) and last.said is not None],
+            [last.said if isinstance(last, _TellingResult) else None for last in lasts],
             self._clock,
             checkpoint=self.checkpoint_id,
             save_id=save_id,
             world_size=len(results),
             coordinator_rank=0,
-            plan=Plan("foreign", f"{self._planner_name} made the plan"),
+            plan=PlanReport("foreign", f"{self._planner_name} made the plan"),
             fallbacks=fallbacks,
             modules=module_sizes(list(sizes), np.array(list(sizes.values()), dtype=np.int64)),
         )

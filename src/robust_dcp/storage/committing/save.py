@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
-from robust_dcp.report_file import REPORT_NAME, SavedReport, encode_report
+from robust_dcp.report import REPORT_NAME, SavedReport, encode_report
 from robust_dcp.storage.committing.saving_file import (
     LeftOvers,
     SavingFile,
