@@ -267,9 +267,8 @@ def fail_to_copy_on_one_rank(directory: str) -> str:
     weight = torch.ones(9)
     if dist.get_rank() == 1:
         weight.untyped_storage().resize_(0)
-    saving = robust_dcp.async_save({f"w{dist.get_rank()}": weight}, checkpoint_id=directory)
     with pytest.raises(RobustCheckpointError) as caught:
-        saving.result(timeout=60)
+        robust_dcp.async_save({f"w{dist.get_rank()}": weight}, checkpoint_id=directory).result(timeout=60)
     return str(caught.value)
 
 

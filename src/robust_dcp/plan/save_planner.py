@@ -37,11 +37,12 @@ from robust_dcp.plan.state_dict import (
     structure_of,
 )
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
+from robust_dcp.staging.tensor_bytes import host_address
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
-from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
+from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, WriteItemSource
 from robust_dcp.version import __version__
 
 
@@ -240,8 +241,15 @@ class RobustPlanner(DefaultSavePlanner):
     def _digests_of(self, places: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
         """Digests of what would be written for some items. 0 means that it cannot be read."""
         source = StateDictSource(self._items, self._described(), places, self.lookup_object, self.resolve_data)
-        with torch.no_grad():
-            return np.array([digest_of(source.resolve(number)) for number in range(len(places))], dtype=np.uint64)
+        digests = np.zeros(len(places), dtype=np.uint64)
+        with torch.no_grad(), NamedErrors(source, 0) as errors:
+            for place in range(len(places)):
+                errors.place = place
+                data = source.resolve(place)
+                if isinstance(data, torch.Tensor):
+                    host_address(data)  # raises if its memory was freed
+                digests[place] = digest_of(data)
+        return digests
 
     def _overrides(self, hook: str) -> bool:
         """Whether a subclass overrides this method of :class:`RobustPlanner`."""
