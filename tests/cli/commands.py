@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,7 +16,7 @@ import pytest
 
 from robust_dcp.cli.app import main
 
-__all__ = ["Ended", "Shell", "in_a_process", "shell"]
+__all__ = ["Ended", "Shell", "shell", "started"]
 
 
 class Ended(NamedTuple):
@@ -51,13 +50,9 @@ def shell(*words: object) -> Ended:
 Shell = Callable[..., Ended]
 
 
-def in_a_process(*words: object, **environment: str) -> Ended:
-    ran = subprocess.run(
-        [sys.executable, "-m", "robust_dcp.cli", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-    )
-    return Ended(ran.returncode, ran.stdout, ran.stderr)
+def started(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """Start a command in a process of its own."""
+    program = [sys.executable, "-m", "robust_dcp.cli", *map(str, words)]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    options["env"] = {**os.environ, **path, **options.get("env", {})}
+    return subprocess.Popen(program, text=True, **options)

@@ -47,6 +47,13 @@ def test_a_rate_that_is_none_is_refused(rate: str, originals: Path, tmp_path: Pa
     assert ended.code == 2 and "is no size" in ended.err
 
 
+def test_a_copy_says_how_much_it_has_sent(originals: Path, shell: Shell) -> None:
+    ended = shell("copy", originals / "ours", "memory://cli/step_1")
+    assert ended.code == 0 and "0 files, 0 B were there already" in ended.out
+    again = shell("copy", originals / "ours", "memory://cli/step_1")
+    assert again.code == 0 and "Sent 0 files" in again.out
+
+
 def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path, shell: Shell) -> None:
     manager = robust_dcp.CheckpointManager(tmp_path / "run")
     for step in (10, 20):
@@ -60,14 +67,11 @@ def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path, shell: Shell) -
     assert [(each["name"], each["plan"]["outcome"]) for each in found["reports"]][1] == ("step_20", "reused")
 
 
-def test_a_page_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: Path, shell: Shell) -> None:
+def test_a_page_that_cannot_be_made_is_an_error_and_leaves_nothing(tmp_path: Path, shell: Shell) -> None:
+    ended = shell("report", tmp_path)
+    assert ended.code == 2 and str(tmp_path) in ended.err
     robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "run")
     (tmp_path / "taken").mkdir()
     ended = shell("report", tmp_path / "run", "--output", tmp_path / "taken")
     assert ended.code == 2 and "cannot be written" in ended.err
     assert {path.name for path in tmp_path.iterdir()} == {"run", "taken"}
-
-
-def test_a_directory_without_reports_is_an_error(tmp_path: Path, shell: Shell) -> None:
-    ended = shell("report", tmp_path)
-    assert ended.code == 2 and str(tmp_path) in ended.err

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,11 @@ from typing import Any
 import pytest
 
 from robust_dcp.cli import doctor
-from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
+from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import mount_in
 from tests.cli.commands import shell
 
-VERSION = metadata.version
-PATCH = pytest.MonkeyPatch
-
-
-def finding(name: str, *words: object) -> dict[str, Any]:
-    ended = shell("doctor", *words, "--json")
-    (found,) = [each for each in ended.json["findings"] if each["name"] == name]
-    assert ended.code == (1 if ended.json["problems"] else 0)
-    return dict(found)
+Patch = pytest.MonkeyPatch
 
 
 def test_an_environment_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
@@ -36,150 +29,121 @@ def test_an_environment_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "state", "told"),
-    [
-        ("msgspec", None, "problem", "is not installed"),
-        ("torch", None, "problem", "is not installed"),
-        ("torch", "2.6.1+cu124", "problem", "2.6.1"),
-        ("torch", "1.13", "problem", "1.13"),
-        ("torch", "2.7.0", "ok", "2.7.0"),
-        ("torch", "2.15.0a0+git1", "ok", "2.15"),
-        ("torch", "3.0", "ok", "3.0"),
-    ],
-)
-def test_packages_that_are_missing_or_too_old_are_problems(
-    name: str, version: str | None, state: str, told: str, monkeypatch: PATCH
-) -> None:
-    def look_up(asked: str) -> str:
+def package(name: str, version: str | None) -> Callable[[Patch], None]:
+    """The version of a package that is installed; ``None`` for none."""
+
+    def look_up(asked: str, original: Callable[[str], str] = metadata.version) -> str:
         if asked == name and version is None:
             raise metadata.PackageNotFoundError(asked)
-        return version or "" if asked == name else VERSION(asked)
+        return version or "" if asked == name else original(asked)
 
-    monkeypatch.setattr(metadata, "version", look_up)
-    found = finding(name)
-    assert found["state"] == state and told in found["found"] and bool(found["advice"]) == (state != "ok")
+    return lambda patch: patch.setattr(metadata, "version", look_up)
 
 
-@pytest.mark.parametrize(
-    ("variables", "name", "state", "told"),
-    [
-        ({"ROBUST_DCP": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "taken over", "problem", "AUTOLOAD is off"),
-        ({"ROBUST_DCP": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}, "taken over", "ok", "because ROBUST_DCP is set"),
-        ({"ROBUST_DCP_LAYOT": "torch"}, "ROBUST_DCP_LAYOT", "warning", "no such option"),
-        ({"ROBUST_DCP_SAVE_FAILURE": "log"}, "ROBUST_DCP_SAVE_FAILURE", "problem", "one of raise, warn"),
-        ({"ROBUST_DCP_TRUSTED": "1"}, "ROBUST_DCP_TRUSTED", "warning", "whatever code"),
-        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "gloo", "problem", "there is no nosuch0"),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, "gloo", "ok", "lo"),
-    ],
-)
-def test_variables_that_do_not_do_what_they_say_are_told(
-    variables: dict[str, str], name: str, state: str, told: str, monkeypatch: PATCH
-) -> None:
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    found = finding(name)
-    assert found["state"] == state and told in found["found"]
+def variables(**values: str) -> Callable[[Patch], None]:
+    def set_up(patch: Patch) -> None:
+        for name, value in values.items():
+            patch.setenv(name, value)
+
+    return set_up
 
 
-def test_the_switch_needs_an_entry_point_and_a_source_tree_has_none(monkeypatch: PATCH) -> None:
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
-    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
-    monkeypatch.setenv("ROBUST_DCP", "1")
-    assert "entry point of group torch.backends is missing" in finding("taken over")["found"]
+def no_entry_point(patch: Patch) -> None:
+    """As in a source tree."""
+    patch.setattr(metadata, "entry_points", lambda group: [])
+    patch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    patch.setenv("ROBUST_DCP", "1")
 
 
-@pytest.mark.parametrize(
-    ("addresses", "state", "told"),
-    [
-        (["127.0.1.1"], "warning", "which other nodes cannot reach"),
-        (["::1"], "warning", "which other nodes cannot reach"),
-        (["192.0.2.1"], "problem", "where no port can be opened"),
-        ([], "warning", "has no address"),
-    ],
-)
-def test_the_address_that_gloo_takes_is_one_that_others_can_reach(
-    addresses: list[str], state: str, told: str, monkeypatch: PATCH
-) -> None:
-    def look_up(*_: Any, **__: Any) -> list[Any]:
-        return [(0, 0, 0, "", (address, 0)) for address in addresses]
+def addresses(*found: str) -> Callable[[Patch], None]:
+    """Those that the name of this machine has."""
 
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    found = finding("gloo")
-    assert found["state"] == state and told in found["found"] and found["advice"]
+    def set_up(patch: Patch) -> None:
+        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        patch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in found])
+
+    return set_up
 
 
-@pytest.fixture
-def few_files() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def few_files(patch: Patch) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    patch.setattr(resource, "getrlimit", lambda which: (1000, limits[1]))
 
 
-def test_a_low_limit_of_open_files_is_told_with_the_command_that_raises_it(few_files: None) -> None:
-    assert "ulimit -n 1024" in finding("open files")["advice"]
+def mounted(line: str) -> Callable[[Patch], None]:
+    def set_up(patch: Patch) -> None:
+        patch.setattr(doctor, "mount_of", functools.partial(mount_in, [f"36 35 0:9 / / rw shared:1 - {line}\n"]))
+        patch.setattr(doctor, "is_of_this_machine", lambda _: line.startswith("ext4"))
+
+    return set_up
 
 
-@pytest.mark.parametrize(
-    ("line", "state", "told"),
-    [
-        ("tmpfs none rw", "warning", "tmpfs on /"),
-        ("overlay none rw", "warning", "overlay on /"),
-        ("ext4 /dev/vda rw", "warning", "of this machine alone"),
-        ("lustre mds:/fs rw,flock", "ok", "lustre on /"),
-        ("nfs4 server:/x rw,nolock", "warning", "locks are of this machine only"),
-        ("nfs4 server:/x rw,local_lock=flock", "warning", "locks are of this machine only"),
-        ("nfs4 server:/x rw,local_lock=none", "ok", "nfs4 on /"),
-    ],
-)
-def test_a_file_system_that_others_cannot_see_or_that_is_lost_is_told(
-    line: str, state: str, told: str, tmp_path: Path, monkeypatch: PATCH
-) -> None:
-    lines = [f"36 35 0:9 / / rw shared:1 - {line}\n"]
-    monkeypatch.setattr(doctor, "mount_of", lambda path: mount_in(lines, path))
-    monkeypatch.setattr(doctor, "is_of_this_machine", lambda _: line.startswith("ext4"))
-    found = finding("file system", tmp_path)
-    assert found["state"] == state and told in found["found"]
-
-
-def test_little_space_is_told(tmp_path: Path, monkeypatch: PATCH) -> None:
+def little_space(patch: Patch) -> None:
     little = os.statvfs_result((4096, 4096, 1000, 100, 100, 1000, 10, 10, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda _: little)
-    assert finding("space", tmp_path)["state"] == "warning"
+    patch.setattr(os, "statvfs", lambda _: little)
+
+
+def no_direct_io(patch: Patch) -> None:
+    open_new = Disk.open_new
+    patch.setattr(Disk, "open_new", lambda disk, path, direct=False: open_new(disk, path))
+
+
+def no_locks(patch: Patch) -> None:
+    patch.setattr(Disk, "lock", lambda *_, **__: None)
+
+
+def no_sync(patch: Patch) -> None:
+    def refuse(disk: Disk, file: Any) -> None:
+        raise storage_error("fsync", file.path, OSError(5, "Input/output error"))
+
+    patch.setattr(Disk, "fsync", refuse)
+
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+CASES: list[tuple[Callable[[Patch], None], str, str, str]] = [
+    (package("msgspec", None), "msgspec", "problem", "is not installed"),
+    (package("torch", None), "torch", "problem", "is not installed"),
+    (package("torch", "2.6.1+cu124"), "torch", "problem", "2.6.1"),
+    (package("torch", "2.7.0"), "torch", "ok", "2.7.0"),
+    (package("torch", "2.15.0a0+git1"), "torch", "ok", "2.15"),
+    (variables(ROBUST_DCP="1", **{AUTOLOAD: "0"}), "taken over", "problem", "AUTOLOAD is off"),
+    (variables(ROBUST_DCP="1", **{AUTOLOAD: "1"}), "taken over", "ok", "because ROBUST_DCP is set"),
+    (no_entry_point, "taken over", "problem", "entry point of group torch.backends is missing"),
+    (variables(ROBUST_DCP_LAYOT="torch"), "ROBUST_DCP_LAYOT", "warning", "no such option"),
+    (variables(ROBUST_DCP_SAVE_FAILURE="log"), "ROBUST_DCP_SAVE_FAILURE", "problem", "one of raise, warn"),
+    (variables(ROBUST_DCP_TRUSTED="1"), "ROBUST_DCP_TRUSTED", "warning", "whatever code"),
+    (variables(GLOO_SOCKET_IFNAME="nosuch0"), "gloo", "problem", "there is no nosuch0"),
+    (variables(GLOO_SOCKET_IFNAME="lo"), "gloo", "ok", "lo"),
+    (addresses("127.0.1.1"), "gloo", "warning", "which other nodes cannot reach"),
+    (addresses("192.0.2.1"), "gloo", "problem", "where no port can be opened"),
+    (addresses(), "gloo", "warning", "has no address"),
+    (few_files, "open files", "warning", "1000"),
+    (mounted("tmpfs none rw"), "file system", "warning", "tmpfs on /"),
+    (mounted("ext4 /dev/vda rw"), "file system", "warning", "of this machine alone"),
+    (mounted("lustre mds:/fs rw,flock"), "file system", "ok", "lustre on /"),
+    (mounted("nfs4 server:/x rw,nolock"), "file system", "warning", "locks are of this machine only"),
+    (mounted("nfs4 server:/x rw,local_lock=none"), "file system", "ok", "nfs4 on /"),
+    (little_space, "space", "warning", ""),
+    (no_direct_io, "direct I/O", "warning", "it is refused"),
+    (no_locks, "locks", "warning", "no flock"),
+    (no_sync, "commit", "problem", "Input/output error"),
+]
+
+
+@pytest.mark.parametrize(("set_up", "name", "state", "told"), CASES, ids=[f"{each[1]}: {each[3]}" for each in CASES])
+def test_what_is_found_is_told_with_what_to_do(
+    set_up: Callable[[Patch], None], name: str, state: str, told: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    set_up(monkeypatch)
+    ended = shell("doctor", tmp_path, "--json")
+    (found,) = [each for each in ended.json["findings"] if each["name"] == name]
+    assert found["state"] == state and told in found["found"]
+    assert found["advice"] or state == "ok"
+    assert ended.code == (1 if ended.json["problems"] else 0)
 
 
 def test_a_directory_that_cannot_be_written_to_is_a_problem() -> None:
-    assert finding("writing", "/proc")["state"] == "problem"  # where nobody can make a directory
-
-
-class NoDirect(Disk):
-    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
-        return super().open_new(path)
-
-
-class NoLocks(Disk):
-    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
-        return None
-
-
-class NoSync(Disk):
-    def fsync(self, file: OpenFile) -> None:
-        raise storage_error("fsync", file.path, OSError(5, "Input/output error"))
-
-
-@pytest.mark.parametrize(
-    ("disk", "name", "state", "told"),
-    [
-        (NoDirect, "direct I/O", "warning", "it is refused"),
-        (NoLocks, "locks", "warning", "no flock"),
-        (NoSync, "commit", "problem", "Input/output error"),
-    ],
-)
-def test_what_a_disk_cannot_do_is_told(
-    disk: Any, name: str, state: str, told: str, tmp_path: Path, monkeypatch: PATCH
-) -> None:
-    monkeypatch.setattr(doctor, "Disk", disk)
-    found = finding(name, tmp_path)
-    assert found["state"] == state and told in found["found"]
+    ended = shell("doctor", "/proc", "--json")  # where nobody can make a directory
+    assert ended.code == 1 and ("writing", "problem") in {
+        (each["name"], each["state"]) for each in ended.json["findings"]
+    }

@@ -1,30 +1,35 @@
-"""What all commands do with output: hostile names are inert, pipes may close, JSON is JSON, and help has examples."""
+"""What all commands do with output, interruptions and refusals: hostile names are inert, and JSON is JSON."""
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 
+import robust_dcp
 from robust_dcp.cli.app import COMMANDS
-from tests.cli.commands import Shell
+from tests.cli.commands import Shell, started
+
+HOSTILE = "evil\\x1b]0;title\\x07[red]\\n\\tname"
 
 
 def in_a_terminal(*words: object, typed: bytes = b"", code: int = 0, **environment: str) -> str:
     """What a command prints into a terminal, where a person has ``typed`` something."""
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "robust_dcp.cli", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm", **environment},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    ) as process:
+    env = {"TERM": "xterm", **environment}
+    with started(*words, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         os.write(ours, typed)
         said = b""
@@ -41,10 +46,12 @@ def in_a_terminal(*words: object, typed: bytes = b"", code: int = 0, **environme
     return said.decode()
 
 
-def test_names_cannot_speak_to_a_terminal(originals: Path) -> None:
+def test_names_cannot_speak_to_a_terminal_and_stay_one_field(originals: Path, shell: Shell) -> None:
     said = in_a_terminal("inspect", originals / "ours", "--table", NO_COLOR="1", COLUMNS="200")
-    assert "evil\\x1b]0;title\\x07[red]\\n\\tname" in said
+    assert HOSTILE in said
     assert "\x1b]0;" not in said and "\x1b[31m" not in said
+    rows = shell("inspect", originals / "ours", "--table").rows
+    assert {len(row) for row in rows} == {6} and HOSTILE in {row[0] for row in rows}
 
 
 def test_prune_asks_in_a_terminal_and_removes_what_was_agreed_to(originals: Path, tmp_path: Path) -> None:
@@ -57,38 +64,68 @@ def test_prune_asks_in_a_terminal_and_removes_what_was_agreed_to(originals: Path
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
-def test_a_name_with_a_tab_and_a_line_break_stays_one_field(originals: Path, shell: Shell) -> None:
-    rows = shell("inspect", originals / "ours", "--table").rows
-    assert {len(row) for row in rows} == {6}
-    assert "evil\\x1b]0;title\\x07[red]\\n\\tname" in {row[0] for row in rows}
-
-
 def test_a_pipe_that_is_closed_ends_a_command_quietly(originals: Path) -> None:
-    words = f"inspect {originals / 'ours'} --table"
-    command = f"{sys.executable} -m robust_dcp.cli {words} 2>&1 | true; echo ${{PIPESTATUS[0]}}"
-    ran = subprocess.run(
-        ["bash", "-c", command],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (ran.stdout, ran.stderr) == ("0\n", "")
+    read, write = os.pipe()
+    os.close(read)
+    process = started("inspect", originals / "ours", "--table", stdout=write, stderr=write)
+    os.close(write)
+    assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(("command", "first"), [("bench", "writes and reads"), ("verify", "20,000 tensors")])
+def test_ctrl_c_ends_a_long_command_at_once_and_leaves_nothing(command: str, first: str, tmp_path: Path) -> None:
+    if command == "verify":
+        robust_dcp.save({f"l.{n}": torch.ones(8) for n in range(20_000)}, checkpoint_id=tmp_path)
+    before = sorted(tmp_path.iterdir())
+    more = {"bench": ("--seconds", "60"), "verify": ("--jobs", "1")}[command]
+    with started(command, tmp_path, *more, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None and first in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "robust-dcp: stopped\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+IMPORT_THAT_CATCHES_ALL = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except BaseException:
+    pass
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_ends_a_command_although_imports_catch_it(tmp_path: Path) -> None:
+    module = tmp_path / "packages" / "torch" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(IMPORT_THAT_CATCHES_ALL)
+    path = {"PYTHONPATH": os.pathsep.join([str(module.parents[1]), *filter(None, sys.path)])}
+    process = started("bench", tmp_path, "--json", env=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()[-1]) == (130, "robust-dcp: stopped")
+    assert out.startswith('{"version": 1, "error": "stopped"') or '"error":"stopped"' in out.replace(" ", "")
+
+
+def test_bench_says_options_that_the_writer_takes(shell: Shell, tmp_path: Path) -> None:
+    found = shell("bench", tmp_path, "--seconds", "0.1", "--json").json
+    robust_dcp.WriteOptions(**found["writer_options"])
+    robust_dcp.ReadOptions(**found["reader_options"])
+    assert {each["what"] for each in found["measured"]} == {"read", "write"}
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_json_and_the_words_of_the_command(name: str, shell: Shell) -> None:
     ended = shell(name, "--help")
-    assert ended.code == 0
-    assert "--json" in ended.out
-    assert f"Examples:\n  robust-dcp {name} " in ended.out
+    assert ended.code == 0 and "--json" in ended.out and f"Examples:\n  robust-dcp {name} " in ended.out
 
 
-@pytest.mark.parametrize("name", sorted({"doctor", "inspect", "ls", "prune", "verify"}))
-def test_an_error_is_json_if_json_was_asked_for(name: str, shell: Shell, tmp_path: Path) -> None:
-    ended = shell(name, tmp_path / "nowhere", "--json")
-    assert ended.code == 2
-    assert "there is no such directory" in ended.json["error"] and ended.json["version"] == 1
+@pytest.mark.parametrize("words", [["no-such-command"], ["ls"], ["ls", ".", "--no-such-option"], ["ls", ".", "more"]])
+def test_words_that_make_no_sense_are_told_as_json_if_that_was_asked_for(words: list[str], shell: Shell) -> None:
+    ended = shell(*words, "--json")
+    assert ended.code == 2 and list(ended.json) == ["version", "error"] and ended.json["error"]
+    ended = shell(*words)
+    assert ended.code == 2 and ended.out == "" and ended.err
 
 
 WORDS_AFTER_THE_PATH = {
@@ -116,28 +153,69 @@ def test_a_path_may_be_a_file_url_and_a_place_in_a_store_is_refused(
         ended = shell(name, url, *words)
         assert ended.code == 2
         assert f"{url} is a URL, and this command takes directories" in (ended.err or ended.json["error"])
-
-
-@pytest.mark.parametrize("words", [["no-such-command"], ["ls"], ["ls", ".", "--no-such-option"], ["ls", ".", "more"]])
-def test_words_that_make_no_sense_are_told_as_json_if_that_was_asked_for(words: list[str], shell: Shell) -> None:
-    ended = shell(*words, "--json")
-    assert ended.code == 2 and list(ended.json) == ["version", "error"] and ended.json["error"]
-    ended = shell(*words)
-    assert ended.code == 2 and ended.out == "" and ended.err
+    if name in ("doctor", "inspect", "ls", "prune", "verify"):
+        ended = shell(name, tmp_path / "nowhere", "--json")
+        assert ended.code == 2 and "there is no such directory" in ended.json["error"] and ended.json["version"] == 1
 
 
 def test_names_of_files_that_are_no_text_are_shown_and_can_be_used(
     originals: Path, tmp_path: Path, shell: Shell
 ) -> None:
     root = tmp_path / os.fsdecode(b"run\xff")
-    shutil.copytree(originals / "ours", root / "step_1")
-    path = root / "step_1"
-    assert shell("inspect", path).code == shell("verify", path).code == 0
-    assert f"{tmp_path}/run\\udcff/step_1:" in shell("inspect", path).err
+    path = Path(shutil.copytree(originals / "ours", root / "step_1"))
     for words in (["ls", root], ["report", root], ["inspect", path], ["verify", path], ["doctor", root]):
         assert "run\\udcff" in str(shell(*words, "--json").json)  # Python's name for the byte, so that it can be opened
     assert shell("copy", path, root / "copied", "--json").json["target"] == str(root / "copied")
-    assert shell("verify", root / "copied").code == 0
     words = ["--to", "safetensors", "--exclude", "*complex"]
     assert shell("convert", path, root / "converted", *words, "--json").json["target"] == str(root / "converted")
     assert shell("diff", path, root / "converted", "model.weight", "--values", "--json").json["are_equal"]
+
+
+def test_what_may_not_be_used_is_told_with_what_to_check(
+    originals: Path, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    ended = shell("bench", tmp_path / "file/step_1")
+    assert ended.code == 2 and f"{tmp_path}/file is not a directory" in ended.err
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may use everything
+    for words in (("inspect", originals / "ours"), ("ls", tmp_path), ("prune", tmp_path, "--keep-last", 1)):
+        ended = shell(*words)
+        assert ended.code == 2 and f"{words[1]} cannot be read: check who owns the directory" in ended.err
+    ended = shell("bench", tmp_path / "not/yet")
+    assert ended.code == 2 and f"{tmp_path} cannot be written to: check who owns it" in ended.err
+
+
+class Program:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "x")
+
+
+def test_a_program_in_the_place_of_a_tensor_an_object_or_the_metadata_is_executed_by_no_command(
+    tmp_path: Path, shell: Shell
+) -> None:
+    path, ran = tmp_path / "hostile", tmp_path / "ran"
+    dcp.save({"weight": torch.ones(4)}, checkpoint_id=path, no_dist=True)
+    record = io.BytesIO()
+    torch.save(Program(ran), record)
+    metadata = FileSystemReader(path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, len(record.getvalue())
+        (path / info.relative_path).write_bytes(record.getvalue())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert shell("convert", path, tmp_path / "file.pt", "--to", "torch").code == 2
+    assert shell("convert", path, tmp_path / "model", "--to", "safetensors").code == 2
+    assert shell("diff", path, path, "--values").code == 2
+    assert "a load has to trust weight" in shell("verify", path).err
+    (path / ".metadata").write_bytes(b"cposix\nabort\n(tR.")
+    for command, code in (("inspect", 2), ("verify", 1)):
+        ended = shell(command, path)
+        assert ended.code == code and "asks for posix.abort" in ended.out + ended.err
+    for name, value in (("1", [Program(ran)]), ("2", [Program(ran), 1])):
+        dcp.save({"o": value}, checkpoint_id=tmp_path / name, no_dist=True)
+    ended = shell("diff", tmp_path / "1", tmp_path / "2", "--values", "--json")
+    assert ended.code == 1 and ended.json["objects"][0]["second"].endswith("other bytes")
+    assert shell("diff", tmp_path / "1", tmp_path / "1", "--values").code == 0
+    assert not ran.exists()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +12,9 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from tests.cli.checkpoints import KINDS, OURS
 from tests.cli.commands import Shell
+from tests.faults.disk import FaultDisk
 from tests.harness.damage import cut_short, data_files, flip_bit
 
 CopyOf = Callable[[str], Path]
@@ -35,56 +32,52 @@ def test_a_whole_checkpoint_is_whole_and_all_of_its_data_has_checksums(
     assert verified >= sum(each["nbytes"] for each in items if each["kind"] == "tensor") > 0
 
 
-@pytest.mark.parametrize(("kind", "item"), [("stock", "model.large"), ("megatron", "decoder.weight")])
-def test_a_flipped_bit_in_data_of_stock_is_found_by_the_checksum_of_the_zip(
-    kind: str, item: str, copy_of: CopyOf, shell: Shell
+def halve(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    flip_bit(file, file.stat().st_size // 2)
+
+
+def link(file: Path) -> None:
+    """To a file that is no part of the checkpoint."""
+    file.symlink_to(file.rename(file.parent.parent / "secret"))
+
+
+def flip_common(file: Path) -> None:
+    """What lies around the records has no checksums."""
+    flip_bit(file, file.read_bytes().index(b"hidden"))
+
+
+CASES: list[tuple[tuple[str, ...], str, Callable[[Path], object], str, bool]] = [
+    (KINDS, "data", halve, "", True),
+    (KINDS, "data", Path.unlink, "no such file", True),
+    (("ours",), "data", link, "symbolic link out of the directory", False),
+    (KINDS, ".metadata", halve, "", True),
+    (("ours",), ".robust_dcp.index", halve, "", True),
+    (KINDS, "data", flip, "CRC-32 ", False),
+    (("megatron",), "common.pt", flip_common, "", False),
+]
+"""Kinds, the file, its damage, what is told, and whether that is found without reading data."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "damage", "told", "fast"), [(kind, *more) for kinds, *more in CASES for kind in kinds]
+)
+def test_the_file_that_is_damaged_is_named(
+    kind: str, file: str, damage: Callable[[Path], object], told: str, fast: bool, copy_of: CopyOf, shell: Shell
 ) -> None:
     path = copy_of(kind)
-    chunk = next(each for each in shell("inspect", path, "--json").json["items"] if each["name"] == item)["chunks"][0]
-    flip_bit(path / chunk["file"], chunk["start"] + chunk["stored_nbytes"] // 2)
-    ended = shell("verify", path, "--json")
-    assert ended.code == 1
-    (problem,) = ended.json["problems"]
-    assert (problem["file"], problem["item"]) == (chunk["file"], item)
-    assert problem["expected"].startswith("CRC-32 ")
+    damaged = max(data_files(path), key=os.path.getsize) if file == "data" else path / file
+    damage(damaged)
+    for words in ((), ("--fast",)) if fast else ((),):
+        ended = shell("verify", path, *words)
+        assert ended.code == 1 and damaged.name in {row[0] for row in ended.rows} and told in ended.out
 
 
-def test_what_megatron_writes_beside_the_checkpoint_is_verified_too(copy_of: CopyOf, shell: Shell) -> None:
-    path = copy_of("megatron")
-    data = (path / "common.pt").read_bytes()
-    flip_bit(path / "common.pt", data.index(b"hidden"))
-    ended = shell("verify", path)
-    assert ended.code == 1
-    assert [row[0] for row in ended.rows] == ["common.pt"]
-
-
-@pytest.mark.parametrize("fast", [(), ("--fast",)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_is_cut_short_or_missing_is_found_without_reading_data(
-    kind: str, fast: tuple[str, ...], copy_of: CopyOf, shell: Shell
-) -> None:
-    path = copy_of(kind)
-    file = max(data_files(path), key=os.path.getsize)
-    cut_short(file, file.stat().st_size // 2)
-    ended = shell("verify", path, *fast)
-    assert ended.code == 1 and file.name in {row[0] for row in ended.rows}
-    file.unlink()
-    ended = shell("verify", path, *fast)
-    assert ended.code == 1 and [file.name, "", "no such file"] in [[row[0], row[1], row[3]] for row in ended.rows]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_torn_metadata_is_a_problem_and_not_a_crash(kind: str, copy_of: CopyOf, shell: Shell) -> None:
-    path = copy_of(kind)
-    cut_short(path / ".metadata", 40)
-    ended = shell("verify", path)
-    assert (ended.code, ended.rows[0][0]) == (1, ".metadata")
-
-
-def test_a_torn_index_and_one_of_another_save_are_found(copy_of: CopyOf, originals: Path, shell: Shell) -> None:
+def test_an_index_of_another_save_is_found(copy_of: CopyOf, originals: Path, shell: Shell) -> None:
     path = copy_of("ours")
-    cut_short(path / ".robust_dcp.index", 10)
-    assert [row[0] for row in shell("verify", path, "--fast").rows] == [".robust_dcp.index"]
     shutil.copy(originals / "safetensors" / ".robust_dcp.index", path)
     ended = shell("verify", path, "--fast")
     assert ended.code == 1 and "another .metadata" in ended.rows[0][3]
@@ -95,16 +88,6 @@ def test_a_leftover_beside_a_checkpoint_is_noted_and_is_no_damage(copy_of: CopyO
     (path / "__77_0.distcp").write_bytes(b"left")
     ended = shell("verify", path)
     assert ended.code == 0 and "__77_0.distcp does not belong" in ended.err
-
-
-def test_a_link_out_of_the_checkpoint_is_not_followed(copy_of: CopyOf, shell: Shell, tmp_path: Path) -> None:
-    path = copy_of("ours")
-    file = max(data_files(path), key=os.path.getsize)
-    (tmp_path / "secret").write_bytes(file.read_bytes())
-    file.unlink()
-    file.symlink_to(tmp_path / "secret")
-    ended = shell("verify", path)
-    assert ended.code == 1 and "symbolic link out of the directory" in ended.out
 
 
 def test_what_each_rank_has_saved_for_itself_is_listed_inspected_and_verified(
@@ -156,32 +139,10 @@ def test_a_checkpoint_in_a_store_is_inspected_and_verified(kind: str, originals:
     assert ended.code == 1 and [row[0] for row in ended.rows] == [name]
 
 
-def test_ctrl_c_ends_verify_at_once(tmp_path: Path) -> None:
-    robust_dcp.save({f"l.{n}": torch.ones(8) for n in range(20_000)}, checkpoint_id=tmp_path / "many")
-    program = (sys.executable, "-m", "robust_dcp.cli", "verify", str(tmp_path / "many"), "--jobs", "1")
-    path = os.pathsep.join(filter(None, sys.path))
-    with subprocess.Popen(
-        program, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    ) as process:
-        assert process.stderr is not None and "20,000 tensors" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
-        assert (process.returncode, said) == (130, "robust-dcp: stopped\n")
-
-
-def test_a_file_that_cannot_be_read_is_a_problem_of_that_file(
-    copy_of: CopyOf, shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = Disk.pread_into
-
-    def failing(self: Disk, file: OpenFile, buffer: object, offset: int) -> int:
-        if file.path.endswith(".distcp"):
-            raise storage_error("read", file.path, OSError(5, "Input/output error"))
-        return read(self, file, buffer, offset)  # type: ignore[arg-type]
-
+def test_a_file_that_cannot_be_read_is_a_problem_of_that_file(copy_of: CopyOf, shell: Shell) -> None:
     path = copy_of("ours")
-    monkeypatch.setattr(Disk, "pread_into", failing)
-    ended = shell("verify", path)
+    with FaultDisk(path, on={"read:*.distcp": OSError(5, "Input/output error")}):
+        ended = shell("verify", path)
     assert ended.code == 1 and {row[0] for row in ended.rows} == {each.name for each in data_files(path)}
     assert "Input/output error" in ended.out
 

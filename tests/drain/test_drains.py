@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -20,8 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
-from robust_dcp.storage.files.disk import Disk, OpenFile
-from tests.drain.checkpoints import ActingDisk, data_files, files_of, loaded, refuse, save, state_dict
+from tests.drain.checkpoints import data_files, files_of, loaded, save, state_dict
+from tests.faults.disk import Call, FaultDisk
 from tests.harness.ranks import errors, run_ranks, values
 
 RECORD = ".robust_dcp.drain.json"
@@ -34,8 +35,8 @@ def taken(tmp_path: Path) -> Path:
     return tmp_path / "taken/durable"
 
 
-def save_and_drain(path: Path, target: Path | str, value: float = 1.0, disk: Disk | None = None) -> None:
-    robust_dcp.save(state_dict(value), storage_writer=RobustWriter(path, drain_to=target, disk=disk))
+def save_and_drain(path: Path, target: Path | str, value: float = 1.0) -> None:
+    robust_dcp.save(state_dict(value), storage_writer=RobustWriter(path, drain_to=target))
 
 
 def fail_to_drain(path: Path, target: Path | str) -> None:
@@ -94,52 +95,43 @@ def test_a_checkpoint_is_drained_although_on_commit_has_raised(tmp_path: Path) -
     assert loaded(tmp_path / "durable") == 1.0
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_save_while_the_one_before_it_is_copied_is_what_arrives(is_first: bool, tmp_path: Path) -> None:
-    """The copy of the one before waits to begin, or is under way; and there is an earlier copy, or none."""
+def test_a_save_while_the_one_before_it_is_copied_is_what_arrives(tmp_path: Path) -> None:
     local, durable = tmp_path / "local", tmp_path / "durable"
-    if not is_first:
-        save_and_drain(local, durable, 1.0)
-        robust_dcp.finish_async_saves()
+    save_and_drain(local, durable, 1.0)
+    robust_dcp.finish_async_saves()
     waiting, goes_on = threading.Event(), threading.Event()
 
-    def hold(path: str) -> None:
+    def hold(call: Call) -> None:
         waiting.set()
         assert goes_on.wait(60)
 
-    save_and_drain(local, durable, 2.0, disk=ActingDisk("create", "durable/_", hold))
-    assert waiting.wait(60)
-    for value in (3.0, 4.0):
-        save_and_drain(local, durable, value)
-    assert is_first or loaded(durable) == 1.0
-    goes_on.set()
-    robust_dcp.finish_async_saves()
+    with FaultDisk(durable, on={"create:__*#1": hold}):
+        save_and_drain(local, durable, 2.0)
+        assert waiting.wait(60)
+        for value in (3.0, 4.0):
+            save_and_drain(local, durable, value)
+        assert loaded(durable) == 1.0
+        goes_on.set()
+        robust_dcp.finish_async_saves()
     assert loaded(durable) == 4.0
     assert files_of(durable) == files_of(local) - {RECORD}
 
 
-class _HangsOnce(Disk):
-    """On rank 1, the first call that makes a file at the target does not return before the drain is over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_over = threading.Event()
-        self.has_hung = False
-
-    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
-        if "/durable/" in path and dist.get_rank() == 1 and not self.has_hung:
-            self.has_hung = True
-            self.is_over.wait()
-        return super().open_new(path, direct=direct)
-
-
 def _drain_with_a_call_that_hangs(path: str, target: str) -> bool:
-    rank, disk = dist.get_rank(), _HangsOnce()
-    writer = RobustWriter(path, drain_to=target, drain_options=CopyOptions(call_timeout_seconds=3), disk=disk)
-    robust_dcp.save(state_dict(1.0, rank), storage_writer=writer, timeout_seconds=1)
-    robust_dcp.finish_async_saves()
-    assert loaded(target, rank) == 1.0
-    return disk.has_hung
+    """On rank 1, the first call that makes a file at the target does not return before the drain is over."""
+    rank, is_over, hung = dist.get_rank(), threading.Event(), []
+
+    def hang(call: Call) -> None:
+        hung.append(call)
+        is_over.wait()
+
+    with FaultDisk(target, on={"create:*#1": hang} if rank == 1 else {}):
+        writer = RobustWriter(path, drain_to=target, drain_options=CopyOptions(call_timeout_seconds=3))
+        robust_dcp.save(state_dict(1.0, rank), storage_writer=writer, timeout_seconds=1)
+        robust_dcp.finish_async_saves()
+        assert loaded(target, rank) == 1.0
+        is_over.set()
+    return len(hung) == 1
 
 
 def test_a_call_that_hangs_is_repeated_although_the_rank_is_silent_meanwhile(tmp_path: Path) -> None:
@@ -186,27 +178,26 @@ class TestAManager:
             robust_dcp.finish_async_saves()
         assert loaded(place) == 2.0
 
-    @pytest.mark.parametrize(("call", "part"), [("rename", ".metadata"), ("unlink", "__"), ("open", "__")])
+    @pytest.mark.parametrize("call", ["rename:.metadata", "unlink:__*", "create:__*"])
     def test_a_replacement_that_is_cut_off_leaves_the_old_or_the_new_copy_and_goes_on(
-        self, call: str, part: str, tmp_path: Path
+        self, call: str, tmp_path: Path
     ) -> None:
         local, place = tmp_path / "root", tmp_path / "durable/step_1"
         manager = CheckpointManager(local, drain_to=tmp_path / "durable")
         manager.save(1, state_dict(1.0))
         robust_dcp.finish_async_saves()
-        disk = ActingDisk(call, f"durable/step_1/{part}", refuse(), times=1000)
-        CheckpointManager(local, drain_to=tmp_path / "durable", disk=disk).save(1, state_dict(2.0))
-        with contextlib.suppress(StorageError):
-            robust_dcp.finish_async_saves()
-        assert disk.times < 1000 and loaded(place) == (2.0 if call == "unlink" else 1.0)
+        with FaultDisk(place, on={call: OSError(errno.EACCES, "")}):
+            manager.save(1, state_dict(2.0))
+            with contextlib.suppress(StorageError):
+                robust_dcp.finish_async_saves()
+        is_new = call.startswith("unlink")
+        assert loaded(place) == (2.0 if is_new else 1.0)
         for step in (2, 3):  # the first one goes on with the copy
             manager.save(step, state_dict(float(step)))
             robust_dcp.finish_async_saves()
         assert loaded(place) == 2.0
-        if call != "unlink":  # an error there costs space only
-            assert len([each for each in place.iterdir() if each.suffix == ".distcp"]) == len(
-                data_files(local / "step_1")
-            )
+        if not is_new:  # an error there costs space only
+            assert len(data_files(place)) == len(data_files(local / "step_1"))
 
     @pytest.mark.parametrize("target", ["./taken/durable/", "file://{path}/taken/durable"])
     def test_awaits_no_copy_that_somebody_else_has_ended(
@@ -300,29 +291,18 @@ def test_a_package_that_one_node_lacks_is_told_on_all_ranks() -> None:
         assert "pip install 'robust_dcp[remote]'" in error.message
 
 
-def test_a_copy_has_the_metrics_of_its_own_save(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "run", drain_to=tmp_path / "durable")
-    for loss in (0.5, 0.25):
-        manager.save(1, state_dict(loss), metrics={"loss": loss})
-        robust_dcp.finish_async_saves()
-        (copied,) = CheckpointManager(tmp_path / "durable").checkpoints()
-        assert (copied.metrics, loaded(copied.path)) == ({"loss": loss}, loss)
-
-
 def test_no_copy_begins_before_the_note_of_its_step_is_there(tmp_path: Path) -> None:
-    began_at: list[bool] = []
+    durable, began_at = tmp_path / "durable", []
 
-    class Slow(Disk):
-        """Writes the note of a step when a copy could have begun long ago."""
+    def wait(call: Call) -> None:
+        time.sleep(0.3)  # a copy could have begun long ago
+        began_at.append(durable.exists())
 
-        def rename(self, source: str, target: str) -> None:
-            if target.endswith("run/step_1/.robust_dcp.step.json"):
-                time.sleep(0.3)
-                began_at.append((tmp_path / "durable").exists())
-            super().rename(source, target)
-
-    manager = CheckpointManager(tmp_path / "run", drain_to=tmp_path / "durable", disk=Slow())
-    manager.save(1, state_dict(1.0), metrics={"loss": 1.0})
-    robust_dcp.finish_async_saves()
+    manager = CheckpointManager(tmp_path / "run", drain_to=durable)
+    for loss in (0.5, 0.25):
+        with FaultDisk(tmp_path, on={"rename:run/step_1/.robust_dcp.step.json#1": wait} if loss == 0.5 else {}):
+            manager.save(1, state_dict(loss), metrics={"loss": loss})
+            robust_dcp.finish_async_saves()
+        (copied,) = CheckpointManager(durable).checkpoints()
+        assert (copied.metrics, loaded(copied.path)) == ({"loss": loss}, loss)
     assert began_at == [False]
-    assert CheckpointManager(tmp_path / "durable").checkpoints()[0].metrics == {"loss": 1.0}

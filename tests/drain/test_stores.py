@@ -1,4 +1,4 @@
-"""Copies to and from stores: S3 (moto, through a proxy that fails) and others of fsspec; saves and loads by URL."""
+"""Copies to and from stores: S3 (moto, which fails when told to) and others of fsspec; saves and loads by URL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import fsspec
 import pytest
-import s3fs
 import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
@@ -18,7 +17,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 import robust_dcp
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, copy_checkpoint
 from tests.drain.checkpoints import data_files, loaded, save
-from tests.drain.object_store import BUCKET, Fault, FaultyProxy, faulty_proxy, options_for, s3_server
+from tests.drain.object_store import BUCKET, Fault, FaultyStore, faulty_store
 from tests.harness.ranks import run_ranks, values
 
 PART_NBYTES = 5 << 20
@@ -27,16 +26,16 @@ IN_MEMORY = "memory://failing/step_1"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with s3_server() as endpoint:
-        yield endpoint
+def server() -> Iterator[FaultyStore]:
+    with faulty_store() as server:
+        yield server
 
 
 @pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with faulty_proxy(server) as proxy:
-        monkeypatch.setitem(fsspec.config.conf, "s3", options_for(proxy.endpoint))
-        yield proxy
+def store(server: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
+    server.clear()
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +53,11 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def environment(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def environment(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a job has in its environment for such a store."""
-    s3fs.S3FileSystem.clear_instance_cache()  # one that another test has made would go on to talk to its proxy
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
     monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path / "staging"))
 
 
@@ -71,7 +69,7 @@ def options(**more: Any) -> CopyOptions:
     return CopyOptions(part_bytes=PART_NBYTES, **more)
 
 
-def loaded_back(url: str, proxy: FaultyProxy, directory: Path) -> float:
+def loaded_back(url: str, directory: Path) -> float:
     """Copied from the store and loaded: each byte is verified on the way."""
     copy_checkpoint(url, directory, options=options())
     found = large_state_dict(-1.0)
@@ -80,17 +78,10 @@ def loaded_back(url: str, proxy: FaultyProxy, directory: Path) -> float:
     return float(value)
 
 
-def _copy_until_killed(source: str, url: str, endpoint: str) -> None:
-    """Killed when all parts of the second file have arrived, and its upload is not over."""
-    with faulty_proxy(endpoint) as proxy:
-        fsspec.config.conf["s3"] = options_for(proxy.endpoint)
-
-        def kill(method: str, path: str) -> None:
-            if method == "POST" and "uploadId" in path and "__0_1" in path:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        proxy.fault = kill
-        copy_checkpoint(source, url, options=options(threads=1))
+def _copy_until_killed(source: str, url: str, store: dict[str, Any], pid: str) -> None:
+    fsspec.config.conf["s3"] = store
+    Path(pid).write_text(str(os.getpid()))
+    copy_checkpoint(source, url, options=options(threads=1))
 
 
 class TestS3:
@@ -104,63 +95,73 @@ class TestS3:
         ],
     )
     def test_what_passes_by_itself_is_tried_again_until_all_has_arrived(
-        self, fault: Fault, method: str, part: str, large: Path, url: str, proxy: FaultyProxy, tmp_path: Path
+        self, fault: Fault, method: str, part: str, large: Path, url: str, store: FaultyStore, tmp_path: Path
     ) -> None:
-        proxy.fail(fault, method, part, times=2)
+        store.fail(fault, method, part, times=2)
         copied = copy_checkpoint(large, url, options=options(threads=2))
-        assert proxy.n_faults == 2
+        assert store.n_faults == 2
         assert copied.files == 5
-        assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+        assert loaded_back(url, tmp_path / "back") == 1.0
 
     @pytest.mark.parametrize("part", ["", "partNumber=2"])
-    def test_what_is_denied_is_not_tried_again(self, part: str, large: Path, url: str, proxy: FaultyProxy) -> None:
-        proxy.fail("403", "PUT", part, times=1000)
+    def test_what_is_denied_is_not_tried_again(self, part: str, large: Path, url: str, store: FaultyStore) -> None:
+        store.fail("403", "PUT", part, times=1000)
         with pytest.raises(StorageError, match=r"s3://.*PermissionError.*check the credentials.*not tried again"):
             copy_checkpoint(large, url, options=options(threads=1))
-        assert proxy.n_faults == 1
+        assert store.n_faults == 1
 
     def test_a_copy_that_was_killed_goes_on_with_the_files_that_have_not_arrived(
-        self, large: Path, url: str, server: str, proxy: FaultyProxy, tmp_path: Path
+        self, large: Path, url: str, store: FaultyStore, tmp_path: Path
     ) -> None:
-        (killed,) = run_ranks(1, _copy_until_killed, str(large), url, server, init=False)
+        """Killed when all parts of the second file have arrived, and its upload is not over."""
+
+        def kill(method: str, path: str) -> Fault | None:
+            if method == "POST" and "uploadId" in path and "__0_1" in path:
+                os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+                return "cut request"
+            return None
+
+        store.fault = kill
+        (killed,) = run_ranks(1, _copy_until_killed, str(large), url, store.options, str(tmp_path / "pid"), init=False)
         assert killed.exitcode == -signal.SIGKILL
-        filesystem, root = fsspec.url_to_fs(url, **options_for(server))
+        store.clear()
+        filesystem, root = fsspec.url_to_fs(url, **store.options)
         assert not filesystem.exists(f"{root}/.metadata")
         assert copy_checkpoint(large, url, options=options(threads=1)).skipped_files == 1
-        assert not [path for method, path in proxy.requests if method == "PUT" and "__0_0" in path]
-        assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+        assert not [path for method, path in store.requests if method == "PUT" and "__0_0" in path]
+        assert loaded_back(url, tmp_path / "back") == 1.0
 
     def test_a_byte_that_is_flipped_in_the_store_is_found_and_sent_again(
-        self, large: Path, url: str, proxy: FaultyProxy, tmp_path: Path
+        self, large: Path, url: str, store: FaultyStore, tmp_path: Path
     ) -> None:
         copy_checkpoint(large, url, options=options())
-        filesystem, root = fsspec.url_to_fs(url, **options_for(proxy.endpoint))
+        filesystem, root = fsspec.url_to_fs(url, **store.options)
         name = f"{root}/{data_files(large)[1]}"
         data = bytearray(filesystem.cat_file(name))
         data[len(data) // 2] ^= 1
         filesystem.pipe_file(name, bytes(data))
         for n_files in (1, 0):
             assert copy_checkpoint(large, url, options=options()).files == n_files
-        assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+        assert loaded_back(url, tmp_path / "back") == 1.0
 
 
 @pytest.mark.usefixtures("environment")
 class TestSavesAndLoads:
-    def test_a_load_by_url_reads_only_what_it_needs(self, large: Path, url: str, proxy: FaultyProxy) -> None:
+    def test_a_load_by_url_reads_only_what_it_needs(self, large: Path, url: str, store: FaultyStore) -> None:
         copy_checkpoint(large, url)
-        proxy.requests.clear()
+        store.requests.clear()
         found = {"two": torch.zeros(N_ITEMS // 2)}
         report = robust_dcp.load(found, checkpoint_id=url)
         assert bool((found["two"] == 1.0).all()) and report.unverified_nbytes == 0
-        read = {path.partition("?")[0] for method, path in proxy.requests if "distcp" in path and method == "GET"}
+        read = {path.partition("?")[0] for method, path in store.requests if "distcp" in path and method == "GET"}
         assert len(read) == 1
 
     def test_ranks_save_to_a_url_and_load_from_it(self, url: str) -> None:
         outcome = values(run_ranks(2, _save_and_load, url, timeout_seconds=120))
         assert outcome == [(f"{url}_async", 2 * (1000.0 + 3), []), (f"{url}_async", 2 * (2000.0 + 3), [])]
 
-    def test_a_save_whose_copy_has_failed_can_be_made_again(self, url: str, proxy: FaultyProxy) -> None:
-        proxy.fail("403", "PUT", ".metadata", times=1)
+    def test_a_save_whose_copy_has_failed_can_be_made_again(self, url: str, store: FaultyStore) -> None:
+        store.fail("403", "PUT", ".metadata", times=1)
         with pytest.raises(StorageError, match=r"\.metadata"):
             robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url)
         robust_dcp.save({"w": torch.full((3,), 2.0)}, checkpoint_id=url)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -92,12 +91,6 @@ class Page:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, text="\r" if key == "Enter" else "")
-
-    def picture(self, file: Path, *, whole: bool = True) -> Path:
-        """A PNG of the page, or of what of it is in the window."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        file.write_bytes(base64.b64decode(data))
-        return file
 
 
 @contextmanager

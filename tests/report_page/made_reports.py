@@ -6,6 +6,7 @@ import math
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from robust_dcp.report import (
@@ -18,6 +19,7 @@ from robust_dcp.report import (
     encode_report,
     find_stragglers,
 )
+from robust_dcp.report_page import FoundReport, Reports
 from robust_dcp.report_rows import module_sizes
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
@@ -70,16 +72,27 @@ def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tu
 
 
 def _model() -> tuple[list[str], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """The names and sizes of a model of 7 billion parameters with its optimizer."""
-    sizes: dict[str, int] = {"embed.weight": 32000 * 4096, "head.weight": 32000 * 4096, "norm.weight": 4096}
-    for layer in range(32):
-        sizes |= {f"layers.{layer}.attention.w{which}.weight": 4096 * 4096 for which in "qkvo"}
-        sizes |= {f"layers.{layer}.mlp.w{which}.weight": 4096 * 11008 for which in "123"}
-        sizes |= {f"layers.{layer}.norm.weight": 4096}
-    names = {f"model.{name}": 2 * size for name, size in sizes.items()}
-    names |= {f"optimizer.state.{name}.{what}": 4 * size for name, size in sizes.items() for what in ("m", "v")}
+    """The names and sizes of a model with its optimizer."""
+    names = {f"model.layers.{layer}.{part}.weight": 4096 * 4096 for layer in range(32) for part in ("attention", "mlp")}
+    names |= {f"optimizer.state.{name}.{what}": 2 * size for name, size in names.items() for what in "mv"}
     names[f"model.{HOSTILE}"] = 40_000_000
     return list(names), np.array(list(names.values()), dtype=np.int64)
+
+
+def hostile_reports(wait: str = HOSTILE) -> Reports:
+    """One report, all of whose texts are markup."""
+    report = made_report(500, 4, slow=(3,))
+    report = msgspec.structs.replace(
+        report,
+        checkpoint=HOSTILE,
+        nodes=(HOSTILE,),
+        ways=((HOSTILE,), (HOSTILE,)),
+        waits=(HOSTILE, wait),
+        fallbacks=(HOSTILE,),
+        versions={HOSTILE: HOSTILE},
+        plan=msgspec.structs.replace(report.plan, outcome="constructor", reason=HOSTILE),
+    )
+    return Reports(HOSTILE, (FoundReport(HOSTILE, report),))
 
 
 def put_report(directory: Path, report: SavedReport) -> Path:

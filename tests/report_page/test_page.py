@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from robust_dcp.report_page import FoundReport, Reports, read_reports, render_page
-from tests.report_page.made_reports import HOSTILE, made_report, put_run
+from tests.report_page.made_reports import HOSTILE, hostile_reports, made_report, put_run
 
 MOST_NBYTES = 4_000_000
 
@@ -61,20 +61,9 @@ def test_the_page_loads_nothing_and_allows_only_its_own_script_and_style(tmp_pat
     assert not re.search(r"https?://|@import|url\(|innerHTML|insertAdjacentHTML|document\.write|\beval\(", page)
 
 
-def test_names_in_reports_are_inert(tmp_path: Path) -> None:
-    report = made_report(500, 4, slow=(3,))
-    report = msgspec.structs.replace(
-        report,
-        checkpoint=HOSTILE,
-        nodes=(HOSTILE,),
-        ways=((HOSTILE,), (HOSTILE,)),
-        waits=(HOSTILE, "\u2028@SCRIPT@ @DATA@ <!-- <script>"),
-        fallbacks=(HOSTILE,),
-        versions={HOSTILE: HOSTILE},
-        plan=msgspec.structs.replace(report.plan, outcome=HOSTILE, reason=HOSTILE),
-    )
+def test_names_in_reports_are_inert() -> None:
     innocent = render_page(Reports("/run", (FoundReport("step_1", made_report(100, 4)),)))
-    page = render_page(Reports(HOSTILE, (FoundReport(HOSTILE, report),)))
+    page = render_page(hostile_reports("\u2028@SCRIPT@ @DATA@ <!-- <script>"))
     assert Elements(page).found[7:] == Elements(innocent).found[7:]  # the policy is the same, too
     assert page.count("</script>") == innocent.count("</script>") and HOSTILE not in page
     (save,) = data_of(page)["saves"]
@@ -84,14 +73,8 @@ def test_names_in_reports_are_inert(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("world_size", "n_checkpoints"), [(4, 300), (256, 60), (2048, 40)])
 def test_the_page_has_a_bounded_size(world_size: int, n_checkpoints: int) -> None:
     one = made_report(500, world_size, slow=(3,))
-    reports = Reports(
-        "/run",
-        tuple(
-            FoundReport(f"step_{step}", msgspec.structs.replace(one, saved_at_seconds=float(step)))
-            for step in range(n_checkpoints)
-        ),
-    )
-    page = render_page(reports)
+    found = [FoundReport(str(n), msgspec.structs.replace(one, saved_at_seconds=n)) for n in range(n_checkpoints)]
+    page = render_page(Reports("/run", tuple(found)))
     assert len(page) < MOST_NBYTES
     saves = data_of(page)["saves"]
     assert len(saves) == n_checkpoints
