@@ -100,7 +100,9 @@ def footer_in(read: Callable[[int, int], bytes], file_nbytes: int) -> Footer | N
     Args:
         read: gives bytes of the file, by offset and length; fewer where the file ends.
     """
-    data = read(max(0, file_nbytes - TAIL_NBYTES), TAIL_NBYTES)
+    if file_nbytes < TAIL_NBYTES:
+        return None
+    data = read(file_nbytes - TAIL_NBYTES, TAIL_NBYTES)
     if len(data) != TAIL_NBYTES or crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
         return None
     magic, mark, nbytes, n_items, n_blocks, block_nbytes, columns_crc32 = _TAIL.unpack(data[:-4])
