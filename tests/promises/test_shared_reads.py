@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp import LoadReport, RobustLoadPlanner, RobustReader, RobustWriter
+from robust_dcp import LoadReport, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
 from tests.faults.disk import FaultDisk
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import errors, in_ranks, values
 from tests.harness.verdicts import Verdict, verdict_of
 
 StateDict = dict[str, Any]
@@ -169,13 +169,28 @@ def load_objects(directory: str, trusted_rank: int | None) -> tuple[int, int]:
     return sum(nbytes), planner.n_objects
 
 
-def test_an_object_is_read_once_for_all_ranks_with_the_same_trust(tmp_path: Path) -> None:
+def test_an_object_is_read_once_for_all_ranks_whatever_they_trust(tmp_path: Path) -> None:
     robust_dcp.save({f"object.{n}": list(range(1000 * n)) for n in range(8)}, checkpoint_id=tmp_path, no_dist=True)
     alone, n_objects = values(in_ranks(1, load_objects, str(tmp_path), None))[0]
-    for trusted_rank, readers in ((None, 1), (2, 2)):
+    for trusted_rank, readers in ((None, 1), (2, 1)):
         read, handed = zip(*values(in_ranks(3, load_objects, str(tmp_path), trusted_rank)), strict=True)
         assert readers * alone <= sum(read) < (readers + 0.9) * alone
         assert set(handed) == {n_objects}
+
+
+def load_unsafe(directory: str, trusted_rank: int) -> None:
+    trusted = dist.get_rank() == trusted_rank
+    reader = RobustReader(directory, share_reads=True, trusted=trusted)
+    target: StateDict = {"object": None}
+    robust_dcp.load(target, storage_reader=reader, planner=RobustLoadPlanner(trusted=trusted))
+
+
+@pytest.mark.parametrize("trusted_rank", [0, 1])
+def test_an_object_that_one_rank_trusts_is_checked_by_the_others(trusted_rank: int, tmp_path: Path) -> None:
+    planner = RobustPlanner(on_unloadable_object="ignore")
+    robust_dcp.save({"object": print}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    for error in errors(in_ranks(2, load_unsafe, str(tmp_path), trusted_rank)):
+        assert error.type_name == "UnsafeCheckpoint"
 
 
 class PairedPlanner(DefaultLoadPlanner):

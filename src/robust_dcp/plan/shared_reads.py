@@ -35,7 +35,6 @@ from robust_dcp.errors import (
     ExchangeError,
     PlanConflict,
     RobustCheckpointError,
-    UnsafeCheckpoint,
     ranks_in_words,
 )
 from robust_dcp.plan.global_plan import by_holders
@@ -54,7 +53,7 @@ from robust_dcp.storage.reading.reads import (
     sharable_reads,
     target_of,
 )
-from robust_dcp.storage.records.objects import ObjectBytes
+from robust_dcp.storage.records.objects import ObjectBytes, check_object
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +162,6 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
         offsets, lengths: the part of the stored tensor; both empty for an object.
         dtype: of the tensor that it is read into, such as ``"bfloat16"``; empty for an object.
         nbytes: of the result.
-        trusted: whether objects may be of any class.
         copy: tells boxes of one rank that are otherwise equal from each other.
     """
 
@@ -174,7 +172,6 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
     lengths: tuple[int, ...]
     dtype: str
     nbytes: int
-    trusted: bool = False
     copy: int = 0
 
     def read_item(self, place: int) -> ReadItem:
@@ -507,7 +504,6 @@ def share_reads(
             reader.metadata,
             reader.path,
             lambda device: device.type == device_type,
-            trusted=reader.options.trusted,
         )
         needed.append(_Needed(found.places.tolist(), found.targets, found.nbytes.tolist()))
         if not len(found.places):
@@ -652,7 +648,7 @@ def _unseen(
         index = read.item.storage_index
         file, name, chunk = read.relative_path, index.fqn, tuple(index.offset or ())
         if read.item.type == LoadItemType.BYTE_IO:
-            add(Box(file, name, chunk, (), (), "", read.nbytes, reader.options.trusted), place, None)
+            add(Box(file, name, chunk, (), (), "", read.nbytes), place, None)
             continue
         target = target_of(planner, read.item, early=True)
         if not target.numel():
@@ -813,13 +809,6 @@ class SharedReads:
         slots: dict[ReadItem, torch.Tensor] = {}
         for number in of_round:
             for box in self._to_read.get(number, ()):
-                if self._reader.options.trusted and not box.dtype and not box.trusted:
-                    raise UnsafeCheckpoint(
-                        f"rank {self._rank} loads with trusted=True, and reads {box.name!r} for ranks that do not; "
-                        "pass the same to RobustReader on all ranks",
-                        file=box.file,
-                        what=f"{box.name!r}, unchecked",
-                    )
                 dtype = getattr(torch, box.dtype) if box.dtype else torch.uint8
                 slot = torch.empty(box.lengths if box.dtype else box.nbytes, dtype=dtype)
                 slots[box.read_item(len(slots))] = slot
@@ -829,10 +818,17 @@ class SharedReads:
                 self._reader.read_data(LoadPlan(list(slots)), _IntoSlots(slots)).wait()
 
     def load_objects(self, planner: LoadPlanner, directory: str) -> None:
-        """Pass the objects that came from other ranks to ``planner``."""
+        """Pass the objects that came from other ranks to ``planner``.
+
+        Raises:
+            UnsafeCheckpoint, CorruptCheckpoint: as for an object that this rank has read.
+        """
         for place, slot in self._objects.items():
             if place in self._received:
-                planner.load_bytes(self._items[place], ObjectBytes(slot.numpy().tobytes(), directory))
+                item, data = self._items[place], ObjectBytes(slot.numpy().tobytes(), directory)
+                if not self._reader.options.trusted:  # the rank that read it may trust the checkpoint
+                    check_object(data, file=directory, item=item.dest_index.fqn)
+                planner.load_bytes(item, data)
 
     # Where the bytes of a bucket are (``comm.relay.RelayContents``). Buckets are counted from the first of the round.
 

@@ -391,8 +391,6 @@ def sharable_reads(
     metadata: Metadata,
     directory: str,
     stays_on: Callable[[torch.device], bool],
-    *,
-    trusted: bool,
 ) -> SharableReads:
     """Find the ``items`` that another rank may read for this one: plain tensors of any dtype and strides, and objects.
 
@@ -401,8 +399,6 @@ def sharable_reads(
 
     Args:
         stays_on: whether ranks can pass on a tensor on a device without a copy to the host.
-        trusted: whether this rank takes objects that nobody has checked. It exchanges them only with ranks that do,
-            too.
     """
     stored = index_of(metadata)
     number_of: Callable[[MetadataIndex], Any] = (
@@ -415,7 +411,7 @@ def sharable_reads(
         number = number_of(read.item.storage_index)
         if read.item.type == LoadItemType.BYTE_IO:
             if read.nbytes and not read.transforms:
-                rows.append((number, int(trusted), place, None, read.nbytes))
+                rows.append((number, 0, place, None, read.nbytes))
             continue
         target = target_of(planner, read.item, early=True)
         if target.numel() and is_plain(target):
