@@ -38,14 +38,6 @@ def test_the_largest_share_is_within_a_third_of_the_best_possible(sizes: list[in
     assert max(_loads(_replicated(sizes, n_ranks))) <= best * (4 / 3 - 1 / (3 * n_ranks)) + 1e-9
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60), st.integers(1, 8))
-def test_no_share_exceeds_the_mean_by_more_than_one_chunk(sizes: list[int], n_ranks: int) -> None:
-    loads = _loads(_replicated(sizes, n_ranks))
-    assert sum(loads) == sum(sizes)
-    assert max(loads) <= sum(sizes) / n_ranks + max(sizes)
-
-
 def test_what_only_one_rank_holds_counts_before_replicas_are_dealt_out() -> None:
     own = tensor("own", [1000 * _LARGE], torch.uint8)
     shared = [tensor(f"s{n}", [100 * _LARGE], torch.uint8) for n in range(10)]

@@ -41,7 +41,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class _ForDirectory(msgspec.Struct, frozen=True):
-    """What the coordinator sends to the rank that leads in another directory.
+    """What the coordinator sends to the rank that leads in a directory.
 
     Attributes:
         metadata, index: the bytes of the files.
@@ -76,29 +76,23 @@ def commit_on_nodes(
     """
     leads = leads_directory or channel.is_coordinator
     places = channel.gather(phase("places"), lambda: _Place(socket.gethostname(), leads), _Place) or []
-    own: list[MetadataToPublish] = []
-    nodes: list[NodeOfSave] = []
 
     def for_directories() -> list[_ForDirectory | None]:
-        own.append(make_metadata())
-        nodes.extend(_nodes_of(places))
-        message = _ForDirectory(
-            b"".join(own[0].fragments), b"".join(own[0].index), tuple(sorted(own[0].files)), tuple(nodes)
-        )
-        return [
-            message if place is not None and place.leads and rank != channel.rank else None
-            for rank, place in enumerate(places)
-        ]
+        made = make_metadata()
+        metadata, index, files = b"".join(made.fragments), b"".join(made.index), tuple(sorted(made.files))
+        message = _ForDirectory(metadata, index, files, tuple(_nodes_of(places)))
+        return [message if place is not None and place.leads else None for place in places]
 
     told = channel.scatter(phase("metadata of nodes"), for_directories, _ForDirectory)
-    if told is not None and not own:
-        own.append(MetadataToPublish((told.metadata,), told.files, index=(told.index,) if told.index else ()))
-        nodes.extend(told.nodes)
+    nodes = () if told is None else told.nodes
+    to_publish = None
+    if told is not None:
+        to_publish = MetadataToPublish((told.metadata,), told.files, index=(told.index,) if told.index else ())
 
     def prepare() -> None:
         directory.check_own()
-        if leads:
-            directory.prepare(own[0], directory.among(own[0].files))
+        if to_publish is not None:
+            directory.prepare(to_publish, directory.among(to_publish.files))
 
     channel.barrier(phase("prepare"), prepare)
     if channel.is_coordinator:
@@ -110,7 +104,7 @@ def commit_on_nodes(
         )
         _TOLD["parent"] = parent
     directory.is_one_of_several(nodes)
-    channel.barrier(phase("commit"), lambda: directory.finish(own[0]) if leads else None)
+    channel.barrier(phase("commit"), lambda: None if to_publish is None else directory.finish(to_publish))
 
 
 def _nodes_of(places: Sequence[_Place | None]) -> list[NodeOfSave]:
