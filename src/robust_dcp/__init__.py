@@ -1,5 +1,7 @@
 """Saves and loads PyTorch distributed checkpoints: validated plans, exchanges that end, durable commits."""
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from robust_dcp.on_demand import names_from
@@ -78,3 +80,8 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.version": ("__version__",),
     },
 )
+
+if not getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", True):
+    # torch is here, so this is no command that has to be quick. What a save needs is imported now, and not while
+    # training waits for the first one.
+    import_module("robust_dcp.asynchronous")

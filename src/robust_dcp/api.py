@@ -146,8 +146,15 @@ def open_save(
 ) -> tuple[RobustPlanner, SaveSession]:
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
     watch_in_terminal()
-    moves_to = _url_of(checkpoint_id)
-    writer = _robust_writer(storage_writer, staging_directory(moves_to) if moves_to else checkpoint_id)
+    place = None if checkpoint_id is None else place_of(checkpoint_id)
+    path, moves_to = None if place is None else local_path_of(place), None
+    if place is not None and path is None:  # a URL: it is saved to by way of a local directory
+        # One of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
+        # `describe` raises that on all ranks.
+        with suppress(StorageError):
+            filesystem_of(place)
+        path, moves_to = staging_directory(place), place
+    writer = _robust_writer(storage_writer, path)
     writer.known_as = moves_to or writer.known_as
     robust_planner = _robust_planner(planner)
     session = robust_planner.open_session(
@@ -174,35 +181,18 @@ def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str,
     return planner.describe(session.channel)
 
 
-def _url_of(checkpoint_id: CheckpointId | None) -> str | None:
-    """The URL that a checkpoint is saved to by way of a local directory; ``None`` if it is a path."""
-    place = None if checkpoint_id is None else place_of(checkpoint_id)
-    if place is None or local_path_of(place) is not None:
-        return None
-    # A URL of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
-    # `describe` raises that on all ranks.
-    with suppress(StorageError):
-        filesystem_of(place)
-    return place
-
-
-def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:
+def _robust_writer(writer: StorageWriter | None, path: str | None) -> RobustWriter:
     if writer is None:
-        if checkpoint_id is None:
+        if path is None:
             raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
-        return RobustWriter(_path_of(checkpoint_id))
+        return RobustWriter(path)
     if not isinstance(writer, RobustWriter):
         raise TypeError(
             f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
             "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
         )
-    writer.reset(None if checkpoint_id is None else _path_of(checkpoint_id))
+    writer.reset(path)
     return writer
-
-
-def _path_of(checkpoint_id: CheckpointId) -> CheckpointId:
-    """The path, also of ``file:///path``."""
-    return local_path_of(place_of(checkpoint_id)) or checkpoint_id
 
 
 def _robust_planner(planner: SavePlanner | None) -> RobustPlanner:
@@ -419,12 +409,24 @@ class _Load:
         self.stand_ins.update(stand_ins_for(self.state_dict, metadata.state_dict_metadata))
         together = {**self.state_dict, **{key: each.values for key, each in self.stand_ins.items()}}
         self.values.update(sorted(together.items(), key=lambda item: str(item[0])))  # keys need not be text
-        self.plan = _local_load_plan(self.values, self.reader, self.planner, metadata, channel)
+        self._make_plan(metadata)
         if reader is None:
             return Offer()
         items = self.plan.items if channel.size > 1 else ()  # only other ranks need to know the items
         can_share = may_ask_early(self.planner)
         return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=can_share)
+
+    def _make_plan(self, metadata: Metadata) -> None:
+        """DCP's load plans are local, so no rank needs the plan of another."""
+        planner, reader, is_coordinator = self.planner, self.reader, self.channel.is_coordinator
+        planner.set_up_planner(self.values, metadata, is_coordinator)
+        # Stock checks this too: readers written before torch 2.9 do not take these arguments.
+        takes_more = "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters
+        more = {"rank": self.channel.rank, "use_collectives": True} if takes_more else {}
+        reader.set_up_storage_reader(metadata, is_coordinator, **more)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+        self.plan = planner.finish_plan(plan)
 
     def _read(self) -> None:
         with self.clock.phase("read"):
@@ -475,20 +477,6 @@ class _Load:
             unverified_nbytes=getattr(self.reader, "unverified_nbytes", 0),
             stragglers=channel.stragglers,
         )
-
-
-def _local_load_plan(
-    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, metadata: Metadata, channel: Channel
-) -> LoadPlan:
-    """Make this rank's plan. DCP's load plans are local, so no rank needs the plan of another."""
-    planner.set_up_planner(state_dict, metadata, channel.is_coordinator)
-    # Stock checks this too: readers written before torch 2.9 do not take these arguments.
-    takes_more = "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters
-    more = {"rank": channel.rank, "use_collectives": True} if takes_more else {}
-    reader.set_up_storage_reader(metadata, channel.is_coordinator, **more)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    return planner.finish_plan(plan)
 
 
 def _reader(reader: StorageReader | None, checkpoint_id: CheckpointId | None) -> StorageReader:

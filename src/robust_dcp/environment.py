@@ -8,57 +8,50 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 __all__ = ["VARIABLES", "check", "value_of"]
 
-_ON: Final = ("1", "true", "yes", "on")
-_OFF: Final = ("0", "false", "no", "off")
+_SWITCH: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
-def switch(text: str) -> bool:
-    if text.lower() not in _ON + _OFF:
-        raise ValueError("one of 1, true, yes, on, 0, false, no, off")
-    return text.lower() in _ON
-
-
-def whole_number(text: str) -> int:
-    # int() would also accept " +1_0 " and digits of other scripts.
-    if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text) > 0):
-        raise ValueError("a whole number from 1 on")
-    return int(text)
-
-
-def positive_seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError("a positive number of seconds")
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
+def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        if text.lower() not in choices:
             raise ValueError(f"one of {', '.join(choices)}")
-        return text
+        return choices[text.lower()]
 
     return parse
 
 
+def _whole_number(text: str) -> int:
+    if re.fullmatch("0*[1-9][0-9]{0,15}", text) is None:  # int() would also accept " +1_0 " and digits of other scripts
+        raise ValueError("a whole number from 1 on")
+    return int(text)
+
+
+def _positive_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("a positive number of seconds")
+    return value
+
+
 VARIABLES: Final[Mapping[str, Callable[[str], Any]]] = {
-    "ROBUST_DCP": switch,
-    "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": positive_seconds,
-    "ROBUST_DCP_KEEP_STAGING": switch,
-    "ROBUST_DCP_PROGRESS": switch,
-    "ROBUST_DCP_RANKS_PER_NODE": whole_number,
-    "ROBUST_DCP_SAVE_FAILURE": _one_of("raise", "warn"),
+    "ROBUST_DCP": _one_of(_SWITCH),
+    "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": _positive_seconds,
+    "ROBUST_DCP_KEEP_STAGING": _one_of(_SWITCH),
+    "ROBUST_DCP_PROGRESS": _one_of(_SWITCH),
+    "ROBUST_DCP_RANKS_PER_NODE": _whole_number,
+    "ROBUST_DCP_SAVE_FAILURE": _one_of({"raise": "raise", "warn": "warn"}),
     "ROBUST_DCP_STAGING": str,
-    "ROBUST_DCP_TRUSTED": switch,
-    "ROBUST_DCP_WRITER_THREADS": whole_number,
+    "ROBUST_DCP_TRUSTED": _one_of(_SWITCH),
+    "ROBUST_DCP_WRITER_THREADS": _whole_number,
 }
 """By name: what makes a value of the text. Its ``ValueError`` says what the text may be."""
 

@@ -318,7 +318,6 @@ class Ranks(msgspec.Struct, frozen=True):
         stage_seconds: how long it copied its data, in an async save.
         write_seconds: how long it wrote, without the wait for others.
         nbytes, files: what it wrote.
-        write_nbytes_per_second: ``nbytes / write_seconds``.
         how: place in ``ways`` of the report.
     """
 
@@ -329,7 +328,6 @@ class Ranks(msgspec.Struct, frozen=True):
     write_seconds: tuple[_Seconds, ...] = ()
     nbytes: tuple[_Count, ...] = ()
     files: tuple[_Count, ...] = ()
-    write_nbytes_per_second: tuple[_Count, ...] = ()
     how: tuple[_Count, ...] = ()
 
     def __len__(self) -> int:

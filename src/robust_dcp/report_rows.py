@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import platform
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,10 +30,9 @@ __all__ = ["AT_PHASE", "PhaseClock", "SaidOfRank", "make_report", "module_sizes"
 AT_PHASE: list[Callable[[Channel, str], None]] = []
 """Functions to call when a rank begins a phase, with its name. Tests inject faults here."""
 
-_ROW: Final = np.dtype(
-    [("plan_seconds", "<f4"), ("stage_seconds", "<f4"), ("write_seconds", "<f4"), ("nbytes", "<u8"), ("files", "<u4")]
-)
-"""What a rank tells of its part of a save, as in ``report.Ranks``: as many bytes as in the save before."""
+_ROW: Final = struct.Struct("<fffQI")
+"""What a rank tells of its part of a save, as in ``report.Ranks``: the seconds that it planned, staged and wrote, bytes
+and files. It takes as many bytes in each save."""
 
 _REASON_LENGTH: Final = 2000
 _TEXT_LENGTH: Final = 160
@@ -143,9 +143,8 @@ def said_of_rank(rank: int, clock: PhaseClock, nbytes: int, files: int, how: Seq
         nbytes, files, how: what it has written, into how many files, and in which ways.
     """
     seconds = (clock.seconds_of("plan"), clock.seconds_of("stage"), clock.own_write_seconds)
-    row = np.array([(*seconds, nbytes, files)], dtype=_ROW).tobytes()
     how = tuple(shortened(text, _TEXT_LENGTH) for text in (*how, *clock.remarks)[:_MOST_TEXTS])
-    return SaidOfRank(row, shortened(node_name(rank), _NODE_LENGTH), how)
+    return SaidOfRank(_ROW.pack(*seconds, nbytes, files), shortened(node_name(rank), _NODE_LENGTH), how)
 
 
 def make_report(
@@ -171,21 +170,18 @@ def make_report(
     told = [(rank, each) for rank, each in enumerate(said) if each is not None and each.row]
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
-    rows = np.frombuffer(b"".join(each.row for _, each in told), dtype=_ROW)
-    seconds = {
-        name: tuple(rows[name].astype(np.float64).round(6).tolist())
-        for name in ("plan_seconds", "stage_seconds", "write_seconds")
-    }
+    rows = _ROW.iter_unpack(b"".join(each.row for _, each in told))
+    columns = [*zip(*rows, strict=True)] or [()] * 5
+    plan_seconds, stage_seconds, write_seconds = (tuple(round(each, 6) for each in column) for column in columns[:3])
     ranks = Ranks(
         rank=tuple(rank for rank, _ in told),
         node=tuple(nodes.setdefault(each.node, len(nodes)) for _, each in told),
-        nbytes=tuple(rows["nbytes"].tolist()),
-        files=tuple(rows["files"].tolist()),
-        write_nbytes_per_second=tuple(
-            (rows["nbytes"] / np.maximum(rows["write_seconds"], 1e-6)).astype(np.int64).tolist()
-        ),
+        plan_seconds=plan_seconds,
+        stage_seconds=stage_seconds,
+        write_seconds=write_seconds,
+        nbytes=columns[3],
+        files=columns[4],
         how=tuple(ways.setdefault(each.how, len(ways)) for _, each in told),
-        **seconds,
     )
     return SavedReport(
         checkpoint=shortened(checkpoint, _PATH_LENGTH),

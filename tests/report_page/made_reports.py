@@ -40,7 +40,6 @@ def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tu
         write_seconds=write,
         nbytes=nbytes,
         files=(2,) * world_size,
-        write_nbytes_per_second=tuple(map(int, rates)),
         how=tuple(int(rank in slow) for rank in range(world_size)),
     )
     nodes = tuple(f"gpu-{number:04d}.cluster.example" for number in range(math.ceil(world_size / ranks_per_node)))
