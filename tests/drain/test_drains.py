@@ -23,7 +23,7 @@ import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
 from tests.drain.checkpoints import data_files, files_of, loaded, save, state_dict
 from tests.faults.disk import Call, FaultDisk
-from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.ranks import errors, in_ranks, run_ranks, values
 
 RECORD = ".robust_dcp.drain.json"
 
@@ -222,58 +222,43 @@ class TestAManager:
         assert CheckpointManager(tmp_path, keep_last=1).prune() == [str(tmp_path / "step_1")]
 
 
-class TestNearestCopy:
-    def test_the_first_whole_one_is_taken(self, tmp_path: Path) -> None:
-        near, far = tmp_path / "near", tmp_path / "far"
-        save(near)
-        copy_checkpoint(near, far)
-        assert nearest_copy([near, far]) == str(near)
-        os.truncate(near / data_files(near)[1], 100)
-        assert nearest_copy([near, far]) == str(far)
-        os.remove(near / ".metadata")
-        assert nearest_copy([near, f"file://{far}"]) == f"file://{far}"
-
-    def test_another_save_is_not_taken_unless_its_copy_has_not_arrived_yet(self, taken: Path, tmp_path: Path) -> None:
-        near, far = tmp_path / "near", save(tmp_path / "far")
-        fail_to_drain(near, taken)
-        assert nearest_copy([near, far]) == str(near)
-        save(near)
-        assert nearest_copy([near, far]) == str(far)
-
-    def test_without_a_whole_one_the_error_says_what_each_lacks(self, tmp_path: Path) -> None:
-        expected = r"none of 2 places holds a whole copy(?s:.*)a: no \.metadata(?s:.*)b: no \.metadata"
-        with pytest.raises(StorageError, match=expected):
-            nearest_copy([tmp_path / "a", tmp_path / "b"])
-        with pytest.raises(ValueError, match="nearest_copy needs at least one place"):
-            nearest_copy([])
-
-    def test_a_directory_that_one_rank_lacks_or_sees_otherwise_is_taken_by_none(self, tmp_path: Path) -> None:
-        save(tmp_path / "far")
-        for rank in range(2):
-            copy_checkpoint(tmp_path / "far", tmp_path / f"rank_{rank}/near")
-        assert values(run_ranks(2, _nearest, str(tmp_path))) == ["near", "near"]
-        shutil.rmtree(tmp_path / "rank_1/near")
-        save(tmp_path / "rank_1/near")
-        assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
-        os.remove(tmp_path / "rank_1/near/.metadata")
-        assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
-
-    def test_one_rank_looks_into_a_directory_that_all_share(self, tmp_path: Path) -> None:
-        save(tmp_path / "shared")
-        assert values(run_ranks(3, _opened_by_nearest, str(tmp_path / "shared"))) == [True, False, False]
+def test_the_nearest_copy_is_the_first_whole_one_of_the_same_save(taken: Path, tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    fail_to_drain(near, taken)
+    copy_checkpoint(near, far)
+    assert nearest_copy([near, far]) == str(near)
+    os.truncate(near / data_files(near)[1], 100)
+    assert nearest_copy([near, far]) == str(far)
+    os.remove(near / ".metadata")
+    assert nearest_copy([near, f"file://{far}"]) == f"file://{far}"
+    fail_to_drain(near, taken)
+    assert nearest_copy([near, far]) == str(near)  # another save, whose copy has not arrived yet
+    save(near)
+    assert nearest_copy([near, far]) == str(far)
+    expected = r"none of 2 places holds a whole copy(?s:.*)a: no \.metadata(?s:.*)b: no \.metadata"
+    with pytest.raises(StorageError, match=expected):
+        nearest_copy([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ValueError, match="nearest_copy needs at least one place"):
+        nearest_copy([])
 
 
-def _opened_by_nearest(place: str) -> bool:
-    """Whether this rank opens a file of the checkpoint while it looks for the nearest copy."""
-    opened: list[str] = []
-    sys.addaudithook(lambda name, arguments: opened.append(str(arguments[0])) if name == "open" else None)
-    assert nearest_copy([f"{place}/nothing", place]) == place
-    return any(each.startswith(f"{place}/") and "nothing" not in each for each in opened)
-
-
-def _nearest(root: str) -> str:
+def _nearest(root: str) -> tuple[str, bool]:
+    """What each rank takes, and whether it opens a file of the checkpoint that all see while it looks for it."""
     os.chdir(f"{root}/rank_{dist.get_rank()}")  # a path that each rank sees otherwise, as nodes do
-    return nearest_copy(["near", f"{root}/far"])
+    with FaultDisk(f"{root}/far") as disk:
+        return nearest_copy(["near", f"{root}/far"]), bool(disk.names("open"))
+
+
+def test_a_directory_that_one_rank_lacks_or_sees_otherwise_is_taken_by_none(tmp_path: Path) -> None:
+    save(tmp_path / "far")
+    for rank in range(2):
+        copy_checkpoint(tmp_path / "far", tmp_path / f"rank_{rank}/near")
+    assert [place for place, _ in values(in_ranks(2, _nearest, str(tmp_path)))] == ["near"] * 2
+    shutil.rmtree(tmp_path / "rank_1/near")
+    save(tmp_path / "rank_1/near")
+    assert values(in_ranks(2, _nearest, str(tmp_path))) == [(f"{tmp_path}/far", True), (f"{tmp_path}/far", False)]
+    os.remove(tmp_path / "rank_1/near/.metadata")
+    assert [place for place, _ in values(in_ranks(2, _nearest, str(tmp_path)))] == [f"{tmp_path}/far"] * 2
 
 
 def _save_to_url_without_fsspec_on_rank_1() -> None:

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["DEVICE", "needs_cuda", "on_device", "synchronize"]
+import robust_dcp
+
+__all__ = ["DEVICE", "needs_cuda", "on_device", "save", "synchronize"]
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -47,3 +49,10 @@ def on_device(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(on_device, value))
     return value
+
+
+def save(state_dict: dict[str, Any], path: Any, how: str) -> Any:
+    """Save by ``save``, or by an async save that stages ``full`` or ``lazy``; the report."""
+    if how == "save":
+        return robust_dcp.save(state_dict, checkpoint_id=path)
+    return robust_dcp.async_save(state_dict, checkpoint_id=path, staging=how).result(timeout=120)  # type: ignore[arg-type]

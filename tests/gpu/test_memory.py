@@ -11,7 +11,7 @@ import torch
 import robust_dcp
 from robust_dcp.staging.blocks import NOT_PINNED, POOL, Block
 from robust_dcp.staging.staging_buffers import STAGING
-from tests.gpu.device import DEVICE, needs_cuda, synchronize
+from tests.gpu.device import DEVICE, needs_cuda, save, synchronize
 
 pytestmark = pytest.mark.gpu
 
@@ -40,12 +40,9 @@ def locks_no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("locks_no_memory")
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("how", ["save", "full"])
 def test_a_save_is_whole_and_says_so_where_no_memory_can_be_locked(tmp_path: Path, how: str) -> None:
-    if how == "save":
-        report = robust_dcp.save(state(2.0), checkpoint_id=tmp_path)
-    else:
-        report = robust_dcp.async_save(state(2.0), checkpoint_id=tmp_path).result(timeout=60)
+    report = save(state(2.0), tmp_path, how)
     check_loads(tmp_path, 2.0)
     if DEVICE.type == "cuda":
         assert NOT_PINNED in report.how

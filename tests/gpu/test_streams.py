@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import robust_dcp
-from tests.gpu.device import DEVICE, needs_cuda, synchronize
+from tests.gpu.device import DEVICE, needs_cuda, save, synchronize
 
 pytestmark = pytest.mark.gpu
 
@@ -38,14 +38,7 @@ def test_a_kernel_that_still_runs_when_save_is_called_comes_first(tmp_path: Path
     weight = torch.zeros(N, device=DEVICE)
     busy()
     weight.fill_(7.0)
-    if how == "save":
-        robust_dcp.save({"w": weight}, checkpoint_id=tmp_path)
-    elif how == "full":
-        robust_dcp.async_save({"w": weight}, checkpoint_id=tmp_path).result(timeout=60)
-    else:
-        saving = robust_dcp.async_save({"w": weight}, checkpoint_id=tmp_path, staging="lazy")
-        saving.wait_staged()
-        saving.result(timeout=60)
+    save({"w": weight}, tmp_path, how)
     assert torch.equal(loaded(tmp_path, weight), torch.full_like(weight, 7.0))
 
 
@@ -114,14 +107,11 @@ def no_synchronizing_calls() -> Iterator[None]:
 
 @needs_cuda
 @pytest.mark.usefixtures("no_synchronizing_calls")
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("how", ["save", "full"])
 def test_a_save_makes_no_call_that_waits_for_the_default_stream(tmp_path: Path, how: str) -> None:
     state = {f"w{n}": torch.full((N + n,), float(n), device=DEVICE) for n in range(8)}
     state |= {f"small{n}": torch.full((16,), float(n), device=DEVICE) for n in range(100)}
-    if how == "save":
-        robust_dcp.save(state, checkpoint_id=tmp_path)
-    else:
-        robust_dcp.async_save(state, checkpoint_id=tmp_path).result(timeout=60)
+    save(state, tmp_path, how)
 
 
 @needs_cuda
@@ -149,23 +139,16 @@ def test_cuda_graphs_captured_before_and_after_a_save_replay(tmp_path: Path) -> 
 
 
 def test_expandable_segments_are_saved_and_loaded(tmp_path: Path) -> None:
-    script = f"""
-        import torch, robust_dcp
-        from tests.gpu.device import DEVICE
-        tensors = [torch.full((1 << 20,), float(n), device=DEVICE) for n in range(8)]
-        state = {{f"w{{n}}": tensor for n, tensor in enumerate(tensors)}}
-        robust_dcp.async_save(state, checkpoint_id={str(tmp_path)!r}).result()
-        target = {{name: torch.zeros_like(tensor) for name, tensor in state.items()}}
-        robust_dcp.load(target, checkpoint_id={str(tmp_path)!r})
+    script = """
+        import sys, torch, robust_dcp
+        from tests.gpu.device import DEVICE, save
+        state = {f"w{n}": torch.full((1 << 20,), float(n), device=DEVICE) for n in range(8)}
+        save(state, sys.argv[1], "full")
+        target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        robust_dcp.load(target, checkpoint_id=sys.argv[1])
         assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
     """
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
