@@ -79,7 +79,7 @@ def test_the_page_has_a_bounded_size(world_size: int, n_checkpoints: int) -> Non
     saves = data_of(page)["saves"]
     assert len(saves) == n_checkpoints
     assert len(saves[-1]["ranks"]["rank"]) == world_size
-    assert saves[-1]["stragglers"][0][0] == 3
+    assert saves[-1]["stragglers"][0]["rank"] == 3
 
 
 def test_hostile_numbers_of_texts_are_cut() -> None:

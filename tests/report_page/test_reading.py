@@ -111,7 +111,7 @@ def test_a_report_counts_only_beside_the_metadata_of_its_save(
 def test_where_nothing_can_be_shown_the_error_says_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(NoReports, match="is not there: pass the directory of a checkpoint"):
         read_reports(tmp_path / "nowhere")
-    with pytest.raises(NoReports, match="holds no checkpoint"):
+    with pytest.raises(NoReports, match="no checkpoint lies there"):
         read_reports(tmp_path)
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / ".metadata").write_bytes(b"stock")

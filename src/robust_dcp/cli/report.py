@@ -17,7 +17,7 @@ from argparse import ArgumentParser, Namespace
 import msgspec
 
 from robust_dcp.cli.arguments import local_path
-from robust_dcp.cli.output import CommandFailed, Output, age, size
+from robust_dcp.cli.output import CommandFailed, Output
 from robust_dcp.report_page import NoReports, read_reports, render_page
 
 __all__ = ["declare", "run"]
@@ -51,16 +51,6 @@ def run(options: Namespace) -> None:
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
-    rows = [
-        (
-            *(name, age(report.saved_at_seconds), f"{report.seconds:.2f}", size(report.total_nbytes)),
-            f"{size(report.total_nbytes / max(report.seconds, 1e-9))}/s",
-            *(report.plan.outcome, report.world_size),
-        )
-        for name, report in reports.found
-    ]
-    columns = ("checkpoint", "saved", "seconds", "size", "rate", "plan", "ranks")
-    Output.table(columns, rows, right=("seconds", "size", "rate", "ranks"))
     for name, reason in reports.skipped:
         Output.say(f"Skipped {name}: {reason}")
     Output.say(f"The page is {output}")

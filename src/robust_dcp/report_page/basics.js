@@ -88,13 +88,13 @@ function legend(element, entries) {
 
 /** The seconds of each phase of a rank, and what it wrote. */
 function rankFacts(ranks, row) {
-  const rate = ranks.nbytes[row] / Math.max(ranks.write[row], 1e-6);
+  const rate = ranks.nbytes[row] / Math.max(ranks.write_seconds[row], 1e-6);
   const way = ranks.ways[ranks.how[row]];
   return [
     ["node", ranks.nodes[ranks.node[row]]],
-    ["plan", inSeconds(ranks.plan[row])],
-    ...(ranks.stage[row] ? [["copy", inSeconds(ranks.stage[row])]] : []),
-    ["write", inSeconds(ranks.write[row])],
+    ["plan", inSeconds(ranks.plan_seconds[row])],
+    ...(ranks.stage_seconds[row] ? [["copy", inSeconds(ranks.stage_seconds[row])]] : []),
+    ["write", inSeconds(ranks.write_seconds[row])],
     ["wrote", `${inBytes(ranks.nbytes[row])} in ${counted(ranks.files[row], "file")}`],
     ["rate", inRate(rate)],
     ...(way ? [["how", way]] : []),

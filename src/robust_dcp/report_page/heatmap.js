@@ -70,9 +70,9 @@ function drawHeatmap(context, width, marked) {
   const ranks = save.ranks;
   if (!ranks) return nothing(context, width, "This report holds no rows of ranks.");
   const layout = heatmapLayout(ranks, width);
-  const rates = ranks.nbytes.map((nbytes, row) => nbytes / Math.max(ranks.write[row], 1e-6));
+  const rates = ranks.nbytes.map((nbytes, row) => nbytes / Math.max(ranks.write_seconds[row], 1e-6));
   const middle = median(rates.filter((rate, row) => ranks.nbytes[row] > 0)) || 1;
-  const late = new Set(save.stragglers.filter(([, , phase]) => phase === "write").map(([rank]) => rank));
+  const late = new Set(save.stragglers.filter(({ phase }) => phase === "write").map(({ rank }) => rank));
   context.clearRect(0, 0, width, layout.height);
   context.font = layout.high >= 14 ? FONT : FONT.replace("12px", "9px");
   context.textBaseline = "middle";
@@ -141,7 +141,7 @@ function showHeatmapScale(save) {
   const scale = byId("heatmap-scale");
   if (!save.ranks) { replace(scale); replace(byId("rank-table")); return; }
   const ranks = save.ranks;
-  const rates = ranks.nbytes.map((nbytes, row) => nbytes / Math.max(ranks.write[row], 1e-6));
+  const rates = ranks.nbytes.map((nbytes, row) => nbytes / Math.max(ranks.write_seconds[row], 1e-6));
   const middle = median(rates.filter((rate, row) => ranks.nbytes[row] > 0)) || 1;
   const band = make("canvas", { width: 180, height: 10, role: "img", "aria-label": "from orange, slow, to blue, fast" });
   const context = band.getContext("2d");
@@ -151,10 +151,10 @@ function showHeatmapScale(save) {
   }
   replace(scale, `≤ ${inRate(middle / 2)}`, band, `≥ ${inRate(middle * 2)}`, `· median ${inRate(middle)}`,
     make("span", { class: "mark", "aria-hidden": "true" }), "named as slow");
-  const order = ranks.rank.map((_, row) => row).sort((a, b) => ranks.write[b] - ranks.write[a]).slice(0, 40);
+  const order = ranks.rank.map((_, row) => row).sort((a, b) => ranks.write_seconds[b] - ranks.write_seconds[a]).slice(0, 40);
   const head = ["rank", "node", "plan", "copy", "write", "bytes", "files", "rate", "how"];
-  const cells = (row) => [ranks.rank[row], ranks.nodes[ranks.node[row]], inSeconds(ranks.plan[row]), inSeconds(ranks.stage[row]),
-    inSeconds(ranks.write[row]), inBytes(ranks.nbytes[row]), ranks.files[row], inRate(rates[row]), ranks.ways[ranks.how[row]] || ""];
+  const cells = (row) => [ranks.rank[row], ranks.nodes[ranks.node[row]], inSeconds(ranks.plan_seconds[row]), inSeconds(ranks.stage_seconds[row]),
+    inSeconds(ranks.write_seconds[row]), inBytes(ranks.nbytes[row]), ranks.files[row], inRate(rates[row]), ranks.ways[ranks.how[row]] || ""];
   replace(byId("rank-table"), make("table", {},
     make("thead", {}, make("tr", {}, ...head.map((word) => make("th", { scope: "col" }, word)))),
     make("tbody", {}, ...order.map((row) => make("tr", {},

@@ -2,11 +2,11 @@ const history = { chosen: 0 };
 
 const MEASURES = [
   ["seconds", "Seconds", (save) => save.seconds, inSeconds],
-  ["bytes", "Bytes", (save) => save.nbytes, inBytes],
-  ["rate", "Write rate", (save) => save.nbytes / Math.max(writeSeconds(save), 1e-6), inRate],
+  ["bytes", "Bytes", (save) => save.total_nbytes, inBytes],
+  ["rate", "Write rate", (save) => save.total_nbytes / Math.max(writeSeconds(save), 1e-6), inRate],
 ];
 
-const writeSeconds = (save) => (save.phases.find(([name]) => name === "write") || [0, save.seconds])[1];
+const writeSeconds = (save) => (save.phases.find(({ name }) => name === "write") || save).seconds;
 
 function drawHistory(context, width, marked) {
   const saves = DATA.saves;
@@ -85,11 +85,11 @@ function drawHistory(context, width, marked) {
       return {
         title: save.name,
         pairs: [
-          ["saved", moment(save.at)],
+          ["saved", moment(save.saved_at_seconds)],
           ...MEASURES.map(([, title, value, words]) => [title.toLowerCase(), words(value(save))]),
           ["ranks", String(save.world_size)],
-          ["plan", save.outcome],
-          ...(save.stragglers.length ? [["slow", `rank ${save.stragglers[0][0]} on ${save.stragglers[0][1]}`]] : []),
+          ["plan", save.plan.outcome],
+          ...(save.stragglers.length ? [["slow", `rank ${save.stragglers[0].rank} on ${save.stragglers[0].node}`]] : []),
           ...(perBar > 1 ? [["bar", `the slowest of ${perBar} checkpoints`]] : []),
         ],
       };

@@ -18,7 +18,7 @@ function choose(place) {
   byId("newer").disabled = place === DATA.saves.length - 1;
   const n = save.ranks ? save.ranks.rank.length : 0;
   byId("timeline-lead").textContent = n
-    ? `${save.name}, ${moment(save.at)}. The phases of ${counted(save.world_size, "rank")}, from the call to the commit.` +
+    ? `${save.name}, ${moment(save.saved_at_seconds)}. The phases of ${counted(save.world_size, "rank")}, from the call to the commit.` +
       (n < save.world_size ? ` The first ${n} are shown.` : "")
     : "Only the newest checkpoints are shown rank by rank in this page.";
   byId("heatmap-lead").textContent = n ? "Each cell is a rank, each row of cells a node. A rate is bytes by the seconds in which the rank itself wrote." : "";
@@ -29,9 +29,9 @@ function showAll() {
   const save = DATA.saves[history.chosen];
   showOverview(save);
   showHeatmapScale(save);
-  const shown = new Set(save.phases.map(([name]) => name));
+  const shown = new Set(save.phases.map(({ name }) => name));
   legend(byId("timeline-legend"), PHASES.filter(([name]) => name === "wait" || shown.has(name)));
-  const outcomes = Object.keys(OUTCOMES).filter((outcome) => DATA.saves.some((each) => each.outcome === outcome));
+  const outcomes = Object.keys(OUTCOMES).filter((outcome) => DATA.saves.some((each) => each.plan.outcome === outcome));
   legend(byId("history-legend"), outcomes.map((outcome) => [outcome, `${outcome}: ${OUTCOMES[outcome]}`]));
   if (DATA.saves.some((each) => each.stragglers.length)) {
     byId("history-legend").append(make("li", {}, "▼ ranks were named as slow"));

@@ -12,20 +12,20 @@ function badge(outcome) {
 }
 
 function showOverview(save) {
-  const write = save.phases.find(([name]) => name === "write");
+  const write = save.phases.find(({ name }) => name === "write");
   const ranks = save.ranks;
-  const slowest = ranks ? ranks.write.reduce((best, value, row) => (value > ranks.write[best] ? row : best), 0) : null;
-  const rate = save.nbytes / Math.max(write ? write[1] : save.seconds, 1e-6);
+  const slowest = ranks ? ranks.write_seconds.reduce((best, value, row) => (value > ranks.write_seconds[best] ? row : best), 0) : null;
+  const rate = save.total_nbytes / Math.max(write ? write.seconds : save.seconds, 1e-6);
   const isSlow = save.stragglers.length > 0;
   replace(byId("tiles"),
     tile(save.is_async ? "Save, beside training" : "Save", secondsOf(save.seconds),
-      save.phases.map(([name, seconds]) => `${name} ${inSeconds(seconds)}`).join(" · ")),
-    tile("Written", sizeOf(save.nbytes), `by ${counted(save.world_size, "rank")} on ${counted(save.n_nodes, "node")}`),
+      save.phases.map(({ name, seconds }) => `${name} ${inSeconds(seconds)}`).join(" · ")),
+    tile("Written", sizeOf(save.total_nbytes), `by ${counted(save.world_size, "rank")} on ${counted(save.n_nodes, "node")}`),
     tile("Write rate, all ranks", [sizeOf(Math.round(rate))[0], `${sizeOf(Math.round(rate))[1]}/s`],
       `${inRate(rate / Math.max(save.world_size, 1))} a rank`),
-    tile("Plan", [save.outcome, ""], save.reason),
+    tile("Plan", [save.plan.outcome, ""], save.plan.reason),
     ...(slowest === null ? [] : [tile("Slowest writer", [`rank ${ranks.rank[slowest]}`, ""],
-      `${inSeconds(ranks.write[slowest])}; the median rank took ${inSeconds(median(ranks.write))}`,
+      `${inSeconds(ranks.write_seconds[slowest])}; the median rank took ${inSeconds(median(ranks.write_seconds))}`,
       isSlow ? "slow" : "")]));
   const notices = [];
   if (isSlow) notices.push(stragglerNotice(save));
@@ -43,25 +43,25 @@ function notice(title, lines) {
 
 function stragglerNotice(save) {
   const words = { plan: "came late by", stage: "copied for", write: "wrote for" };
-  const lines = save.stragglers.slice(0, 6).map(([rank, node, phase, seconds, middle]) =>
+  const lines = save.stragglers.slice(0, 6).map(({ rank, node, phase, seconds, median_seconds: middle }) =>
     `rank ${rank} on ${node} ${words[phase] || `${phase}:`} ${inSeconds(seconds)}` +
     (middle ? `; the median rank ${words[phase] || ""} ${inSeconds(middle)}` : ""));
   const more = save.stragglers.length - lines.length;
   if (more > 0) lines.push(`and ${more} more`);
-  const ranks = new Set(save.stragglers.map(([rank]) => rank));
+  const ranks = new Set(save.stragglers.map(({ rank }) => rank));
   return notice(`All ranks waited for ${ranks.size === 1 ? "one of them" : `${ranks.size} of them`}`, lines);
 }
 
 function showAbout(save) {
   const facts = [
     ["Checkpoint", save.checkpoint],
-    ["Committed", moment(save.at)],
-    ["Plan", `${save.outcome}: ${save.reason}`],
+    ["Committed", moment(save.saved_at_seconds)],
+    ["Plan", `${save.plan.outcome}: ${save.plan.reason}`],
     ["Save id", save.save_id],
     ["Versions", Object.entries(save.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
   ];
   if (save.ranks) {
-    const counts = save.ranks.ways.map((way, place) => [way, save.ranks.how.filter((how) => how === place).length]);
+    const counts = save.ranks.ways.map((way, place) => [way, save.ranks.how.filter((how) => how === place).length]).filter(([, n]) => n);
     facts.splice(3, 0, ["How ranks wrote", counts.map(([way, n]) => `${way || "?"} (${counted(n, "rank")})`).join("; ")]);
   }
   const list = make("dl", { class: "facts" });

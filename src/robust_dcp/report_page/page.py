@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import re
-from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
-from robust_dcp.report import Modules, SavedReport, StructureDiff, shortened
+from robust_dcp.report import Modules, Ranks, SavedReport, StructureDiff, shortened
 from robust_dcp.report_page.reading import FoundReport, Reports
 from robust_dcp.version import __version__
 
@@ -32,8 +31,7 @@ _MOST_ROWS: Final = 40_000
 _MOST_TREES: Final = 40
 _MOST_KEYS: Final = 3000
 _MOST_MODULES: Final = 500
-_MOST_SKIPPED: Final = 100
-_MOST_TEXTS: Final = 32
+_MOST: Final = 100
 _LENGTH: Final = 400
 
 
@@ -83,13 +81,23 @@ def _page_data(reports: Reports) -> dict[str, Any]:
     budget = _Budget()
     saves = [_save(each, budget) for each in reversed(reports.found)]
     return {
-        "path": _short(reports.path),
+        "path": _bounded(reports.path),
         "version": __version__,
         "trees": budget.trees,
         "saves": saves[::-1],
         "n_skipped": len(reports.skipped),
-        "skipped": [{"name": _short(e.name), "reason": _short(e.reason)} for e in reports.skipped[:_MOST_SKIPPED]],
+        "skipped": _bounded([each._asdict() for each in reports.skipped[:_MOST]]),
     }
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, str):
+        return shortened(value, _LENGTH)
+    if isinstance(value, list | tuple):
+        return [_bounded(each) for each in value[:_MOST]]
+    if isinstance(value, dict):
+        return {_bounded(name): _bounded(each) for name, each in list(value.items())[:_MOST]}
+    return value
 
 
 class _Budget:
@@ -121,78 +129,41 @@ class _Budget:
 
 
 def _save(found: FoundReport, budget: _Budget) -> dict[str, Any]:
+    """A report as it was saved, but for what there is no room for."""
     report = found.report
+    shown = _bounded(msgspec.to_builtins(replace(report, ranks=Ranks(), nodes=(), ways=(), modules=None)))
+    shown["plan"]["changes"] = _changes(report.plan.changes, budget)
     return {
-        "name": _short(found.name),
-        "checkpoint": _short(report.checkpoint),
-        "save_id": report.save_id,
-        "at": report.saved_at_seconds,
-        "seconds": report.seconds,
-        "nbytes": report.total_nbytes,
-        "world_size": report.world_size,
-        "is_async": report.is_async,
-        "versions": {_short(name): _short(version) for name, version in list(report.versions.items())[:8]},
-        "phases": [[_short(phase.name), phase.seconds] for phase in report.phases[:8]],
-        "outcome": shortened(report.plan.outcome, 20),
-        "reason": _short(report.plan.reason),
-        "changes": _changes(report.plan.changes, budget),
+        **shown,
+        "name": _bounded(found.name),
         "n_nodes": len(report.nodes),
-        "stragglers": [
-            [each.rank, _short(each.node), _short(each.phase), each.seconds, each.median_seconds]
-            for each in report.stragglers[:_MOST_TEXTS]
-            if math.isfinite(each.seconds) and math.isfinite(each.median_seconds)
-        ],
-        "waits": _texts(report.waits),
-        "fallbacks": _texts(report.fallbacks),
         "ranks": _ranks(report, budget),
         "tree": budget.tree(report.modules),
     }
 
 
 def _changes(changes: StructureDiff | None, budget: _Budget) -> dict[str, Any] | None:
+    """How many keys were changed, and the first of them if there is room for them."""
     if changes is None:
         return None
-    shown: dict[str, Any] = {}
-    for name in ("added", "removed", "changed"):
-        keys: Any = getattr(changes, name)
-        pairs = list(keys.items()) if isinstance(keys, dict) else [(key, "") for key in keys]
-        shown[f"n_{name}"] = len(pairs)
-        pairs = pairs[: max(budget.keys, 0)]
-        budget.keys -= len(pairs)
-        shown[name] = [[_short(key), _short(how)] for key, how in pairs]
-    return shown
+    shown = msgspec.to_builtins(changes)
+    counts = {f"n_{kind}": len(keys) for kind, keys in shown.items()}
+    n_shown = sum(min(count, _MOST) for count in counts.values())
+    if n_shown > budget.keys:
+        shown = dict.fromkeys(shown, ())
+    else:
+        budget.keys -= n_shown
+    return {**_bounded(shown), **counts}
 
 
 def _ranks(report: SavedReport, budget: _Budget) -> dict[str, Any] | None:
     """The columns of ranks, if there is room for them. Of the newest report as many as there is room for."""
-    ranks = report.ranks
-    if not len(ranks) or (len(ranks) > budget.rows and budget.rows < _MOST_ROWS):
+    n_ranks = len(report.ranks)
+    if not n_ranks or (n_ranks > budget.rows and budget.rows < _MOST_ROWS):
         return None
-    rows = range(min(len(ranks), _MOST_ROWS))
-    budget.rows -= len(rows)
-    used = sorted({ranks.how[row] for row in rows})
-    ways = {way: place for place, way in enumerate(used[:_MOST_TEXTS])}
-    return {
-        "rank": _taken(ranks.rank, rows),
-        "node": _taken(ranks.node, rows),
-        "nodes": [shortened(node, 64) for node in report.nodes],
-        "plan": [round(ranks.plan_seconds[row], 4) for row in rows],
-        "stage": [round(ranks.stage_seconds[row], 4) for row in rows],
-        "write": [round(ranks.write_seconds[row], 4) for row in rows],
-        "nbytes": _taken(ranks.nbytes, rows),
-        "files": _taken(ranks.files, rows),
-        "how": [ways.get(ranks.how[row], -1) for row in rows],
-        "ways": ["; ".join(_texts(report.ways[way])) for way in ways],
-    }
-
-
-def _taken(column: Sequence[int], rows: Sequence[int]) -> list[int]:
-    return [column[row] for row in rows]
-
-
-def _texts(texts: Sequence[str]) -> list[str]:
-    return [_short(text) for text in texts[:_MOST_TEXTS]]
-
-
-def _short(text: str) -> str:
-    return shortened(text, _LENGTH)
+    n_rows = min(n_ranks, _MOST_ROWS)
+    budget.rows -= n_rows
+    columns = {name: column[:n_rows] for name, column in msgspec.structs.asdict(report.ranks).items()}
+    del columns["write_nbytes_per_second"]  # the page computes it
+    nodes = [shortened(node, 64) for node in report.nodes]
+    return {**columns, "nodes": nodes, "ways": _bounded(["; ".join(way) for way in report.ways])}

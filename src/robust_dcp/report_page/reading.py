@@ -87,20 +87,12 @@ def read_reports(path: str | os.PathLike[str]) -> Reports:
         for each in newest[_MOST_REPORTS:]
     ]
     if not found:
-        raise NoReports(_nothing(root, skipped))
+        nothing = f"no checkpoint lies there, or up to {_DEPTH} levels below: pass the directory of one, or of several"
+        told = "; ".join(f"{each.name}: {each.reason}" for each in skipped[:5]) or nothing
+        more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+        raise NoReports(f"{root} has no report that can be shown. {told}{more}")
     found.sort(key=lambda each: (each.report.saved_at_seconds, each.name))
     return Reports(root, tuple(found), tuple(sorted(skipped, key=lambda each: each.name)))
-
-
-def _nothing(root: str, skipped: list[Skipped]) -> str:
-    if not skipped:
-        return (
-            f"{root} holds no checkpoint, and none lies up to {_DEPTH} levels below it: pass the directory of a "
-            "checkpoint, or one that holds several"
-        )
-    told = "; ".join(f"{each.name}: {each.reason}" for each in skipped[:5])
-    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-    return f"{root} has no report that can be shown. {told}{more}"
 
 
 def _checkpoints(root: str) -> Iterator[str]:

@@ -7,9 +7,9 @@ const PHASES = [
 
 /** Begin and end of each phase of a row, in seconds. All ranks leave the plan at the same moment. */
 function spansOf(save, ranks) {
-  const agreed = ranks.plan.reduce((most, seconds) => Math.max(most, seconds), 0);
-  const phases = Object.fromEntries(save.phases);
-  const ends = ranks.write.map((seconds, row) => agreed + ranks.stage[row] + seconds);
+  const agreed = ranks.plan_seconds.reduce((most, seconds) => Math.max(most, seconds), 0);
+  const phases = Object.fromEntries(save.phases.map(({ name, seconds }) => [name, seconds]));
+  const ends = ranks.write_seconds.map((seconds, row) => agreed + ranks.stage_seconds[row] + seconds);
   const written = ends.reduce((most, end) => Math.max(most, end), agreed + (phases.stage || 0) + (phases.write || 0));
   const committed = written + (phases.commit || 0);
   return { agreed, ends, written, committed };
@@ -21,7 +21,7 @@ function drawTimeline(context, width, marked) {
   const n = ranks ? ranks.rank.length : 0;
   if (!n) return nothing(context, width, "This report holds no rows of ranks.");
   const order = Array.from({ length: n }, (_, row) => row);
-  if (timeline.slowestFirst) order.sort((a, b) => ranks.write[b] + ranks.stage[b] - ranks.write[a] - ranks.stage[a]);
+  if (timeline.slowestFirst) order.sort((a, b) => ranks.write_seconds[b] + ranks.stage_seconds[b] - ranks.write_seconds[a] - ranks.stage_seconds[a]);
   const left = width < 500 ? 42 : 56;
   const right = 12;
   const foot = 26;
@@ -66,9 +66,9 @@ function drawTimeline(context, width, marked) {
   for (let line = 0; line < lines; line += 1) {
     const rank = lineOf(line);
     const y = line * row;
-    bar("plan", spans.agreed - ranks.plan[rank], spans.agreed, y);
-    bar("stage", spans.agreed, spans.agreed + ranks.stage[rank], y);
-    bar("write", spans.agreed + ranks.stage[rank], spans.ends[rank], y);
+    bar("plan", spans.agreed - ranks.plan_seconds[rank], spans.agreed, y);
+    bar("stage", spans.agreed, spans.agreed + ranks.stage_seconds[rank], y);
+    bar("write", spans.agreed + ranks.stage_seconds[rank], spans.ends[rank], y);
     bar("wait", spans.ends[rank], spans.written, y);
     bar("commit", spans.written, spans.committed, y);
     if (line % every === 0 && (row >= 12 || y + 12 < tall || line === 0)) {
