@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["MegatronPlanner", "RobustLoadStrategy", "RobustSaveStrategy", "install", "uninstall"]
 
 _HOMES = {
-    "MegatronPlanner": ("robust_dcp.megatron.shards", "MegatronPlanner"),
-    "RobustLoadStrategy": ("robust_dcp.megatron.load", "RobustLoadStrategy"),
-    "RobustSaveStrategy": ("robust_dcp.megatron.save", "RobustSaveStrategy"),
-    "install": ("robust_dcp.installation", "install_for_megatron"),
-    "uninstall": ("robust_dcp.installation", "uninstall"),
+    "MegatronPlanner": "megatron.shards.MegatronPlanner",
+    "RobustLoadStrategy": "megatron.load.RobustLoadStrategy",
+    "RobustSaveStrategy": "megatron.save.RobustSaveStrategy",
+    "install": "installation.install_for_megatron",
+    "uninstall": "installation.uninstall",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    return getattr(import_module(module), attribute)
+    module, _, attribute = _HOMES[name].rpartition(".")
+    return getattr(import_module(f"robust_dcp.{module}"), attribute)
 
 
 def __dir__() -> list[str]:

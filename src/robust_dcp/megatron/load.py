@@ -250,23 +250,6 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
             strategy=self,
         )
 
-    def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
-        """The tensors of a checkpoint, without data. Asks no other rank."""
-        return load_tensors_metadata(
-            versions.TorchDistLoadShardedStrategy.load_tensors_metadata, self, checkpoint_dir, metadata
-        )
-
-    def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> dict[str, Any]:
-        """The tensors and objects of a checkpoint, without data. Asks no other rank."""
-        return load_sharded_metadata(None, self, checkpoint_dir)
-
-    def remove_sharded_tensors(self, checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
-        """Remove all items with keys that start with ``key_prefix``.
-
-        Call it on one rank only, while no rank saves or loads.
-        """
-        remove_sharded_tensors(None, self, checkpoint_dir, key_prefix)
-
 
 def strategy_load(
     stock: Any, strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *_: Any, **__: Any

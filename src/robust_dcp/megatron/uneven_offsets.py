@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.megatron.uneven_parts import NOT_SHARDED, PlacedOffsets, ShardColumns, Spread, SpreadColumns
+from robust_dcp.plan.conflicts import first_overlap
 
 __all__ = ["prefix_offsets", "solve"]
 
@@ -170,43 +171,27 @@ def _covered(table: _Table, offsets: Int64) -> Bool:
     covered: Bool = ((~filled | fits) & whole).all(axis=mesh_axes)
     # If one tensor dimension is cut, the parts lie one after the other. If several are cut, edges may not line up.
     if len({spread.shard_dims[axis] for axis in cut_axes}) > 1:
-        for row in np.flatnonzero(covered & ~_is_grid(spread, offsets, sizes, filled)).tolist():
-            covered[row] = not _overlaps(offsets[..., row, :], sizes[..., row, :], cut_axes)
+        _refuse_overlap(covered, offsets, sizes, cut_axes)
     return covered
 
 
-def _is_grid(spread: Spread, offsets: Int64, sizes: Int64, filled: Bool) -> Bool:
-    """bool ``[tensors]``: whether all parts are cut at the same places along each tensor dimension."""
-    mesh_axes = range(len(spread.mesh_shape))
-    grid = np.ones(filled.shape[-1], dtype=np.bool_)
-    for dim in sorted(set(spread.shard_dims) - {NOT_SHARDED}):
-        others = tuple(axis for axis in mesh_axes if spread.shard_dims[axis] not in (dim, NOT_SHARDED))
-        for edge in (offsets[..., dim], offsets[..., dim] + sizes[..., dim]):
-            least = np.where(filled, edge, np.iinfo(np.int64).max).min(axis=others)
-            most = np.where(filled, edge, -1).max(axis=others)
-            grid &= ((least == most) | (most < 0)).reshape(-1, len(grid)).all(axis=0)
-    return grid
-
-
-def _overlaps(offsets: Int64, sizes: Int64, cut_axes: Sequence[int]) -> bool:
-    """Whether two parts of one replica of a tensor share an element.
-
-    Args:
-        offsets, sizes: int64 ``[*mesh_shape, ndim]``.
-        cut_axes: the mesh dimensions that cut the tensor. The others hold replicas.
-    """
-    n_cut, ndim = len(cut_axes), offsets.shape[-1]
-    to_the_end = range(-1 - n_cut, -1)
-    n_parts = int(np.prod([offsets.shape[axis] for axis in cut_axes]))
-    begins = np.moveaxis(offsets, cut_axes, to_the_end).reshape(-1, n_parts, ndim)
-    extents = np.moveaxis(sizes, cut_axes, to_the_end).reshape(-1, n_parts, ndim)
-    for begin, extent in zip(begins, extents, strict=True):
-        kept = extent.prod(axis=-1) > 0
-        begin, end = begin[kept], (begin + extent)[kept]
-        shared = np.minimum(end[:, None], end[None]) > np.maximum(begin[:, None], begin[None])
-        if np.count_nonzero(shared.all(axis=-1)) > len(begin):  # each part overlaps itself
-            return True
-    return False
+def _refuse_overlap(covered: Bool, offsets: Int64, sizes: Int64, cut_axes: Sequence[int]) -> None:
+    """Look for two parts of one replica of a tensor that share an element. That tensor is not covered."""
+    n_axes, ndim = offsets.ndim - 2, offsets.shape[-1]
+    replica_axes = [axis for axis in range(n_axes) if axis not in cut_axes]
+    n_replicas = int(np.prod([offsets.shape[axis] for axis in replica_axes]))
+    n_groups = n_replicas * len(covered)
+    # Part by part, replica by replica, tensor by tensor.
+    order = (n_axes, *replica_axes, *cut_axes)
+    begin, size = (np.moveaxis(each, order, range(n_axes + 1)).reshape(-1, ndim) for each in (offsets, sizes))
+    group = np.repeat(np.arange(n_groups, dtype=np.int32), len(begin) // max(n_groups, 1))
+    kept = np.flatnonzero((size.prod(axis=-1) > 0) & covered[group // n_replicas])
+    kept = kept[np.lexsort((*begin[kept].T[::-1], group[kept]))]
+    begin, size, group = begin[kept], size[kept], group[kept]
+    twice = np.flatnonzero((group[1:] == group[:-1]) & (begin[1:] == begin[:-1]).all(axis=1))
+    clash = (twice[0], twice[0] + 1) if len(twice) else first_overlap(group, begin, size)
+    if clash is not None:
+        covered[group[clash[0]] // n_replicas] = False
 
 
 def _conflict(
