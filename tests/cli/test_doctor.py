@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from robust_dcp.cli import doctor
-from robust_dcp.storage.files.disk import Disk, storage_error
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import mount_in
 from tests.cli.commands import shell
 
@@ -25,7 +25,7 @@ def test_an_environment_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
     ended = shell("doctor", tmp_path)
     states = {row[1]: row[0] for row in ended.rows}
     assert ended.code == 0 and "0 problems" in ended.err
-    assert {states[name] for name in ("python", "torch", "isal", "locks", "commit", "direct I/O")} == {"ok"}
+    assert {states[name] for name in ("python", "torch", "isal", "locks", "direct I/O")} == {"ok"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,13 +92,6 @@ def no_locks(patch: Patch) -> None:
     patch.setattr(Disk, "lock", lambda *_, **__: None)
 
 
-def no_sync(patch: Patch) -> None:
-    def refuse(disk: Disk, file: Any) -> None:
-        raise storage_error("fsync", file.path, OSError(5, "Input/output error"))
-
-    patch.setattr(Disk, "fsync", refuse)
-
-
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 CASES: list[tuple[Callable[[Patch], None], str, str, str]] = [
     (package("msgspec", None), "msgspec", "problem", "is not installed"),
@@ -126,7 +119,6 @@ CASES: list[tuple[Callable[[Patch], None], str, str, str]] = [
     (little_space, "space", "warning", ""),
     (no_direct_io, "direct I/O", "warning", "it is refused"),
     (no_locks, "locks", "warning", "no flock"),
-    (no_sync, "commit", "problem", "Input/output error"),
 ]
 
 

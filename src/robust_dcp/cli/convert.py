@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from robust_dcp.cli.arguments import local_path, nbytes_in, pair
-from robust_dcp.cli.checkpoint import open_checkpoint, summary
+from robust_dcp.cli.checkpoint import check_is_there
 from robust_dcp.cli.output import CommandFailed, Output, number, size
 
 __all__ = ["declare", "run"]
@@ -54,11 +54,9 @@ def _cast(text: str) -> tuple[str, str]:
 def run(options: Namespace) -> None:
     """Make a checkpoint in another form."""
     try:
-        if os.path.isfile(options.source):
-            Output.say(f"{options.source}: a file of {size(os.path.getsize(options.source))}")
-        else:
-            Output.say(summary(open_checkpoint(options.source)))
-
+        if not os.path.isfile(options.source):
+            check_is_there(options.source)
+        Output.say(f"Converting {options.source}")
         from robust_dcp.conversion import Rules, convert
 
         rules = Rules(*map(tuple, (options.select, options.exclude, options.rename, options.dtype)))
