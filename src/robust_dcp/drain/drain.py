@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -35,14 +35,10 @@ logger = logging.getLogger(__name__)
 _STAGING_PREFIX: Final = "robust_dcp-"
 
 
-class _Begun(msgspec.Struct, frozen=True):
+class _Target(msgspec.Struct, frozen=True):
     """What ``Copy.follow`` takes; ``None`` if the directory holds a later save by now."""
 
     there: dict[str, int] | None
-
-
-class _Replaced(msgspec.Struct, frozen=True):
-    is_so: bool
 
 
 @dataclass(kw_only=True)
@@ -99,54 +95,47 @@ class Drain:
             RobustCheckpointError: the same on all ranks. The local checkpoint is untouched, and stays noted as one
                 whose copy is not complete.
         """
+        name = f"drain {self.path}"
         with self._held:
             channel = self.open_channel()
+
+            def check_stop() -> None:
+                # Waiting is progress too: for a slow store, for the next try, for bandwidth. Each wait has its limit.
+                channel.note_progress()
+                channel.stop_if_announced()
+
+            copy = Copy(
+                self.path,
+                self.target,
+                self.options,
+                replaces=self._record.replaces,
+                progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
+                check_stop=check_stop,
+                disk=self.disk,
+            )
             with channel.together():
-                copy = self._copy(channel)
                 try:
-                    self._run(channel, copy)
+                    begun = channel.broadcast(f"{name}: begin", lambda: self._unless_replaced(copy.begin), _Target)
+                    if begun.there is None:
+                        logger.info("%s was replaced before it was copied to %s", self.path, self.target)
+                        return copy.result
+                    if not self.is_coordinator:
+                        copy.follow(begun.there)
+                    channel.barrier(f"{name}: send", lambda: copy.send_data(self.names))
+                    # As the coordinator's own work, not after the others': they then hear of its progress.
+                    channel.barrier(f"{name}: commit", lambda: self._commit(copy) if self.is_coordinator else None)
                 except (CorruptCheckpoint, StorageError):
-                    phase = f"drain {self.path}: has it been replaced"
-                    if not channel.broadcast(phase, lambda: _Replaced(self._is_replaced()), _Replaced).is_so:
+                    found = channel.broadcast(f"{name}: is it replaced", lambda: self._unless_replaced(dict), _Target)
+                    if found.there is not None:
                         raise  # otherwise the copy of the later save removes what this one has sent
                 return copy.result
 
-    def _copy(self, channel: Channel) -> Copy:
-        def check_stop() -> None:
-            # Waiting is progress too: for a slow store, for the next try, for bandwidth. Each wait has its own limit.
-            channel.note_progress()
-            channel.stop_if_announced()
-
-        return Copy(
-            self.path,
-            self.target,
-            self.options,
-            replaces=self._record.replaces,
-            progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
-            check_stop=check_stop,
-            disk=self.disk,
-        )
-
-    def _run(self, channel: Channel, copy: Copy) -> None:
-        name = f"drain {self.path}"
-        begun = channel.broadcast(
-            f"{name}: begin", lambda: _Begun(None if self._is_replaced() else copy.begin()), _Begun
-        )
-        if begun.there is None:
-            logger.info("%s was replaced before it was copied to %s", self.path, self.target)
-            return
-        if not self.is_coordinator:
-            copy.follow(begun.there)
-        channel.barrier(f"{name}: send", lambda: copy.send_data(self.names))
-        # As the coordinator's own work, not after the others': they then hear of its progress.
-        channel.barrier(f"{name}: commit", lambda: self._commit(copy) if self.is_coordinator else None)
-
-    def _is_replaced(self) -> bool:
-        """Whether the directory holds a later save by now. If it was removed, it does not."""
-        try:
-            return self._record.digest not in ("", digest_at(self.disk, self.path))
-        except StorageError:
-            return False
+    def _unless_replaced(self, begin: Callable[[], dict[str, int]]) -> _Target:
+        """What ``begin`` gives, unless the directory holds a later save by now. If it was removed, it does not."""
+        is_replaced = False
+        with suppress(StorageError):
+            is_replaced = self._record.digest not in ("", digest_at(self.disk, self.path))
+        return _Target(None if is_replaced else begin())
 
     def _commit(self, copy: Copy) -> None:
         copy.commit()

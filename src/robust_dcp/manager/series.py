@@ -34,11 +34,11 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -455,31 +455,30 @@ def prune(
     for name in disk.list_directory(root):
         path = os.path.join(root, name)
         if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
-            with _telling(path):
-                _remove_tree(disk, path)
+            _attempt(path, _remove_tree, disk, path)
         elif unfinished.fullmatch(name):
             with suppress(FileNotFoundError):  # another manager has just renamed it
                 if os.lstat(path).st_mtime < now_seconds - _OLD_SECONDS:
                     is_gone(disk.unlink, path, tells=True)
     for path in series.directories():
-        with _telling(f"what a crashed save has left in {path}"):
-            if not os.path.islink(path) and _sweep(disk, path):
-                pruned["swept"].append(path)
+        if _attempt(f"what a crashed save has left in {path}", _sweep, disk, path):
+            pruned["swept"].append(path)
     doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
     for path in [each for each in doomed if only is None or each in only]:
-        outcome = "failed"
-        with _telling(path):
-            outcome = "removed" if _remove(series, path) else "in_use"
-        pruned[outcome].append(path)
+        outcomes = {True: "removed", False: "in_use", None: "failed"}
+        pruned[outcomes[_attempt(path, _remove, series, path)]].append(path)
     return pruned
 
 
-@contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _attempt(what: str, remove: Callable[..., bool], *arguments: Any) -> bool | None:
+    """Whether something was removed: ``False`` if a save runs there, ``None`` if that failed, which is logged."""
     try:
-        yield
+        return remove(*arguments)
     except errors.StorageError as error:
+        if error.operation == "begin":
+            return False
         logger.warning("%s is not removed: %s", what, error.message)
+        return None
 
 
 def _remove(series: Series, path: str) -> bool:
@@ -489,58 +488,48 @@ def _remove(series: Series, path: str) -> bool:
         ``False`` if it is being loaded or saved to, or does not carry our mark any more; then nothing has been touched.
 
     Raises:
-        StorageError: a call failed. If the checkpoint has lost its name, the next :func:`prune` goes on.
+        StorageError: a save runs there (the operation is ``begin``), or a call failed. If the checkpoint has lost its
+            name, the next :func:`prune` goes on.
     """
     disk, doomed = series.disk, os.path.join(series.root, f"{REMOVING_PREFIX}{os.path.basename(path)}")
     if disk.exists(doomed):  # an earlier removal of that name was cut off
         _remove_tree(disk, doomed)
-    try:
-        with claimed(disk, path), not_being_loaded(disk, path) as is_free:
-            if not is_free or not series.is_ours(path):  # stock may have saved over it meanwhile
-                return False
-            disk.rename(path, doomed)
-    except errors.StorageError as error:
-        if error.operation == "begin":  # a save runs
+    with claimed(disk, path), not_being_loaded(disk, path) as is_free:
+        if not is_free or not series.is_ours(path):  # stock may have saved over it meanwhile
             return False
-        raise
+        disk.rename(path, doomed)
     disk.fsync_directory(series.root)
-    _remove_tree(disk, doomed)
-    return True
+    return _remove_tree(disk, doomed)
 
 
 def _sweep(disk: Disk, path: str) -> bool:
     """Remove what crashed saves have left in a directory that holds no checkpoint. Returns whether it is gone."""
-    names = disk.list_directory(path)
+    names = [] if os.path.islink(path) else disk.list_directory(path)
     if METADATA_NAME in names or not saving_files_in(names):
         return False
-    try:
-        with claimed(disk, path) as saves:
-            found = find_left_overs(names, (), saves)
-            if found.others:
-                return False
-            left = remove_data_files(disk, path, found.files)
-            for name in {INDEX_NAME, REPORT_NAME} & set(names):  # killed right before its commit
-                disk.unlink(os.path.join(path, name))
-            for name, files in found.by_save.items():
-                if files.isdisjoint(left):
-                    disk.unlink(os.path.join(path, name))
-    except errors.StorageError as error:
-        if error.operation == "begin":  # a save runs
+    with claimed(disk, path) as saves:
+        found = find_left_overs(names, (), saves)
+        if found.others:
             return False
-        raise
+        left = remove_data_files(disk, path, found.files)
+        for name in {INDEX_NAME, REPORT_NAME} & set(names):  # killed right before its commit
+            disk.unlink(os.path.join(path, name))
+        for name, files in found.by_save.items():
+            if files.isdisjoint(left):
+                disk.unlink(os.path.join(path, name))
     if disk.list_directory(path):
         return False
     disk.rmdir(path)
     return True
 
 
-def _remove_tree(disk: Disk, path: str) -> None:
+def _remove_tree(disk: Disk, path: str) -> bool:
     """Remove a directory. Another process may do the same meanwhile. What a symbolic link leads to stays."""
     if os.path.islink(path):
-        is_gone(disk.unlink, path, tells=True)
-        return
+        return is_gone(disk.unlink, path, tells=True)
     try:
         shutil.rmtree(path)
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             raise storage_error("remove", path, error) from error
+    return True
