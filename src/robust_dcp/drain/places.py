@@ -28,6 +28,7 @@ __all__ = ["Content", "Place", "open_place"]
 _MOST_METADATA_NBYTES: Final = 16 << 30
 _UNFINISHED: Final = re.compile(r".*\.[0-9a-f]{8}\.copying", re.DOTALL)
 _MD5_ETAG: Final = re.compile(r"[0-9a-f]{32}(-\d+)?")
+_MOST_TAKEN: Final = 10
 _MOST_PARTS: Final = 9_000
 """S3 takes at most 10,000 parts of a file."""
 
@@ -147,8 +148,8 @@ class Place(ABC):
             try:
                 return self._write(name, parts, nbytes, part_nbytes)
             except StorageError as error:  # noqa: PERF203 a try takes longer than that
-                # Another copy that is over may have taken the unfinished file for a leftover.
-                is_taken = n_tries == 0 and (error.errno, error.operation) == (errno.ENOENT, "rename")
+                # Other copies of this checkpoint that are over may have taken the unfinished file for a leftover.
+                is_taken = n_tries < _MOST_TAKEN and (error.errno, error.operation) == (errno.ENOENT, "rename")
                 if not is_taken and not self._calls.may_try_again("send", self.path_of(name), error, n_tries):
                     raise
                 n_tries += 1
