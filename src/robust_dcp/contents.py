@@ -137,9 +137,9 @@ class StoredFile(NamedTuple):
     def problem(self) -> str | None:
         """What is wrong with it, as far as its size says."""
         if self.nbytes is None:
-            return "is missing"
+            return "no such file"
         needed = self.needed_nbytes
-        return f"has {self.nbytes} bytes and needs {needed}" if self.nbytes < needed else None
+        return f"{self.nbytes} bytes instead of {needed}" if self.nbytes < needed else None
 
 
 @dataclass(frozen=True)
@@ -376,11 +376,8 @@ def _check_structure(contents: Contents, findings: Findings) -> None:
         if item.is_tensor:
             _check_cover(item, home, findings)
     for file in contents.files:
-        if file.nbytes is None:
-            chunks = f"{len(file.held)} chunk{'' if len(file.held) == 1 else 's'}"
-            findings.broken(file.name, None, f"a file with {chunks}", "no such file")
-        elif file.nbytes < file.needed_nbytes:
-            findings.broken(file.name, None, f"at least {file.needed_nbytes} bytes", f"{file.nbytes} bytes")
+        if file.problem is not None:
+            findings.broken(file.name, None, f"a file of at least {file.needed_nbytes} bytes", file.problem)
 
 
 def _check_cover(item: Item, home: str, findings: Findings) -> None:

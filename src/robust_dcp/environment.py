@@ -45,7 +45,6 @@ def _positive_seconds(text: str) -> float:
 VARIABLES: Final[Mapping[str, Callable[[str], Any]]] = {
     "ROBUST_DCP": _one_of(_SWITCH),
     "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": _positive_seconds,
-    "ROBUST_DCP_KEEP_STAGING": _one_of(_SWITCH),
     "ROBUST_DCP_PROGRESS": _one_of(_SWITCH),
     "ROBUST_DCP_RANKS_PER_NODE": _whole_number,
     "ROBUST_DCP_SAVE_FAILURE": _one_of({"raise": "raise", "warn": "warn"}),

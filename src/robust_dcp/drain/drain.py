@@ -21,7 +21,6 @@ import msgspec
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy, CopyResult
 from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, read_drain_record, write_drain_record
-from robust_dcp.environment import value_of
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
@@ -154,7 +153,6 @@ def staging_directory(url: str) -> str:
 
 
 def remove_staging(path: str) -> None:
-    """Remove a staging directory whose checkpoint has arrived, unless it shall stay."""
-    if value_of("ROBUST_DCP_KEEP_STAGING") or not os.path.basename(path).startswith(_STAGING_PREFIX):
-        return
-    shutil.rmtree(path, ignore_errors=True)  # other ranks do the same
+    """Remove a staging directory whose checkpoint has arrived."""
+    if os.path.basename(path).startswith(_STAGING_PREFIX):
+        shutil.rmtree(path, ignore_errors=True)  # other ranks do the same
