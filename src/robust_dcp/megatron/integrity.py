@@ -44,19 +44,15 @@ def save_manifest(channel: Channel, phase: str, directory: str, own_hashes: Call
     Raises:
         RobustCheckpointError: a file cannot be read, or the manifest cannot be written. All ranks raise the same error.
     """
-    gathered = channel.gather(f"{phase}: hash files", lambda: _Manifest(own_hashes()), _Manifest)
 
-    def write() -> None:
-        if gathered is None:
-            return
+    def write(gathered: list[_Manifest | None]) -> None:
         files = {name: found for each in gathered if each is not None for name, found in each.files.items()}
         there = [entry.name for entry in os.scandir(directory) if entry.is_file() and entry.name != MANIFEST_FILE]
         files |= hashes_of(directory, (name for name in there if name not in files))
-        manifest = _Manifest(dict(sorted(files.items())))
-        data = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+        data = msgspec.json.format(msgspec.json.encode(_Manifest(dict(sorted(files.items())))), indent=2)
         Disk().replace_file(os.path.join(directory, MANIFEST_FILE), data)
 
-    channel.barrier(f"{phase}: manifest", write)
+    channel.gather(f"{phase}: manifest", lambda: _Manifest(own_hashes()), _Manifest, then=write)
 
 
 def verify_files(channel: Channel, phase: str, directory: str) -> None:

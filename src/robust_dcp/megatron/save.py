@@ -10,7 +10,7 @@ owns the order of the steps.
 | validate | none, if all ranks found this structure valid before; else a gather and a broadcast |
 | write, commit | those of :func:`robust_dcp.save` |
 | finish | a barrier, in which rank 0 writes ``common.pt`` and ``metadata.json`` |
-| manifest | a gather of the files' hashes and a barrier; only with ``verify_integrity`` |
+| manifest | a gather of the files' hashes; only with ``verify_integrity`` |
 
 An asynchronous save returns when each rank has copied the data that it writes. It finishes in the finalizer of its
 request.
@@ -23,6 +23,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -235,7 +236,8 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         known = {"facts": prepared.facts, "refused": prepared.refused}
         return _save_shards(save, call["sharded_strategy"], prepared.sharded, directory, **known)
 
-    finish = _Finish(strategy, channel, phase, directory, prepared.common_file)
+    # It may run much later, so it keeps no part of the state dict.
+    finish = partial(_finish, strategy, channel, phase, directory, prepared.common_file)
     if not is_async:
         report = save_shards(api.save)
         log_report(report)
@@ -285,43 +287,34 @@ def _prepare_and_validate(
     return prepared
 
 
-@dataclass(eq=False)
-class _Finish:
-    """The last step of a save, after the shards are committed. It may run much later, so it keeps no part of the state
-    dict.
+@entry_point
+def _finish(
+    strategy: Any,
+    channel: Channel,
+    phase: str,
+    directory: str,
+    common_file: bytes | None,
+    report: SaveReport,
+    hashes: Callable[[], dict[str, str]] | None,
+) -> None:
+    """The last step of a save, after the shards are committed: write the files without which Megatron loads nothing.
 
-    Attributes:
+    Args:
         strategy: the strategy, without a wrapper.
-        channel, phase: the channel and phase of the save.
-        directory: the checkpoint's directory.
         common_file: the bytes of ``common.pt``, on the rank that writes it, if this version has one.
+        report: the report of saving the shards.
+        hashes: returns the hashes of the files that this rank wrote, if a manifest is wanted.
     """
+    if strategy is not None and not isinstance(strategy, tuple):
+        strategy.last_report = report
 
-    strategy: Any
-    channel: Channel
-    phase: str
-    directory: str
-    common_file: bytes | None
+    def write() -> None:
+        """``metadata.json`` comes last, because it says that the checkpoint is complete."""
+        files = {} if common_file is None else {common_state.COMMON_FILE: common_file}
+        for name, data in {**files, common_state.CONFIG_FILE: versions.checkpoint_config(strategy)}.items():
+            Disk().replace_file(os.path.join(directory, name), data)
 
-    @entry_point
-    def __call__(self, report: SaveReport, hashes: Callable[[], dict[str, str]] | None) -> None:
-        """Write the common files. Without them Megatron loads nothing of the checkpoint.
-
-        Args:
-            report: the report of saving the shards.
-            hashes: returns the hashes of the files that this rank wrote, if a manifest is wanted.
-        """
-        if self.strategy is not None and not isinstance(self.strategy, tuple):
-            self.strategy.last_report = report
-        with as_megatron_raises():
-            self.channel.barrier(f"{self.phase}: finish", self._write_common_files)
-            if hashes is not None:
-                integrity.save_manifest(self.channel, self.phase, self.directory, hashes)
-
-    def _write_common_files(self) -> None:
-        """On rank 0. ``metadata.json`` comes last, because it says that the checkpoint is complete."""
-        if not self.channel.is_coordinator:
-            return
-        files = {} if self.common_file is None else {common_state.COMMON_FILE: self.common_file}
-        for name, data in {**files, common_state.CONFIG_FILE: versions.checkpoint_config(self.strategy)}.items():
-            Disk().replace_file(os.path.join(self.directory, name), data)
+    with as_megatron_raises():
+        channel.barrier(f"{phase}: finish", then=write)
+        if hashes is not None:
+            integrity.save_manifest(channel, phase, directory, hashes)
