@@ -47,6 +47,8 @@ def _save_like_megatron(path: Path) -> None:
     dcp.save(state_dict(), checkpoint_id=path, no_dist=True)
     torch.save({"iteration": 7}, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "note").write_text("of 8 B\n")
+    (path / "empty").touch()
     save(path / "modelopt_state")
 
 

@@ -52,7 +52,7 @@ def save_manifest(channel: Channel, phase: str, directory: str, own_hashes: Call
         data = msgspec.json.format(msgspec.json.encode(_Manifest(dict(sorted(files.items())))), indent=2)
         Disk().replace_file(os.path.join(directory, MANIFEST_FILE), data)
 
-    channel.gather(f"{phase}: manifest", lambda: _Manifest(own_hashes()), _Manifest, then=write)
+    channel.gather(f"{phase}: hash files", lambda: _Manifest(own_hashes()), _Manifest, then=write)
 
 
 def verify_files(channel: Channel, phase: str, directory: str) -> None:
