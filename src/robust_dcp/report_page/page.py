@@ -164,6 +164,5 @@ def _ranks(report: SavedReport, budget: _Budget) -> dict[str, Any] | None:
     n_rows = min(n_ranks, _MOST_ROWS)
     budget.rows -= n_rows
     columns = {name: column[:n_rows] for name, column in msgspec.structs.asdict(report.ranks).items()}
-    del columns["write_nbytes_per_second"]  # the page computes it
     nodes = [shortened(node, 64) for node in report.nodes]
     return {**columns, "nodes": nodes, "ways": _bounded(["; ".join(way) for way in report.ways])}
