@@ -38,7 +38,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 SEED ?= 1
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
-CAMPAIGNS := exchanges kills endings savers hostile async_kills torn_copies back_to_back
+CAMPAIGNS := exchanges kills savers hostile async_kills torn_copies back_to_back
 BENCHMARKS := planning loading storage messages async_save megatron
 
 .DELETE_ON_ERROR:

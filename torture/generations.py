@@ -17,7 +17,16 @@ from torch.distributed.checkpoint import FileSystemReader
 import robust_dcp
 from robust_dcp import RobustReader
 
-__all__ = ["child_pids", "files_not_named", "generation_in", "is_gone", "make_state", "set_generation", "writer_pids"]
+__all__ = [
+    "child_pids",
+    "files_not_named",
+    "generation_in",
+    "is_gone",
+    "is_stopped",
+    "make_state",
+    "set_generation",
+    "writer_pids",
+]
 
 _LARGE = 1 << 18
 _N_SMALL = 20
@@ -110,7 +119,16 @@ def writer_pids() -> list[int]:
 
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, even if nobody has asked how."""
+    return _status(pid) in ("", "Z", "X")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still."""
+    return _status(pid) == "T"
+
+
+def _status(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("Z", "X"))
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return ""

@@ -28,6 +28,7 @@ from robust_dcp.storage.index.form import IndexFile, Section, encode_sections
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, trailer_of
 from robust_dcp.storage.reader import RobustReader
+from tests.harness.damage import DAMAGES
 from torture.forged import (
     FORGED,
     FORGED_METADATA,
@@ -307,51 +308,6 @@ def random_inputs(chosen: random.Random, n: int) -> Iterator[Input]:
             yield _damaged(chosen)
 
 
-_DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {}
-
-
-def _damage(function: Callable[[bytearray, random.Random], None]) -> Callable[[bytearray, random.Random], None]:
-    _DAMAGES[function.__name__.strip("_").replace("_", " ")] = function
-    return function
-
-
-@_damage
-def _bits_flipped(data: bytearray, chosen: random.Random) -> None:
-    for _ in range(chosen.choice((1, 1, 1, 2, 8))):
-        data[chosen.randrange(len(data))] ^= 1 << chosen.randrange(8)
-
-
-@_damage
-def _cut_short(data: bytearray, chosen: random.Random) -> None:
-    del data[chosen.randrange(len(data)) :]
-
-
-@_damage
-def _range_zeroed(data: bytearray, chosen: random.Random) -> None:
-    start, nbytes = chosen.randrange(len(data)), chosen.choice((1, 16, 512, 4096, 65_536))
-    data[start : start + nbytes] = bytes(len(data[start : start + nbytes]))
-
-
-@_damage
-def _blocks_swapped(data: bytearray, chosen: random.Random) -> None:
-    nbytes = min(chosen.choice((16, 512, 4096)), len(data) // 2)
-    one = chosen.randrange(len(data) - 2 * nbytes + 1)
-    other = chosen.randrange(one + nbytes, len(data) - nbytes + 1)
-    first, second = data[one : one + nbytes], data[other : other + nbytes]
-    data[one : one + nbytes], data[other : other + nbytes] = second, first
-
-
-@_damage
-def _bytes_made_random(data: bytearray, chosen: random.Random) -> None:
-    for _ in range(chosen.randrange(1, 64)):
-        data[chosen.randrange(len(data))] = chosen.randrange(256)
-
-
-@_damage
-def _bytes_added(data: bytearray, chosen: random.Random) -> None:
-    data += chosen.randbytes(chosen.choice((1, 100, 5000)))
-
-
 _DAMAGED_FILES = {
     "torch layout": (".metadata", ".robust_dcp.index", "__0_0.", "__0_1.", "__0_2."),
     "safetensors layout": (".metadata", ".safetensors", ".distcp"),
@@ -365,7 +321,7 @@ _DAMAGED_FILES = {
 def _damaged(chosen: random.Random) -> Input:
     sample = chosen.choice(SAMPLES)
     place = chosen.choice(_DAMAGED_FILES[sample.name])
-    kind = chosen.choice(list(_DAMAGES))
+    kind = chosen.choice(list(DAMAGES))
     seed = chosen.randrange(1 << 30)
     damage = partial(_damage_file, place=place, kind=kind, seed=seed)
     return Input(f"{sample.name}: {kind}", f"{place}, seed {seed}", sample, damage, sample.load)
@@ -376,7 +332,7 @@ def _damage_file(directory: str, place: str, kind: str, seed: int) -> str:
     with open(path, "rb") as file:
         data = bytearray(file.read())
     if data:
-        _DAMAGES[kind](data, random.Random(seed))
+        DAMAGES[kind](data, random.Random(seed))
     with open(path, "wb") as file:
         file.write(data)
     return directory

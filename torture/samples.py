@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp.plan.cache import LOADED, PLANS
 from robust_dcp.storage.writer import RobustWriter
+from tests.harness.fingerprints import differences
 
 __all__ = ["SAMPLES", "Sample", "WrongData", "load_megatron", "make_samples"]
 
@@ -87,23 +88,6 @@ def state_dict() -> dict[str, Any]:
     }
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Whether a value has the same class and contents as the saved one."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, (argparse.Namespace, Settings)):
-        return is_same(vars(one), vars(other))
-    return bool(one == other)
-
-
 @dataclass(frozen=True)
 class Sample:
     """A checkpoint: its directory under the root, how it is saved, and how it is loaded.
@@ -126,11 +110,16 @@ def _blank() -> dict[str, Any]:
     return wanted
 
 
+def _compare(expected: Any, found: Any) -> None:
+    wrong = differences(expected, found)
+    if wrong:
+        raise WrongData(f"what was loaded is not what was saved: {wrong}")
+
+
 def _load(path: str) -> None:
     wanted = _blank()
     robust_dcp.load(wanted, checkpoint_id=path, no_dist=True)
-    if not is_same(wanted, state_dict()):
-        raise WrongData("what was loaded is not what was saved")
+    _compare(state_dict(), wanted)
 
 
 def _save(path: str, layout: str = "torch") -> None:
@@ -168,8 +157,7 @@ def load_megatron(path: str) -> Any:
 
 
 def _load_megatron(path: str) -> None:
-    if not is_same(load_megatron(path), objects()):
-        raise WrongData("the common state is not what was saved")
+    _compare(objects(), load_megatron(path))
 
 
 SAMPLES = (

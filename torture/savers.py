@@ -9,34 +9,34 @@ was there before.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter
 from tests.faults.disk import CHANGES, Call, FaultDisk
+from tests.harness.ranks import RanksOverran, in_ranks
+from tests.support.waiting import wait_until
+from torture.generations import is_stopped
 from torture.trials import Result, Trial, main
 
 HOW = ("ours", "ours without locks", "stock")
 _COUNTED = CHANGES | {"open", "lock", "read"}
 _MOST_CALLS = 60
-_LIMIT_SECONDS = 60.0
 _NUMELS = (10, 300_000, 700_000)
-_FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,27 @@ def _run(made: Round) -> Result:
         if made.exists:
             robust_dcp.save(_state(0), checkpoint_id=path, no_dist=True)
             told[0] = "saved"
-        told.update(_run_jobs(made, path))
-        process, hears = _start(_load, path)
-        return Result(_complaints(told, _heard(process, hears)))
+        try:
+            told |= {outcome.rank + 1: outcome.value for outcome in in_ranks(2, _be_job, made, path)}
+        except RanksOverran as error:
+            return Result([f"unexpected: they did not end: {error!s:.3000}"])
+        (loaded,) = in_ranks(1, _load, path)
+        return Result(_complaints(told, loaded.value))
+
+
+def _be_job(made: Round, path: str) -> str:
+    """Each rank is a job of its own; the second one waits until the first one stands still or has ended."""
+    stands, rank = Path(f"{path}.stands"), dist.get_rank()
+    if rank == 0:
+        told = _save(made.jobs[0], 1, path, made.stop_at, stands)
+        stands.touch()
+        return told
+    if made.stop_at is not None:
+        wait_until(lambda: stands.exists() and (not (pid := stands.read_text()) or is_stopped(int(pid))), 60.0)
+    told = _save(made.jobs[1], 2, path, None, stands)
+    if made.stop_at is not None and (pid := stands.read_text()):
+        os.kill(int(pid), signal.SIGCONT)
+    return told
 
 
 def _complaints(told: dict[int, str], found: int | str) -> list[str]:
@@ -93,44 +111,9 @@ def _complaints(told: dict[int, str], found: int | str) -> list[str]:
     return [f"{each}; {told}" for each in complaints]
 
 
-def _run_jobs(made: Round, path: str) -> dict[int, str]:
-    first, hears_first = _start(_save, made.jobs[0], 1, path, made.stop_at)
-    if made.stop_at is not None:
-        # The job stops, or ends before it makes that call.
-        os.waitid(os.P_PID, first.pid or 0, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    second, hears_second = _start(_save, made.jobs[1], 2, path, None)
-    told = {}
-    if made.stop_at is not None:
-        told[2] = _heard(second, hears_second)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(first.pid or 0, signal.SIGCONT)
-    told[1] = _heard(first, hears_first)
-    if 2 not in told:
-        told[2] = _heard(second, hears_second)
-    return told
-
-
-def _start(do: Callable[..., int | str], *args: Any) -> tuple[Any, Connection]:
-    hears, tells = _FORK.Pipe(duplex=False)
-    process = _FORK.Process(target=lambda: tells.send(do(*args)))
-    process.start()
-    tells.close()
-    return process, hears
-
-
-def _heard(process: Any, hears: Connection) -> Any:
-    """What a process has sent."""
-    try:
-        words = hears.recv() if hears.poll(_LIMIT_SECONDS) else "unexpected: it did not end"
-    except EOFError:
-        words = "unexpected: it died"
-    process.kill()
-    process.join()
-    return words
-
-
-def _save(how: str, step: int, path: str, stop_at: int | None) -> str:
+def _save(how: str, step: int, path: str, stop_at: int | None, stands: Path) -> str:
     def stop(call: Call) -> None:
+        stands.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
 
     at = None if stop_at is None else (stop_at, stop)
@@ -139,8 +122,8 @@ def _save(how: str, step: int, path: str, stop_at: int | None) -> str:
         if how == "stock":
             dcp.save(_state(step), checkpoint_id=path, no_dist=True)
         else:
-            FaultDisk(path, on=lacks, counted=_COUNTED, at=at).install()
-            robust_dcp.save(_state(step), storage_writer=RobustWriter(path, threads=1), no_dist=True)
+            with FaultDisk(path, on=lacks, counted=_COUNTED, at=at):
+                robust_dcp.save(_state(step), storage_writer=RobustWriter(path, threads=1), no_dist=True)
         return "saved"
     except RobustCheckpointError as error:
         return f"refused: {error.message}"
@@ -167,5 +150,4 @@ def _load(path: str) -> int | str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a process that forks must have no threads
     sys.exit(main(__doc__, make_trials, n_trials=300))

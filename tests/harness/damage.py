@@ -1,11 +1,13 @@
-"""Damage to the files of a checkpoint: flipped bits, and files that are cut short."""
+"""Damage to the files of a checkpoint, as disks, networks and copies may do: drawn, or at a place."""
 
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["cut_short", "data_files", "flip_bit"]
+__all__ = ["DAMAGES", "cut_short", "data_files", "flip_bit"]
 
 _DATA = (".distcp", ".safetensors")
 
@@ -40,3 +42,44 @@ def flip_bit(path: str | os.PathLike[str], offset: int, bit: int = 0) -> None:
 def cut_short(path: str | os.PathLike[str], nbytes: int) -> None:
     """Remove the last ``nbytes`` bytes of a file, as if copying it had stopped early."""
     os.truncate(path, max(0, os.path.getsize(path) - nbytes))
+
+
+def _flip(data: bytearray, dice: random.Random) -> None:
+    for _ in range(dice.choice((1, 1, 1, 2, 8))):
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+
+
+def _cut(data: bytearray, dice: random.Random) -> None:
+    del data[dice.choice((0, len(data) - 1, dice.randrange(len(data)))) :]
+
+
+def _zero(data: bytearray, dice: random.Random) -> None:
+    begin, nbytes = dice.randrange(len(data)), dice.choice((1, 16, 512, 4096, 65_536))
+    data[begin : begin + nbytes] = bytes(len(data[begin : begin + nbytes]))
+
+
+def _swap(data: bytearray, dice: random.Random) -> None:
+    nbytes = min(dice.choice((16, 512, 4096)), len(data) // 2)
+    one = dice.randrange(len(data) - 2 * nbytes + 1)
+    other = dice.randrange(one + nbytes, len(data) - nbytes + 1)
+    data[one : one + nbytes], data[other : other + nbytes] = data[other : other + nbytes], data[one : one + nbytes]
+
+
+def _scramble(data: bytearray, dice: random.Random) -> None:
+    begin = dice.randrange(len(data))
+    data[begin : begin + 64] = dice.randbytes(len(data[begin : begin + 64]))
+
+
+def _add(data: bytearray, dice: random.Random) -> None:
+    data += dice.randbytes(dice.choice((1, 100, 5000)))
+
+
+DAMAGES: dict[str, Callable[[bytearray, random.Random], object]] = {
+    "bits flipped": _flip,
+    "cut short": _cut,
+    "range zeroed": _zero,
+    "blocks swapped": _swap,
+    "other bytes": _scramble,
+    "bytes added": _add,
+}
+"""What happens to the bytes of a file, which is not empty, where the dice say."""

@@ -81,9 +81,10 @@ class RankTask:
 def serve(parent: Connection) -> None:
     """Run the tasks that ``parent`` sends, and exit when it closes the connection.
 
-    The answer to a task is ``pickle((value, RankError | None))``. The rank stays in its group until the parent asks it
-    to leave, as a training process goes on after a save. If it left at once, the ranks that still work would see its
-    connections close. To that it answers whether it is again as it was, so that it can be another rank.
+    The answer to a task is ``pickle((value, RankError | None))``. After it the rank stays in its group, as a training
+    process goes on after a save: if it left at once, the ranks that still work would see its connections close. More
+    tasks may follow in this group. Nothing (``b""``) asks the rank to leave it. To that it answers whether it is again
+    as it was, so that it can be another rank.
     """
     os.setpgid(0, 0)  # the parent kills a rank together with the processes that it started
     if sys.platform == "linux":
@@ -95,9 +96,12 @@ def serve(parent: Connection) -> None:
             task: RankTask = pickle.loads(parent.recv_bytes())
             before = Leftovers() if task.comes_back else None
             _become_a_rank(task)
-            value, error = _run(task)
-            parent.send_bytes(_encode(value, error))
-            parent.recv_bytes()
+            more = b"begin"
+            while more:
+                value, error = _run(task)
+                parent.send_bytes(_encode(value, error))
+                if more := parent.recv_bytes():
+                    task = pickle.loads(more)
             assert before is not None
             parent.send_bytes(pickle.dumps(before.clear_away()))
     sys.stdout.flush()
@@ -109,7 +113,7 @@ def serve(parent: Connection) -> None:
 def _run(task: RankTask) -> tuple[Any, RankError | None]:
     try:
         function, args = pickle.loads(task.call)
-        if task.init:
+        if task.init and not dist.is_initialized():
             timeout = datetime.timedelta(seconds=task.group_timeout_seconds)
             dist.init_process_group("gloo", timeout=timeout)
         return function(*args), None

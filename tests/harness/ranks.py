@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
 import functools
 import multiprocessing
@@ -37,7 +38,7 @@ import torch.distributed as dist
 
 from tests.harness.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, serve
 
-__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "fork_server", "in_ranks", "run_ranks", "values"]
+__all__ = ["Job", "Outcome", "RankError", "RanksOverran", "errors", "fork_server", "in_ranks", "run_ranks", "values"]
 
 _STACKS_WITHIN_SECONDS = 2.0
 _GONE_WITHIN_SECONDS = 10.0
@@ -107,19 +108,17 @@ def run_ranks(
     Raises:
         RanksOverran: some rank was still running after ``timeout_seconds``.
     """
-    group_seconds = timeout_seconds if group_timeout_seconds is None else group_timeout_seconds
-    with _tasks(world_size, (function, args), timeout_seconds, group_seconds, init, env or {}) as tasks:
-        ranks: list[_Rank] = []
-        try:
-            for task in tasks:
-                ranks.append(_Rank())
-                ranks[-1].begin(task)
-            _watch(ranks, time.monotonic() + timeout_seconds, failed_ranks_stay_seconds)
-            _raise_if(any(rank.exitcode is None for rank in ranks), ranks, timeout_seconds)
-            return [rank.outcome() for rank in ranks]
-        finally:
-            for process in ranks:
-                process.end()
+    job = Job(
+        world_size,
+        timeout_seconds=timeout_seconds,
+        init=init,
+        group_timeout_seconds=group_timeout_seconds,
+        env=env,
+        is_new=True,
+        failed_ranks_stay_seconds=failed_ranks_stay_seconds,
+    )
+    with job:
+        return job.outcomes(function, *args)
 
 
 def in_ranks(
@@ -134,33 +133,84 @@ def in_ranks(
     Each call has a process group of its own. What a scenario saved, loaded and said before is forgotten. A process that
     was killed, or that has other functions, threads, signal handlers, limits or children than before, is replaced.
     """
-    with _tasks(
-        world_size, (function, args), timeout_seconds, timeout_seconds, True, env or {}, comes_back=True
-    ) as tasks:
-        ranks = [_idle.pop() if _idle else _Rank() for _ in tasks]
-        try:
-            for rank, task in zip(ranks, tasks, strict=True):
-                rank.begin(task)
-            deadline = time.monotonic() + timeout_seconds
-            while running := [rank for rank in ranks if rank.is_running]:
-                wait(
-                    [each for rank in running for each in (rank.connection, rank.process.sentinel)],
-                    timeout=max(0.0, deadline - time.monotonic()),
-                )
-                for rank in running:
-                    rank.receive()
-                _raise_if(
-                    time.monotonic() > deadline and any(rank.is_running for rank in ranks), ranks, timeout_seconds
-                )
-            outcomes = [rank.outcome() for rank in ranks]
-            for rank in ranks:
-                rank.ask_back()
-            _idle.extend([rank for rank in ranks if rank.has_come_back()])
-            return outcomes
-        finally:
-            for rank in ranks:
-                if rank not in _idle:
-                    rank.end()
+    with Job(world_size, timeout_seconds=timeout_seconds, env=env) as job:
+        return job.outcomes(function, *args)
+
+
+class Job:
+    """Ranks that stay in one group, and run one function after the other. The arguments are those of `run_ranks`.
+
+    .. code-block:: python
+
+        with Job(2) as job:
+            assert job.run(save_something, path) == [0, 1]
+            job.restart()
+    """
+
+    def __init__(
+        self,
+        n_ranks: int,
+        *,
+        timeout_seconds: float = 60,
+        init: bool = True,
+        group_timeout_seconds: float | None = None,
+        env: Mapping[str, str] | None = None,
+        is_new: bool = False,
+        failed_ranks_stay_seconds: float = float("inf"),
+    ) -> None:
+        self._n_ranks, self._timeout_seconds, self._is_new = n_ranks, timeout_seconds, is_new
+        self._failed_ranks_stay_seconds = failed_ranks_stay_seconds
+        group_seconds = timeout_seconds if group_timeout_seconds is None else group_timeout_seconds
+        self._make_tasks = functools.partial(
+            _tasks, n_ranks, timeout_seconds, group_seconds, init, env or {}, comes_back=not is_new
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, with ranks that remember nothing."""
+        self.end()
+        self._stack = contextlib.ExitStack()
+        self._tasks = self._stack.enter_context(self._make_tasks())
+        self._ranks = [_idle.pop() if _idle and not self._is_new else _Rank() for _ in self._tasks]
+        self._stack.callback(_end_all, self._ranks)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``function(*args)`` returned on each rank."""
+        return values(self.outcomes(function, *args))
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
+        """How ``function(*args)`` ended on each rank."""
+        call, failed_may_leave = pickle.dumps((function, args)), float("inf")
+        for rank, task in zip(self._ranks, self._tasks, strict=True):
+            rank.begin(dataclasses.replace(task, call=call))
+        deadline = time.monotonic() + self._timeout_seconds
+        while running := [rank for rank in self._ranks if rank.is_running]:
+            now = time.monotonic()
+            if now > deadline:
+                _dump_stacks(self._ranks)
+                raise RanksOverran(_overrun_message(self._ranks, self._timeout_seconds))
+            failed = [rank for rank in self._ranks if rank.has_raised]
+            if failed:
+                failed_may_leave = min(failed_may_leave, now + self._failed_ranks_stay_seconds)
+            if now >= failed_may_leave:
+                for rank in failed:
+                    rank.connection.close()
+            events = [each for rank in running for each in (rank.connection, rank.process.sentinel)]
+            wait(events, min(deadline, failed_may_leave if failed_may_leave > now else deadline) - now)
+            for rank in running:
+                rank.receive()
+        return [rank.outcome() for rank in self._ranks]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the group. Processes that are as they were will be ranks again, others are killed."""
+        if hasattr(self, "_stack"):
+            self._stack.close()
 
 
 _idle: list[_Rank] = []
@@ -172,24 +222,31 @@ def _end_the_idle() -> None:
         _idle.pop().end()
 
 
+def _end_all(ranks: Sequence[_Rank]) -> None:
+    can_come_back = [rank for rank in ranks if rank.ask_back()]
+    for rank in ranks:
+        if rank in can_come_back and rank.has_come_back():
+            _idle.append(rank)
+        else:
+            rank.end()
+
+
 @contextlib.contextmanager
 def _tasks(
     world_size: int,
-    call: tuple[Callable[..., Any], tuple[Any, ...]],
     timeout_seconds: float,
     group_timeout_seconds: float,
     init: bool,
     env: Mapping[str, str],
-    comes_back: bool = False,
+    comes_back: bool,
 ) -> Iterator[list[RankTask]]:
     """What each rank is to do. Their outputs and the store of their group last as long as the block."""
-    pickled = pickle.dumps(call)
     fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory, _store(timeout_seconds) as port:
         yield [
             RankTask(
                 rank=rank,
-                call=pickled,
+                call=b"",
                 env=_rank_environment(rank, world_size, port, env),
                 directory=os.getcwd(),
                 output_path=os.path.join(directory, f"rank{rank}.txt"),
@@ -199,12 +256,6 @@ def _tasks(
             )
             for rank in range(world_size)
         ]
-
-
-def _raise_if(have_overrun: bool, ranks: Sequence[_Rank], timeout_seconds: float) -> None:
-    if have_overrun:
-        _dump_stacks(ranks)
-        raise RanksOverran(_overrun_message(ranks, timeout_seconds))
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
@@ -235,7 +286,7 @@ class _Rank:
     """One process, and the connection over which it gets tasks and sends outcomes. It exits when that is closed."""
 
     task: RankTask
-    result: tuple[Any, RankError | None] | None
+    result: tuple[Any, RankError | None] | None = None
 
     def __init__(self) -> None:
         context = fork_server()
@@ -267,9 +318,17 @@ class _Rank:
             except (EOFError, OSError):
                 self.process.join(_GONE_WITHIN_SECONDS)
 
-    def ask_back(self) -> None:
+    @property
+    def has_raised(self) -> bool:
+        return self.result is not None and self.result[1] is not None
+
+    def ask_back(self) -> bool:
+        """Ask the process to leave its group. Returns whether it can: one that still runs something cannot."""
+        if self.is_running or not self.task.comes_back:
+            return False
         with contextlib.suppress(OSError):
             self.connection.send_bytes(b"")
+        return True
 
     def has_come_back(self) -> bool:
         """Whether the process has left its group, and is as it was."""
@@ -277,9 +336,6 @@ class _Rank:
             return self.connection.poll(_BACK_WITHIN_SECONDS) and bool(pickle.loads(self.connection.recv_bytes()))
         except (EOFError, OSError):
             return False
-
-    def let_go(self) -> None:
-        self.connection.close()
 
     def output(self) -> str:
         path = Path(self.task.output_path)
@@ -300,36 +356,6 @@ class _Rank:
         self.process.join()
         self.connection.close()
         self.process.close()
-
-
-def _watch(ranks: Sequence[_Rank], deadline: float, failed_ranks_stay_seconds: float) -> None:
-    """Collect outcomes until all processes have ended, or ``deadline`` on the monotonic clock has passed."""
-    failed_may_leave = float("inf")
-    # This asks once in each round. If a rank ends during the round, the wait below reports it, so nothing is missed.
-    while alive := [rank for rank in ranks if rank.exitcode is None]:
-        for rank in ranks:
-            rank.receive()
-        now = time.monotonic()
-        if now >= deadline:
-            return
-        if all(not rank.is_running for rank in ranks):
-            for rank in ranks:
-                rank.let_go()
-        elif any(_has_raised(rank) for rank in ranks):
-            failed_may_leave = min(failed_may_leave, now + failed_ranks_stay_seconds)
-            if now >= failed_may_leave:
-                for rank in filter(_has_raised, ranks):
-                    rank.let_go()
-        events: list[Any] = [rank.process.sentinel for rank in alive]
-        events += [rank.connection for rank in alive if rank.is_running and not rank.connection.closed]
-        stay = failed_may_leave - now if failed_may_leave > now else float("inf")
-        wait(events, timeout=min(deadline - now, stay))
-    for rank in ranks:
-        rank.receive()
-
-
-def _has_raised(rank: _Rank) -> bool:
-    return rank.result is not None and rank.result[1] is not None
 
 
 def _dump_stacks(ranks: Sequence[_Rank]) -> None:

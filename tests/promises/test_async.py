@@ -26,6 +26,10 @@ from tests.harness.ranks import in_ranks, run_ranks, values
 from tests.harness.verdicts import verdict_of
 from tests.promises.programs import run_program
 from tests.support.torch_versions import needs_response
+from torture.async_kills import Kill
+from torture.async_kills import judge as judge_kill
+from torture.back_to_back import judge as judge_row
+from torture.torn_copies import be_rank
 
 MEGABYTE = 1 << 20
 
@@ -465,3 +469,31 @@ def test_after_the_time_of_grace_or_killed_it_ends_without_its_save(
     assert value_at(tmp_path / "checkpoint") == 0.0
     robust_dcp.save({"w": torch.full((9,), 2.0)}, checkpoint_id=tmp_path / "checkpoint")
     assert value_at(tmp_path / "checkpoint") == 2.0
+
+
+# --- a part of each campaign of torture -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        Kill(1, 3, 1, "thread", "trainer", 4, "lazy", 2),
+        Kill(2, 2, 0, "thread", "trainer", 16, "waves", 1),
+        Kill(3, 2, 1, "process", "writer", 3, "full", 1),
+        Kill(4, 2, 0, "process", "trainer", 3, "lazy", 1),
+    ],
+    ids=lambda kill: kill.kind,
+)
+def test_whoever_is_killed_during_an_async_save_no_checkpoint_is_lost(kill: Kill) -> None:
+    assert judge_kill(kill).complaints == []
+
+
+@pytest.mark.parametrize("way", ["thread, lazy", "process, full"])
+def test_no_copy_is_torn_while_a_thread_writes_all_the_time(tmp_path: Path, way: str) -> None:
+    assert values(run_ranks(2, be_rank, way, 5, 1, str(tmp_path), timeout_seconds=150)) == [[], []]
+
+
+@pytest.mark.parametrize(("executor", "when_busy"), [("thread", "skip"), ("process", "wait")])
+def test_saves_back_to_back_leave_nothing_behind(executor: str, when_busy: str) -> None:
+    options = {"executor": executor, "max_in_flight": 2, "when_busy": when_busy}
+    assert judge_row(options, 12, 1).complaints == []

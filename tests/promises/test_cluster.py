@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,49 +43,50 @@ finally:  # rank 0 hosts the store, and stays until nobody needs it
 """
 
 
-def test_hosts_whose_names_stand_for_127_0_1_1_save_and_load_over_the_interface_of_the_variable(tmp_path: Path) -> None:
-    with Cluster(2) as cluster:
-        env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
-        ended = run_program(_SAVE_AND_LOAD, tmp_path, size=4, become_host=cluster.host_of(2), env=env)
-    assert all(each.exitcode == 0 and "all is well 4" in each.output for each in ended)
+@pytest.mark.parametrize(
+    ("n_hosts", "size", "ipv6", "interface", "script", "exitcode", "words"),
+    [
+        (2, 4, False, "eth0", _SAVE_AND_LOAD, 0, "all is well 4"),
+        (3, 3, False, None, _WITHOUT_COLLECTIVES, 0, "all is well"),
+        (2, 2, True, None, _WITHOUT_COLLECTIVES, 0, "all is well"),
+        (2, 2, False, "eth0,eth1", _WITHOUT_COLLECTIVES, 0, "all is well"),
+        (2, 2, False, "ib0", _WITHOUT_COLLECTIVES, 1, "has no interface 'ib0': it has eth0, eth1, lo"),
+        (2, 2, False, "lo", _WITHOUT_COLLECTIVES, 1, "GLOO_SOCKET_IFNAME"),
+        (2, 2, False, "eth1", _WITHOUT_COLLECTIVES, 1, "GLOO_SOCKET_IFNAME"),
+    ],
+    ids=[
+        "the interface of the variable",
+        "the address by which hosts reach the store",
+        "IPv6 only",
+        "the first of several interfaces",
+        "no such interface",
+        "an interface that joins no hosts",
+        "an interface of another network",
+    ],
+)
+def test_hosts_whose_names_stand_for_127_0_1_1_find_each_other_or_say_what_is_wrong(
+    n_hosts: int,
+    size: int,
+    ipv6: bool,
+    interface: str | None,
+    script: str,
+    exitcode: int,
+    words: str,
+    tmp_path: Path,
+) -> None:
+    with Cluster(n_hosts, ipv6=ipv6) as cluster:
+        env = cluster.env(**({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}))
+        ended = run_program(script, tmp_path, size=size, become_host=cluster.host_of(size // n_hosts), env=env)
+    assert all(each.exitcode == exitcode and words in each.output for each in ended)
 
 
-def test_hosts_without_the_variable_use_the_address_by_which_they_reach_the_store(tmp_path: Path) -> None:
-    with Cluster(3) as cluster:
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=3, become_host=cluster.host_of(1), env=cluster.env())
-    assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
-
-
-def test_hosts_of_ipv6_only_save_and_load(tmp_path: Path) -> None:
-    with Cluster(2, ipv6=True) as cluster:
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, become_host=cluster.host_of(1), env=cluster.env())
-    assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
-
-
-def test_the_first_of_several_interfaces_counts(tmp_path: Path) -> None:
-    with Cluster(2) as cluster:
-        env = cluster.env(GLOO_SOCKET_IFNAME="eth0,eth1")
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
-    assert all(each.exitcode == 0 for each in ended)
-
-
-def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:
-    with Cluster(2) as cluster:
-        env = cluster.env(GLOO_SOCKET_IFNAME="ib0")
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
-    for each in ended:
-        assert each.exitcode == 1
-        assert "has no interface 'ib0': it has eth0, eth1, lo" in each.output
-
-
-@pytest.mark.parametrize("interface", ["lo", "eth1"])
-def test_an_interface_that_does_not_join_the_hosts_is_named_with_the_variable(tmp_path: Path, interface: str) -> None:
-    with Cluster(2) as cluster:
-        env = cluster.env(GLOO_SOCKET_IFNAME=interface)
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
-    for each in ended:
-        assert each.exitcode == 1
-        assert "GLOO_SOCKET_IFNAME" in each.output
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Something happens to the network while a program runs."""
+    thread = threading.Thread(target=act)
+    thread.start()
+    yield
+    thread.join()
 
 
 def test_a_cable_that_is_pulled_out_for_two_seconds_is_waited_for(tmp_path: Path) -> None:
@@ -111,11 +114,9 @@ def test_a_cable_that_is_pulled_out_for_two_seconds_is_waited_for(tmp_path: Path
             cluster.plug(1, into_network=True)
             (checkpoints / "again").touch()
 
-        pulling = threading.Thread(target=pull)
-        pulling.start()
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
-        ended = run_program(script, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
-        pulling.join()
+        with meanwhile(pull):
+            ended = run_program(script, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
     assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
 
 
@@ -147,11 +148,9 @@ def test_a_host_that_is_cut_off_is_named_and_its_ranks_save_again_when_it_is_bac
             cluster.plug(2, into_network=True)
             (checkpoints / "again").touch()
 
-        pulling = threading.Thread(target=pull)
-        pulling.start()
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
-        ended = run_program(script, tmp_path, size=3, become_host=cluster.host_of(1), env=env, timeout_seconds=200)
-        pulling.join()
+        with meanwhile(pull):
+            ended = run_program(script, tmp_path, size=3, become_host=cluster.host_of(1), env=env, timeout_seconds=200)
     assert all("named [2]" in each.output for each in ended[:2])
     assert all(each.exitcode == 0 and "saved again" in each.output for each in ended)
 
@@ -186,10 +185,8 @@ def test_a_firewall_that_drops_is_named_and_the_ranks_save_once_it_is_open(tmp_p
             cluster.filter(2, 3, drops=False)
             (checkpoints / "open").touch()
 
-        opening = threading.Thread(target=open_it)
-        opening.start()
-        ended = run_program(script, tmp_path, size=4, become_host=cluster.host_of(1), env=cluster.env())
-        opening.join()
+        with meanwhile(open_it):
+            ended = run_program(script, tmp_path, size=4, become_host=cluster.host_of(1), env=cluster.env())
     for each in ended:
         assert each.exitcode == 0 and "all is well" in each.output
         named, _, rest = each.output.partition("named ")[2].partition(" after ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,16 +13,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageError, UnsafeCheckpoint
+from robust_dcp import CorruptCheckpoint, LoadReport, RobustReader, RobustWriter, StorageError, UnsafeCheckpoint
+from tests.harness.damage import DAMAGES, data_files, flip_bit
+from tests.harness.ranks import in_ranks, values
 from tests.promises.scenarios import command, where
+from tests.promises.test_mixes import Boxes
 
 ROWS = slice(120, 170)
-PLACES = 4
+PLACES = 3
 """So many places of each file are tried for each kind of damage to bytes."""
 
 
@@ -40,19 +44,6 @@ def save(path: Path, value: int, layout: str) -> None:
     robust_dcp.save(saved(value), storage_writer=RobustWriter(path, layout=layout), no_dist=True)
 
 
-class SomeRows(DefaultLoadPlanner):
-    """Reads only some rows of each matrix, as a rank does that holds a part."""
-
-    def create_local_plan(self) -> LoadPlan:
-        items = []
-        for name in ("large", "one", "two"):
-            index = MetadataIndex(name, torch.Size([0, 0]), 0)
-            sizes = torch.Size([ROWS.stop - ROWS.start, saved(0)[name].shape[1]])
-            at = torch.Size([ROWS.start, 0])
-            items.append(ReadItem(LoadItemType.TENSOR, index, at, index, at, sizes))
-        return LoadPlan(items)
-
-
 def load_whole(path: Path, **options: Any) -> None:
     found = {key: torch.full_like(value, -1) if key != "text" else "" for key, value in saved(0).items()}
     robust_dcp.load(found, storage_reader=RobustReader(path, **options), no_dist=True)
@@ -68,7 +59,8 @@ def load_in_pieces(path: Path) -> None:
 def load_sliced(path: Path) -> None:
     wanted = saved(1)
     found = {key: torch.full_like(wanted[key], -1) for key in ("large", "one", "two")}
-    robust_dcp.load(found, checkpoint_id=path, planner=SomeRows(), no_dist=True)
+    boxes = {key: ([ROWS.start, 0], [ROWS.stop - ROWS.start, value.shape[1]]) for key, value in found.items()}
+    robust_dcp.load(found, checkpoint_id=path, planner=Boxes(boxes), no_dist=True)
     for key, value in found.items():
         assert torch.equal(value[ROWS], wanted[key][ROWS]), key
 
@@ -87,29 +79,6 @@ def is_found(load: Callable[[Path], None], path: Path) -> bool:
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
-
-Damage = Callable[[bytearray, random.Random], object]
-
-
-def flip(data: bytearray, dice: random.Random) -> None:
-    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-
-
-def zero(data: bytearray, dice: random.Random) -> None:
-    begin = dice.randrange(len(data))
-    data[begin : begin + 512] = bytes(len(data[begin : begin + 512]))
-
-
-def cut(data: bytearray, dice: random.Random) -> None:
-    del data[dice.choice((0, len(data) - 1, dice.randrange(len(data)))) :]
-
-
-def scramble(data: bytearray, dice: random.Random) -> None:
-    begin = dice.randrange(len(data))
-    data[begin : begin + 64] = dice.randbytes(len(data[begin : begin + 64]))
-
-
-DAMAGES: dict[str, Damage] = {"flipped bit": flip, "zeroed block": zero, "cut": cut, "other bytes": scramble}
 
 
 @pytest.fixture(scope="module", params=["torch", "safetensors"])
@@ -239,3 +208,158 @@ def test_a_flipped_bit_in_a_record_of_stock_is_found_or_does_no_harm(memory_path
             n_found += is_found(load_whole, path)
         file.write_bytes(whole)
     assert n_found > 0
+
+
+# --- places that are exchanged in the metadata ------------------------------------------------------------------------
+
+
+def swap(directory: Path, one: MetadataIndex, two: MetadataIndex) -> None:
+    """Let the metadata say of two items that each lies where the other one does."""
+    metadata: Metadata = pickle.loads((directory / ".metadata").read_bytes())
+    places = metadata.storage_data
+    places[one], places[two] = places[two], places[one]
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    (directory / ".robust_dcp.index").unlink(missing_ok=True)
+
+
+SIZES = {"small": 5, "medium": 40_000, "large": 700_000}
+ITEMS: dict[str, Any] = {f"{size}{n}": torch.full((SIZES[size],), 1.0 + n) for size in SIZES for n in range(6)}
+ITEMS |= {"one": ("an", "object"), "two": ("an", "object")}
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+@pytest.mark.parametrize(
+    ("one", "two"), [("small0", "small1"), ("medium0", "medium1"), ("large0", "large1"), ("one", "two")]
+)
+def test_two_items_whose_places_are_swapped_are_found(layout: Any, one: str, two: str, tmp_path: Path) -> None:
+    robust_dcp.save(dict(ITEMS), storage_writer=RobustWriter(tmp_path, layout=layout))
+    swap(tmp_path, *(MetadataIndex(name, torch.Size([0]) if name[-1].isdigit() else None) for name in (one, two)))
+    for names in ([one], [one, two], list(ITEMS)):
+        state = {name: torch.zeros_like(ITEMS[name]) if name[-1].isdigit() else None for name in names}
+        with pytest.raises(CorruptCheckpoint, match=f"{one}|{two}"):
+            robust_dcp.load(state, checkpoint_id=tmp_path)
+        if one != "one" and layout == "torch":  # whoever verifies nothing loads what lies there
+            robust_dcp.load(state, storage_reader=RobustReader(tmp_path, verify_checksums=False))
+            assert torch.equal(state[one], ITEMS[two])
+    assert command("verify", tmp_path) == 1
+
+
+def save_shards(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(4 * 30_000, dtype=torch.float32).reshape(4, 30_000)
+    robust_dcp.save({"w": distribute_tensor(whole, mesh, [Shard(0)])}, checkpoint_id=directory)
+
+
+def test_two_shards_of_one_tensor_whose_places_are_swapped_are_found(tmp_path: Path) -> None:
+    values(in_ranks(2, save_shards, tmp_path))
+    swap(tmp_path, MetadataIndex("w", torch.Size([0, 0])), MetadataIndex("w", torch.Size([2, 0])))
+    with pytest.raises(CorruptCheckpoint, match="w"):
+        robust_dcp.load({"w": torch.zeros(4, 30_000)}, checkpoint_id=tmp_path)
+
+
+def test_a_record_of_another_dtype_or_shape_than_the_metadata_says_is_found(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(6, dtype=torch.float64), "b": torch.ones(2, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata: Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    entries["a"].properties.dtype = torch.float32
+    entries["b"].size = entries["b"].chunks[0].sizes = torch.Size([3, 2])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for name, sizes, here in (("a", (6,), r"float64 \[6\]"), ("b", (3, 2), r"float32 \[2, 3\]")):
+        with pytest.raises(CorruptCheckpoint, match=f"as the metadata says, found .*{here} in the file"):
+            robust_dcp.load({name: torch.zeros(sizes)}, checkpoint_id=tmp_path)
+    assert command("verify", tmp_path) == 1
+    state = {"a": torch.zeros(6)}
+    robust_dcp.load(state, storage_reader=RobustReader(tmp_path, verify_checksums=False))
+    assert torch.equal(state["a"], torch.ones(6))
+
+
+# --- whatever is read of a tensor is verified, or counted as not verified ---------------------------------------------
+
+
+BLOCK_NBYTES = 256 << 10
+"""What has a checksum of its own."""
+
+N_ROWS, WIDTH = 1500, 1000
+BOXES = {
+    "all rows": ([0, 0], [N_ROWS, WIDTH]),
+    "the first rows": ([0, 0], [10, WIDTH]),
+    "rows in the middle": ([700, 0], [420, WIDTH]),
+    "the last row": ([N_ROWS - 1, 0], [1, WIDTH]),
+    "columns": ([0, 333], [N_ROWS, 2]),
+    "one element": ([999, 999], [1, 1]),
+}
+Box = tuple[list[int], list[int]]
+
+
+def save_alone(directory: Path, layout: Any, value: torch.Tensor) -> Path:
+    """The only data file."""
+    writer = RobustWriter(directory, layout=layout, files_per_rank=1)
+    robust_dcp.save({"w": value}, storage_writer=writer, no_dist=True)
+    (path,) = data_files(directory)
+    return path
+
+
+def load(directory: Path, box: Box, verify: Any = True) -> tuple[torch.Tensor, LoadReport]:
+    """The box, and the report."""
+    found, reader = {"w": torch.zeros(N_ROWS, WIDTH)}, RobustReader(directory, verify_checksums=verify)
+    report = robust_dcp.load(found, storage_reader=reader, planner=Boxes({"w": box}), no_dist=True)
+    return cut(found["w"], box), report
+
+
+def cut(value: torch.Tensor, box: Box) -> torch.Tensor:
+    (row, column), (rows, columns) = box
+    return value[row : row + rows, column : column + columns]
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+def test_a_flipped_bit_anywhere_in_a_slice_is_found(tmp_path: Path, layout: str, box: Box) -> None:
+    value = torch.rand(N_ROWS, WIDTH)
+    path = save_alone(tmp_path, layout, value)
+    data_at = path.read_bytes().index(value.numpy().tobytes())
+    (row, column), (rows, columns) = box
+    begin, end = 4 * (row * WIDTH + column), 4 * ((row + rows - 1) * WIDTH + column + columns)
+    dice = random.Random(7)
+    places = {begin, end - 1, *(dice.randrange(begin, end) for _ in range(4))}
+    places |= {at for at in range(0, 4 * value.numel(), 4 * BLOCK_NBYTES) if begin <= at < end}
+    for at in places:
+        flip_bit(path, data_at + at, 4)
+        with pytest.raises(CorruptCheckpoint, match=r"'w at .*CRC-32") as caught:
+            load(tmp_path, box)
+        first = at - at % BLOCK_NBYTES
+        if box != BOXES["all rows"]:  # whose one checksum is that of all of it
+            last = min(first + BLOCK_NBYTES, 4 * value.numel())
+            assert f"bytes {data_at + first} to {data_at + last} of the file" in str(caught.value)
+        assert load(tmp_path, box, verify=False)[1].unverified_nbytes >= 4 * rows * columns
+        flip_bit(path, data_at + at, 4)
+    found, report = load(tmp_path, box, verify="all")
+    assert torch.equal(found, cut(value, box)) and report.unverified_nbytes == 0
+
+
+@pytest.mark.parametrize("place", [-70, -20], ids=["columns", "tail"])
+def test_data_under_a_damaged_footer_can_be_saved(tmp_path: Path, place: int) -> None:
+    value = torch.rand(N_ROWS, WIDTH)
+    flip_bit(save_alone(tmp_path, "torch", value), place)
+    box = BOXES["rows in the middle"]
+    with pytest.raises(CorruptCheckpoint):
+        load(tmp_path, box)
+    assert torch.equal(load(tmp_path, box, verify=False)[0], cut(value, box))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_stock_has_written_is_verified_as_a_whole_and_counted_where_it_is_not(tmp_path: Path) -> None:
+    dcp.save({"w": torch.rand(N_ROWS, WIDTH)}, checkpoint_id=tmp_path, no_dist=True)
+    for box, verify, unverified_nbytes in (
+        ("all rows", True, 0),
+        ("rows in the middle", True, 4 * 420 * WIDTH),
+        ("all rows", False, 4 * N_ROWS * WIDTH),
+        ("rows in the middle", "all", 0),
+    ):
+        assert load(tmp_path, BOXES[box], verify)[1].unverified_nbytes == unverified_nbytes
+
+
+def test_with_checksums_a_report_says_that_all_was_verified(tmp_path: Path) -> None:
+    state = {"large": torch.rand(1 << 20), "small": torch.rand(10), "object": {"step": 3}}
+    robust_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    report = robust_dcp.load(state, storage_reader=RobustReader(tmp_path, verify_checksums="all"), no_dist=True)
+    assert report.unverified_nbytes == 0 and "not verified" not in str(report)

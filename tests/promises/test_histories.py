@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from tests.faults.disk import Fault, FaultDisk
-from tests.promises.jobs import Job
+from tests.harness.ranks import Job
 
 N_RANKS = 2
 
@@ -123,7 +123,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="histories-"))
-        self.job = Job(N_RANKS)
+        self.job = Job(N_RANKS, timeout_seconds=170)
         self.saved: list[tuple[Path, Structure, float]] = []
         self.n = 0
 

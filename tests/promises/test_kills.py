@@ -1,8 +1,10 @@
-"""A process that is killed at any moment leaves the checkpoint from before or the new one, and nothing in the way."""
+"""A process that is killed, or a power cut, at any moment leaves the checkpoint from before or the new one, whole."""
 
 from __future__ import annotations
 
 import multiprocessing
+import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.disk import each_kill
+from tests.faults.disk import CHANGES, LONG_TESTS, FaultDisk, each_kill
+from tests.faults.power import cut_power
 from tests.promises.scenarios import SCENARIOS, Scenario, where
 
 EVERY = {"overwrite": 1, "save": 2, "safetensors": 2, "copy": 4, "load": 3}
@@ -44,3 +47,53 @@ def test_a_kill_before_any_call_leaves_what_was_there_or_what_is_new(
     left = warm.submit(left_by_kills, scenario.name, str(memory_path)).result()
     assert left == sorted(left, key=scenario.may_leave.index), "once the new one is there it stays"
     assert left[0] == scenario.may_leave[0]
+
+
+# --- power cuts -------------------------------------------------------------------------------------------------------
+
+
+STATES = {"overwrite": 1000, "save": 200, "manager": 40}
+"""So many states are drawn, and 100 of the other scenarios. Behind some of them the scenario is done once more."""
+
+NEXT_TRIES = 10
+
+UNSEEN = ("convert-dcp", "convert-torch")
+"""The first exchanges the names of directories by a call that Python does not have, the second writes in C++."""
+
+
+def files_of(directory: str) -> dict[str, bytes]:
+    root = Path(directory)
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("scenario", [each for each in SCENARIOS if each.name not in (*UNSEEN, "load")], ids=str)
+def test_a_power_cut_after_any_call_leaves_what_was_there_or_what_is_new(scenario: Scenario, memory_path: Path) -> None:
+    recorded = str(memory_path / "recorded")
+    scenario.prepare(recorded)
+    before = files_of(recorded)
+    with FaultDisk(recorded, record=True) as disk:
+        scenario.act(recorded)
+    calls = [call for call in disk.calls if call.operation in CHANGES and call.is_done]
+    states = list(cut_power(recorded, before, calls))
+    assert len(states) > len(calls)
+    seed = random.randrange(1 << 30)
+    print(f"{len(calls)} calls, {len(states)} states, seed {seed}")
+    dice = random.Random(seed)
+    n_drawn = len(states) if LONG_TESTS else min(STATES.get(scenario.name, 100), len(states))
+    drawn = sorted(dice.sample(range(len(states)), n_drawn))
+    tried_next = set(dice.sample(drawn, NEXT_TRIES))
+    left = set()
+    for number in drawn:
+        state = states[number]
+        directory = str(memory_path / str(number))
+        state.put(directory)
+        last = calls[state.after - 1] if state.after else None
+        with where(f"state {number}, after call {state.after}, {last}"):
+            value = scenario.check(directory)
+            left.add(value)
+            if state.after == len(calls):
+                assert value == scenario.may_leave[-1], f"it has returned, and generation {value} is there"
+            if number in tried_next:
+                scenario.check_next(directory, is_tidy=False)  # the names of what is left may be lost
+        shutil.rmtree(directory)
+    assert left >= {scenario.may_leave[0]}

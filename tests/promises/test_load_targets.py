@@ -18,11 +18,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import PlanConflict, RobustLoadPlanner, RobustReader
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 
 def load_by_stock(state: dict[Any, Any], path: Path | str) -> None:
     dcp.load(state, storage_reader=RobustReader(path), planner=RobustLoadPlanner())
+
+
+def load_by_other_planner(state: dict[Any, Any], path: Path | str) -> None:
+    robust_dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner())
 
 
 LOADERS: dict[str, Callable[[dict[Any, Any], Path | str], object]] = {
@@ -53,104 +57,73 @@ def test_int_keys_beside_text_at_the_top_are_loaded(tmp_path: Path) -> None:
     assert found[0] == 5 and found["a"] == 6 and found[1].tolist() == [1, 1] and len(found) == 3
 
 
-def freed(nbytes: int) -> torch.Tensor:
+def freed(nbytes: int) -> list[torch.Tensor]:
     tensor = torch.zeros(64)
     tensor.untyped_storage().resize_(nbytes)
-    return tensor
+    return [tensor]
 
 
-def read_only(path: str) -> torch.Tensor:
+def read_only(path: str) -> list[torch.Tensor]:
     np.zeros(64, dtype=np.float32).tofile(f"{path}/array")
-    return torch.from_numpy(np.memmap(f"{path}/array", dtype=np.float32, mode="r"))
+    return [torch.from_numpy(np.memmap(f"{path}/array", dtype=np.float32, mode="r"))]
 
 
-def rows(parts: list[tuple[int, int]]) -> list[torch.Tensor]:
+def rows(*parts: tuple[int, int]) -> list[torch.Tensor]:
     whole = torch.zeros(100)
     return [whole[begin:end] for begin, end in parts]
 
 
-def columns(parts: list[tuple[int, int]]) -> list[torch.Tensor]:
+def columns(*parts: tuple[int, int]) -> list[torch.Tensor]:
     whole = torch.zeros(8, 100)
     return [whole[:, begin:end] for begin, end in parts]
 
 
-def one_tensor(path: str, how: str) -> list[torch.Tensor]:
-    if how.startswith("freed"):
-        return [freed(0 if how == "freed" else 100)]
-    if how == "read only":
-        return [read_only(path)]
-    if how == "expanded":
-        return [torch.zeros(1).expand(64)]
-    if how == "part of another":
-        whole = torch.zeros(64)
-        return [whole, whole[10:20]]
-    if how == "rows":
-        return rows([(0, 60), (40, 100)])
-    return columns([(0, 60), (40, 100)])
-
-
-def load_into(path: str, how: str, loader: str) -> str:
-    targets = one_tensor(path, how)
-    robust_dcp.save({f"t{i}": torch.ones(each.shape) * i for i, each in enumerate(targets)}, checkpoint_id=f"{path}/c")
-    try:
-        LOADERS[loader]({f"t{i}": each for i, each in enumerate(targets)}, f"{path}/c")
-    except (PlanConflict, CheckpointException) as error:  # stock wraps the errors of ranks into its own
-        return str(error)
-    return "loaded"
-
-
-CASES = {
-    "freed": ("'t0'", "freed"),
-    "freed in part": ("'t0'", "freed"),
-    "read only": ("'t0'", "written to"),
-    "expanded": ("'t0'", "share memory"),
+TARGETS: dict[str, tuple[Callable[[str], list[torch.Tensor]], str, str]] = {
+    # how targets are made, and what the error says, or the warning
+    "freed": (lambda path: freed(0), "'t0", "freed"),
+    "freed in part": (lambda path: freed(100), "'t0'", "freed"),
+    "read only": (read_only, "'t0'", "written to"),
+    "expanded": (lambda path: [torch.zeros(1).expand(64)], "'t0'", "share memory"),
+    "part of another": (lambda path: rows((0, 64), (10, 20)), "'t0' and 't1'", "overlap"),
+    "rows": (lambda path: rows((0, 60), (40, 100)), "'t0' and 't1'", "overlap"),
+    "columns": (lambda path: columns((0, 60), (40, 100)), "'t0' and 't1'", "overlap"),
 }
 
-OVERLAPPING = ("part of another", "rows", "columns")
+
+def load_into(path: str, how: str) -> list[list[str]]:
+    """What each loader says."""
+    told = []
+    loaders = LOADERS | ({"another planner": load_by_other_planner} if how == "freed" else {})
+    for name, loader in loaders.items():
+        targets, lines = TARGETS[how][0](path), []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        saved = {f"t{i}": torch.ones(each.shape) * i for i, each in enumerate(targets)}
+        robust_dcp.save(saved, checkpoint_id=f"{path}/{name}")
+        logging.getLogger("robust_dcp").addHandler(handler)
+        try:
+            loader({f"t{i}": each for i, each in enumerate(targets)}, f"{path}/{name}")
+        except (PlanConflict, CheckpointException) as error:  # stock wraps the errors of ranks into its own
+            lines.append(f"refused: {error}")
+        logging.getLogger("robust_dcp").removeHandler(handler)
+        told.append(lines)
+    return told
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("how", CASES)
-def test_a_target_that_cannot_be_filled_is_named_before_anything_is_read(how: str, loader: str, tmp_path: Path) -> None:
-    (told,) = values(run_ranks(1, load_into, str(tmp_path), how, loader))
-    for word in CASES[how]:
-        assert word in told
-
-
-def warnings_of_load(path: str, how: str, loader: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("robust_dcp").addHandler(handler)
-    assert load_into(path, how, loader) == "loaded"
-    return lines
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("how", OVERLAPPING)
-def test_targets_that_overlap_are_loaded_with_a_warning(how: str, loader: str, tmp_path: Path) -> None:
-    (lines,) = values(run_ranks(1, warnings_of_load, str(tmp_path), how, loader))
-    assert len([line for line in lines if "'t0' and 't1'" in line and "overlap" in line]) == 1
-
-
-def load_with_other_planner(path: str) -> str:
-    robust_dcp.save({"w": torch.ones(64)}, checkpoint_id=f"{path}/c")
-    try:
-        robust_dcp.load({"w": freed(0)}, checkpoint_id=f"{path}/c", planner=dcp.DefaultLoadPlanner())
-    except PlanConflict as error:
-        return str(error)
-    return "loaded"
-
-
-def test_a_freed_target_does_not_end_a_load_with_another_planner(tmp_path: Path) -> None:
-    (told,) = values(run_ranks(1, load_with_other_planner, str(tmp_path)))
-    assert "'w" in told and "freed" in told
+@pytest.mark.parametrize("how", TARGETS)
+def test_targets_that_cannot_be_filled_are_refused_by_name_and_those_that_overlap_are_warned_of(
+    how: str, tmp_path: Path
+) -> None:
+    (told,) = values(in_ranks(1, load_into, str(tmp_path), how))
+    for lines in told:
+        assert len([line for line in lines if all(word in line for word in TARGETS[how][1:])]) == 1
+        assert any(line.startswith("refused") for line in lines) == (TARGETS[how][2] != "overlap")
 
 
 def test_tensors_that_are_tied_or_lie_side_by_side_are_loaded(tmp_path: Path) -> None:
     tied = torch.zeros(4, 4)
-    targets = [tied, tied, tied[:], *rows([(0, 50), (50, 100)]), *columns([(0, 50), (50, 100)]), torch.zeros(0)]
+    targets = [tied, tied, tied[:], *rows((0, 50), (50, 100)), *columns((0, 50), (50, 100)), torch.zeros(0)]
     targets += [torch.zeros(3, 1).expand(3, 1), torch.zeros(4, 4).t()]
     expected = {f"t{number}": torch.full(each.shape, 3.0) for number, each in enumerate(targets)}
     robust_dcp.save(expected, checkpoint_id=tmp_path)

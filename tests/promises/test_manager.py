@@ -23,10 +23,10 @@ from robust_dcp import CheckpointManager, CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import storage_error
 from tests.cli.commands import shell
 from tests.drain.checkpoints import ONE_THREAD
+from tests.faults.disk import CHANGES, FaultDisk, kill
 from tests.harness.damage import data_files
 from tests.harness.disks import Acts
-from tests.harness.file_calls import FileCalls
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import in_ranks
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -198,9 +198,9 @@ class TestErrorsThatPass:
 
 def save_and_be_killed(root: str, name: str, keep_last: int | None, step: int, value: float, number: int) -> int:
     manager = CheckpointManager(root, name=name, keep_last=keep_last)
-    calls = FileCalls(root, killed_before=number)
-    manager.save(step, state(value))
-    return calls.count
+    with FaultDisk(root, counted=CHANGES | {"open", "list"}, at=(number, kill)) as disk:
+        manager.save(step, state(value))
+    return disk.n_counted
 
 
 @dataclass
@@ -307,7 +307,7 @@ class Roots(RuleBasedStateMachine):
         series, value = self.series[which], self.value()
         arguments = (str(self.root), series.name, series.keep_last, step, value, number)
         self.n_kills += 1
-        (outcome,) = run_ranks(1, save_and_be_killed, *arguments, init=False)
+        (outcome,) = in_ranks(1, save_and_be_killed, *arguments)
         assert outcome.error is None, str(outcome)
         steps = {each.step for each in self.manager(series).checkpoints()}
         before = set(series.values)

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -432,3 +432,61 @@ def test_a_load_whose_files_are_replaced_starts_over_and_says_so_if_that_happens
         assert (verdict.type_name, verdict.value) == ("", 50)
     for verdict in values(in_ranks(2, load_while_it_is_overwritten, str(tmp_path / "2"), 2)):
         assert verdict.type_name == "StorageError" and "was overwritten while it was loaded" in verdict.message
+
+
+# --- a checkpoint that is replaced while it is read -------------------------------------------------------------------
+
+
+LONG = {f"layer.{number}": torch.full((40,), float(number)) for number in range(60)}
+SHORT = {"layer.0": torch.full((4,), 7.0)}
+
+
+def replaced_at_each_open(path: Path, has_index: bool, load: Callable[[], object]) -> Iterator[object]:
+    """What came of a load, once for each file that it opens: a shorter checkpoint comes right before."""
+    for number in range(1, 40):
+        robust_dcp.save(dict(LONG), checkpoint_id=path)
+        if not has_index:  # as stock leaves it
+            (path / ".robust_dcp.index").unlink()
+        n_saved: list[int] = []
+
+        def replace(call: object, n_saved: list[int] = n_saved) -> None:
+            n_saved.append(1)
+            robust_dcp.save(dict(SHORT), checkpoint_id=path)
+
+        with FaultDisk(path, on={f"open:*#{number}": replace}):
+            try:
+                yield load()
+            except dcp.api.CheckpointException as error:
+                if CorruptCheckpoint.__name__ in repr(error) + str(error):
+                    raise AssertionError(f"replaced at open {number}") from error
+        if not n_saved:
+            return
+    raise AssertionError("a load opens more files than this test knows of")
+
+
+@pytest.mark.parametrize("is_stocks", [False, True])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_checkpoint_that_is_replaced_by_a_shorter_one_while_it_is_read_is_never_called_corrupt(
+    has_index: bool, is_stocks: bool, tmp_path: Path
+) -> None:
+    def load() -> dict[str, Any]:
+        state = {name: torch.zeros_like(tensor) for name, tensor in LONG.items()}
+        if is_stocks:
+            dcp.load(state, storage_reader=RobustReader(tmp_path), no_dist=True)
+        else:
+            robust_dcp.load(state, checkpoint_id=tmp_path)
+        assert all(torch.equal(state[name], LONG[name]) for name in LONG)
+        return state
+
+    assert list(replaced_at_each_open(tmp_path, has_index, load)) != []
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_metadata_that_is_replaced_by_a_shorter_one_while_it_is_read_is_the_old_or_the_new(
+    has_index: bool, tmp_path: Path
+) -> None:
+    def load() -> set[str]:
+        return set(RobustReader(tmp_path).read_metadata().state_dict_metadata)
+
+    for keys in replaced_at_each_open(tmp_path, has_index, load):
+        assert keys in (set(LONG), set(SHORT))

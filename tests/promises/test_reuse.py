@@ -331,3 +331,50 @@ def test_a_job_that_loads_a_checkpoint_saves_by_the_plan_that_lies_in_it(
     for plan, reason in values(in_ranks(2, resume, str(tmp_path), how)):
         assert plan == outcome
         assert plan != "reused" or f"since {tmp_path}/1" in reason or "loaded nothing" in how
+
+
+# --- whatever plans the ranks have in mind ----------------------------------------------------------------------------
+
+
+_N_TENSORS = 40
+
+
+def _state(value: float, *, n_more: int = 0) -> dict[str, Any]:
+    """Replicated tensors, whose writers a plan chooses, and what only one rank has."""
+    state: dict[str, Any] = {f"t{n:02}": torch.full((30_000 + n,), value + n) for n in range(_N_TENSORS)}
+    if dist.get_rank() == 0:
+        state |= {f"more{n}": torch.full((75_000,), value) for n in range(n_more)}
+    return state
+
+
+def _wrong_keys(directory: Path, value: float) -> list[str]:
+    """The keys that our reader or stock's loads with other values than were saved."""
+    wrong = set()
+    for load in (robust_dcp.load, dcp.load):
+        state = _state(-1.0)
+        load(state, checkpoint_id=os.fspath(directory))
+        wrong |= {key for key, tensor in _state(value).items() if not torch.equal(state[key], tensor)}
+    return sorted(wrong)
+
+
+def _save_first(directory: Path) -> None:
+    robust_dcp.save(_state(1.0), checkpoint_id=directory / "first")
+
+
+def _save_after_a_change(directory: Path) -> None:
+    robust_dcp.save(_state(2.0, n_more=1), checkpoint_id=directory / "changed")
+    robust_dcp.save(_state(3.0), checkpoint_id=directory / "again")
+
+
+def _resume_from_different_checkpoints(directory: Path) -> tuple[str, list[str]]:
+    """Each rank knows another one of two checkpoints with the same structure."""
+    mine = directory / ("again" if dist.get_rank() == 0 else "first")
+    robust_dcp.load(_state(0.0), checkpoint_id=mine, no_dist=True)
+    report = robust_dcp.save(_state(4.0), checkpoint_id=directory / "resumed")
+    return report.plan, _wrong_keys(directory / "resumed", 4.0)
+
+
+def test_ranks_that_resume_from_different_checkpoints_of_one_structure_save_what_they_hold(tmp_path: Path) -> None:
+    for job in (_save_first, _save_after_a_change):
+        values(in_ranks(2, job, tmp_path))
+    assert values(in_ranks(2, _resume_from_different_checkpoints, tmp_path)) == [("reused", [])] * 2

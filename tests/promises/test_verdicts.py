@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import robust_dcp
-from robust_dcp import RobustLoadPlanner, RobustPlanner, RobustWriter
+from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustWriter
+from tests.faults.disk import FaultDisk
 from tests.harness.fingerprints import fingerprint
 from tests.harness.ranks import in_ranks, values
 from tests.harness.verdicts import Verdict, verdict_of
@@ -387,3 +391,187 @@ def test_objects_are_loaded_without_flattening_and_streams_of_bytes_are_data(tmp
     robust_dcp.load(target, checkpoint_id=tmp_path, planner=RobustLoadPlanner(flatten_state_dict=False))
     assert target["text"] == "saved" and target["nested"] == {"deep": (1, 2)} and target["w"].tolist() == [1, 1]
     assert target["extra"].getvalue() == b"scales"
+
+
+# --- tensors that change while they are saved -------------------------------------------------------------------------
+
+
+NUMEL = 2 << 20  # 8 MiB
+
+SAVERS: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "ours": lambda state, path: robust_dcp.save(state, checkpoint_id=path),
+    "stock with our plugins": lambda state, path: dcp.save(
+        state, storage_writer=RobustWriter(path), planner=RobustPlanner()
+    ),
+}
+
+
+@contextmanager
+def changed_all_the_time(tensor: torch.Tensor) -> Iterator[None]:
+    """A side thread adds to a tensor, whatever training does."""
+    is_over = threading.Event()
+
+    def change() -> None:
+        while not is_over.is_set():
+            tensor.add_(1)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def tensor_of(kind: str) -> torch.Tensor:
+    local = torch.zeros(NUMEL)
+    if kind == "transposed":
+        return local.view(2, -1).t()
+    if kind == "parameter":
+        return torch.nn.Parameter(local, requires_grad=False)
+    if kind == "DTensor":
+        return DTensor.from_local(local, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)], run_check=False)
+    return local
+
+
+def save_while_it_changes(path: str, kind: str, saver: str) -> tuple[str, bool]:
+    rank = dist.get_rank()
+    state = {f"rank {rank}": tensor_of(kind) if kind != "DTensor" else torch.zeros(3), "fine": torch.ones(4)}
+    changed = state[f"rank {rank}"]
+    if kind == "DTensor":
+        changed = state["sharded"] = tensor_of(kind)
+    SAVERS[saver](state, path)
+    told = "saved"
+    with changed_all_the_time(changed if rank == 1 else torch.zeros(2)):
+        try:
+            SAVERS[saver](state, path)
+        except (PlanConflict, CheckpointException) as error:  # stock wraps the errors of ranks into its own
+            told = str(error)
+    dist.barrier()
+    loaded = {key: torch.ones_like(value) if torch.is_tensor(value) else value for key, value in state.items()}
+    robust_dcp.load(loaded, checkpoint_id=path)
+    same = all(not value.any() for key, value in loaded.items() if key != "fine")
+    return told, same and bool(loaded["fine"].eq(1).all())
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("kind", ["plain", "transposed", "parameter", "DTensor"])
+def test_a_side_thread_that_changes_a_tensor_fails_the_save_on_all_ranks(kind: str, saver: str, tmp_path: Path) -> None:
+    for told, before_stays in values(in_ranks(2, save_while_it_changes, str(tmp_path), kind, saver)):
+        assert ("'sharded'" if kind == "DTensor" else "'rank 1'") in told and "changed while it was saved" in told
+        assert before_stays
+
+
+def test_a_change_between_two_writes_fails_the_save(tmp_path: Path) -> None:
+    """As by a hook that somebody calls between two writes."""
+    tensor = torch.zeros(NUMEL)
+
+    def save() -> None:
+        robust_dcp.save({"w": tensor}, checkpoint_id=tmp_path)
+
+    save()
+    changing = FaultDisk(tmp_path, on={"write:*.distcp": lambda call: tensor.add_(1)})
+    with changing, pytest.raises(PlanConflict, match="'w' was changed while it was saved"):
+        save()
+    found = {"w": torch.ones(NUMEL)}
+    robust_dcp.load(found, checkpoint_id=tmp_path)
+    assert not found["w"].any() and tensor.any()
+    save()
+    robust_dcp.load(found, checkpoint_id=tmp_path)
+    assert torch.equal(found["w"], tensor)
+
+
+def test_a_tensor_without_a_count_of_its_changes_is_saved(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        state = {"large": torch.ones(NUMEL), "small": torch.ones(4)}
+    robust_dcp.save(state, checkpoint_id=tmp_path)
+    found = {"large": torch.zeros(NUMEL), "small": torch.zeros(4)}
+    robust_dcp.load(found, checkpoint_id=tmp_path)
+    assert found["large"].all() and found["small"].all()
+
+
+# --- values that differ between ranks under one name ------------------------------------------------------------------
+
+
+_SMALL = 64 << 10
+
+
+def _differing_state() -> dict[str, Any]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    return {
+        "iteration": 7,
+        "rng": {"torch": torch.get_rng_state(), "python": (rank, "state")},
+        "holds a tensor": ("alike", torch.ones(5)),
+        "small": torch.full((_SMALL,), rank, dtype=torch.uint8),
+        "large": torch.zeros(_SMALL + 1, dtype=torch.uint8),
+        **{f"filler{n}": torch.zeros(1 << 20) for n in range(6)},
+    }
+
+
+def _save_what_differs(path: Path, mode: Any) -> tuple[Any, list[str], dict[str, Any]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("robust_dcp").addHandler(handler)
+    planner = RobustPlanner(on_replica_mismatch=mode)
+    try:
+        found: Any = robust_dcp.save(_differing_state(), checkpoint_id=path, planner=planner).differing_replicas
+    except PlanConflict as error:
+        return (error.key, error.ranks), lines, {}
+    again = robust_dcp.save(_differing_state(), checkpoint_id=path, planner=planner)
+    assert (again.plan, again.differing_replicas) == ("reused", {})
+    loaded = _differing_state()
+    robust_dcp.load(loaded, checkpoint_id=path)
+    return found, lines, {"python": loaded["rng"]["python"], "small": loaded["small"][0].item()}
+
+
+_DIFFERING = dict.fromkeys(("rng.python", "rng.torch", "small"), (0, 1, 2))
+
+
+def test_what_differs_is_named_once_and_the_lowest_ranks_copy_is_saved(tmp_path: Path) -> None:
+    outcomes = values(in_ranks(3, _save_what_differs, tmp_path / "saved", "warn"))
+    for found, _, loaded in outcomes:
+        assert found == _DIFFERING
+        assert loaded == {"python": (0, "state"), "small": 0}
+    lines = [lines for _, lines, _ in outcomes]
+    assert [len(each) for each in lines] == [1, 0, 0]
+    assert all(repr(key) in lines[0][0] for key in _DIFFERING)
+    assert "holds a tensor" not in lines[0][0]
+
+
+def test_what_differs_is_an_error_on_request_before_anything_is_written(tmp_path: Path) -> None:
+    for found, _, _ in values(in_ranks(3, _save_what_differs, tmp_path / "refused", "error")):
+        assert found == ("rng.python", [0, 1, 2])
+    assert not (tmp_path / "refused").exists()
+
+
+def test_what_differs_is_nobodys_business_on_request(tmp_path: Path) -> None:
+    for found, lines, loaded in values(in_ranks(3, _save_what_differs, tmp_path / "saved", "ignore")):
+        assert (found, lines) == ({}, [])
+        assert loaded == {"python": (0, "state"), "small": 0}
+
+
+class _CountsPickles:
+    """An object that counts how often its process pickles it."""
+
+    n_pickled = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        type(self).n_pickled += 1
+        return dict, ()
+
+
+def _pickles_in_repeated_saves(directory: Path) -> list[int]:
+    found = []
+    for step in range(3):
+        robust_dcp.save({"o": _CountsPickles()}, checkpoint_id=directory / str(step))
+        found.append(_CountsPickles.n_pickled)
+    return found
+
+
+def test_a_repeated_save_pickles_only_what_it_writes(tmp_path: Path) -> None:
+    writing, other = values(in_ranks(2, _pickles_in_repeated_saves, tmp_path))
+    assert other == [other[0]] * 3
+    assert writing[2] - writing[1] == writing[1] - writing[0] > 0

@@ -135,6 +135,10 @@ class Schedule(enum.Enum):
     COSINE = "cosine"
     STEP = (1, (2, 3))
 
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise SystemExit("code of the program has run")
+
 
 class Precision(enum.IntEnum):
     BF16 = 16

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
+import pickle
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import _utils as torch_utils
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from tests.storage import forged
 from tests.storage.forged import MALFORMED, MALFORMED_CLASSES, NO_DATA, NO_DATA_CLASSES, TENSORS, Call
 from tests.storage.test_objects import check, load, saved
@@ -55,3 +58,13 @@ def test_a_name_that_the_program_has_not_is_not_looked_for_elsewhere(how: str, m
         monkeypatch.setattr(forged, "Config", 3)
     with pytest.raises(UnsafeCheckpoint, match=how):
         load(data)
+
+
+def test_bytes_never_become_pointers_even_if_numpy_itself_is_registered_as_megatron_does() -> None:
+    types = [type(np.dtype("O")), type(np.dtype("f8"))]
+    with torch.serialization.safe_globals([forged.RECONSTRUCT, np.ndarray, np.dtype, *types]):
+        for value in (forged.array((4,), b"A" * 32, forged.dtype("O8")), forged.made(np.ndarray, (4,), np.object_)):
+            with pytest.raises((CorruptCheckpoint, UnsafeCheckpoint)):
+                load(saved(value))
+            with pytest.raises(UnsafeCheckpoint, match="numpy"):
+                decode_metadata(pickle.dumps(value, 2), ".metadata")
