@@ -414,7 +414,8 @@ class _Load:
         sound = _take_bytes(targets)
         if self._options.verify_checksums is not False:
             # Tensors without a checksum (0) are counted, or refused, one by one.
-            of_data = map(crc32, [block.view[at : at + kind.nbytes] for at in data])
+            data_nbytes = kind.nbytes
+            of_data = map(crc32, [block.view[at : at + data_nbytes] for at in data])
             sound = [ok and crc == of_it != 0 for ok, crc, of_it in zip(sound, of_data, crcs, strict=True)]
         else:
             sound = [ok and of_it is not None for ok, of_it in zip(sound, crcs, strict=True)]

@@ -183,6 +183,7 @@ class FileEmitter:
     Attributes:
         nbytes: the length of the file, without the footer. It grows as items of variable size get their places.
         sums: the checksums of its items.
+        held: the data of items of variable size that has been asked for, and not been copied.
         how: ``direct``, or ``buffered`` with the reason. It is known after :meth:`finish`.
     """
 
@@ -198,7 +199,7 @@ class FileEmitter:
         self._pieces: dict[int, _CutRecord] = {}
         self._late: list[tuple[int, bytes]] = []
         self._appended: list[tuple[int, int, int]] = []
-        self._held: dict[int, torch.Tensor] = {}
+        self.held: dict[int, torch.Tensor] = {}
 
     def emissions(self, borrowed: Collection[int], *, are_borrowed: bool) -> Iterator[Emission]:
         """The blocks that hold borrowed items, or those that hold none.
@@ -219,7 +220,7 @@ class FileEmitter:
 
     def resolve(self, place: int, record: Record) -> torch.Tensor:
         """The data of an item."""
-        held = self._held.pop(place, None) if self._held else None
+        held = self.held.pop(place, None)
         return planned_tensor(self.context.source, place, record) if held is None else held
 
     def _blocks_of_variable(self) -> Iterator[Block]:
@@ -262,7 +263,7 @@ class FileEmitter:
             record = too_large.get(place)
             if record is None:
                 self.context.check_stop()
-                record, self._held[place] = self._resolved(place)
+                record, self.held[place] = self._resolved(place)
                 slot = slots.get(place)
                 if slot is not None and record.nbytes > slot[1]:
                     too_large[place] = record
@@ -560,14 +561,14 @@ class Emission:
         """Copy some records, but for data on a device. Of that, ``on_device`` receives the number of the record, where
         it goes to, and its bytes.
         """
-        target, address, resolve = memory.view, memory.address, self._file.resolve
+        target, address, file, source = memory.view, memory.address, self._file, self._file.context.source
         for number, (place, begin, record, tail) in enumerate(items, first):
             current.place = place
             nbytes, header = record.data_nbytes, record.header
             end = begin + nbytes
             target[begin - len(header) : begin] = header
             target[end : end + len(tail)] = tail
-            tensor = resolve(place, record)
+            tensor = file.resolve(place, record) if file.held else planned_tensor(source, place, record)
             if nbytes == 0:
                 continue
             try:
