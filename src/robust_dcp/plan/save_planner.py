@@ -189,7 +189,7 @@ class RobustPlanner(DefaultSavePlanner):
             items=structure.items,
             context=context,
             signature=structure.signature(context),
-            files=1 if writer is None else writer.files_per_rank,
+            files=1 if writer is None else writer.options.n_files,
             lowest_rank=self.dedup_save_to_lowest_rank,
             layout=layout,
             digests_of=None if channel.size == 1 or self.on_replica_mismatch == "ignore" else self._digests_of,

@@ -100,25 +100,20 @@ class RobustReader(StorageReader):
     ) -> None:
         super().__init__()
         self._given_disk = disk
-        self._go_to(path)
-        self._begin()
+        self._begin(path)
         self.options = with_keywords(options or ReadOptions(), keywords)
         self.peak_buffer_nbytes = 0
         self.unverified_nbytes = 0
         self._check_stop: Callable[[int, int], None] = _never_stops
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id:
-            self._go_to(checkpoint_id)
-        self._begin()
+        self._begin(checkpoint_id or self.path)
 
-    def _go_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
+    def _begin(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        """Begin another load."""
         place = place_of(checkpoint_id)
         self.path: str = local_path_of(place) or place
         self._disk: Disk = self._given_disk or (RemoteDisk(self.path) if is_url(self.path) else Disk())
-
-    def _begin(self) -> None:
-        """Begin another load."""
         self.load_id = str(uuid.uuid4())
         self.source = MetadataSource(self._disk, self.path, self.load_id)
         self.node_reads_the_same = False

@@ -108,14 +108,9 @@ class RobustWriter(StorageWriter):
         self._planner_name = ""
 
     @property
-    def files_per_rank(self) -> int:
-        """How many files hold a rank's tensors. This is part of the plan."""
-        return self.options.n_files
-
-    @property
     def plan_options(self) -> dict[str, str | int]:
         """The options that a plan depends on. They are part of its signature."""
-        return {"layout": self.layout.name, "files_per_rank": self.files_per_rank}
+        return {"layout": self.layout.name, "files_per_rank": self.options.n_files}
 
     # The methods of one save, in the order in which `api.save` calls them.
 
@@ -279,7 +274,7 @@ class RobustWriter(StorageWriter):
             self._refuse_another_directory(rank)
         self._planner_name = type(planner).__name__
         self._clock.ends("plan")
-        placements = place_as_they_come([_data_nbytes(item) for item in plan.items], files=self.files_per_rank)
+        placements = place_as_they_come([_data_nbytes(item) for item in plan.items], files=self.options.n_files)
         with self._clock.own_write():
             source = WriteItemSource(plan.items, planner.resolve_data)
             written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)

@@ -107,7 +107,10 @@ class SavingFile:
         while True:
             file = disk.open_new(path)
             try:
-                _lock(disk, file)
+                # Others may hold the lock for an instant, while they find out whether this save is over.
+                deadline_seconds = time.monotonic() + _WRITTEN_WITHIN_SECONDS
+                while disk.lock(file) is False and time.monotonic() < deadline_seconds:
+                    time.sleep(_LOOK_AGAIN_SECONDS)
                 # Somebody may have looked at the file before it was locked, and have taken it for that of a dead save.
                 if disk.is_at(file, path):
                     disk.pwrite(file, msgspec.json.format(msgspec.json.encode(record)), 0)
@@ -134,13 +137,6 @@ class SavingFile:
         is_removed = is_gone(self._disk.unlink, self.path)
         self.release()
         return is_removed
-
-
-def _lock(disk: Disk, file: OpenFile) -> None:
-    """Lock a new file. Others may hold it for an instant, while they find out whether its save is over."""
-    deadline_seconds = time.monotonic() + _WRITTEN_WITHIN_SECONDS
-    while disk.lock(file) is False and time.monotonic() < deadline_seconds:
-        time.sleep(_LOOK_AGAIN_SECONDS)
 
 
 def _release(disk: Disk, file: OpenFile, pid: int) -> None:

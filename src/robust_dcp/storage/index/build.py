@@ -82,24 +82,20 @@ class IndexTemplate:
             plan: the sections that ``plan.plan`` makes; empty if the plan is not stored.
         """
         names, ends = _joined(file_names)
+        try:
+            save_id = uuid.UUID((None if storage_meta is None else storage_meta.save_id) or "").bytes
+        except ValueError:  # it is not a UUID
+            save_id = bytes(16)
         meta = {"version": version, "has_paths": self._has_paths, "storage_meta": storage_meta}
         values: dict[str, Any] = {
             "variable_places": places,
             "files": names,
             "file_ends": ends,
-            "file_ids": _id_of(storage_meta) * len(file_names),
+            "file_ids": save_id * len(file_names),
             "meta": msgspec.json.encode(meta, enc_hook=os.fsdecode),  # the checkpoint's path may be a Path
         }
         own = {name: Section.of(name, each) for name, each in values.items()}
         return encode_sections({**self._constant, **own, **plan}, fit_of(metadata))
-
-
-def _id_of(meta: StorageMeta | None) -> bytes:
-    """The id of a save as 16 bytes; zeros if it is not a UUID."""
-    try:
-        return uuid.UUID((None if meta is None else meta.save_id) or "").bytes
-    except ValueError:
-        return bytes(16)
 
 
 def _in_words(dtype: Any, layout: Any, requires_grad: bool) -> tuple[str, str, bool]:

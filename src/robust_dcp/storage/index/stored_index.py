@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 Int64 = npt.NDArray[np.int64]
 Size = torch.Size
 
+_Properties = tuple[str, str, bool]  # the names of a dtype and a layout, and requires_grad
+
 _MAX_DIMENSIONS: Final = 64
 _MAX_PARTS: Final = 10_000  # in a path
 _NAMES_AT_ONCE: Final = 1 << 12
@@ -125,13 +127,27 @@ class StoredIndex:
         self._variable_places = Column(file, "variable_places")
         self._file_ends = Column(file, "file_ends")
         self.n_rows = len(self._chunk_offset)
-        meta, properties = file.read("meta"), file.read("properties")
+        meta, properties = file.read("meta"), file.read("properties") or b"[]"
+        self.properties: list[tuple[torch.dtype, torch.layout, bool]] = []
         try:
             self.meta = msgspec.json.decode(meta, type=IndexMeta)
-            self.properties = _decoded_properties(properties)
+            for dtype_name, layout_name, requires_grad in msgspec.json.decode(properties, type=list[_Properties]):
+                dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
+                if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
+                    raise ValueError(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
+                self.properties.append((dtype, layout, requires_grad))
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise file.damaged(f"its sections meta and properties cannot be decoded: {error}") from None
-        self._first_of_ndim, self._at_of_ndim = self._places_of_sizes()
+        # For each number of dimensions, the number of the first such size, and where it lies among the values.
+        self._first_of_ndim, self._at_of_ndim = [0], [0]
+        counts = Column(file, "size_counts")
+        if len(counts) > _MAX_DIMENSIONS + 1:
+            raise file.damaged(f"it has sizes of {len(counts) - 1} dimensions")
+        for ndim, count in enumerate(counts.rows(0, len(counts)).tolist()):
+            self._first_of_ndim.append(self._first_of_ndim[-1] + count)
+            self._at_of_ndim.append(self._at_of_ndim[-1] + count * ndim)
+        if self._at_of_ndim.pop() != len(self._sizes):
+            raise file.damaged(f"it has {len(self._sizes)} numbers in its sizes, and says otherwise")
         of_names = (self._name_chunks, self._name_properties, self._name_size, self._name_reach)
         of_rows = (self._chunk_size, self._chunk_file, self._chunk_start, self._chunk_nbytes)
         if {*map(len, of_names)} != {len(self)} or {*map(len, of_rows)} != {self.n_rows}:
@@ -228,19 +244,6 @@ class StoredIndex:
             raise self.file.damaged(f"{encoded[:40]!r} is not a text in UTF-8") from None
 
     # --- sizes: each distinct one is stored once; those with fewer dimensions come first
-
-    def _places_of_sizes(self) -> tuple[list[int], list[int]]:
-        """For each number of dimensions, the number of the first such size, and where it lies among the values."""
-        counts = Column(self.file, "size_counts")
-        if len(counts) > _MAX_DIMENSIONS + 1:
-            raise self.file.damaged(f"it has sizes of {len(counts) - 1} dimensions")
-        first, at = [0], [0]
-        for ndim, count in enumerate(counts.rows(0, len(counts)).tolist()):
-            first.append(first[-1] + count)
-            at.append(at[-1] + count * ndim)
-        if at[-1] != len(self._sizes):
-            raise self.file.damaged(f"it has {len(self._sizes)} numbers in its sizes, not {at[-1]}")
-        return first, at[:-1]
 
     def _size(self, number: int) -> Size:
         known = self._known_sizes.get(number)
@@ -406,16 +409,6 @@ class StoredIndex:
         places: Int64 = np.empty(self.n_rows, dtype=np.int64)
         places[np.lexsort((starts, order_of_file[files]))] = np.arange(self.n_rows)
         return places
-
-
-def _decoded_properties(data: bytes) -> list[tuple[torch.dtype, torch.layout, bool]]:
-    found = []
-    for dtype_name, layout_name, requires_grad in msgspec.json.decode(data or b"[]", type=list[tuple[str, str, bool]]):
-        dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
-        if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
-            raise ValueError(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
-        found.append((dtype, layout, requires_grad))
-    return found
 
 
 # --- DCP's Metadata on top of an index

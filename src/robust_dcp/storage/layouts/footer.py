@@ -59,11 +59,6 @@ class SumColumns:
     nbytes: Int64
     crcs: UInt32
 
-    def encode(self) -> bytes:
-        """The columns as the file holds them."""
-        columns = (self.offset.astype("<i8"), self.nbytes.astype("<i8"), self.crcs.astype("<u4"))
-        return b"".join(column.tobytes() for column in columns)
-
 
 def sorted_sums(parts: Sequence[tuple[Int64, Int64, UInt32]]) -> SumColumns:
     """The checksums of one file, of which each part has those of some items, as the columns of :class:`SumColumns`."""
@@ -88,7 +83,8 @@ def footer_of(mark: str, at: int, columns: SumColumns, items: Sequence[int]) -> 
     n_items, n_blocks = len(columns.offset), len(columns.crcs)
     if len(items) != n_items:
         raise ValueError(f"a file of {len(items)} items has checksums of {n_items}")
-    encoded = columns.encode() + np.array(items, dtype="<u4").tobytes()
+    encoded = columns.offset.astype("<i8").tobytes() + columns.nbytes.astype("<i8").tobytes()
+    encoded += columns.crcs.astype("<u4").tobytes() + np.array(items, dtype="<u4").tobytes()
     numbers = (at + len(encoded) + TAIL_NBYTES, n_items, n_blocks, SUM_NBYTES, crc32(encoded))
     tail = _TAIL.pack(_MAGIC, mark.encode("ascii"), *numbers)
     return encoded + tail + crc32(tail).to_bytes(4, "little")

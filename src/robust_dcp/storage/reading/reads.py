@@ -132,12 +132,6 @@ class WholeTensors:
         counts = np.bincount(self.kind_of, minlength=len(self.kinds)).tolist()
         return sum(count * kind.nbytes for count, kind in zip(counts, self.kinds, strict=True))
 
-    def item_ids(self) -> Int64:
-        """int64: for each tensor the :func:`~robust_dcp.storage.layouts.footer.item_id` of its saved chunk."""
-        seeds = [seed_of(tuple(kind.offsets)) for kind in self.kinds]
-        names = (name.encode(errors="surrogatepass") for name in self.names)
-        return np.fromiter(map(crc32, names, [seeds[kind] for kind in self.kind_of.tolist()]), dtype=np.int64)
-
     def item(self, place: int) -> ReadItem:
         """The tensor at ``place`` as a read item, as DCP's planner makes it."""
         kind = self.kinds[int(self.kind_of[place])]
@@ -287,9 +281,12 @@ class Reads:
     @cached_property
     def item_ids(self) -> Int64:
         """int64: for each read its :func:`~robust_dcp.storage.layouts.footer.item_id`. Only files of ours need them."""
-        indices = (read.item.storage_index for read in self._others)
+        whole, indices = self.whole, (read.item.storage_index for read in self._others)
+        seeds = [seed_of(tuple(kind.offsets)) for kind in whole.kinds]
+        names = (name.encode(errors="surrogatepass") for name in whole.names)
+        of_whole = np.fromiter(map(crc32, names, [seeds[kind] for kind in whole.kind_of.tolist()]), dtype=np.int64)
         ids = [item_id(index.fqn, index.offset or ()) for index in indices]
-        return np.concatenate((self.whole.item_ids(), np.array(ids, dtype=np.int64)))[self.order]
+        return np.concatenate((of_whole, np.array(ids, dtype=np.int64)))[self.order]
 
     def read(self, place: int) -> Read:
         """The read at ``place``."""

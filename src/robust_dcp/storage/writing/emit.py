@@ -449,7 +449,13 @@ class Emission:
                     self._put_small(current, memory)
         context.check_stop()
         if block.nbytes:
-            self._file.write(block.offset, self._parts(memory))
+            # The bytes of the block in the order of the file: its memory, and between its pages that of tensors.
+            parts, done = list[memoryview](), 0
+            for begin, end, data in sorted(self._straight, key=lambda straight: straight[0]):
+                parts += [memory.view[done:begin], data]
+                done = end
+            parts = [part for part in (*parts, memory.view[done : block.nbytes]) if len(part)]
+            self._file.write(block.offset, parts)
 
     def drop(self) -> None:
         """Give the memory back, once no device copies into it any more."""
@@ -459,14 +465,6 @@ class Emission:
         if self._memory is not None:
             self._file.context.lease.give_back(self._memory)
         self._memory = None
-
-    def _parts(self, memory: Memory) -> list[memoryview]:
-        """The bytes of the block in the order of the file: its memory, and between its pages that of tensors."""
-        parts, done = list[memoryview](), 0
-        for begin, end, data in sorted(self._straight, key=lambda straight: straight[0]):
-            parts += [memory.view[done:begin], data]
-            done = end
-        return [part for part in (*parts, memory.view[done : self._block.nbytes]) if len(part)]
 
     # Pieces.
 

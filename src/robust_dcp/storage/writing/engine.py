@@ -32,7 +32,7 @@ from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.writing.blocks import file_orders
 from robust_dcp.storage.writing.emit import Emission, FileEmitter, FilesOfRank, WriteContext
 from robust_dcp.storage.writing.item_source import ItemSource
-from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
+from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +82,18 @@ def write_files(
             # Each must be new (``O_EXCL``), so this overwrites nothing, whatever other processes do and however stale a
             # directory listing is.
             path = os.path.join(files.directory, uncommitted_name(name))
-            made.append(disk.open_new(path, direct=options.direct is not False))
-        page_nbytes = _page_nbytes(made, options)
+            file = disk.open_new(path, direct=options.direct is not False)
+            made.append(file)
+            if options.direct is True and file.alignment is None:
+                raise StorageError(
+                    f"{path} cannot be written by direct I/O, and direct=True: {file.why_buffered}; leave direct at "
+                    "None to go through the page cache there",
+                    path=path,
+                    errno=errno.EINVAL,
+                    operation="create",
+                )
+        # Whole pages of memory that are also whole units of each file's file system.
+        page_nbytes = max([PAGE_NBYTES, *(file.alignment.offset for file in made if file.alignment is not None)])
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
@@ -117,20 +127,6 @@ def write_files(
     )
 
 
-def _page_nbytes(files: Sequence[OpenFile], options: WriteOptions) -> int:
-    """The unit of writes: whole pages of memory that are also whole units of each file's file system."""
-    for file in files:
-        if options.direct is True and file.alignment is None:
-            raise StorageError(
-                f"{file.path} cannot be written by direct I/O, and direct=True: {file.why_buffered}; leave "
-                "direct at None to go through the page cache there",
-                path=file.path,
-                errno=errno.EINVAL,
-                operation="create",
-            )
-    return max([PAGE_NBYTES, *(file.alignment.offset for file in files if file.alignment is not None)])
-
-
 # The threads.
 
 
@@ -151,18 +147,33 @@ def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> No
     """Write all blocks. If one fails, raise its error and not the "stopped" of the other threads."""
     taking = threading.Lock()
 
-    def take() -> Emission | None:
-        with taking:
-            return next(blocks, None)
-
-    def work() -> None:
+    def write_blocks() -> None:
+        """Write block after block. While a block is written, the copy from a device into the next one runs."""
+        pending: list[Emission] = []
         try:
-            # Each thread has its own grad mode and its own stream.
-            with torch.no_grad(), context.copies.in_this_thread():
-                _write_blocks(context, take)
+            while True:
+                context.check_stop()
+                with taking:
+                    block = next(blocks, None)
+                goes_on = False
+                if block is not None:
+                    pending.append(block)
+                    goes_on = block.prepare()
+                while len(pending) > goes_on:
+                    pending[0].write()
+                    pending.pop(0).drop()
+                if block is None:
+                    return
         except BaseException:
             context.failed.set()
             raise
+        finally:
+            for block in pending:
+                block.drop()
+
+    def work() -> None:
+        with torch.no_grad(), context.copies.in_this_thread():  # each thread has its own grad mode and its own stream
+            write_blocks()
 
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
         try:
@@ -173,24 +184,3 @@ def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> No
             raise
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
-
-
-def _write_blocks(context: WriteContext, take: Callable[[], Emission | None]) -> None:
-    """Write block after block. While a block is written, the copy from a device into the next one runs."""
-    pending: list[Emission] = []
-    try:
-        while True:
-            context.check_stop()
-            block = take()
-            goes_on = False
-            if block is not None:
-                pending.append(block)
-                goes_on = block.prepare()
-            while len(pending) > goes_on:
-                pending[0].write()
-                pending.pop(0).drop()
-            if block is None:
-                return
-    finally:
-        for block in pending:
-            block.drop()
