@@ -149,7 +149,9 @@ def framed_record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record | None:
     function, (storage, _, _, _, _, hooks, *rest) = reduced
     buffer = io.BytesIO()
     place = (0, tuple(shape), contiguous_strides(shape), False)  # DCP saves detached tensors
-    _Pickler(buffer, prod(shape), prod(shape) * dtype.itemsize).dump(_Call(function, (storage, *place, hooks, *rest)))
+    call = (function, (storage, *place, hooks, *rest))
+    pickler = _Pickler(buffer, prod(shape), prod(shape) * dtype.itemsize, call)
+    pickler.dump(pickler)
     return _framed(buffer.getvalue(), dtype, shape)
 
 
@@ -174,23 +176,19 @@ def _reduced(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]] | None:
     return (function, arguments) if is_known else None
 
 
-class _Call(NamedTuple):
-    """Is pickled as a call, as tensors are."""
-
-    function: Any
-    arguments: tuple[Any, ...]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.function, self.arguments
-
-
 class _Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does: a storage by its class, number, device and length."""
+    """Pickles as ``torch.save`` does: a storage by its class, number, device and length. Itself it pickles as ``call``,
+    a function and its arguments, which is how a tensor is pickled.
+    """
 
-    def __init__(self, buffer: io.BytesIO, numel: int, nbytes: int) -> None:
+    def __init__(self, buffer: io.BytesIO, numel: int, nbytes: int, call: tuple[Any, ...] = ()) -> None:
         super().__init__(buffer, protocol=2)
         self._numel = numel
         self._nbytes = nbytes
+        self._call = call
+
+    def reducer_override(self, found: Any) -> Any:
+        return self._call if found is self else NotImplemented
 
     def persistent_id(self, found: Any) -> Any:
         if isinstance(found, TypedStorage):
