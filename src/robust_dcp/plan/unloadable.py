@@ -17,8 +17,9 @@ import torch
 
 from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
 from robust_dcp.storage.records.kinds import NotData
-from robust_dcp.storage.records.objects import pickle_of, refusal_of, registered_names
+from robust_dcp.storage.records.objects import pickle_of, refusal_of
 from robust_dcp.storage.records.record import is_fixed_size
+from robust_dcp.storage.records.unpickler import registered_by_user
 from robust_dcp.storage.writing.item_source import saved_by_torch
 from robust_dcp.structure_cache import Cache
 
@@ -47,7 +48,7 @@ class UnloadableObjects:
 
     def __init__(self, mode: OnUnloadableObject = "warn", known: Mapping[str, NotData] | None = None) -> None:
         self.mode: OnUnloadableObject = mode
-        self._registered = registered_names()
+        self._registered = frozenset(registered_by_user())
         self.found: dict[str, str] = {key: str(refusal) for key, refusal in (known or {}).items()}
 
     def take(self, key: str, data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:

@@ -369,7 +369,7 @@ class Save:
         """
         if self._saving is None:
             raise ValueError("a save is announced before it is committed")
-        if not self._saving.is_there():
+        if not self._disk.exists(self._saving.path):
             raise StorageError(
                 f"{self._saving.path} is gone: another save took this one for one that is over, and may have removed "
                 "files of it; nothing is committed, save again",

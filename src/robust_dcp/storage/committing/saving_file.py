@@ -124,10 +124,6 @@ class SavingFile:
                 raise
             disk.close(file)
 
-    def is_there(self) -> bool:
-        """Whether nobody has removed it."""
-        return self._disk.exists(self.path)
-
     def release(self) -> None:
         """Release the lock. The file stays, and names what the save has left."""
         self._finalizer()

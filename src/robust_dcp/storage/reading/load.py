@@ -132,8 +132,7 @@ class _Load:
         self.verification = Verification(options.verify_checksums)
         self._targets_first = may_ask_early(planner)
         self._copies = DeviceCopies()
-        self._n_threads = options.n_threads
-        self._block_nbytes = options.fitted_block_nbytes
+        self._n_threads, self._block_nbytes = options.fitted()
         self._limit_nbytes = options.buffer_bytes - self._n_threads * self._block_nbytes
         # A direct read takes whole pages, so it may need one more page at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES

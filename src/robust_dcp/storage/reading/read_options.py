@@ -81,15 +81,10 @@ class ReadOptions(GivenOptions):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
 
-    @property
-    def n_threads(self) -> int:
-        """How many reads run at once."""
-        return default_threads(least=4, most=8) if self.threads is None else self.threads
-
-    @property
-    def fitted_block_nbytes(self) -> int:
-        """The size of a block, such that all blocks together take at most half of ``buffer_bytes``.
+    def fitted(self) -> tuple[int, int]:
+        """(threads, bytes of a block), such that all blocks together take at most half of ``buffer_bytes``.
 
         Each thread may use one block, and as many more may hold groups of items.
         """
-        return min(BLOCK_NBYTES, max(_LEAST_BLOCK_NBYTES, self.buffer_bytes // (4 * self.n_threads)))
+        threads = default_threads(least=4, most=8) if self.threads is None else self.threads
+        return threads, min(BLOCK_NBYTES, max(_LEAST_BLOCK_NBYTES, self.buffer_bytes // (4 * threads)))

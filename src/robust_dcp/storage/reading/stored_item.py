@@ -29,9 +29,9 @@ from robust_dcp.storage.records.record import (
     contiguous_strides,
     framed_record,
     known_record,
-    members_of,
     parsed_record,
     raw_record,
+    zip_members,
 )
 
 Verify = bool | Literal["all"]
@@ -485,7 +485,7 @@ def _checked_bytes(item: StoredItem) -> bytes:
         verification.skip(len(data), item.name, item.file.path)
         return data
     try:
-        members = members_of(data)
+        members, _ = zip_members(data, len(data))
     except ValueError as error:
         if is_program(data):
             return data  # ``load_object`` refuses it

@@ -22,9 +22,9 @@ from torch.storage import TypedStorage, UntypedStorage
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.kinds import Malformed, NotAPickle, NotData, check_depth, expect
-from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, members_of
+from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, zip_members
 from robust_dcp.storage.records.torch_kinds import storage_of
-from robust_dcp.storage.records.unpickler import Unpickler, registered_by_user
+from robust_dcp.storage.records.unpickler import Unpickler
 
 _HOW_TO_ALLOW: Final = (
     "if you trust it, register the class with torch.serialization.add_safe_globals([...]), or pass trusted=True to "
@@ -116,7 +116,7 @@ def pickle_of(data: bytes) -> bytes:
     if len(data) <= _LARGE_NBYTES:
         return data
     try:
-        pickled = members_of(data)["data.pkl"]
+        pickled = zip_members(data, len(data))[0]["data.pkl"]
     except (ValueError, KeyError):
         return data
     return data[pickled.offset : pickled.offset + pickled.nbytes]
@@ -125,11 +125,6 @@ def pickle_of(data: bytes) -> bytes:
 def is_program(data: bytes) -> bool:
     """Whether a zip archive is a TorchScript program. Its members may be compressed."""
     return _TORCHSCRIPT_MEMBER in data
-
-
-def registered_names() -> frozenset[str]:
-    """Full names of everything that the user has registered with ``torch.serialization.add_safe_globals``."""
-    return frozenset(registered_by_user())
 
 
 def not_an_object(error: Exception, *, file: str, item: str) -> CorruptCheckpoint:
@@ -165,7 +160,7 @@ def _begins_with_tar_header(data: bytes) -> bool:
 
 def _load_archive(data: bytes) -> Any:
     try:
-        members = members_of(data)
+        members, _ = zip_members(data, len(data))
     except ValueError:
         if is_program(data):
             raise NotData("a TorchScript archive", "a program") from None

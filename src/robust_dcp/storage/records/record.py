@@ -290,9 +290,12 @@ class ZipMember(NamedTuple):
 
 
 def zip_members(
-    read: ReadRange, nbytes: int, max_directory_nbytes: int = sys.maxsize
+    source: bytes | ReadRange, nbytes: int, max_directory_nbytes: int = sys.maxsize
 ) -> tuple[dict[str, ZipMember], int]:
     """The members of a ``torch.save`` archive of ``nbytes`` bytes by name, without the archive's own folder.
+
+    Args:
+        source: the bytes of the archive, or what reads them.
 
     Returns:
         They, and where the directory begins, which extends to the end of the archive.
@@ -304,7 +307,7 @@ def zip_members(
 
     def bytes_at(offset: int, count: int) -> bytes:
         expect(0 <= offset <= offset + count <= nbytes, "it is cut off, or its directory is damaged")
-        return read(offset, count)
+        return source[offset : offset + count] if isinstance(source, bytes) else source(offset, count)
 
     members: dict[str, ZipMember] = {}
     try:
@@ -347,11 +350,6 @@ def zip_members(
     except (ValueError, struct.error) as error:
         raise ValueError(f"no zip archive as torch.save writes it: {error}") from None
     return members, directory_at
-
-
-def members_of(data: bytes) -> dict[str, ZipMember]:
-    """:func:`zip_members` of an archive in memory."""
-    return zip_members(lambda offset, nbytes: data[offset : offset + nbytes], len(data))[0]
 
 
 def _with_zip64(numbers: tuple[int, ...], extra: bytes) -> list[int]:

@@ -150,34 +150,31 @@ def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> No
     def write_blocks() -> None:
         """Write block after block. While a block is written, the copy from a device into the next one runs."""
         pending: list[Emission] = []
-        try:
-            while True:
-                context.check_stop()
-                with taking:
-                    block = next(blocks, None)
-                goes_on = False
-                if block is not None:
-                    pending.append(block)
-                    goes_on = block.prepare()
-                while len(pending) > goes_on:
-                    pending[0].write()
-                    pending.pop(0).drop()
-                if block is None:
-                    return
-        except BaseException:
-            context.failed.set()
-            raise
-        finally:
-            for block in pending:
-                block.drop()
-
-    def work() -> None:
         with torch.no_grad(), context.copies.in_this_thread():  # each thread has its own grad mode and its own stream
-            write_blocks()
+            try:
+                while True:
+                    context.check_stop()
+                    with taking:
+                        block = next(blocks, None)
+                    goes_on = False
+                    if block is not None:
+                        pending.append(block)
+                        goes_on = block.prepare()
+                    while len(pending) > goes_on:
+                        pending[0].write()
+                        pending.pop(0).drop()
+                    if block is None:
+                        return
+            except BaseException:
+                context.failed.set()
+                raise
+            finally:
+                for block in pending:
+                    block.drop()
 
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
         try:
-            tasks = [pool.submit(work) for _ in range(threads)]
+            tasks = [pool.submit(write_blocks) for _ in range(threads)]
             errors = [error for task in tasks if (error := task.exception()) is not None]
         except BaseException:  # for example Ctrl-C: the threads end at their next block
             context.failed.set()

@@ -167,21 +167,17 @@ def available_cores() -> int:
 
 
 def default_buffer_bytes() -> int:
-    """1/64 of the node's memory, divided among its ranks, but at least 32 MiB and at most 1 GiB for each."""
-    return min(max(_memory_nbytes() // 64 // _ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
-
-
-def _ranks_on_this_node() -> int:
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
-    return max(int(given), 1) if given.isdecimal() else 1
-
-
-def _memory_nbytes() -> int:
-    """The most memory that this process may use: the machine's memory, or the limit of its control group."""
+    """1/64 of the memory that this process may use, divided among the ranks of the node; 32 MiB to 1 GiB for each."""
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
             limit = file.read().strip()
     except OSError:  # there are no control groups, or only version 1
-        return nbytes
-    return min(nbytes, int(limit)) if limit.isdecimal() else nbytes
+        limit = ""
+    nbytes = min(nbytes, int(limit)) if limit.isdecimal() else nbytes
+    return min(max(nbytes // 64 // _ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
+
+
+def _ranks_on_this_node() -> int:
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+    return max(int(given), 1) if given.isdecimal() else 1
