@@ -234,8 +234,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             CorruptCheckpoint: the bytes are not what ``torch.save`` wrote.
         """
         name = read_item.dest_index.fqn
-        file = value.file if isinstance(value, ObjectBytes) else "the checkpoint"
-        if not self.trusted:
+        file, is_checked = (
+            (value.file, value.is_checked) if isinstance(value, ObjectBytes) else ("the checkpoint", False)
+        )
+        if not (self.trusted or is_checked):
             check_object(value, file=file, item=name)
             value.seek(0)
         try:
