@@ -1,8 +1,4 @@
-"""The evidence of a job: one JSON file for each job, which rank 0 writes and ``run.py`` reads.
-
-Owns the format of the evidence. ``verdict`` judges it. torch is imported only on ranks, because ``run.py`` does not
-need it.
-"""
+"""The evidence of a job: one JSON file, which rank 0 writes and ``run.py`` reads and judges."""
 
 from __future__ import annotations
 
@@ -10,60 +6,42 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 if TYPE_CHECKING:  # the jobs that load must not import robust_dcp
     from robust_dcp import SaveReport
 
-__all__ = ["gather_report", "read_evidence", "write_evidence"]
+__all__ = ["of_save", "write_evidence"]
 
 
-def gather_report(report: SaveReport, seconds: float) -> dict[str, Any] | None:
-    """The reports of all ranks about one save on rank 0, and ``None`` on other ranks.
+def of_save(report: SaveReport, seconds: float, stock_seconds: float, loss: float | None) -> dict[str, Any]:
+    """What all ranks say of one save. All ranks call it.
 
     Args:
         report: the report of this rank.
         seconds: the wall time of the caller's whole save. Megatron does more than the strategy.
+        stock_seconds: that of stock's save of the same state dict.
+        loss: before the save, on the ranks that know it.
     """
-    import torch.distributed as dist
-
+    of_rank = {"plan": report.plan, "items": report.items, "nbytes": report.nbytes, "seconds": seconds, "loss": loss}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, of_rank)
     changes = report.changes
-    local = {
+    return {
         "plan": report.plan,
         "reason": report.reason,
         "added": list(changes.added) if changes else [],
-        "removed": list(changes.removed) if changes else [],
-        "changed": dict(changes.changed) if changes else {},
-        "items": report.items,
-        "nbytes": report.nbytes,
-        "n_files": len(report.files),
-        "seconds": report.seconds,
-        "call_seconds": seconds,
-        "phases": [
-            {
-                "name": phase.name,
-                "seconds": phase.seconds,
-                "exchanges": phase.exchanges,
-                "messages": phase.messages,
-                "sent_nbytes": phase.header_nbytes + phase.payload_nbytes,
-            }
-            for phase in report.phases
-        ],
+        "changed": list(changes.changed) if changes else [],
+        "do_all_ranks_agree": len({rank["plan"] for rank in ranks}) == 1,
+        "items": sum(rank["items"] for rank in ranks),
+        "nbytes": sum(rank["nbytes"] for rank in ranks),
+        "seconds": max(rank["seconds"] for rank in ranks),
+        "stock_seconds": stock_seconds,
+        "loss": next(rank["loss"] for rank in ranks if rank["loss"] is not None),
     }
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(local, gathered)
-    if gathered is None:
-        return None
-    return {**local, "items": sum(rank["items"] for rank in gathered), "ranks": gathered}
 
 
 def write_evidence(work: Path, job: str, evidence: dict[str, Any]) -> None:
     """Write ``<job>.json`` on rank 0. All ranks call it."""
-    import torch.distributed as dist
-
     if dist.get_rank() == 0:
         (work / f"{job}.json").write_text(json.dumps(evidence))
-
-
-def read_evidence(work: Path, job: str) -> dict[str, Any]:
-    """Read what :func:`write_evidence` wrote."""
-    evidence: dict[str, Any] = json.loads((work / f"{job}.json").read_text())
-    return evidence

@@ -44,7 +44,7 @@ def main(work: Path) -> None:
             "stock": _as_the_converter_reads_it(work / "fsdp_stock" / "4", work),
         }
     evidence["robust_dcp_imported"] = any(name.startswith("robust_dcp.") for name in sys.modules)
-    write_evidence(work, f"fsdp_load_{world_size}", evidence)
+    write_evidence(work, "fsdp_load", evidence)
 
 
 def _load_and_compare(mesh: DeviceMesh, checkpoint: Path, truth: Truth) -> Comparison:

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import robust_dcp
-from demo.evidence import gather_report, write_evidence
+from demo.evidence import of_save, write_evidence
 from demo.fsdp_model import Trainer, global_values
 from demo.truth import write_truth
 
@@ -48,7 +48,7 @@ def main(work: Path) -> None:
             planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
         )
         stock_seconds = time.perf_counter() - begin
-        saves.append({"report": gather_report(report, seconds), "stock_seconds": stock_seconds, "loss": loss})
+        saves.append(of_save(report, seconds, stock_seconds, loss))
     write_evidence(work, "fsdp_save", {"saves": saves, "torch": torch.__version__})
 
 

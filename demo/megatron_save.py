@@ -20,7 +20,7 @@ from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 
-from demo.evidence import gather_report, write_evidence  # noqa: E402
+from demo.evidence import of_save, write_evidence  # noqa: E402
 from demo.megatron_model import SAVED_LAYOUT, Trainer  # noqa: E402
 from demo.megatron_truth import gather_truth  # noqa: E402
 from demo.truth import write_truth  # noqa: E402
@@ -46,17 +46,9 @@ def main(work: Path) -> None:
         stock_seconds = _save(_state_dict(trainer, number), work / "megatron_stock" / str(number), stock)
         if robust.last_report is None:
             raise RuntimeError("the strategy made no report")
-        report = gather_report(robust.last_report, seconds)
-        saves.append({"report": report, "stock_seconds": stock_seconds, "loss": _on_rank_0(loss)})
+        saves.append(of_save(robust.last_report, seconds, stock_seconds, loss))
     evidence = {"saves": saves, "layout": str(SAVED_LAYOUT), "megatron": megatron.core.__version__}
     write_evidence(work, "megatron_save", evidence)
-
-
-def _on_rank_0(loss: float | None) -> float | None:
-    """On rank 0, the loss of a rank of the last pipeline stage."""
-    losses: list[float | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(losses, loss)
-    return next((value for value in losses if value is not None), None)
 
 
 def _state_dict(trainer: Trainer, number: int) -> dict[str, Any]:

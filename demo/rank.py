@@ -27,10 +27,7 @@ def main() -> None:
     importlib.import_module(sys.argv[1]).main(Path(sys.argv[2]))
     dist.destroy_process_group()
     if "robust_dcp" in sys.modules and sys.modules["robust_dcp"] is None:
-        # A job of stock torch. What it has found is in a file by now. At the end of Python a thread of gloo has once
-        # aborted such a process ("terminate called without an active exception"), so it ends without that.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # A job of stock torch: at the end of Python a thread of gloo has now and then aborted such a process.
         os._exit(0)
 
 
