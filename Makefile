@@ -67,14 +67,14 @@ FROM_WHEELS := ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
 COMPAT_TESTS := tests/megatron/seeds \
   $(filter-out tests/megatron/test_compat_%,$(sort $(wildcard tests/megatron/test_*.py)))
 TRAINING_TESTS := $(addprefix tests/megatron/,test_compat_checkpointing.py test_compat_async_training.py)
-SMOKE_TESTS := $(addprefix tests/megatron/,test_install.py test_compat_training.py)
+SMOKE_TESTS := $(addprefix tests/megatron/,test_install.py test_autoload.py)
 RUN_COMPAT = PYTHONPATH=$(subst $(eval) ,:,$(abspath $(1))) $(BIN)/python -m pytest -m "compat or not compat" $(2)
 
 # Frameworks that call torch.distributed.checkpoint: one requirements file and one test module each. They lie before
 # .venv's packages on the path and are installed without their dependencies, so that torch stays the one of .venv.
 ALL_FRAMEWORKS := accelerate lightning megatron_bridge torchao torchtitan torchtnt torchtune verl
 FRAMEWORKS ?= $(ALL_FRAMEWORKS)
-FRAMEWORK_SMOKE := tests/frameworks/test_lightning.py -k "either and fabric-mp"
+FRAMEWORK_TESTS := tests/frameworks/test_frameworks.py -k
 RUN_FRAMEWORK = $(call RUN_COMPAT,$(BEFORE_$(1)) $(COMPAT)/frameworks/$(1),$(2))
 # What two of them need besides: the tests' stand-ins for CUDA, and for Megatron-Bridge a Megatron-Core of its age.
 BEFORE_verl := .
@@ -93,7 +93,7 @@ test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installe
 	@echo "== ms-swift 4.6.0, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/ms-swift-4.6.0,tests/megatron/test_compat_ms_swift.py)
 	@echo "== lightning: Fabric with FSDP2"
-	$(call RUN_FRAMEWORK,lightning,$(FRAMEWORK_SMOKE))
+	$(call RUN_FRAMEWORK,lightning,$(FRAMEWORK_TESTS) lightning-fabric-mp)
 
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
 
@@ -106,7 +106,7 @@ $(COMPAT)/frameworks/megatron_bridge/.installed: PIP_OPTIONS := --ignore-require
 
 test-framework-%: $(COMPAT)/frameworks/%/.installed
 	@echo "== $*"
-	$(call RUN_FRAMEWORK,$*,tests/frameworks/test_$*.py)
+	$(call RUN_FRAMEWORK,$*,$(FRAMEWORK_TESTS) $*)
 
 $(ALL_FRAMEWORKS:%=$(COMPAT)/frameworks/%/.installed): $(COMPAT)/frameworks/%/.installed: \
   tests/frameworks/requirements/%.txt | $(INSTALLED)

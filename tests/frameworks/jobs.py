@@ -5,7 +5,6 @@ Owns starting the job and what it printed. The packages lie on ``PYTHONPATH``, w
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from robust_dcp.storage.files.paths import INDEX_NAME
 
-__all__ = ["Job", "checkpoints_in", "is_ours", "require", "run_command", "run_job"]
+__all__ = ["PROGRAMS", "Job", "checkpoints_in", "is_ours", "run_command", "run_job"]
 
 PROGRAMS = Path(__file__).parent / "programs"
 _ANNOUNCEMENT = "takes over save, load and async_save of torch.distributed.checkpoint"
@@ -60,7 +59,9 @@ def run_job(program: str, *arguments: str | Path, robust: bool, ranks: int = 2, 
         AssertionError: it has failed; the message is what it printed.
     """
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    return run_command(*torchrun, PROGRAMS / f"{program}.py", *arguments, robust=robust, **environment)
+    return run_command(
+        *torchrun, PROGRAMS / "rank.py", PROGRAMS / f"{program}.py", *arguments, robust=robust, **environment
+    )
 
 
 def run_command(*arguments: str | Path, robust: bool, **environment: str) -> Job:
@@ -70,18 +71,14 @@ def run_command(*arguments: str | Path, robust: bool, **environment: str) -> Job
         AssertionError: it has failed; the message is what it printed.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            env={**own, "OMP_NUM_THREADS": "1", **({"ROBUST_DCP": "1"} if robust else {}), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=170,
-        )
-        # A process of stock torch alone ends so now and then, after its work is done. Ours may not.
-        if robust or "terminate called without an active exception" not in done.stdout:
-            break
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**own, "OMP_NUM_THREADS": "1", **({"ROBUST_DCP": "1"} if robust else {}), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout
     return Job(done.stdout)
 
@@ -94,9 +91,3 @@ def is_ours(directory: Path) -> bool:
 def checkpoints_in(directory: Path) -> list[Path]:
     """Every directory below this one that holds a checkpoint of ``torch.distributed.checkpoint``."""
     return sorted(metadata.parent for metadata in directory.rglob(".metadata"))
-
-
-def require(*packages: str) -> None:
-    """Fail where a package is missing, and say how it gets there."""
-    for package in packages:
-        assert importlib.util.find_spec(package) is not None, f"{package} is not installed: run make test-compat"

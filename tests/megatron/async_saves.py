@@ -21,7 +21,7 @@ from tests.harness.disks import GatedDisk
 from tests.megatron.torch_dist import chosen, cut, queue_option, replicated_object, save
 from tests.megatron.training_job import children
 
-__all__ = ["expected", "loaded", "save_beside_training", "state", "written_on"]
+__all__ = ["as_saved", "loaded", "save_beside_training", "state", "written_on"]
 
 _ROWS = 1000
 
@@ -50,20 +50,18 @@ def loaded(directory: Path) -> tuple[float, float, float, float]:
     return weight.min().item(), weight.max().item(), found["object"]["value"], found["iteration"]
 
 
-def save_beside_training(directory: Path, queue: Any, request_class: Any = None) -> dict[str, Any]:
-    """Save by ``queue`` while rank 1 cannot write, change all tensors, and let rank 1 write.
+def save_beside_training(directory: Path, queue: Any, request_class: Any = None) -> None:
+    """Save by ``queue`` while rank 1 cannot write, change all tensors, let rank 1 write, and assert that what was held
+    first is saved, and that nothing was named before it was committed.
 
     Args:
         directory: an empty one, or none yet.
         queue: an ``AsyncCallsQueue``.
         request_class: its ``AsyncRequest``, where that is not the one of this Megatron.
-
-    Returns:
-        What the rank saw on the way.
     """
-    tracker, disk = directory / "latest_checkpointed_iteration.txt", GatedDisk()
-    before, held, seen = children(), state(1.0), {}
-    if dist.get_rank() == 0:
+    rank, tracker, disk = dist.get_rank(), directory / "latest_checkpointed_iteration.txt", GatedDisk()
+    before, held = children(), state(1.0)
+    if rank == 0:
         disk.gate.set()
     with chosen(), written_on(disk):
         request = save(held, directory / "1", async_sharded_save=True, **queue_option())
@@ -71,36 +69,26 @@ def save_beside_training(directory: Path, queue: Any, request_class: Any = None)
             request = request_class(**request._asdict())
 
         def move_tracker() -> None:
-            seen["committed"] = [(directory / "1" / name).exists() for name in (".metadata", "metadata.json")]
-            if dist.get_rank() == 0:
+            assert all((directory / "1" / name).exists() for name in (".metadata", "metadata.json"))
+            if rank == 0:
                 tracker.write_text("1")
 
         request.add_finalize_fn(move_tracker)
         queue.schedule_async_request(request)
     held["weight"].data.fill_(-1.0)
     held["object"].data["value"] = -1.0
-    seen["while it is written"] = [
-        (queue.maybe_finalize_async_calls(blocking=False), queue.get_num_unfinalized_calls()) for _ in range(3)
-    ]
-    seen["early"] = tracker.exists(), (directory / "1" / ".metadata").exists()
-    seen["processes"] = len(children() - before)
+    for _ in range(3):
+        assert queue.maybe_finalize_async_calls(blocking=False) == [] and queue.get_num_unfinalized_calls() == 1
+    assert not tracker.exists() and not (directory / "1" / ".metadata").exists()
+    assert children() == before
     dist.barrier()
     disk.gate.set()
-    seen["finalized"] = queue.maybe_finalize_async_calls(blocking=True), queue.get_num_unfinalized_calls()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0] and queue.get_num_unfinalized_calls() == 0
     dist.barrier()
-    seen["tracker"] = tracker.read_text()
-    seen["loaded"] = loaded(directory / "1")
-    return seen
+    assert tracker.read_text() == "1"
+    assert loaded(directory / "1") == as_saved(1.0)
 
 
-def expected(rank: int) -> dict[str, Any]:
-    """What :func:`save_beside_training` returns."""
-    return {
-        "while it is written": [([], 1)] * 3,
-        "early": (False, False),
-        "processes": 0,
-        "committed": [True, True],
-        "finalized": ([0], 0),
-        "tracker": "1",
-        "loaded": (1.0 + rank, 1.0 + rank, 1.0, 1.0),
-    }
+def as_saved(value: float) -> tuple[float, float, float, float]:
+    """What :func:`loaded` gives of :func:`state`."""
+    return value + dist.get_rank(), value + dist.get_rank(), value, value

@@ -1,8 +1,6 @@
-"""Compares the attributes of real Megatron before, during and after ``install``.
+"""Compares the attributes of real Megatron before, during and after ``install``, in a process of its own.
 
-Run by ``test_install`` in a process of its own: first Megatron is imported after ``install``, then before it.
-
-    python -m tests.megatron.attributes
+First Megatron is imported after ``install``, then before it. ``test_install`` runs it.
 """
 
 from __future__ import annotations
@@ -10,10 +8,7 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from typing import Any
-
-__all__ = ["all_attributes", "names_with_our_code"]
 
 
 def _import_megatron() -> None:
@@ -23,36 +18,32 @@ def _import_megatron() -> None:
     import torch.distributed.checkpoint  # noqa: F401
 
 
-def all_attributes() -> dict[Any, Any]:
+def _attributes() -> dict[Any, Any]:
     """Each patch, and what its module or class holds under that name; ``None`` if nothing."""
     from robust_dcp.installation import PATCHES
 
-    return {patch: _attribute(patch) for patch in PATCHES}
+    found = {}
+    for patch in PATCHES:
+        owner: Any = sys.modules.get(patch.module)
+        *path, name = patch.name.split(".")
+        for part in path:
+            owner = getattr(owner, part, None)
+        found[patch] = None if owner is None else vars(owner).get(name)
+    return found
 
 
-def _attribute(patch: Any) -> Any:
-    owner: Any = sys.modules.get(patch.module)
-    *path, name = patch.name.split(".")
-    for part in path:
-        owner = getattr(owner, part, None)
-    return None if owner is None else vars(owner).get(name)
-
-
-def names_with_our_code() -> set[tuple[str, str]]:
+def _names_with_our_code() -> set[tuple[str, str]]:
     """Names in modules and classes of Megatron and torch whose code stands in robust_dcp."""
-    return {(holder.__name__, name) for holder, name, code in _functions() if "/robust_dcp/" in code.co_filename}
-
-
-def _functions() -> Iterator[tuple[Any, str, types.CodeType]]:
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("megatron", "torch")]
-    for module in modules:
+    found = set()
+    for module in [each for name, each in sys.modules.items() if name.partition(".")[0] in ("megatron", "torch")]:
         if not isinstance(module, types.ModuleType):
             continue
         for holder in [module, *(value for value in list(vars(module).values()) if isinstance(value, type))]:
             for name, value in list(vars(holder).items()):
                 function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-                if isinstance(function, types.FunctionType):
-                    yield holder, name, function.__code__
+                if isinstance(function, types.FunctionType) and "/robust_dcp/" in function.__code__.co_filename:
+                    found.add((holder.__name__, name))
+    return found
 
 
 def _main() -> None:
@@ -61,26 +52,26 @@ def _main() -> None:
     robust_dcp.megatron.install()
     assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
     _import_megatron()
-    assert len(names_with_our_code()) > 10
+    assert len(_names_with_our_code()) > 10
     robust_dcp.megatron.uninstall()
-    assert names_with_our_code() == set(), names_with_our_code()
+    assert _names_with_our_code() == set(), _names_with_our_code()
 
     robust_dcp.megatron.install("default")  # adds the arguments, and replaces nothing else
-    assert names_with_our_code() == set()
+    assert _names_with_our_code() == set()
     robust_dcp.megatron.uninstall()
-    before, finders = all_attributes(), list(sys.meta_path)
+    before, finders = _attributes(), list(sys.meta_path)
     robust_dcp.megatron.install()
     robust_dcp.megatron.install()
-    unchanged = [patch for patch, value in all_attributes().items() if value is before[patch] is not None]
+    unchanged = [patch for patch, value in _attributes().items() if value is before[patch] is not None]
     assert unchanged == [], unchanged
-    ours = names_with_our_code()
+    ours = _names_with_our_code()
     # Each name that Megatron has imported early is ours too.
     for module, name in (("", "save"), ("", "load"), (".serialization", "load")):
         assert (f"megatron.core.dist_checkpointing{module}", name) in ours
     assert len(ours) > 10
     robust_dcp.megatron.uninstall()
-    assert all(value is before[patch] for patch, value in all_attributes().items())
-    assert names_with_our_code() == set()
+    assert all(value is before[patch] for patch, value in _attributes().items())
+    assert _names_with_our_code() == set()
     assert sys.meta_path == finders
 
 

@@ -1,7 +1,7 @@
 """A tree of modules with Megatron's names and shape, small enough to be imported in a test of who imports what when.
 
 Holds the parser as all versions have it: ``_add_checkpointing_args(parser)``, a strict ``parse_args``, the table of
-arguments, the global ones. Its module is the one that imports torch. ``test_compat`` does the same with real Megatron.
+arguments, the global ones. Its module is the one that imports torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ _ARGUMENTS = """
 import argparse
 import torch
 from megatron.core import package_info
-from megatron.training import global_vars
 
 def _add_checkpointing_args(parser):
     group = parser.add_argument_group(title="checkpointing")
@@ -27,11 +26,9 @@ def _add_checkpointing_args(parser):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)
-    args = _add_checkpointing_args(parser).parse_args()
-    global_vars._GLOBAL_ARGS = args
-    return args
+    return _add_checkpointing_args(parser).parse_args()
 
-def print_args(args):
+def _print_args(title, args):
     for arg in sorted(vars(args)):
         print("  {} {} {}".format(arg, "." * (48 - len(arg)), getattr(args, arg)), flush=True)
 """
@@ -54,16 +51,13 @@ _FILES = {
 
 SCRIPT = """
 import sys
-from megatron.training.arguments import parse_args, print_args
+from megatron.training import arguments, global_vars
 
 if __name__ == "__main__":
-    args = parse_args()
-    print_args(args)
-    if "robust_dcp" in sys.modules:
-        from robust_dcp.megatron.options import current_options
-        print("planner", current_options().planner)
-    else:
-        print("without robust_dcp")
+    args = global_vars._GLOBAL_ARGS = arguments.parse_args()
+    arguments._print_args("arguments", args)
+    from robust_dcp.megatron.options import current_options
+    print("planner", current_options().planner)
 """
 """A script of Megatron-LM, as unmodified as the tree: it parses its arguments and prints the table of them."""
 

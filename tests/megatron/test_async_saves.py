@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
 import sys
 import types
 import weakref
@@ -20,23 +19,18 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 
 from robust_dcp.megatron import RobustSaveStrategy
 from tests.harness.disks import FullDisk, GatedDisk
-from tests.megatron.async_saves import expected, loaded, save_beside_training, state, written_on
+from tests.megatron.async_saves import as_saved, loaded, save_beside_training, state, written_on
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save, warnings_of
 
 SCENARIOS = Scenarios()
 
 
-def as_saved(value: float) -> tuple[float, float, float, float]:
-    rank = dist.get_rank()
-    return value + rank, value + rank, value, value
-
-
 @SCENARIOS.add
 def training_goes_on_while_shards_are_written_and_the_tracker_moves_after_the_commit(directory: Path) -> None:
     for is_persistent in (False, True):
         queue = AsyncCallsQueue(persistent=is_persistent)
-        assert save_beside_training(directory / str(is_persistent), queue) == expected(dist.get_rank())
+        save_beside_training(directory / str(is_persistent), queue)
         queue.close()
 
 
@@ -153,25 +147,3 @@ def tensors_are_let_go_of_once_they_have_been_copied(directory: Path) -> None:
 
 
 test_on_two_ranks = SCENARIOS.test()
-
-
-_ENDS_WITHOUT_FINALIZING = """
-import sys
-import torch.distributed as dist
-from pathlib import Path
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from tests.megatron.async_saves import state
-from tests.megatron.torch_dist import chosen, queue_option, save
-
-directory = Path(sys.argv[1])
-dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 1), rank=0, world_size=1)
-with chosen():
-    request = save(state(1.0), directory / "1", async_sharded_save=True, **queue_option())
-    AsyncCallsQueue().schedule_async_request(request)
-"""
-
-
-def test_a_process_that_ends_commits_the_shards_but_no_checkpoint_that_nobody_finalized(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", _ENDS_WITHOUT_FINALIZING, str(tmp_path)], check=True, timeout=100)
-    assert (tmp_path / "1" / ".metadata").exists()
-    assert not (tmp_path / "1" / "metadata.json").exists()

@@ -15,10 +15,11 @@ pytest.importorskip("megatron.core")
 
 from benchmarks.collectives import counted_collectives
 from robust_dcp import RobustCheckpointError
-from tests.harness.ranks import run_ranks, values
 from tests.megatron import fsdp_model
-from tests.megatron.torch_dist import chosen
+from tests.megatron.torch_dist import Scenarios, chosen
 from tests.megatron.training_checkpointing import megatron_lm
+
+SCENARIOS = Scenarios(4)
 
 
 def _preprocessed(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -59,83 +60,52 @@ def _counted(function: Callable[[], Any]) -> tuple[Any, list[str]]:
         return function(), list(calls.elements())
 
 
-def _both_ways(directory: Path) -> dict[str, Any]:
+@SCENARIOS.add
+def stock_loads_what_ours_saves_and_the_reverse_and_the_split_needs_no_collective_of_its_own(directory: Path) -> None:
     from megatron.core import parallel_state
 
     fsdp_model.install_without_gpu()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    checkpointing, found = megatron_lm(), {}
+    checkpointing = megatron_lm()
     by_stock, by_ours = str(directory / "stock"), str(directory / "ours")
 
     model, optimizer = fsdp_model.build(mesh, seed=1)
     fsdp_model.step(optimizer, of_empty_parts=True)
-    state, found["stock's collectives"] = _counted(
-        lambda: _preprocessed(model, fsdp_model.state_dict_of(model, optimizer))
-    )
+    state, calls = _counted(lambda: _preprocessed(model, fsdp_model.state_dict_of(model, optimizer)))
+    assert len(calls) > 100
     expected = _locals(state)
+    assert len(expected) > 10
     checkpointing.save_checkpoint(state, by_stock)
 
     with chosen():
         model, optimizer = fsdp_model.build(mesh, seed=1)
         fsdp_model.step(optimizer, of_empty_parts=False)
-        state, found["our collectives"] = _counted(
-            lambda: _preprocessed(model, fsdp_model.state_dict_of(model, optimizer))
-        )
-        found["keys without a part"] = sum(value._local_tensor.numel() == 0 for _, value in _dtensors(state))
-        found["ours is what stock has"] = _locals(state) == expected
+        state, calls = _counted(lambda: _preprocessed(model, fsdp_model.state_dict_of(model, optimizer)))
+        assert calls == []
+        assert any(value._local_tensor.numel() == 0 for _, value in _dtensors(state))
+        assert _locals(state) == expected
         checkpointing.save_checkpoint(state, by_ours)
         # Ours loads stock's into another model, whose optimizer has states of what it holds only.
         other, its_optimizer = fsdp_model.build(mesh, seed=2)
         fsdp_model.step(its_optimizer, of_empty_parts=False)
         state = _preprocessed(other, fsdp_model.state_dict_of(other, its_optimizer))
-        found["they differed"] = _locals(state) != expected
+        assert _locals(state) != expected
         checkpointing.load_fsdp_dtensor(state, by_stock, allow_partial_load=False)
-        found["ours loads stock's"] = _locals(state) == expected
+        assert _locals(state) == expected
         broken = fsdp_model.state_dict_of(other, its_optimizer)
         if dist.get_rank() == 1:
             broken["optimizer"]["state"]["module.module.layers.0.mlp.linear_fc1.weight"].pop("exp_avg")
-        with pytest.raises(RobustCheckpointError) as caught:
+        with pytest.raises(RobustCheckpointError, match="rank 1: KeyError: 'exp_avg'"):
             _preprocessed(other, broken)
-        found["told"] = str(caught.value)
 
     # And stock loads ours.
     other, its_optimizer = fsdp_model.build(mesh, seed=3)
     fsdp_model.step(its_optimizer, of_empty_parts=True)
     state = _preprocessed(other, fsdp_model.state_dict_of(other, its_optimizer))
     checkpointing.load_fsdp_dtensor(state, by_ours, allow_partial_load=False)
-    found["stock loads ours"] = _locals(state) == expected
-    found["parts"] = len(expected)
-    found["saved by robust_dcp"] = {
-        name: (directory / name / ".robust_dcp.index").exists() for name in ("stock", "ours")
-    }
-    return found
+    assert _locals(state) == expected
+    assert [(directory / name / ".robust_dcp.index").exists() for name in ("stock", "ours")] == [False, True]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values(run_ranks(4, _both_ways, tmp_path_factory.mktemp("fsdp"), timeout_seconds=170))
-
-
-def test_chunks_of_the_split_model_are_those_of_stock(found: list[dict[str, Any]]) -> None:
-    assert all(rank["ours is what stock has"] for rank in found)
-    assert all(rank["keys without a part"] for rank in found)
-    assert min(rank["parts"] for rank in found) > 10
-
-
-def test_the_swiglu_split_needs_no_collective_of_its_own(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert len(rank["stock's collectives"]) > 100
-        assert rank["our collectives"] == []
-
-
-def test_stock_loads_what_ours_saves_and_the_reverse(found: list[dict[str, Any]]) -> None:
-    assert all(rank["they differed"] for rank in found)
-    assert all(rank["ours loads stock's"] for rank in found)
-    assert all(rank["stock loads ours"] for rank in found)
-    assert found[0]["saved by robust_dcp"] == {"stock": False, "ours": True}
-
-
-def test_a_rank_that_fails_in_a_split_is_named_on_all_ranks(found: list[dict[str, Any]]) -> None:
-    assert len({rank["told"] for rank in found}) == 1
-    assert "rank 1: KeyError: 'exp_avg'" in found[0]["told"]
+test_on_four_ranks = SCENARIOS.test()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.integrity import MANIFEST_FILE, hashes_of, save_manifest, verify_files
-from tests.harness.names import data_file
+from tests.harness.damage import flip_bit
 from tests.harness.ranks import errors, in_ranks, values
 
 NOBODYS = "common.pt"
@@ -26,24 +26,17 @@ NOBODYS = "common.pt"
 def checkpoint(root: Path) -> Path:
     """A directory as it is when two ranks have written a file each, and Megatron its own."""
     directory = root / "iter_0000001"
-    directory.mkdir()
+    (directory / "a_directory").mkdir(parents=True)
     (directory / "__0_0.distcp").write_bytes(os.urandom(3 << 20))
     (directory / "__1_0.distcp").write_bytes(b"")
     (directory / NOBODYS).write_bytes(b"common")
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    (directory / "a_directory").mkdir()
     return directory
 
 
-def save(directory: str) -> None:
+def save(directory: str, of_rank_1: str = "__1_0.distcp") -> None:
     channel = Channel.for_group(timeout_seconds=50)
-    own = f"__{dist.get_rank()}_0.distcp"
-    save_manifest(channel, "save", directory, lambda: hashes_of(directory, [own]))
-
-
-def save_unreadable(directory: str) -> None:
-    channel = Channel.for_group(timeout_seconds=50)
-    names = ["__1_0.distcp" if dist.get_rank() == 0 else "is_not_there"]
+    names = ["__0_0.distcp" if dist.get_rank() == 0 else of_rank_1]
     save_manifest(channel, "save", directory, lambda: hashes_of(directory, names))
 
 
@@ -70,15 +63,9 @@ def test_the_manifest_names_each_file_with_its_sha256(directory: Path) -> None:
 
 def test_a_file_that_a_rank_cannot_hash_fails_all_ranks_and_leaves_no_manifest(tmp_path: Path) -> None:
     made = checkpoint(tmp_path)
-    for message in map(str, errors(in_ranks(2, save_unreadable, str(made)))):
+    for message in map(str, errors(in_ranks(2, save, str(made), "is_not_there"))):
         assert "rank 1" in message and "is_not_there" in message and "hash files" in message
     assert not (made / MANIFEST_FILE).exists()
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def name_a_file_outside(path: Path) -> None:
@@ -87,8 +74,8 @@ def name_a_file_outside(path: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
-DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("__0_0.distcp", flip, ".distcp: expected"),
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("__0_0.distcp", lambda path: flip_bit(path, 1 << 20), ".distcp: expected"),
     (NOBODYS, Path.unlink, f"{NOBODYS}: No such file"),
     (MANIFEST_FILE, Path.unlink, "only a checkpoint that was saved with --verify-integrity can be verified"),
     (MANIFEST_FILE, lambda path: path.write_text("{"), "is not a manifest of files"),
@@ -100,8 +87,8 @@ DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("name", "damage", "told"), DAMAGE, ids=[each[2][:30] for each in DAMAGE])
 def test_all_ranks_are_told_what_is_not_as_it_was_saved(
-    directory: Path, name: str, damage: Callable[[Path], None], told: str
+    directory: Path, name: str, damage: Callable[[Path], object], told: str
 ) -> None:
-    damage(data_file(directory, name))
+    damage(directory / name)
     for message in map(str, errors(in_ranks(2, verify, str(directory)))):
         assert told in message and "CheckpointingException" in message

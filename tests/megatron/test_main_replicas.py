@@ -22,8 +22,8 @@ from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import chosen, save
 
-_RANKS = 8
-_LAYOUTS = (((2, 2, 2), ("alone", "dp", "stage", "world")), ((1, 2, 4), ("dp",)))
+_RANKS = 4
+_LAYOUTS = (((2, 1, 2), ("alone", "dp")), ((1, 2, 2), ("stage", "world")), ((1, 1, 4), ("dp",)))
 """Tensor, pipeline and data parallel sizes, and the groups of Megatron's wrapper."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ pytest.importorskip("megatron.core")
 
 from robust_dcp import RobustCheckpointError
 from tests.harness.disks import GatedDisk
-from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import written_on
-from tests.megatron.torch_dist import chosen
+from tests.megatron.torch_dist import Scenarios, chosen
 from tests.megatron.training_checkpointing import megatron_lm
 
+SCENARIOS = Scenarios()
 _ROWS = 7
 
 
@@ -56,39 +57,38 @@ def _is_by_robust_dcp(directory: Path) -> bool:
     return (directory / ".robust_dcp.index").exists()
 
 
-def _round_trips(directory: Path) -> dict[str, Any]:
-    checkpointing, found = megatron_lm(), {}
-    ours, stock = directory / "ours", directory / "stock"
+@SCENARIOS.add
+def stock_loads_what_ours_saves_and_the_reverse_and_arguments_too(directory: Path) -> None:
+    checkpointing, ours, stock = megatron_lm(), directory / "ours", directory / "stock"
     expected = _held(_state_dict(3))
     checkpointing.save_checkpoint(_state_dict(3), str(stock))
     with chosen():
         checkpointing.save_checkpoint(_state_dict(3), str(ours))
-        found["saved by robust_dcp"] = (_is_by_robust_dcp(ours), _is_by_robust_dcp(stock))
-        for name, path in (("ours", ours), ("stock", stock)):
+        assert _is_by_robust_dcp(ours) and not _is_by_robust_dcp(stock)
+        for path in (ours, stock):
             state_dict = _state_dict(1)
             checkpointing.load_checkpoint(state_dict, str(path))
-            found[f"ours loads {name}"] = _held(state_dict) == expected
-            found[f"arguments of {name}"] = checkpointing.load_args(str(path))
-        found |= _partial_loads(checkpointing, str(stock))
+            assert _held(state_dict) == expected
+            loaded = checkpointing.load_args(str(path))
+            assert loaded["iteration"] == 3
+            assert loaded["args"] == argparse.Namespace(hidden_size=3, params_dtype=torch.bfloat16)
+        partial = {"model": {"bias": torch.zeros(3), "new": torch.zeros(2)}}
+        with pytest.raises(RobustCheckpointError, match=r"Missing key in checkpoint: 'model\.new'"):
+            checkpointing.load_fsdp_dtensor(partial, str(stock), allow_partial_load=False)
+        assert _held(partial) == {"model": {"bias": [0, 0, 0], "new": [0, 0]}}
+        checkpointing.load_fsdp_dtensor(partial, str(stock), allow_partial_load=True)
+        assert _held(partial) == {"model": {"bias": [3, 3, 3], "new": [0, 0]}}
+        cast = {"model": {"bias": torch.zeros(3, dtype=torch.bfloat16)}}  # other dtypes are converted, as by stock
+        checkpointing.load_checkpoint(cast, str(stock))
+        assert _held(cast) == {"model": {"bias": [3, 3, 3]}}
     state_dict = _state_dict(1)
     checkpointing.load_checkpoint(state_dict, str(ours))
-    found["stock loads ours"] = _held(state_dict) == expected
-    return found
+    assert _held(state_dict) == expected
 
 
-def _partial_loads(checkpointing: Any, path: str) -> dict[str, Any]:
-    state_dict = {"model": {"bias": torch.zeros(3), "new": torch.zeros(2)}}
-    with pytest.raises(RobustCheckpointError) as caught:
-        checkpointing.load_fsdp_dtensor(state_dict, path, allow_partial_load=False)
-    strict = _held(state_dict)
-    checkpointing.load_fsdp_dtensor(state_dict, path, allow_partial_load=True)
-    cast = {"model": {"bias": torch.zeros(3, dtype=torch.bfloat16)}}
-    checkpointing.load_checkpoint(cast, path)
-    return {"told": str(caught.value), "strict": strict, "partial": _held(state_dict), "cast": _held(cast)}
-
-
-def _others(directory: Path) -> dict[str, bool]:
-    """Which saves robust_dcp makes: of others, of Megatron's with another planner, and of none without the flag."""
+@SCENARIOS.add
+def saves_of_others_stay_stock(directory: Path) -> None:
+    """And Megatron's with another planner."""
     checkpointing, state_dict = megatron_lm(), {"weight": torch.ones(3)}
     before = (dcp.save, dcp.load, dcp.load_state_dict)
     with chosen():
@@ -96,77 +96,30 @@ def _others(directory: Path) -> dict[str, bool]:
         checkpointing.torch.distributed.checkpoint.load(state_dict, checkpoint_id=directory / "others")
     with chosen(switch="0"):
         checkpointing.save_checkpoint(state_dict, str(directory / "default"))
-    found = {name: _is_by_robust_dcp(directory / name) for name in ("others", "default")}
-    found["restored"] = before == (dcp.save, dcp.load, dcp.load_state_dict)
-    return found
+    assert not any(_is_by_robust_dcp(directory / name) for name in ("others", "default"))
+    assert before == (dcp.save, dcp.load, dcp.load_state_dict)
 
 
-def _asynchronous(directory: Path) -> dict[str, Any]:
-    import sys
-
-    checkpointing = megatron_lm()
+@SCENARIOS.add
+def an_asynchronous_save_is_written_beside_training_and_finalized_when_committed(directory: Path) -> None:
+    checkpointing, saved, disk = megatron_lm(), _state_dict(3), GatedDisk()
     sys.modules["megatron.training.checkpointing"] = checkpointing
     try:
-        with chosen():
-            saved, disk = _state_dict(3), GatedDisk()
-            with written_on(disk):
-                request = checkpointing.save_async(saved, str(directory / "async"), "mcore")
+        with chosen(), written_on(disk):
+            request = checkpointing.save_async(saved, str(directory), "mcore")
     finally:
         del sys.modules["megatron.training.checkpointing"]
     saved["model"]["bias"].fill_(-1)
     saved["model"]["weight"].to_local().fill_(-1)
-    is_early = (directory / "async" / ".metadata").exists()
+    assert not (directory / ".metadata").exists()
     disk.gate.set()
     committed: list[bool] = []
-    request.add_finalize_fn(lambda: committed.append((directory / "async" / ".metadata").exists()))
+    request.add_finalize_fn(lambda: committed.append((directory / ".metadata").exists()))
     request.execute_sync()
+    assert committed == [True]
     state_dict = _state_dict(1)
-    checkpointing.load_checkpoint(state_dict, str(directory / "async"))
-    return {"committed": (is_early, committed), "saved": _held(state_dict) == _held(_state_dict(3))}
+    checkpointing.load_checkpoint(state_dict, str(directory))
+    assert _held(state_dict) == _held(_state_dict(3))
 
 
-def _all(directory: Path) -> dict[str, Any]:
-    return {function.__name__: function(directory) for function in (_round_trips, _others, _asynchronous)}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values(run_ranks(2, _all, tmp_path_factory.mktemp("torch_dcp"), timeout_seconds=150))
-
-
-def test_stock_loads_what_ours_saves_and_the_reverse(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert rank["_round_trips"]["saved by robust_dcp"] == (True, False)
-        assert rank["_round_trips"]["ours loads ours"]
-        assert rank["_round_trips"]["ours loads stock"]
-        assert rank["_round_trips"]["stock loads ours"]
-
-
-def test_arguments_are_loaded_from_a_checkpoint(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        for name in ("ours", "stock"):
-            loaded = rank["_round_trips"][f"arguments of {name}"]
-            assert loaded["iteration"] == 3
-            assert loaded["args"] == argparse.Namespace(hidden_size=3, params_dtype=torch.bfloat16)
-
-
-def test_missing_keys_are_an_error_unless_a_partial_load_was_asked_for(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        trip = rank["_round_trips"]
-        assert "Missing key in checkpoint: 'model.new'" in trip["told"]
-        assert trip["strict"] == {"model": {"bias": [0, 0, 0], "new": [0, 0]}}
-        assert trip["partial"] == {"model": {"bias": [3, 3, 3], "new": [0, 0]}}
-
-
-def test_other_dtypes_are_converted_as_by_stock(found: list[dict[str, Any]]) -> None:
-    assert all(rank["_round_trips"]["cast"] == {"model": {"bias": [3, 3, 3]}} for rank in found)
-
-
-def test_saves_of_others_stay_stock(found: list[dict[str, Any]]) -> None:
-    assert all(rank["_others"] == {"others": False, "default": False, "restored": True} for rank in found)
-
-
-def test_an_asynchronous_save_is_written_beside_training_and_finalized_when_committed(
-    found: list[dict[str, Any]],
-) -> None:
-    assert all(rank["_asynchronous"] == {"committed": (False, [True]), "saved": True} for rank in found)
+test_on_two_ranks = SCENARIOS.test()

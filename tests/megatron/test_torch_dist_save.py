@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 
 pytest.importorskip("megatron.core")
 
@@ -28,7 +27,6 @@ from benchmarks.collectives import counted_collectives
 from robust_dcp import PlanConflict, StorageError
 from robust_dcp.megatron import RobustSaveStrategy
 from robust_dcp.storage.files.paths import INDEX_NAME
-from tests.harness.ranks import in_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import (
     Scenarios,
@@ -120,18 +118,6 @@ def functions_bound_early_and_strategies_that_are_called_themselves_save_by_robu
 
 
 @SCENARIOS.add
-def the_main_replica_is_written_and_the_fully_parallel_wrapper_spreads_the_work(directory: Path) -> None:
-    rank = dist.get_rank()
-    for name, expected in (("alone", [8, 0]), ("wrapped", [4, 4])):
-        inner = RobustSaveStrategy()
-        strategy = inner if name == "alone" else FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD)
-        save({str(n): replicated(str(n), torch.ones(1024)) for n in range(8)}, directory / name, strategy)
-        items = FileSystemReader(directory / name).read_metadata().state_dict_metadata
-        n_others = len(items) - 8 if rank == 0 else 0  # the common state, from 0.19 on
-        assert inner.last_report is not None and inner.last_report.items - n_others == expected[rank]
-
-
-@SCENARIOS.add
 def a_chunk_held_twice_by_a_rank_and_a_replica_without_data_are_no_conflict(directory: Path) -> None:
     main = dist.get_rank() == 0
     state = {
@@ -145,34 +131,6 @@ def a_chunk_held_twice_by_a_rank_and_a_replica_without_data_are_no_conflict(dire
     template = {key: replicated(key, torch.zeros(4)) for key in ("tied", "gathered")}
     loaded = dist_checkpointing.load(template, str(directory / "1"))
     assert (loaded["tied"].tolist(), loaded["gathered"].tolist()) == ([1.0] * 4, [7.0] * 4)
-
-
-class _Mine(torch.Tensor):
-    """A class of a user, as quantization libraries have them."""
-
-
-@SCENARIOS.add
-def tensors_of_other_classes_are_saved_and_both_ours_and_stock_load_them(directory: Path) -> None:
-    rank = dist.get_rank()
-    numbers = torch.complex(torch.full((2, 3), 1.0 + rank), torch.full((2, 3), 2.0))
-
-    def state(factor: float) -> dict[str, Any]:
-        return {
-            "mine": cut("mine", (factor * torch.full((2, 3), 3.0 + rank)).as_subclass(_Mine)),
-            "conjugate": cut("conjugate", (factor * numbers).conj()),
-            "both": replicated("both", (factor * torch.arange(3.0)).as_subclass(_Mine)),
-        }
-
-    torch.serialization.add_safe_globals([_Mine])
-    with chosen():
-        save(state(1.0), directory / "1")
-        by_ours = dist_checkpointing.load(state(0.0), str(directory / "1"))
-    for loaded in (by_ours, dist_checkpointing.load(state(0.0), str(directory / "1"))):
-        assert {key: value.tolist() for key, value in loaded.items()} == {
-            "mine": [[3.0 + rank] * 3] * 2,
-            "conjugate": [[complex(1.0 + rank, -2.0)] * 3] * 2,
-            "both": [0.0, 1.0, 2.0],
-        }
 
 
 @SCENARIOS.add
@@ -336,15 +294,3 @@ test_on_two_ranks = SCENARIOS.test()
 def test_a_multi_storage_client_path_is_refused() -> None:
     with pytest.raises(ValueError, match="msc://profile/checkpoint"):
         RobustSaveStrategy().save({}, "msc://profile/checkpoint")
-
-
-def save_without_rank_1(directory: Path) -> Any:
-    if dist.get_rank() == 1:
-        return None
-    with chosen(timeout_seconds=2):
-        error, _ = failures_of(lambda: dist_checkpointing.save({"a": replicated("a", torch.ones(3))}, str(directory)))
-    return type(error).__name__, getattr(error, "missing_ranks", None)
-
-
-def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
-    assert values(in_ranks(2, save_without_rank_1, tmp_path)) == [("ExchangeTimeout", [1]), None]

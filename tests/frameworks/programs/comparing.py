@@ -12,6 +12,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 
+def small_model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+
+
+def train(model, optimizer, steps, backward=torch.Tensor.backward, then=lambda: None):
+    """Train on random numbers, and give the losses."""
+    losses = []
+    for _ in range(steps):
+        losses.append(model(torch.randn(4, 8)).square().mean())
+        backward(losses[-1])
+        optimizer.step()
+        then()
+        optimizer.zero_grad()
+    return losses
+
+
 def keep(directory, name, state):
     """Write this rank's part of a state beside the checkpoints."""
     torch.save(_leaves(state), _file(directory, name))

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from comparing import compare, keep, tell
+from comparing import compare, keep, small_model, tell, train
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -45,23 +45,13 @@ def start(name, seed):
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy_named(name))
     fabric.launch()
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    model = small_model()
     if name == "fsdp":
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     else:
         model = fabric.setup(model)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
     return fabric, model, optimizer
-
-
-def train(fabric, model, optimizer, steps):
-    losses = []
-    for _ in range(steps):
-        losses.append(model(torch.randn(4, 8)).square().mean())
-        fabric.backward(losses[-1])
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def state_of(model, optimizer):
@@ -77,17 +67,17 @@ def main():
         if command == "save":
             # Twice at one place, as with a checkpoint "last".
             for _ in range(2):
-                tell(*train(fabric, model, optimizer, steps=2))
+                tell(*train(model, optimizer, 2, fabric.backward))
                 fabric.save(directory / name, state)
             keep(directory, name, state_of(model, optimizer))
         else:
-            train(fabric, model, optimizer, steps=1)
+            train(model, optimizer, 1, fabric.backward)
             state["step"] = 0
             fabric.load(directory / name, state)
             assert state["step"] == 7
             compare(directory, name, state_of(model, optimizer))
             torch.manual_seed(3)
-            tell(*train(fabric, model, optimizer, steps=2))
+            tell(*train(model, optimizer, 2, fabric.backward))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from comparing import compare, keep, tell
+from comparing import compare, keep, small_model, tell, train
 
 
 def believe_in_devices():
@@ -23,21 +23,10 @@ def start(seed):
     torch.manual_seed(seed)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(fsdp_plugin=plugin)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    model = small_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2))
     return accelerator, model, optimizer, scheduler
-
-
-def train(accelerator, model, optimizer, scheduler, steps):
-    losses = []
-    for _ in range(steps):
-        losses.append(model(torch.randn(4, 8)).square().mean())
-        accelerator.backward(losses[-1])
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def state_of(model, optimizer, scheduler):
@@ -47,19 +36,19 @@ def state_of(model, optimizer, scheduler):
 def main():
     warnings.simplefilter("ignore")
     command, *directories = sys.argv[1:]
-    accelerator, *parts = start(seed=1 if command == "save" else 2)
+    accelerator, model, optimizer, scheduler = start(seed=1 if command == "save" else 2)
     for directory in map(Path, directories):
-        losses = train(accelerator, *parts, steps=2)
+        losses = train(model, optimizer, 2, accelerator.backward, scheduler.step)
         if command == "save":
             accelerator.save_state(directory / "state")
-            tell(*losses, *train(accelerator, *parts, steps=1))
+            tell(*losses, *train(model, optimizer, 1, accelerator.backward, scheduler.step))
             accelerator.save_state(directory / "state")  # again at one place
-            keep(directory, "state", state_of(*parts))
+            keep(directory, "state", state_of(model, optimizer, scheduler))
         else:
             accelerator.load_state(directory / "state")
-            compare(directory, "state", state_of(*parts))
+            compare(directory, "state", state_of(model, optimizer, scheduler))
             torch.manual_seed(3)
-            tell(*train(accelerator, *parts, steps=2))
+            tell(*train(model, optimizer, 2, accelerator.backward, scheduler.step))
     accelerator.end_training()
 
 

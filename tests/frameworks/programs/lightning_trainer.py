@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning
 import torch
-from comparing import compare, keep, tell
+from comparing import compare, keep, small_model, tell
 from fabric import let_fsdp_run_on_cpu, sharded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -30,7 +30,7 @@ class Module(lightning.LightningModule):
 
     def configure_model(self):
         if self.model is None:
-            self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+            self.model = small_model()
             if self.name == "mp":
                 sharded(self.model, self.device_mesh)
 

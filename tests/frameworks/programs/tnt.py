@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from comparing import compare, keep, tell
+from comparing import compare, keep, small_model, tell
 from torch.distributed.fsdp import fully_shard
 from torchtnt.framework.callbacks import DistributedCheckpointSaver
 from torchtnt.framework.train import train
@@ -16,7 +16,7 @@ from torchtnt.framework.unit import TrainUnit
 class Unit(TrainUnit):
     def __init__(self):
         super().__init__()
-        self.model = fully_shard(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)))
+        self.model = fully_shard(small_model())
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def train_step(self, state, data):

@@ -6,20 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from comparing import compare, keep, tell
+from comparing import compare, keep, small_model, tell, train
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torchtune.training.checkpointing import DistributedCheckpointer
-
-
-def train(model, optimizer, steps):
-    losses = []
-    for _ in range(steps):
-        losses.append(model(torch.randn(4, 8)).square().mean())
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def state_of(model, optimizer, step):
@@ -33,17 +23,17 @@ def main():
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo")
     torch.manual_seed(1 if command == "save" else 2)
-    model = fully_shard(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)))
+    model = fully_shard(small_model())
     optimizer = torch.optim.AdamW(model.parameters())
     for directory in map(Path, directories):
         checkpointer = DistributedCheckpointer(str(directory), str(directory / "epochs"), process_group=group)
         if command == "save":
             for epoch, name in enumerate(("async", "sync")):
-                tell(*train(model, optimizer, steps=2))
+                tell(*train(model, optimizer, 2))
                 checkpointer.save_checkpoint(state_of(model, optimizer, epoch), epoch, save_async=name == "async")
                 keep(directory, name, state_of(model, optimizer, epoch))
         else:
-            train(model, optimizer, steps=1)
+            train(model, optimizer, 1)
             for epoch, name in enumerate(("async", "sync")):
                 state = state_of(model, optimizer, -1)
                 # Without a path the recipe takes the latest.
@@ -52,7 +42,7 @@ def main():
                 set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
                 compare(directory, name, state_of(model, optimizer, loaded["steps_run"]))
                 torch.manual_seed(3)
-                tell(*train(model, optimizer, steps=2))
+                tell(*train(model, optimizer, 2))
     dist.destroy_process_group()
 
 

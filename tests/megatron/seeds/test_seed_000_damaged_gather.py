@@ -6,6 +6,7 @@ who sent it if it is damaged twice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +22,11 @@ pytest.importorskip("megatron.core")
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
 
-from demo import megatron_cpu
 from robust_dcp.errors import ExchangeError
 from tests.comm.faults import Damage, one_bit_flipped, second_half_missing, zeros
-from tests.harness.ranks import run_ranks, values
-from tests.megatron.torch_dist import chosen, cut, failures_of, save
+from tests.megatron.torch_dist import Scenarios, chosen, cut, failures_of, save
 
+SCENARIOS = Scenarios()
 _DAMAGES = (zeros, one_bit_flipped, second_half_missing)
 
 
@@ -49,61 +49,54 @@ def _slot_of_rank_1_damaged(change: Callable[[bytearray], bytearray]) -> Iterato
         distributed_c10d.all_gather = original
 
 
-def _stock(change: Callable[[bytearray], bytearray]) -> str:
-    """What stock's validation of a save makes of it on this rank."""
-    with _slot_of_rank_1_damaged(change):
-        try:
-            determine_global_metadata({"weight": cut("weight", torch.ones(2))})
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return "no error"
+@SCENARIOS.add
+def stock_unpickles_zeros_on_the_rank_that_got_them_and_the_others_go_on(_: Path) -> None:
+    outcomes = []
+    for change in _DAMAGES:
+        with _slot_of_rank_1_damaged(change):
+            try:
+                determine_global_metadata({"weight": cut("weight", torch.ones(2))})
+                outcomes.append("no error")
+            except Exception as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+    if dist.get_rank() == 0:
+        assert outcomes[0] == r"UnpicklingError: invalid load key, '\x00'."
+    else:
+        assert outcomes == ["no error"] * 3
 
 
-def _run(directory: Path) -> dict[str, Any]:
-    megatron_cpu.install()
-    found: dict[str, Any] = {"stock": [_stock(change) for change in _DAMAGES], "once": [], "twice": []}
-    damage = Damage(1 if dist.get_rank() == 0 else -1, range(0), frames=False)
+@functools.cache
+def _damage() -> Damage:
+    """Of payloads that rank 0 receives from rank 1, for good."""
+    return Damage(1 if dist.get_rank() == 0 else -1, range(0), frames=False)
 
-    def save_damaged(name: str, change: Callable[[bytearray], bytearray], times: int) -> None:
-        damage.which, damage.change, damage.arrivals = range(times), change, 0
-        save({name: cut(name, torch.full((2,), 5.0))}, directory / name)
 
+def _save_damaged(directory: Path, change: Callable[[bytearray], bytearray], times: int) -> None:
+    """What rank 0 receives from rank 1 is damaged so many times."""
+    damage = _damage()
+    damage.which, damage.change, damage.arrivals = range(times), change, 0
+    save({"weight": cut("weight", torch.full((2,), 5.0))}, directory)
+
+
+@SCENARIOS.add
+def ours_asks_again_for_a_payload_that_came_damaged(directory: Path) -> None:
     with chosen():
         for change in _DAMAGES:
-            name = f"{change.__name__}_once"
-            save_damaged(name, change, 1)
-            loaded = dist_checkpointing.load({name: cut(name, torch.zeros(2))}, str(directory / name))
-            found["once"].append(loaded[name].tolist())
-            name = f"{change.__name__}_twice"
-            error, _ = failures_of(lambda name=name, change=change: save_damaged(name, change, 1000))
-            found["twice"].append(
-                (isinstance(error, ExchangeError), getattr(error, "ranks", None), name in str(error), str(error))
-            )
-            found["left"] = [path.name for path in (directory / name).iterdir()]
-    return found
+            _save_damaged(directory / change.__name__, change, 1)
+            template = {"weight": cut("weight", torch.zeros(2))}
+            loaded = dist_checkpointing.load(template, str(directory / change.__name__))
+            assert loaded["weight"].tolist() == [5.0, 5.0]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values(run_ranks(2, _run, tmp_path_factory.mktemp("seed_000"), timeout_seconds=100))
+@SCENARIOS.add
+def ours_names_sender_and_phase_on_all_ranks_if_it_came_damaged_twice(directory: Path) -> None:
+    with chosen():
+        for change in _DAMAGES:
+            path = directory / change.__name__
+            error, _ = failures_of(lambda path=path, change=change: _save_damaged(path, change, 1000))
+            assert isinstance(error, ExchangeError) and error.ranks == [1]
+            assert all(words in str(error) for words in (str(path), "validate: shards", "CRC-32"))
+            assert list(path.iterdir()) == []
 
 
-def test_stock_unpickles_zeros_on_the_rank_that_got_them_and_the_others_go_on(found: list[dict[str, Any]]) -> None:
-    assert found[0]["stock"][0] == r"UnpicklingError: invalid load key, '\x00'."
-    assert found[1]["stock"] == ["no error"] * 3
-
-
-def test_ours_asks_again_for_a_payload_that_came_damaged(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert rank["once"] == [[5.0, 5.0]] * 3
-
-
-def test_ours_names_sender_and_phase_on_all_ranks_if_it_came_damaged_twice(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        for is_exchange_error, ranks, names_checkpoint, message in rank["twice"]:
-            assert is_exchange_error
-            assert ranks == [1]
-            assert names_checkpoint
-            assert "validate: shards" in message
-            assert "CRC-32" in message
-        assert rank["left"] == []
+test_on_two_ranks = SCENARIOS.test()

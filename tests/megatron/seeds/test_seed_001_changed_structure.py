@@ -21,10 +21,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from demo import megatron_cpu
-from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import chosen, cut, per_rank_object, replicated, save
+from tests.megatron.torch_dist import Scenarios, chosen, cut, per_rank_object, replicated, save
+
+SCENARIOS = Scenarios()
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -39,12 +39,6 @@ def _state(step: int) -> dict[str, Any]:
     return state
 
 
-def _save_four_times(directory: Path, strategy: Any) -> None:
-    """As Megatron-LM does with the flag: sharding is validated at the first save only."""
-    for step in (1, 2, 3, 4):
-        save(_state(step), directory / str(step), strategy, validate_access_integrity=step == 1)
-
-
 def _saved(directory: Path) -> dict[str, Any]:
     """The size of each tensor; from 0.19 on there is the common state as well, which is the same in all versions."""
     items = FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -54,66 +48,45 @@ def _saved(directory: Path) -> dict[str, Any]:
     return {key: size for key, size in sizes.items() if not key.startswith("common_state")}
 
 
-def _run(directory: Path) -> dict[str, Any]:
-    megatron_cpu.install()
-    found: dict[str, Any] = {}
-    for name, is_wrapped in (("plain", False), ("fully parallel", True)):
+def _save_four_times(directory: Path, strategy: Any, *, is_wrapped: bool) -> dict[int, Any]:
+    """As Megatron-LM does with the flag: sharding is validated at the first save only."""
+    if is_wrapped:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD, do_cache_distribution=True)
+    for step in (1, 2, 3, 4):
+        save(_state(step), directory / str(step), strategy, validate_access_integrity=step == 1)
+    return {step: _saved(directory / str(step)) for step in (3, 4)}
 
-        def wrapped(strategy: Any, is_wrapped: bool = is_wrapped) -> Any:
-            if not is_wrapped:
-                return strategy
-            return FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD, do_cache_distribution=True)
 
-        stock = directory / f"stock {name}"
-        _save_four_times(stock, wrapped(stock_strategy(cached_metadata=True)))
-        ours = directory / f"ours {name}"
+@SCENARIOS.add
+def stock_drops_what_is_new_and_keeps_old_sizes_without_an_error(directory: Path) -> None:
+    for is_wrapped in (False, True):
+        strategy = stock_strategy(cached_metadata=True)
+        saved = _save_four_times(directory / str(is_wrapped), strategy, is_wrapped=is_wrapped)
+        assert not saved[3].keys() & {"bias", "norm"}
+        assert not any(key.startswith("rerun") for key in saved[3])
+        assert saved[4]["table"] == [4]
+
+
+@SCENARIOS.add
+def ours_saves_all_of_it_in_its_present_size_and_stock_loads_it(directory: Path) -> None:
+    for is_wrapped in (False, True):
         with chosen():
-            _save_four_times(ours, wrapped(TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)))
+            strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+            saved = _save_four_times(directory / str(is_wrapped), strategy, is_wrapped=is_wrapped)
+        sizes = {"weight": [4, 3], "table": [8], "bias": [4], "norm": [3]}
+        assert saved[4] == sizes | {f"rerun_state_machine_state/shard_{rank}_2": "object" for rank in range(2)}
         template = _state(4)
-        for key in ("weight", "table", "bias", "norm"):
+        for key in sizes:
             template[key].data.zero_()
         template["rerun"].data = None
-        loaded = dist_checkpointing.load(template, str(ours / "4"))
-        found[name] = {
-            "stock": [_saved(stock / str(step)) for step in (1, 2, 3, 4)],
-            "ours": _saved(ours / "4"),
-            "loaded": {
-                key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in loaded.items()
-            },
-        }
-    return found
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values(run_ranks(2, _run, tmp_path_factory.mktemp("seed_001"), timeout_seconds=120))
-
-
-@pytest.mark.parametrize("name", ["plain", "fully parallel"])
-def test_stock_drops_what_is_new_and_keeps_old_sizes_without_an_error(found: list[dict[str, Any]], name: str) -> None:
-    for rank in found:
-        third, fourth = rank[name]["stock"][2:]
-        assert "bias" not in third
-        assert "norm" not in third
-        assert not any(key.startswith("rerun") for key in third)
-        assert fourth["table"] == [4]
-
-
-@pytest.mark.parametrize("name", ["plain", "fully parallel"])
-def test_ours_saves_all_of_it_in_its_present_size_and_stock_loads_it(found: list[dict[str, Any]], name: str) -> None:
-    for number, rank in enumerate(found):
-        assert rank[name]["ours"] == {
-            "weight": [4, 3],
-            "table": [8],
-            "bias": [4],
-            "norm": [3],
-            "rerun_state_machine_state/shard_0_2": "object",
-            "rerun_state_machine_state/shard_1_2": "object",
-        }
-        assert rank[name]["loaded"] == {
+        loaded = dist_checkpointing.load(template, str(directory / str(is_wrapped) / "4"))
+        assert loaded.pop("rerun") == {"step": 4, "rank": dist.get_rank()}
+        assert {key: value.tolist() for key, value in loaded.items()} == {
             "weight": [[4.0] * 3] * 2,
             "table": [4.0] * 8,
             "bias": [4.0] * 2,
             "norm": [4.0] * 3,
-            "rerun": {"step": 4, "rank": number},
         }
+
+
+test_on_two_ranks = SCENARIOS.test()

@@ -19,10 +19,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-from demo import megatron_cpu
 from robust_dcp import PlanConflict
-from tests.harness.ranks import run_ranks, values
-from tests.megatron.torch_dist import chosen, failures_of, save
+from tests.megatron.torch_dist import Scenarios, chosen, save
+
+SCENARIOS = Scenarios()
 
 
 def _tensor(key: str, data: torch.Tensor, replica_id: int = 0) -> ShardedTensor:
@@ -33,22 +33,20 @@ def _object(key: str, value: Any) -> ShardedObject:
     return ShardedObject(key, value, (1,), (0,))
 
 
-def _state_dicts() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """For each kind of duplicate the sharded state dicts of both ranks."""
+def _duplicates() -> list[tuple[dict[str, Any], dict[str, Any], str, str, list[int]]]:
+    """The sharded state dicts of both ranks, what stock makes of them, and the key and the ranks to be named."""
     other = {"other": _tensor("other", torch.ones(2))}
-    return {
-        "tensor against bytes": (
-            {"x": _tensor("x/shard_0_1", torch.ones(3))},
-            {"x": _object("x", {"a": 1})},
+    half = torch.ones(4, dtype=torch.bfloat16)
+    return [
+        (
+            *({"x": _tensor("x/shard_0_1", torch.ones(3))}, {"x": _object("x", {"a": 1})}),
+            *("AssertionError", "x/shard_0_1", [0, 1]),
         ),
-        "tensor twice in a plan": ({"a": _tensor("w", torch.zeros(3)), "b": _tensor("w", torch.ones(3))}, other),
-        "object twice in a plan": ({"a": _object("w", {"a": 1}), "b": _object("w", {"b": 2})}, other),
-        "other shapes": ({"a": _tensor("w", torch.ones(4))}, {"a": _tensor("w", torch.ones(6), replica_id=1)}),
-        "other dtypes": (
-            {"a": _tensor("w", torch.ones(4))},
-            {"a": _tensor("w", torch.ones(4, dtype=torch.bfloat16), replica_id=1)},
-        ),
-    }
+        ({"a": _tensor("w", torch.zeros(3)), "b": _tensor("w", torch.ones(3))}, other, "", "w", [0]),
+        ({"a": _object("w", {"a": 1}), "b": _object("w", {"b": 2})}, other, "no error", "w", [0]),
+        ({"a": _tensor("w", torch.ones(4))}, {"a": _tensor("w", torch.ones(6), 1)}, "no error", "w", [0, 1]),
+        ({"a": _tensor("w", torch.ones(4))}, {"a": _tensor("w", half, 1)}, "no error", "w", [0, 1]),
+    ]
 
 
 def _stock_plans(state_dicts: tuple[dict[str, Any], dict[str, Any]]) -> str:
@@ -66,55 +64,24 @@ def _stock_plans(state_dicts: tuple[dict[str, Any], dict[str, Any]]) -> str:
     return "no error"
 
 
-def _run(directory: Path) -> dict[str, Any]:
-    megatron_cpu.install()
-    found: dict[str, Any] = {}
-    for number, name in enumerate(_state_dicts()):
-        stock = _stock_plans(_state_dicts()[name])
-        ours = []
+@SCENARIOS.add
+def stocks_coordinator_asserts_or_says_nothing(_: Path) -> None:
+    for of_rank_0, of_rank_1, outcome, _key, _ranks in _duplicates():
+        if outcome:
+            assert _stock_plans((of_rank_0, of_rank_1)) == outcome
+
+
+@SCENARIOS.add
+def ours_is_one_error_on_all_ranks_that_names_key_and_ranks(directory: Path) -> None:
+    for number in range(len(_duplicates())):
         for is_validated in (True, False):
-            target = directory / f"ours{number}{is_validated}"
-            with chosen():
-                error, _ = failures_of(
-                    lambda name=name, target=target, is_validated=is_validated: save(
-                        _state_dicts()[name][dist.get_rank()], target, validate_access_integrity=is_validated
-                    )
-                )
-            left = [path.name for path in target.iterdir()]
-            ours.append(
-                (isinstance(error, PlanConflict), getattr(error, "key", None), getattr(error, "ranks", None), left)
-            )
-        found[name] = (stock, ours)
-    return found
+            *state_dicts, _, key, ranks = _duplicates()[number]
+            target, mine = directory / f"{number}{is_validated}", state_dicts[dist.get_rank()]
+            with chosen(), pytest.raises(PlanConflict) as caught:
+                save(mine, target, validate_access_integrity=is_validated)
+            assert caught.value.key in (key, f"{key}/shard_0_1")  # of an object the plan knows the part
+            assert caught.value.ranks == ranks
+            assert list(target.iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values(run_ranks(2, _run, tmp_path_factory.mktemp("seed_003"), timeout_seconds=100))
-
-
-def test_stocks_coordinator_asserts_or_says_nothing(found: list[dict[str, Any]]) -> None:
-    assert found[0]["tensor against bytes"][0] == "AssertionError"
-    for silent in ("object twice in a plan", "other shapes", "other dtypes"):
-        assert found[0][silent][0] == "no error"
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "ranks"),
-    [
-        ("tensor against bytes", "x/shard_0_1", [0, 1]),
-        ("tensor twice in a plan", "w", [0]),
-        ("object twice in a plan", "w", [0]),
-        ("other shapes", "w", [0, 1]),
-        ("other dtypes", "w", [0, 1]),
-    ],
-)
-def test_ours_is_one_error_on_all_ranks_that_names_key_and_ranks(
-    found: list[dict[str, Any]], name: str, key: str, ranks: list[int]
-) -> None:
-    for rank in found:
-        for is_conflict, named_key, named_ranks, left in rank[name][1]:
-            assert is_conflict
-            assert named_key in (key, f"{key}/shard_0_1")  # of an object the plan knows the part
-            assert named_ranks == ranks
-            assert left == []
+test_on_two_ranks = SCENARIOS.test()
