@@ -37,13 +37,6 @@ def test_the_pictures_are_those_of_the_figures() -> None:
         assert (DOCS / name).read_text() == content, "run `make docs`"
 
 
-def test_a_changed_figure_is_noticed() -> None:
-    text = (DOCS / "performance.md").read_text()
-    changed = json.loads(json.dumps(MEASURED))
-    changed["planning"]["rows"][0]["cpu_seconds"] *= 2
-    assert text != FIGURES.with_tables(text, changed)
-
-
 def test_the_table_of_promises_is_that_of_the_tests(request: pytest.FixtureRequest) -> None:
     promises = script("promises")
     numbers = promises.cases_in_page()

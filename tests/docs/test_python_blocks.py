@@ -47,9 +47,3 @@ def test_the_python_blocks_of_a_page_run_in_their_order(
     monkeypatch.chdir(tmp_path)
     counts = values(run_ranks(N_RANKS, run_page, page))
     assert counts[0] > 0 and len(set(counts)) == 1
-
-
-def test_the_pages_that_teach_have_blocks() -> None:
-    """The parser finds blocks at all."""
-    found = {page.name for page in pages_with_blocks()}
-    assert {"README.md", "index.md", "switch.md", "async.md"} <= found

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from robust_dcp.storage.index.form import SECTIONS
-from tests.docs.pages import DOCS, PAGES, ROOT, blocks_of
+from tests.docs.pages import DOCS, PAGES, ROOT
 
 README = (ROOT / "README.md").read_text()
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
@@ -41,12 +40,6 @@ def test_its_first_screen_says_what_it_is_and_how_to_switch_it_on_and_off() -> N
     first_screen = "\n".join(lines[:20])
     for words in ("pip install .", "ROBUST_DCP=1", "--ckpt-planner robust_dcp", "ROBUST_DCP=0", "pip uninstall"):
         assert words in first_screen
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
-def test_no_code_of_a_first_page_is_cut_off_beside_two_columns_on_a_laptop(page: Path) -> None:
-    blocks = [block for language in ("python", "console", "text") for block in blocks_of(page, language)]
-    assert max(len(line) for block in blocks for line in str(block.parsed).splitlines()) <= 92
 
 
 def test_there_are_twelve_pages_and_they_stay_short() -> None:

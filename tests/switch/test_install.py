@@ -145,22 +145,6 @@ def test_stocks_own_safetensors_are_stock_and_ours_are_named(tmp_path: Path) -> 
     assert named or done.stdout == "told\n"
 
 
-def test_a_load_planner_of_ones_own_is_asked_for_each_item(tmp_path: Path) -> None:
-    script = """
-        class Planner(DefaultLoadPlanner):
-            seen = []
-            def commit_tensor(self, read_item, tensor):
-                self.seen.append(read_item.dest_index.fqn)
-
-        save(state, checkpoint_id=path + "/1")
-        loaded = empty()
-        load(loaded, checkpoint_id=path + "/1", planner=Planner())
-        check(loaded)
-        assert Planner.seen == ["w"]
-    """
-    run(tmp_path, script, ROBUST_DCP="1")
-
-
 @needs_background_stager
 def test_a_stager_that_copies_in_the_background_gets_the_response_that_stock_gives(tmp_path: Path) -> None:
     script = """
@@ -274,9 +258,20 @@ def test_private_loaders_that_tools_use_read_what_robust_dcp_has_written(tmp_pat
     assert is_ours(tmp_path / "1")
 
 
-def test_a_writer_or_reader_as_the_second_argument_is_taken_as_stock_takes_it(tmp_path: Path) -> None:
-    """Programs for the first versions of DCP call it so. Stock warns and goes on."""
-    script = """
+AS_STOCK = {
+    "a load planner of ones own is asked for each item": """
+        class Planner(DefaultLoadPlanner):
+            seen = []
+            def commit_tensor(self, read_item, tensor):
+                self.seen.append(read_item.dest_index.fqn)
+
+        save(state, checkpoint_id=path + "/1")
+        loaded = empty()
+        load(loaded, checkpoint_id=path + "/1", planner=Planner())
+        check(loaded)
+        assert Planner.seen == ["w"]
+    """,
+    "a writer or reader as the second argument is taken as stock takes it": """
         save(state, FileSystemWriter(path + "/1"))
         loaded = empty()
         load(loaded, FileSystemReader(path + "/1"))
@@ -287,16 +282,8 @@ def test_a_writer_or_reader_as_the_second_argument_is_taken_as_stock_takes_it(tm
             assert "save() got an unexpected keyword argument 'overwrite'" in str(error)
         else:
             raise SystemExit("stock has no such argument")
-    """
-    run(tmp_path, script, ROBUST_DCP="1")
-    assert is_ours(tmp_path / "1")
-
-
-@pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "1"}])
-def test_a_checkpoint_id_moves_stocks_writer_and_reader_for_the_calls_after_it(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    script = """
+    """,
+    "a checkpoint id moves stocks writer and reader for the calls after it": """
         writer, reader = FileSystemWriter(path + "/first"), FileSystemReader(path + "/first")
         save(state, checkpoint_id=path + "/second", storage_writer=writer)
         state["w"] += 1
@@ -309,31 +296,30 @@ def test_a_checkpoint_id_moves_stocks_writer_and_reader_for_the_calls_after_it(
             load(loaded, checkpoint_id=place, storage_reader=reader)
             assert torch.equal(loaded["w"], torch.arange(10.0) + 1), loaded
         assert str(reader.path) == path + "/second"
-    """
-    run(tmp_path, script, **environment)
-
-
-@pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "1"}])
-def test_a_saved_object_takes_the_place_of_a_tensor(environment: dict[str, str], tmp_path: Path) -> None:
-    """A job that resumes with a learning rate in a tensor loads checkpoints in which it was a number."""
-    script = """
+    """,
+    "a saved object takes the place of a tensor": """
         save({"lr": 0.5, "w": torch.ones(2)}, checkpoint_id=path + "/1")
         loaded = {"lr": torch.tensor(0.0), "w": torch.zeros(2)}
         load(loaded, checkpoint_id=path + "/1")
         assert loaded["lr"] == 0.5 and isinstance(loaded["lr"], float) and loaded["w"].sum() == 2
-    """
-    run(tmp_path, script, **environment)
-
-
-@pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "1"}])
-def test_the_writer_has_the_id_of_the_save_that_is_in_the_metadata(environment: dict[str, str], tmp_path: Path) -> None:
-    """PyTorch's own tests compare them (test_compatibility.py)."""
-    script = """
+    """,
+    "the writer has the id of the save that is in the metadata": """
         writer = FileSystemWriter(path)
         for save_again in (save, lambda *args, **kwargs: async_save(*args, **kwargs).result()):
             save_again(state, storage_writer=writer)
             found = FileSystemReader(path).read_metadata().storage_meta
             assert writer.save_id == found.save_id, (writer.save_id, found)
             assert str(found.checkpoint_id) == path
-    """
-    run(tmp_path, script, **environment)
+    """,
+}
+
+
+@pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "1"}], ids=["stock", "ours"])
+@pytest.mark.parametrize("what", AS_STOCK)
+def test_what_programs_take_for_granted_is_so_with_stock_and_with_ours(
+    what: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    run(tmp_path, AS_STOCK[what], **environment)
+    assert {path.parent for path in tmp_path.rglob(".robust_dcp.index")} == (
+        {path.parent for path in tmp_path.rglob(".metadata")} if environment else set()
+    )
