@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from benchmarks.measuring import Row, raw_seconds, show, write_json
-from robust_dcp.staging.blocks import POOL, Block
+from robust_dcp.staging.blocks import _KEPT, Block
 from robust_dcp.staging.staging_buffers import STAGING
 
 __all__ = ["main"]
@@ -126,7 +126,7 @@ def _nbytes(state_dict: dict[str, Any]) -> int:
 def _pinned_mib() -> float:
     """The MiB of memory that is locked for the device and kept for the next save."""
     staged = sum(buffer.nbytes for buffer in STAGING._free if buffer.is_pinned)
-    return (staged + sum(len(block.data) for block in POOL._free if block.is_pinned)) / (1 << 20)
+    return (staged + sum(len(block.data) for block in _KEPT if block.is_pinned)) / (1 << 20)
 
 
 def _save(call: Callable[[str], object], directory: str, rounds: int) -> Row:

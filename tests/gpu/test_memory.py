@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp.staging.blocks import NOT_PINNED, POOL, Block
+from robust_dcp.staging.blocks import NOT_PINNED, Block, release_blocks
 from robust_dcp.staging.staging_buffers import STAGING
 from tests.gpu.device import DEVICE, needs_cuda, save, synchronize
 
@@ -31,11 +31,11 @@ def check_loads(path: Path, value: float) -> None:
 @pytest.fixture
 def locks_no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What was locked for earlier saves is given back. From here on every request is refused."""
-    POOL.release()
+    release_blocks()
     STAGING.release()
     monkeypatch.setattr(Block, "pin", lambda self: setattr(self, "pin_was_refused", True))
     yield
-    POOL.release()
+    release_blocks()
     STAGING.release()
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from robust_dcp.staging.blocks import Block, BlockPool
+from robust_dcp.staging.blocks import _KEPT, Block, BlockLease, release_blocks
 
 
 def test_blocks_begin_at_a_page() -> None:
-    with BlockPool().lease(8192, 3) as lease:
+    with BlockLease(8192, 3) as lease:
         blocks = [lease.take() for _ in range(3)]
         assert [(block.address % 4096, len(block.data)) for block in blocks] == [(0, 8192)] * 3
         blocks[0].data[:] = 7
@@ -20,7 +20,7 @@ def test_blocks_begin_at_a_page() -> None:
 
 
 def test_no_more_blocks_are_given_than_were_leased() -> None:
-    with BlockPool().lease(4096, 2) as lease:
+    with BlockLease(4096, 2) as lease:
         first = lease.take()
         lease.take()
         with pytest.raises(RuntimeError, match="all 2 blocks of 4096 bytes are taken"):
@@ -31,19 +31,19 @@ def test_no_more_blocks_are_given_than_were_leased() -> None:
 
 
 def test_a_later_lease_gets_the_blocks_of_an_earlier_one_if_they_are_as_large() -> None:
-    pool = BlockPool()
-    with pool.lease(4096, 1) as lease:
+    release_blocks()
+    with BlockLease(4096, 1) as lease:
         block = lease.take()
         lease.give_back(block)
-    assert pool.kept_nbytes == 4096
-    with pool.lease(4096, 1) as lease:
+    assert [block] == _KEPT
+    with BlockLease(4096, 1) as lease:
         assert lease.take() is block
         lease.give_back(block)
-    with pool.lease(8192, 1) as lease:
+    with BlockLease(8192, 1) as lease:
         lease.give_back(lease.take())
-    assert pool.kept_nbytes == 8192
-    pool.release()
-    assert pool.kept_nbytes == 0
+    assert [len(each.data) for each in _KEPT] == [8192]
+    release_blocks()
+    assert not _KEPT
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12 on, where threads run as well
@@ -75,6 +75,6 @@ def test_blocks_are_private_memory_that_may_be_in_huge_pages() -> None:
 
 
 def test_blocks_that_devices_read_into_are_not_in_a_forked_process() -> None:
-    with BlockPool(stay_at_fork=True).lease(2 << 20, 1) as lease:
+    with BlockLease(2 << 20, 1, of_load=True) as lease:
         assert "dc" in _flags_of(lease.take())
     assert "dc" not in _flags_of(Block(2 << 20))

@@ -1,7 +1,7 @@
 """Blocks of memory that bytes pass through on their way to or from a file. They are aligned, reused, and limited.
 
-This module owns the memory, and knows who uses it. One pool serves all saves of a process: a save leases blocks of one
-size, and they stay for the next save. A load has a pool of its own and releases it.
+This module owns the memory, and knows who uses it. A save leases blocks of one size, and they stay for the next save.
+A load releases its blocks.
 
 Only into memory that is locked ("pinned") do copies of a CUDA device run by themselves. A machine may refuse to lock
 more. Then nothing is lost but speed, so a refusal must leave no trace: the CUDA runtime keeps the error of a failed
@@ -15,15 +15,14 @@ import ctypes
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["NOT_PINNED", "POOL", "Block", "BlockLease", "BlockPool", "copy_bytes", "copy_each", "memory_at"]
+__all__ = ["NOT_PINNED", "Block", "BlockLease", "copy_bytes", "copy_each", "memory_at", "release_blocks"]
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
@@ -124,63 +123,33 @@ class Block:
         self.is_pinned = self.pin_was_refused = False
 
 
-class BlockPool:
-    """Blocks that nobody uses at the moment. It keeps blocks of one size only: that of the last lease that ended.
+_KEPT: list[Block] = []
+"""Blocks of the last save that has ended, all of one size. The next save will not need those that it has not used."""
 
-    Args:
-        stay_at_fork: see :class:`Block`.
-    """
-
-    def __init__(self, *, stay_at_fork: bool = False) -> None:
-        self._stay_at_fork = stay_at_fork
-        self._free: list[Block] = []
-        self._lock = threading.Lock()
-
-    @property
-    def kept_nbytes(self) -> int:
-        """Memory that the pool holds while no save runs."""
-        return sum(len(block.data) for block in self._free)
-
-    def lease(self, block_nbytes: int, n_blocks: int) -> BlockLease:
-        """Lease up to ``n_blocks`` blocks at a time. Use the result in a ``with`` statement."""
-        return BlockLease(self, block_nbytes, n_blocks)
-
-    def release(self) -> None:
-        """Give all memory back to the system."""
-        self._keep([])
-
-    def _take(self, nbytes: int) -> Block:
-        with self._lock:
-            for number, block in enumerate(self._free):
-                if len(block.data) == nbytes:
-                    return self._free.pop(number)
-        return Block(nbytes, stays_at_fork=self._stay_at_fork)
-
-    def _keep(self, blocks: list[Block]) -> None:
-        """Keep only these blocks. The next save will not need blocks that the last save has not used."""
-        with self._lock:
-            dropped, self._free = self._free, blocks
-        for block in dropped:
-            block.unpin()
+_KEPT_LOCK: Final = threading.Lock()
 
 
 class BlockLease:
-    """The blocks of one save or load. Several threads may call its methods.
+    """The blocks of one save or load, within a ``with`` statement. Several threads may call its methods.
 
-    Attributes:
-        used_nbytes: the most memory that it had at any time.
+    Args:
+        block_nbytes: the size of each block.
+        n_blocks: how many blocks may be taken at a time.
+        of_load: whether it is of a load. Its memory goes back to the system at the end, and a forked process does not
+            get it (:class:`Block`). Blocks of a save stay for the next one.
     """
 
-    def __init__(self, pool: BlockPool, block_nbytes: int, n_blocks: int) -> None:
-        self._pool = pool
+    def __init__(self, block_nbytes: int, n_blocks: int, *, of_load: bool = False) -> None:
         self.block_nbytes = block_nbytes
         self._n_blocks = n_blocks
+        self._of_load = of_load
         self._n_taken = 0
         self._free: list[Block] = []
         self._lock = threading.Lock()
 
     @property
     def used_nbytes(self) -> int:
+        """The most memory that it had at any time."""
         return self._n_taken * self.block_nbytes
 
     def take(self) -> Block:
@@ -196,7 +165,10 @@ class BlockLease:
             if self._n_taken == self._n_blocks:
                 raise RuntimeError(f"all {self._n_blocks} blocks of {self.block_nbytes} bytes are taken")
             self._n_taken += 1
-        return self._pool._take(self.block_nbytes)
+        with _KEPT_LOCK:
+            if not self._of_load and _KEPT and len(_KEPT[-1].data) == self.block_nbytes:
+                return _KEPT.pop()
+        return Block(self.block_nbytes, stays_at_fork=self._of_load)
 
     def give_back(self, block: Block) -> None:
         """Return a block, so that another thread may take it."""
@@ -215,17 +187,33 @@ class BlockLease:
     def __enter__(self) -> BlockLease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:
-        """Return all blocks that nobody has to the pool."""
-        self._pool._keep(self._free)
+        """Keep the blocks that nobody has for the next save, or free them."""
+        if self._of_load:
+            _free(self._free)
+        else:
+            release_blocks(keep=self._free)
         self._free = []
 
 
-POOL = BlockPool()
-"""The blocks of this process."""
+def release_blocks(keep: Sequence[Block] = ()) -> None:
+    """Give the memory that is kept for the next save back to the system.
+
+    Args:
+        keep: what the next save may have instead.
+    """
+    with _KEPT_LOCK:
+        dropped, _KEPT[:] = _KEPT[:], keep
+    _free(dropped)
+
+
+def _free(blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        block.unpin()
+
 
 NOT_PINNED: Final = "copied slowly: the system does not lock memory for the device"
 """What a report says of a save whose memory could not be locked."""

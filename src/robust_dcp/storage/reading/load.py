@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, StorageError
-from robust_dcp.staging.blocks import Block, BlockPool, copy_each
+from robust_dcp.staging.blocks import Block, BlockLease, copy_each
 from robust_dcp.staging.tensor_bytes import DeviceCopies
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
@@ -136,8 +136,7 @@ class _Load:
         self._limit_nbytes = options.buffer_bytes - self._n_threads * self._block_nbytes
         # A direct read takes whole pages, so it may need one more page at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
-        self._memory = BlockPool(stay_at_fork=True)
-        self._blocks = self._memory.lease(nbytes, 2 * self._n_threads)
+        self._blocks = BlockLease(nbytes, 2 * self._n_threads, of_load=True)
         self._threads = ThreadPoolExecutor(self._n_threads, thread_name_prefix="robust_dcp-read")
         self._errors: list[BaseException] = []
         self._files: dict[int, DataFile] = {}
@@ -167,7 +166,6 @@ class _Load:
                 file.close()
             self._files.clear()
             self._blocks.end()
-            self._memory.release()
         self.peak_nbytes = self._peak_pending_nbytes + self._blocks.used_nbytes
 
     # --- reads are started

@@ -24,7 +24,7 @@ import torch
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
-from robust_dcp.staging.blocks import POOL
+from robust_dcp.staging.blocks import BlockLease
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import uncommitted_name
@@ -96,7 +96,7 @@ def write_files(
         page_nbytes = max([PAGE_NBYTES, *(file.alignment.offset for file in made if file.alignment is not None)])
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
-        with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
+        with BlockLease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
             context = WriteContext(files, source, lease, page_nbytes, check_stop)
             emitters = []
             for file, order, nbytes in zip(made, orders, file_nbytes, strict=True):
