@@ -54,8 +54,6 @@ from robust_dcp.storage.reading.reads import PlannedItems, may_ask_early
 from robust_dcp.storage.remote import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writer import RobustWriter
 
-__all__ = ["CheckpointId", "describe", "load", "open_save", "save"]
-
 CheckpointId = str | os.PathLike[str]
 
 logger = logging.getLogger(__name__)

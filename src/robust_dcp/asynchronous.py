@@ -31,8 +31,6 @@ from robust_dcp.writer_process import start_writer, write_in_process
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["AsyncSave", "AsyncSaveOptions", "Executor", "Staging", "WhenBusy", "async_save", "finish_async_saves"]
-
 Staging = Literal["full", "lazy"]
 WhenBusy = Literal["wait", "skip", "raise"]
 Executor = Literal["thread", "process"]

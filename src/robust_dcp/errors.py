@@ -37,23 +37,6 @@ import numpy
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = [
-    "CorruptCheckpoint",
-    "ExchangeError",
-    "ExchangeTimeout",
-    "PlanConflict",
-    "RankFailure",
-    "RobustCheckpointError",
-    "StorageError",
-    "StructureChanged",
-    "UnsafeCheckpoint",
-    "alike",
-    "entry_point",
-    "error_from_fields",
-    "failure_of",
-    "ranks_in_words",
-]
-
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")

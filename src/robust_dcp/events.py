@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-__all__ = ["Event", "EventName", "Listening", "is_heard", "on_event", "tell"]
-
 logger = logging.getLogger(__name__)
 
 _LAST_NUMBER: Final = re.compile(r"(\d{1,18})\D*$")

@@ -15,8 +15,6 @@ from typing import Final
 from robust_dcp.environment import value_of
 from robust_dcp.events import Event, on_event
 
-__all__ = ["ProgressBar", "ProgressLine", "log_event", "watch_in_terminal"]
-
 logger = logging.getLogger("robust_dcp.operations")
 
 _AFTER_SECONDS: Final = 2.0

@@ -18,8 +18,6 @@ from robust_dcp.megatron.options import Planner, add_arguments, choose_planner, 
 from robust_dcp.switch.patching import Patch, Patches, announce, log_left_to_stock
 from robust_dcp.version import __version__
 
-__all__ = ["PATCHES", "install", "install_for_megatron", "uninstall"]
-
 Function = Callable[..., Any]
 Make = Callable[[Function], Function]
 

@@ -20,27 +20,6 @@ from msgspec import Meta
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = [
-    "MAX_NBYTES",
-    "REPORT_NAME",
-    "VERSION",
-    "LoadReport",
-    "Modules",
-    "PhaseReport",
-    "PlanOutcome",
-    "PlanReport",
-    "Ranks",
-    "SaveReport",
-    "SavedReport",
-    "Straggler",
-    "StructureDiff",
-    "decode_report",
-    "encode_report",
-    "find_stragglers",
-    "shortened",
-    "sizes_in_words",
-]
-
 REPORT_NAME: Final = ".robust_dcp.report.json"
 """No reader of checkpoints looks for a file of this name."""
 

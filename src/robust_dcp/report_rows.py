@@ -25,8 +25,6 @@ from robust_dcp.events import Event, EventName, is_heard, tell
 from robust_dcp.report import Modules, PhaseReport, PlanReport, Ranks, SavedReport, find_stragglers, shortened
 from robust_dcp.version import __version__
 
-__all__ = ["AT_PHASE", "PhaseClock", "SaidOfRank", "make_report", "module_sizes", "said_of_rank"]
-
 AT_PHASE: list[Callable[[Channel, str], None]] = []
 """Functions to call when a rank begins a phase, with its name. Tests inject faults here."""
 

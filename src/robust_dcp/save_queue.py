@@ -20,8 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-__all__ = ["SaveFuture", "SaveQueue", "finish_all", "queue_of"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,6 @@ from robust_dcp.staging.tensor_bytes import host_address, wait_for_copies
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
 
-__all__ = ["HeldItems", "StagedSource"]
-
 logger = logging.getLogger(__name__)
 
 _BATCH_NBYTES = 256 << 20

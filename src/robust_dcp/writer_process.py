@@ -40,8 +40,6 @@ from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
 
-__all__ = ["WriterProcess", "start_writer", "write_in_process"]
-
 _LOOK_SECONDS: Final = 0.05
 """While its writer process writes, a rank checks this often whether another rank has given up the save."""
 

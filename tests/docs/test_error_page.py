@@ -13,8 +13,8 @@ from tests.docs.pages import DOCS, ROOT
 
 CLASSES = {
     name
-    for name in errors.__all__
-    if isinstance(getattr(errors, name), type) and issubclass(getattr(errors, name), errors.RobustCheckpointError)
+    for name, each in vars(errors).items()
+    if isinstance(each, type) and issubclass(each, errors.RobustCheckpointError)
 }
 _FEWEST_LETTERS = 4
 """What has fewer is a form of words that only its place makes an error."""

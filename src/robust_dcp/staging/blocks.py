@@ -22,8 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["NOT_PINNED", "Block", "BlockLease", "copy_bytes", "copy_each", "memory_at", "release_blocks"]
-
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
     """Copy memory from the address ``source`` to the address ``target``, without the GIL."""

@@ -22,8 +22,6 @@ import torch
 
 from robust_dcp.staging.blocks import Block
 
-__all__ = ["SHARED_STAGING", "STAGING", "StagingBuffer", "StagingBuffers", "TensorForm", "cpus_near", "stay_near"]
-
 TensorForm = tuple[torch.dtype, torch.Size]
 """Dtype and size of a tensor. Its place in a buffer depends on nothing else."""
 

@@ -16,18 +16,6 @@ import torch
 
 from robust_dcp.staging.blocks import NOT_PINNED, Block, copy_bytes
 
-__all__ = [
-    "DeviceCopies",
-    "TensorBytes",
-    "flat_bytes",
-    "host_address",
-    "on_cpu",
-    "parts_in_order",
-    "to_host",
-    "to_host_together",
-    "wait_for_copies",
-]
-
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 """Only these classes are known to be nothing but their data."""
 
