@@ -56,31 +56,21 @@ def test_a_phase_that_a_load_went_through_twice_counts_twice() -> None:
     assert found["robust_dcp/load/plan_seconds"] == 1.5 and found["robust_dcp/load/read_seconds"] == 2.0
 
 
-def drawn(*events: Event, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a bar that appears at once prints into a terminal."""
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    bar = ProgressBar(after_seconds=0.0)
-    for event in events:
-        bar(event)
-    return screen.getvalue()
+def test_the_bar_shows_the_phase_and_its_bytes_on_rank_0_and_not_those_of_an_async_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def drawn(rank: int, is_async: bool) -> str:
+        """What a bar that appears at once prints into a terminal."""
+        monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
+        bar = ProgressBar(after_seconds=0.0)
+        bar(Event("started", "save x", rank, 2, is_async=is_async))
+        bar(Event("phase_started", "save x", rank, 2, phase="write"))
+        bar(Event("progress", "save x", rank, 2, done_nbytes=1 << 30, total_nbytes=2 << 30))
+        bar(Event("ended", "save x", rank, 2))
+        return screen.getvalue()
 
-
-def told(name: str, **more: object) -> Event:
-    return Event(name, "save x", 0, 2, **more)  # type: ignore[arg-type]
-
-
-def test_the_bar_shows_the_phase_and_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = told("progress", done_nbytes=1 << 30, total_nbytes=2 << 30)
-    text = drawn(told("started"), told("phase_started", phase="write"), half, told("ended"), monkeypatch=monkeypatch)
-    assert "write" in text and "1024.0/2048.0 MiB" in text
-
-
-def test_the_bar_of_an_async_save_or_of_another_rank_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = Event("started", "save x", 0, 2, is_async=True)
-    half = Event("progress", "save x", 0, 2, done_nbytes=1, total_nbytes=2)
-    other = [Event("started", "save y", 1, 2), Event("progress", "save y", 1, 2, done_nbytes=1, total_nbytes=2)]
-    assert drawn(begun, half, *other, monkeypatch=monkeypatch) == ""
+    assert "write" in drawn(0, is_async=False) and "1024.0/2048.0 MiB" in drawn(0, is_async=False)
+    assert drawn(0, is_async=True) == drawn(1, is_async=False) == ""
 
 
 PROGRAM = """
