@@ -18,7 +18,7 @@ from robust_dcp.megatron.options import (
     default_planner,
     options_from_environment,
 )
-from tests.megatron.patch_table import DOCUMENT
+from tests.megatron.patch_table import DOCUMENT, table, table_in_document
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,8 @@ def test_install_s_choice_holds_where_nothing_else_says(monkeypatch: pytest.Monk
     assert current_options().planner == "default"
 
 
-def test_the_document_lists_every_option() -> None:
+def test_the_document_lists_every_option_and_all_that_is_replaced() -> None:
+    assert table_in_document() == table()
     section = DOCUMENT.read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
     rows = [row for row in section.splitlines() if row.startswith("| `--ckpt-")]
     assert len(rows) == len(OPTIONS)
