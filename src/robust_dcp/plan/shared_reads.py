@@ -13,11 +13,9 @@ import hashlib
 import io
 import logging
 import os
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -115,12 +113,8 @@ def node_reads_the_same(agreement: Agreement) -> bool:
 def _digest(items: Sequence[ReadItem]) -> bytes:
     if not items:
         return _NOTHING
-    indices = [item.storage_index for item in items]
-    names = "\n".join([index.fqn for index in indices]).encode()
-    boxes = [box for item in items for box in (item.storage_index.offset or (), item.storage_offsets, item.lengths)]
-    numbers = array("q", chain.from_iterable(boxes)).tobytes()
-    lengths = array("q", map(len, (names, *boxes))).tobytes()
-    return hashlib.blake2b(lengths + names + numbers, digest_size=len(_NOTHING)).digest()
+    parts = [(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths) for item in items]
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=len(_NOTHING)).digest()
 
 
 def ranks_share(agreement: Agreement) -> bool:
@@ -220,11 +214,11 @@ class ReadShare(msgspec.Struct, frozen=True):
         n_rounds: the number of rounds, if ranks read for others what they do not need; all ranks take part in each.
     """
 
-    groups: dict[int, tuple[int, ...]]
-    transfers: dict[int, tuple[int, int, bool]]
-    transfer_of: bytes
-    buckets: bytes
-    any_on_device: bool
+    groups: dict[int, tuple[int, ...]] = {}
+    transfers: dict[int, tuple[int, int, bool]] = {}
+    transfer_of: bytes = b""
+    buckets: bytes = b""
+    any_on_device: bool = False
     to_read: dict[int, tuple[Box, ...]] = {}
     n_rounds: int = 0
 
@@ -735,22 +729,19 @@ class SharedReads:
         self._reader = reader
         self._items = items
         self._move_on_device = move_on_device
-        self._n_rounds = 0 if share is None else share.n_rounds
+        share = share or ReadShare()
+        self._n_rounds = share.n_rounds
         self._received: set[int] = set(needed.elsewhere)
         self._objects: dict[int, torch.Tensor] = {}  # by the place of the item
         self._buckets: list[Bucket] = []
         self._parts: list[list[torch.Tensor]] = []  # of each bucket: the tensors that it holds, or the parts of one
         self._to_read: dict[int, Sequence[Box]] = {}
         self._first = 0
-        if share is not None:
-            self._unpack(share, needed)
-
-    def _unpack(self, share: ReadShare, needed: _Needed) -> None:
-        """Find out what each bucket holds: needs of this rank (or a piece of one), or what it only reads."""
+        # Find out what each bucket holds: needs of this rank (or a piece of one), or what it only reads.
         transfer_of = np.frombuffer(share.transfer_of, dtype="<i4")
         members = {number: np.flatnonzero(transfer_of == number).tolist() for number in share.transfers}
-        for number, (_, reader, _) in share.transfers.items():
-            if reader != self._rank:
+        for number, (_, reader_rank, _) in share.transfers.items():
+            if reader_rank != self._rank:
                 self._received.update(needed.places[need] for need in members[number])
         targets = list(needed.targets)
         for number in np.flatnonzero(transfer_of >= 0).tolist():
@@ -853,12 +844,9 @@ class SharedReads:
         if len(parts) == 1 and received.data_ptr() == parts[0].data_ptr():
             return
         for part, where in _side_by_side(parts, received):
-            if part.is_contiguous() and is_plain(part):
-                flat_bytes(part).copy_(where)
-            else:
-                flat = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-                flat_bytes(flat).copy_(where)
-                part.copy_(flat)
+            flat = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+            flat_bytes(flat).copy_(where)
+            part.copy_(flat)
 
 
 class _IntoSlots(DefaultLoadPlanner):
