@@ -520,8 +520,12 @@ class _Load:
                 self.read(batch[:middle], metadata, mark)
                 self.read(batch[middle:], metadata, mark)
             elif isinstance(error, UnsafeCheckpoint) and are_plain:  # perhaps a tensor of a class of the user
-                findings.notes.append(f"a load has to trust {first.at.fqn}: {error.message}")
+                unverified_nbytes = findings.unverified_nbytes
                 self.read([first._replace(kind=None)], metadata, mark)
+                if mark is not None and findings.unverified_nbytes > unverified_nbytes:
+                    findings.add(error, first.file, first.at.fqn)  # all that we save has checksums: it is damaged
+                else:
+                    findings.notes.append(f"a load has to trust {first.at.fqn}: {error.message}")
             else:
                 findings.add(error, first.file, first.at.fqn)
                 self.n_problems[first.file] += 1 if getattr(error, "item", None) else _MOST_OF_FILE

@@ -177,6 +177,17 @@ def test_a_record_of_another_item_is_found(checkpoints: tuple[Path, Path], memor
     assert is_found(load_whole, path) and is_found(load_sliced, path)
 
 
+@pytest.mark.parametrize("text", [b"I0x10\n0cos\nsystem\n.", b"\x80\x02cposix\nmkdir\n", b"(lp0\n."])
+def test_a_record_that_begins_as_a_pickle_of_other_times_is_damaged(text: bytes, memory_path: Path) -> None:
+    """A load refuses it as unsafe. It has no checksum that could be compared, as all that we save has."""
+    save(memory_path, 1, "torch")
+    (file, one, _), _ = records(memory_path)
+    data = bytearray(file.read_bytes())
+    data[one : one + len(text)] = text
+    file.write_bytes(data)
+    assert is_found(load_whole, memory_path) and command("verify", memory_path) == 1
+
+
 def test_data_files_that_are_exchanged_are_found(checkpoints: tuple[Path, Path], memory_path: Path) -> None:
     path = memory_path / "c"
     shutil.copytree(checkpoints[0], path)
