@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises.cluster import Cluster, why_not
+from tests.harness.hosts import Cluster, why_no_cluster
 from tests.promises.programs import run_program
 
-_WHY_NOT = why_not()
+_WHY_NOT = why_no_cluster()
 pytestmark = pytest.mark.skipif(_WHY_NOT != "", reason=_WHY_NOT)
 
 _SAVE_AND_LOAD = """

@@ -20,7 +20,7 @@ import robust_dcp
 from robust_dcp import CheckpointManager, CorruptCheckpoint, RobustPlanner, RobustWriter, StorageError
 from tests.faults.disk import Fault, FaultDisk, kill
 from tests.harness.faults import kill_in
-from tests.harness.nodes import become_node, can_become_node
+from tests.harness.hosts import become_node, can_become_node
 from tests.harness.ranks import errors, in_ranks, run_ranks, values
 
 ROWS = 24

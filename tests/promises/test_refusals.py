@@ -20,7 +20,7 @@ import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from tests.faults.disk import CHANGES, Call, Fault, FaultDisk, Full, each_call, short
-from tests.harness.nodes import become_node, can_become_node
+from tests.harness.hosts import become_node, can_become_node
 from tests.harness.ranks import in_ranks, run_ranks, values
 from tests.promises.scenarios import SAVES, SCENARIOS, Scenario, generation, save, state, where
 

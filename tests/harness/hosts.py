@@ -1,4 +1,17 @@
-"""A cluster on one machine: hosts that are network namespaces, with interfaces and names of their own.
+"""Ranks on pretended machines: with directories of their own under the same path, and with networks of their own.
+
+A rank that calls :func:`become_node` gets a mount namespace of its own, in which another directory lies over a path,
+and a host name. Linux only; it needs the right to make namespaces, which root has, and others where the kernel allows
+user namespaces.
+
+    def save_on_two_nodes(path: str, nodes: str) -> None:
+        node = int(os.environ["RANK"]) // 2
+        become_node(f"node{node}", path, f"{nodes}/{node}")      # before any thread is started
+        dist.init_process_group("gloo")
+
+    values(run_ranks(4, save_on_two_nodes, str(path), str(nodes), init=False))
+
+Hosts of a :class:`Cluster` are network namespaces, which takes root:
 
     with Cluster(2) as cluster:
         run_program(script, directory, size=4, become_host=cluster.host_of(2), env=cluster.env())
@@ -15,20 +28,60 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Cluster", "why_not"]
+__all__ = ["Cluster", "become_node", "can_become_node", "why_no_cluster"]
 
-_CLONE_NEWNET, _CLONE_NEWNS, _CLONE_NEWUTS = 0x40000000, 0x00020000, 0x04000000
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 1 << 18
+_REPOSITORY = Path(__file__).parents[2]
 
 
-def why_not() -> str:
-    """Why this machine cannot have a cluster; empty if it can."""
+def become_node(host: str, path: str | os.PathLike[str], own: str | os.PathLike[str]) -> None:
+    """Make this thread, and those that it starts from now on, see ``own`` under ``path``.
+
+    Args:
+        host: the name of the pretended machine. Ranks with the same name are on one node.
+        path: an existing directory.
+        own: the node's directory that lies over it. It is made if it does not exist.
+
+    Raises:
+        OSError: this process may not make namespaces; or it already has threads, and is not root.
+    """
+    os.makedirs(own, exist_ok=True)
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.geteuid(), os.getegid()
+    if libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS) != 0:
+        _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWUSER))
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+    _mount(b"none", b"/", flags=_MS_REC | _MS_PRIVATE)
+    _mount(os.fsencode(own), os.fsencode(path))
+    socket.sethostname(host)
+
+
+@functools.cache
+def can_become_node() -> bool:
+    """Whether processes may become nodes here."""
+    if sys.platform != "linux":
+        return False
+    code = (
+        "import tempfile; from tests.harness.hosts import become_node; "
+        "become_node('n', tempfile.mkdtemp(), tempfile.mkdtemp())"
+    )
+    return (
+        subprocess.run([sys.executable, "-c", code], cwd=_REPOSITORY, capture_output=True, check=False).returncode == 0
+    )
+
+
+def why_no_cluster() -> str:
+    """Why this machine cannot have a :class:`Cluster`; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces take root"
     if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -138,13 +191,16 @@ def _become_host(names: str, ranks_per_host: int, hosts_file: str, drives: Path 
     with open(f"/run/netns/{names}{host}") as namespace:
         _check(libc.setns(namespace.fileno(), _CLONE_NEWNET))
     _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS))
-    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
-    _check(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))  # where gloo looks for interfaces
-    _check(libc.mount(os.fsencode(hosts_file), b"/etc/hosts", None, _MS_BIND, None))
+    _mount(b"none", b"/", flags=_MS_REC | _MS_PRIVATE)
+    _mount(b"sysfs", b"/sys", b"sysfs", flags=0)  # where gloo looks for interfaces
+    _mount(os.fsencode(hosts_file), b"/etc/hosts")
     if drives is not None:
-        drive = os.path.join(os.path.dirname(hosts_file), f"drive{host}")
-        _check(libc.mount(os.fsencode(drive), os.fsencode(drives), None, _MS_BIND, None))
+        _mount(os.fsencode(os.path.join(os.path.dirname(hosts_file), f"drive{host}")), os.fsencode(drives))
     socket.sethostname(f"host{host}")
+
+
+def _mount(source: bytes, target: bytes, kind: bytes | None = None, *, flags: int = _MS_BIND) -> None:
+    _check(ctypes.CDLL(None, use_errno=True).mount(source, target, kind, flags, None))
 
 
 def _check(result: int) -> None:
