@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
-from tests.faults.disk import CHANGES, Call, Fault, FaultDisk, Full, each_call, short
+from tests.faults.disk import CHANGES, Fault, FaultDisk, Full, each_call, short
 from tests.harness.hosts import become_node, can_become_node
 from tests.harness.ranks import in_ranks, run_ranks, values
-from tests.promises.scenarios import SAVES, SCENARIOS, Scenario, generation, save, state, where
+from tests.promises.scenarios import SAVES, SCENARIOS, Scenario, generation, save, where
 
 REFUSALS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "EACCES", "EPERM", "ESTALE", "EMFILE", "ETIMEDOUT", "ENOTCONN")
 EVERYTHING = CHANGES | {"open", "read", "close", "list", "stat", "room", "lock"}
@@ -108,27 +108,6 @@ def test_a_file_system_without_locks_links_or_preallocation_is_good_enough(memor
         for value in (1, 2):
             save(path, value)
             assert generation(path) == value
-
-
-@pytest.mark.parametrize("moment", ["create:__*", "create:.metadata.*", "rename:.robust_dcp.index"])
-def test_a_save_gives_way_to_another_program_that_has_saved_meanwhile(moment: str, memory_path: Path) -> None:
-    """Stock knows no locks. Its checkpoint is whole, and nobody has replaced it knowingly."""
-    path = str(memory_path / "c")
-    save(path, 1)
-
-    def save_by_stock(call: Call) -> None:
-        dcp.save(state(7), storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=False), no_dist=True)
-
-    if moment.startswith("rename"):  # the last look is behind; what was overwritten is overwritten as a whole
-        with FaultDisk(memory_path, on={f"{moment}#1": save_by_stock}):
-            save(path, 2)
-        assert generation(path) == 2
-        return
-    with FaultDisk(memory_path, on={f"{moment}#1": save_by_stock}), pytest.raises(StorageError, match=r"\.metadata"):
-        save(path, 2)
-    assert generation(path) == 7
-    save(path, 9)
-    assert generation(path) == 9
 
 
 # --- a disk that is too small: an error on all ranks before the first byte --------------------------------------------
