@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from robust_dcp.api import save as save
     from robust_dcp.asynchronous import AsyncSave as AsyncSave
     from robust_dcp.asynchronous import async_save as async_save
-    from robust_dcp.asynchronous import finish_async_saves as finish_async_saves
     from robust_dcp.comm.channel import Channel as Channel
     from robust_dcp.drain.copy import CopyResult as CopyResult
     from robust_dcp.drain.copy import copy_checkpoint as copy_checkpoint
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from robust_dcp.plan.signature import StructureSignature as StructureSignature
     from robust_dcp.report import LoadReport as LoadReport
     from robust_dcp.report import SaveReport as SaveReport
+    from robust_dcp.save_queue import finish_async_saves as finish_async_saves
     from robust_dcp.storage.reader import RobustReader as RobustReader
     from robust_dcp.storage.reading.read_options import ReadOptions as ReadOptions
     from robust_dcp.storage.remote import CopyOptions as CopyOptions
@@ -50,7 +50,7 @@ __getattr__, __dir__ = names_from(
     __name__,
     {
         "robust_dcp.api": ("load", "save"),
-        "robust_dcp.asynchronous": ("AsyncSave", "async_save", "finish_async_saves"),
+        "robust_dcp.asynchronous": ("AsyncSave", "async_save"),
         "robust_dcp.comm.channel": ("Channel",),
         "robust_dcp.drain.copy": ("CopyResult", "copy_checkpoint"),
         "robust_dcp.drain.nearest": ("nearest_copy",),
@@ -72,6 +72,7 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.plan.save_planner": ("RobustPlanner",),
         "robust_dcp.plan.signature": ("StructureSignature",),
         "robust_dcp.report": ("LoadReport", "SaveReport"),
+        "robust_dcp.save_queue": ("finish_async_saves",),
         "robust_dcp.storage.reader": ("RobustReader",),
         "robust_dcp.storage.reading.read_options": ("ReadOptions",),
         "robust_dcp.storage.remote": ("CopyOptions",),

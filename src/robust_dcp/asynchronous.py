@@ -23,7 +23,7 @@ from robust_dcp.comm import Offer
 from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport
-from robust_dcp.save_queue import SaveFuture, finish_all
+from robust_dcp.save_queue import SaveFuture
 from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
 from robust_dcp.writer_process import start_writer, write_in_process
@@ -250,21 +250,6 @@ def async_save(
     if staging == "full":
         saving.wait_staged()
     return saving
-
-
-def finish_async_saves(timeout_seconds: float | None = None) -> bool:
-    """Wait for all async saves of this process, and for all drains (``RobustWriter(path, drain_to=…)``).
-
-    Args:
-        timeout_seconds: how long to wait; ``None`` for as long as it takes.
-
-    Returns:
-        Whether all are over.
-
-    Raises:
-        RobustCheckpointError: a save has failed, and its error was not raised yet.
-    """
-    return finish_all(timeout_seconds)
 
 
 def _finish(

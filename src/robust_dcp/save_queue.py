@@ -179,8 +179,12 @@ def _all_queues() -> list[SaveQueue]:
     return [queue for _, queue in sorted(_QUEUES.copy().items(), key=lambda item: item[0])]
 
 
-def finish_all(timeout_seconds: float | None = None) -> bool:
-    """Wait for all async saves and drains of this process, and for the callbacks of their futures.
+def finish_async_saves(timeout_seconds: float | None = None) -> bool:
+    """Wait for all async saves of this process, for all drains (``RobustWriter(path, drain_to=…)``), and for the
+    callbacks of their futures.
+
+    Args:
+        timeout_seconds: how long to wait; ``None`` for as long as it takes.
 
     Returns:
         Whether all are over. ``False`` means that the time is up.
