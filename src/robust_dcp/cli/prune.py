@@ -24,6 +24,7 @@ from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
 from robust_dcp.manager.series import Checkpoint, Series, policies_of, prune, series_in
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 
 __all__ = ["declare", "run"]
@@ -90,7 +91,7 @@ def run(options: Namespace) -> int:
 
 
 def _series(disk: Disk, root: str, name: str | None) -> Series:
-    """The series that is meant: the only one, or the one that was named."""
+    """The series that is meant: the only one that holds something of ours, or the one that was named."""
     if name is not None:
         try:
             chosen = Series(disk, root, name)
@@ -100,10 +101,18 @@ def _series(disk: Disk, root: str, name: str | None) -> Series:
             raise CommandFailed(f"{root} holds nothing that is called as --name {name!r} says")
         return chosen
     there = series_in(disk, root)
-    if len(there) > 1:
-        options = " or ".join(f"--name {shlex.quote(series.name)}" for series in there)
-        raise CommandFailed(f"{root} holds {len(there)} series of checkpoints: say which one with {options}")
-    return next(iter(there), Series(disk, root))
+
+    def is_ours(series: Series, path: str) -> bool:
+        try:
+            return series.is_ours(path)
+        except errors.StorageError:  # nobody knows, so it may be
+            return True
+
+    ours = [each for each in there if any(is_ours(each, checkpoint.path) for checkpoint in each.look())]
+    if len(ours) > 1:
+        options = " or ".join(f"--name {shlex.quote(series.name)}" for series in ours)
+        raise CommandFailed(f"{root} holds {len(ours)} series of checkpoints: say which one with {options}")
+    return next(iter([*ours, *there]), Series(disk, root))
 
 
 def _check_metric(checkpoints: list[Checkpoint], metric: str | None) -> None:
