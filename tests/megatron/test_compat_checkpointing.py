@@ -16,7 +16,7 @@ import pytest
 
 from tests.megatron.training_job import Job, run_job
 
-pytestmark = [pytest.mark.compat, pytest.mark.slow]
+pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _OURS = ("--ckpt-planner", "robust_dcp", "--ckpt-exchange-timeout-seconds", "30")
 _TORCH_DIST = ("--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--verify-integrity")
@@ -79,54 +79,34 @@ def _plans_in_log(job: Job) -> list[tuple[str, str]]:
     return re.findall(r"saved .*iter_00000(\d\d) \(rank 0 of 2\): .*; plan (\w+): ", job.output)
 
 
-def test_save_checkpoint_names_the_new_checkpoint_and_repeats_its_plan(jobs: _Jobs) -> None:
-    assert jobs.ours.of_step(0, "tracker") == ["10", "10"]
-    assert jobs.ours.of_step(1, "tracker") == ["20", "20"]
-    assert jobs.ours.of_step(0, "plan") == ["built", "built"]
-    assert jobs.ours.of_step(1, "plan") == ["reused", "reused"]
-    assert _plans_in_log(jobs.ours) == [("10", "built"), ("20", "reused"), ("40", "reused")]
+def test_checkpoints_go_both_ways_between_ours_and_stock_and_plans_are_repeated(jobs: _Jobs) -> None:
+    ours, stock, last = jobs.ours, jobs.stock, jobs.last
+    assert [ours.of_step(step, "tracker") for step in (0, 1)] == [["10", "10"], ["20", "20"]]
+    assert [ours.of_step(step, "plan") for step in (0, 1)] == [["built", "built"], ["reused", "reused"]]
+    assert _plans_in_log(ours) == [("10", "built"), ("20", "reused"), ("40", "reused")]
+    assert "robust_dcp" not in stock.output
+    assert stock.of_step(1, "tracker") == ["50", "50"]
+    for loading, place, saving, saved_at, iteration in (
+        (stock, 0, ours, 1, 20),
+        (last, 1, ours, 3, 40),
+        (last, 2, stock, 1, 50),
+    ):
+        assert loading.of_step(place, "iteration") == [iteration, iteration]
+        assert loading.of_step(place, "digest") == saving.of_step(saved_at, "digest")
 
 
-def test_load_checkpoint_of_stock_megatron_restores_what_ours_saved(jobs: _Jobs) -> None:
-    assert "robust_dcp" not in jobs.stock.output
-    assert jobs.stock.of_step(0, "iteration") == [20, 20]
-    assert jobs.stock.of_step(0, "digest") == jobs.ours.of_step(1, "digest")
-
-
-def test_load_checkpoint_with_ours_restores_what_ours_saved(jobs: _Jobs) -> None:
-    assert jobs.last.of_step(1, "iteration") == [40, 40]
-    assert jobs.last.of_step(1, "digest") == jobs.ours.of_step(3, "digest")
-
-
-def test_load_checkpoint_with_ours_restores_what_stock_megatron_saved(jobs: _Jobs) -> None:
-    assert jobs.stock.of_step(1, "tracker") == ["50", "50"]
-    assert jobs.last.of_step(2, "iteration") == [50, 50]
-    assert jobs.last.of_step(2, "digest") == jobs.stock.of_step(1, "digest")
-
-
-def test_a_file_that_is_not_as_it_was_saved_is_named_on_all_ranks_before_anything_is_loaded(jobs: _Jobs) -> None:
-    of_rank_0, of_rank_1 = jobs.last.of_step(0, "error")
-    assert of_rank_0 == of_rank_1
-    assert of_rank_0[0] == "RefusedByMegatron"
+def test_what_fails_is_the_same_exception_on_all_ranks_or_with_warn_in_the_log(jobs: _Jobs) -> None:
+    of_rank_0, of_rank_1 = jobs.last.of_step(0, "error")  # of a file that is not as it was saved
+    assert of_rank_0 == of_rank_1 and of_rank_0[0] == "RefusedByMegatron"
     assert re.search(r"__1_0\.\w+\.distcp: expected ", of_rank_0[1])
-
-
-def test_with_warn_a_failed_save_is_logged_and_training_goes_on(jobs: _Jobs) -> None:
-    assert jobs.ours.of_step(2, "error") == [None, None]
-    assert jobs.ours.of_step(2, "tracker") == ["20", "20"]
+    assert [jobs.ours.of_step(2, key) for key in ("error", "tracker")] == [[None, None], ["20", "20"]]
     assert not (jobs.directory / "ours" / "iter_0000030" / "metadata.json").exists()
     assert "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)" in jobs.ours.output
     assert "File too large" in jobs.ours.output
     assert jobs.ours.of_step(3, "tracker") == ["40", "40"]
-
-
-def test_with_raise_a_failed_save_is_the_same_exception_on_all_ranks(jobs: _Jobs) -> None:
     of_rank_0, of_rank_1 = jobs.last.of_step(4, "error")
-    assert of_rank_0 == of_rank_1
     name, message, failed_ranks = of_rank_0
-    assert name == "StorageError"
-    assert "File too large" in message
-    assert failed_ranks == [1]
+    assert of_rank_0 == of_rank_1 and (name, failed_ranks) == ("StorageError", [1]) and "File too large" in message
     assert jobs.last.of_step(4, "tracker") == ["60", "60"]
 
 

@@ -65,7 +65,7 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
             :class:`TrainingLoop` on rank 1).
 
     Raises:
-        AssertionError: a rank failed, or was still running after 100 seconds; all have ended then.
+        AssertionError: a rank failed, or was still running after 400 seconds; all have ended then.
     """
     directory.mkdir(parents=True)
     command = [sys.executable, __file__, *_MODEL.split(), *map(str, arguments)]
@@ -85,7 +85,7 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
             )
             for rank in range(_RANKS)
         ]
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 400
         try:
             codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired:
