@@ -14,10 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel
-from robust_dcp.comm.connections import Connections, Moving, Whereabouts
-from robust_dcp.comm.endings import Notes
+from robust_dcp.comm.connections import Ask, Connections, Moving, Whereabouts
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
+from robust_dcp.comm.store import Notes
 
 
 class CountingStore(dist.Store):
@@ -94,9 +94,9 @@ class Group(contextlib.AbstractContextManager["Group"]):
     def _link(self, rank: int) -> Link:
         notes = Notes(self.store, "robust_dcp/bench")
 
-        def make_connections(place: str) -> Connections:
+        def make_connections(place: str, ask: Ask) -> Connections:
             here = Whereabouts("bench", "127.0.0.1", "this host")
-            return _CountingConnections(self.nbytes[rank], notes.under(place), rank, self.size, here, b"hi")
+            return _CountingConnections(self.nbytes[rank], ask, rank, self.size, here, b"hi")
 
         return Link(rank=rank, ranks=tuple(range(self.size)), notes=notes, make_connections=make_connections)
 

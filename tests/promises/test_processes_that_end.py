@@ -279,3 +279,27 @@ def test_many_groups_cost_few_open_files_and_threads(tmp_path: Path) -> None:
         assert int(words[words.index("files") + 1]) <= 20 * 11  # on rank 0, which has the store
         assert int(words[words.index("threads") + 1]) <= 3
         assert each.exitcode == 0
+
+
+def test_ranks_whose_store_is_frozen_give_up_in_time_and_end_at_once(tmp_path: Path) -> None:
+    script = """
+    import atexit, subprocess
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if rank == 0:  # it hosts the store, and the others have not asked that for anything yet
+        subprocess.Popen(["sh", "-c", f"sleep 30; kill -KILL {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    atexit.register(lambda: print("ended after", time.monotonic() - began, flush=True))
+    try:
+        robust_dcp.save(state(1), checkpoint_id=path, timeout_seconds=4)
+    except robust_dcp.ExchangeTimeout as error:
+        print("named", error.missing_ranks, "after", time.monotonic() - began, flush=True)
+        sys.exit(1)
+    """
+    frozen, *others = run_program(script, tmp_path, size=3, in_new_interpreter=True, timeout_seconds=90)
+    assert frozen.exitcode == -signal.SIGKILL
+    for each in others:
+        assert "named [0] after" in each.output and each.exitcode == 1
+        named, ended = (float(each.output.partition(f"{word} after ")[2].split()[0]) for word in ("[0]", "ended"))
+        assert ended - named < 8, "EXIT_SECONDS had to end it"

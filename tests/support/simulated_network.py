@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from robust_dcp.comm.connections import Broken, Connections, Moving, Whereabouts
-from robust_dcp.comm.endings import Notes
+from robust_dcp.comm.connections import Ask, Broken, Connections, Moving, Whereabouts
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.comm.link import Link
+from robust_dcp.comm.store import Notes
 
 __all__ = ["Fault", "FaultKind", "SimulatedNetwork"]
 
@@ -82,9 +82,9 @@ class _StoreOfRank(dist.Store):
 class _SimulatedConnections(Connections):
     """The connections of one rank in one place, without gloo."""
 
-    def __init__(self, network: SimulatedNetwork, place: str, store: Any, rank: int) -> None:
+    def __init__(self, network: SimulatedNetwork, place: str, ask: Ask, rank: int) -> None:
         here = Whereabouts(f"rank {rank} of a simulation", "", "")
-        super().__init__(store, rank, network.size, here, b"hi")
+        super().__init__(ask, rank, network.size, here, b"hi")
         self._network = network
         self._place = place
         network.join(place, rank, self)
@@ -149,7 +149,7 @@ class SimulatedNetwork:
             rank=rank,
             ranks=tuple(range(self.size)),
             notes=notes,
-            make_connections=lambda place: _SimulatedConnections(self, place, notes.under(place), rank),
+            make_connections=lambda place, ask: _SimulatedConnections(self, place, ask, rank),
             store_host=self._store_host,
         )
 

@@ -23,7 +23,6 @@ import datetime
 import fcntl
 import itertools
 import os
-import re
 import resource
 import socket
 import struct
@@ -40,6 +39,7 @@ import torch.distributed as dist
 from robust_dcp.comm import patience
 from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.nodes import BOOT_ID
+from robust_dcp.comm.store import host_of, short
 from robust_dcp.errors import RobustCheckpointError
 
 __all__ = ["CONNECTING_FAILED", "INTERFACE", "Broken", "Connections", "Moving", "Whereabouts", "make_device"]
@@ -63,18 +63,16 @@ _CONNECT_TIMEOUT = datetime.timedelta(seconds=2)
 _FOR_EVER = datetime.timedelta(days=3650)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
-_STORE_TIMEOUT = datetime.timedelta(seconds=10)
-"""How long gloo waits for a key, which is there already."""
-
-_STORE_CONNECT_TIMEOUT = datetime.timedelta(seconds=1)
-"""How long torch goes on to connect to a store that accepts us and does not answer; it takes up to thrice that time."""
-
 _SPARE_FILES = 64
 """Room for files that others open meanwhile: data files, libraries."""
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _SOMEWHERE = "192.0.2.1"  # an address for documentation; nothing is sent there
 _ADDRESSES_OF_IPV6 = Path("/proc/net/if_inet6")
+
+
+Ask = Callable[[Callable[[Any], Any], Callable[[], None] | None], Any]
+"""Asks the store; see :meth:`~robust_dcp.comm.store.Notes.ask`."""
 
 
 class Whereabouts(NamedTuple):
@@ -120,7 +118,7 @@ class Connections:
     """The connections of this rank to others of its group.
 
     Args:
-        store: where the ranks meet. No other group uses its keys.
+        ask: asks the store under the keys of the place where the ranks meet. No other group uses these.
         rank: this process's rank in the group.
         size: how many ranks the group has.
         here: what other ranks learn of this process.
@@ -134,8 +132,8 @@ class Connections:
         kept: what may never be read, and must not be freed before the connections.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, here: Whereabouts, greeting: bytes) -> None:
-        self._store = store
+    def __init__(self, ask: Ask, rank: int, size: int, here: Whereabouts, greeting: bytes) -> None:
+        self._ask = ask
         self._rank = rank
         self._size = size
         self._here = here
@@ -163,7 +161,7 @@ class Connections:
         Raises:
             Broken: the connections were dropped, or cannot be made.
             RobustCheckpointError: one of the two listens where the other one cannot reach it.
-            RuntimeError: the store is lost.
+            StoreLost: the store is gone.
         """
         with self._lock:
             turn = self._turns.setdefault(peer, threading.Lock())
@@ -172,10 +170,11 @@ class Connections:
                 return
             look()
             self._make_group(look)
-            self._store.set(f"{self._rank} to {peer}", "\t".join(self._here))
+            self._ask(lambda store: store.set(f"{self._rank} to {peer}", "\t".join(self._here)), look)
             announced()
             self._await([f"{peer} to {self._rank}"], look)
-            there = Whereabouts(*self._store.get(f"{peer} to {self._rank}").decode(errors="replace").split("\t"))
+            told: bytes = self._ask(lambda store: store.get(f"{peer} to {self._rank}"), look)
+            there = Whereabouts(*told.decode(errors="replace").split("\t"))
             self._here.refuse_loopback(there)
             there.refuse_loopback(self._here)
             try:
@@ -193,16 +192,16 @@ class Connections:
             if self._group is not None:
                 return
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            device, is_lazy = make_device(self._here.address)
+            device, is_lazy = _call(make_device, self._here.address)
             options._devices = [device]
             options._timeout = _CONNECT_TIMEOUT if is_lazy else 10 * _CONNECT_TIMEOUT
             options._threads = 1
             if not is_lazy:
-                self._store.set(f"{self._rank} is here", "")
+                self._ask(lambda store: store.set(f"{self._rank} is here", ""), look)
                 self._awaits_all = True
                 self._await([f"{rank} is here" for rank in range(self._size)], look)
                 self._awaits_all = False
-            store = dist.PrefixStore("gloo", self._store)
+            store = dist.PrefixStore("gloo", self._ask(lambda store: store, look))
             group = _call(dist.ProcessGroupGloo, store, self._rank, self._size, options)
             with self._lock:
                 if self.is_dropped:
@@ -212,11 +211,14 @@ class Connections:
     def awaited(self) -> list[int]:
         """The ranks without which nobody can connect. It asks the store."""
         ranks = range(self._size) if self._awaits_all else ()
-        return [rank for rank in ranks if not self._store.check([f"{rank} is here"])]
+        missing: list[int] = self._ask(
+            lambda store: [rank for rank in ranks if not store.check([f"{rank} is here"])], None
+        )
+        return missing
 
     def _await(self, keys: list[str], look: Callable[[], None]) -> None:
         pause_seconds = _FIRST_POLL_SECONDS
-        while not self._store.check(keys):
+        while not self._ask(lambda store: store.check(keys), look):
             look()
             if self.is_dropped:
                 raise Broken("the connections were dropped")
@@ -316,13 +318,6 @@ def _call(function: Any, *args: Any) -> Any:
         raise Broken(short(str(error))) from None
 
 
-def short(text: str) -> str:
-    """The useful part of gloo's message, without the place in its source code and without its advice."""
-    line = text.partition("\n")[0]
-    line = re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". This is typically")[0]
-    return line[:300]
-
-
 def _tensor_of(data: Payload) -> torch.Tensor:
     """``data`` as a tensor without a copy. This way torch does not warn of read-only memory; sending only reads."""
     if isinstance(data, bytes) and len(data) <= 4096:
@@ -331,53 +326,6 @@ def _tensor_of(data: Payload) -> torch.Tensor:
         pointer = ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_uint8))
         return torch.from_numpy(np.ctypeslib.as_array(pointer, shape=(len(data),)))
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def store_host(parent: Any) -> int | None:
-    """The rank of ``parent`` that hosts the store in its process; ``None`` if a launcher or a rank outside does.
-
-    In torch rank 0 makes the store, unless a launcher says that it has made it (``torch/distributed/rendezvous.py``).
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    ranks = dist.get_process_group_ranks(parent)
-    return ranks.index(0) if 0 in ranks else None
-
-
-def store_of(parent: Any) -> Any:
-    """The store of ``parent``."""
-    get_group_store = getattr(parent, "get_group_store", None)
-    if get_group_store is not None:
-        with contextlib.suppress(RuntimeError):  # a group made by hand may have none
-            store = get_group_store()
-            if store is not None:
-                return store
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
-
-
-def own_client_of(store: Any) -> Any | None:
-    """A client of the ``TCPStore`` below ``store``, without prefixes, that nothing else uses; ``None`` of other stores.
-
-    A client serves one call at a time, so another thread that waits for a key would block us. ``clone()`` goes on for
-    as long as the timeout of the store to connect to a process that has ended, and a thread that does so crashes the
-    process when Python ends. So we connect by ourselves first, and give up at once. A process that is being killed
-    still accepts connections until its memory is freed, but answers nothing; so torch gets a short timeout.
-
-    Raises:
-        RuntimeError: the host of the store is gone.
-    """
-    host, port = _host_of(store)
-    if not host:
-        return None
-    try:
-        socket.create_connection((host, port), timeout=patience.STORE_ANSWER_SECONDS).close()
-    except OSError as error:
-        raise RuntimeError(f"connecting to it fails: {error}") from None
-    client = dist.TCPStore(host, port, is_master=False, timeout=_STORE_CONNECT_TIMEOUT, wait_for_workers=False)
-    client.set_timeout(_STORE_TIMEOUT)
-    return client
 
 
 def make_device(address: str) -> tuple[Any, bool]:
@@ -436,7 +384,7 @@ def listening_address(store: Any) -> str:
 
 def _candidates(store: Any) -> Iterator[str]:
     """Addresses, the best first."""
-    towards_store = _source_towards(*_host_of(store))
+    towards_store = _source_towards(*host_of(store))
     if towards_store and not is_loopback(towards_store):
         yield towards_store
     if not (towards_store and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "")):
@@ -444,13 +392,6 @@ def _candidates(store: Any) -> Iterator[str]:
         for _, name in socket.if_nameindex():
             yield from (address for address in _addresses_of(name) if not is_loopback(address))
     yield towards_store or "127.0.0.1"
-
-
-def _host_of(store: Any) -> tuple[str, int]:
-    """The host and the port of a store; an empty host if it has none."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else ("", 0)
 
 
 def _source_towards(host: str, port: int) -> str:

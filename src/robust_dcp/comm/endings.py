@@ -11,21 +11,13 @@ Everything that is told has a bounded length, and none of it is a pickle. The li
 
 from __future__ import annotations
 
-import secrets
-import threading
-import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
-import torch.distributed as dist
 
-from robust_dcp.comm import patience
-from robust_dcp.comm.connections import own_client_of, short
 from robust_dcp.comm.frames import Status
 from robust_dcp.comm.messages import encode
 from robust_dcp.errors import (
@@ -46,19 +38,15 @@ __all__ = [
     "EndMessage",
     "ErrorMessage",
     "FailuresBelow",
-    "Notes",
     "OperationKey",
     "Problem",
     "Stopped",
-    "StoreLost",
     "Where",
     "as_told_to",
     "end_of_leaving",
     "end_without_store",
     "verdict",
 ]
-
-T = TypeVar("T")
 
 MAX_FAILURES_TOLD = 16
 """If more ranks fail, only this many descriptions are sent; of the other ranks only their numbers."""
@@ -411,188 +399,3 @@ def end_of_leaving(key: OperationKey) -> bytes:
     """The end of an operation on a rank whose group was destroyed, or whose process ends."""
     error = ExchangeError("this rank leaves: its process group was destroyed, or its process ends")
     return encode(EndMessage((key,), ErrorMessage.of(error)))
-
-
-# What ranks write into the store.
-
-
-class StoreLost(Exception):
-    """The store does not answer: its host is gone or frozen. This is internal to :mod:`robust_dcp.comm`."""
-
-
-class Notes:
-    """What the ranks of one group tell each other through the store of their process group.
-
-    A store answers in microseconds, or never again if its host is gone or frozen. So a thread asks each question, and
-    we leave that thread behind if no answer comes. Once ranks are connected, the store is asked nothing until something
-    fails.
-
-    A store can outlive a process group, and a new group may get the same name. So the ranks of a group meet under its
-    *life*, a random word. The first rank that comes draws it, and the first one that leaves the group takes it away.
-    Within a life each generation of connections has a place of its own.
-
-    Args:
-        store: the store of the process group.
-        name: the name of the group, the same on all ranks. No other group that uses the store has it.
-
-    Attributes:
-        threads: those that may be asking.
-        life: the random word, once it is known.
-        has_begun_anew: the ranks of a later group of this name meet under another life.
-    """
-
-    def __init__(self, store: Any, name: str) -> None:
-        self._store_of_group = store
-        self._name = name
-        self._lock = threading.Lock()
-        self._store: Any = None
-        self._lost_until = 0.0
-        self._lost_detail = ""
-        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self.life = ""
-        self.has_begun_anew = False
-
-    def under(self, place: str) -> Any:
-        """A store for the keys of ``place`` in this life of the group. It waits for the store as long as that takes.
-
-        Raises:
-            StoreLost: the store is gone.
-        """
-        with _noting_loss():
-            with self._lock:
-                if self._store is None:
-                    self._store = self._open()
-                if not self.life:
-                    drawn = secrets.token_hex(8)
-                    self.life = _compare_set(self._store, f"{self._name}/life", "", drawn).decode()
-                    self.has_begun_anew = False
-            return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
-
-    def _open(self) -> Any:
-        """The store through a client of our own, where there is such a thing.
-
-        It lacks the prefixes of the group's store, which torch does not tell: torchelastic has a new one for each
-        restart. So the ranks agree on one of ours, and that is all that we ask the client of the group.
-        """
-        client = own_client_of(self._store_of_group)
-        if client is None:
-            return self._store_of_group
-        place = _compare_set(self._store_of_group, f"{self._name}/place", "", secrets.token_hex(8)).decode()
-        return dist.PrefixStore(place, client)
-
-    def is_pointless(self, place: str) -> bool:
-        """Whether the other ranks do not meet in ``place`` any more. It waits for the store.
-
-        Raises:
-            StoreLost: the store is gone.
-        """
-        with _noting_loss():
-            if self.life and _value(self._store, f"{self._name}/life") != self.life.encode():
-                self.life, self.has_begun_anew = "", True
-                return True
-            return bool(self.under(place).check(["end"]))
-
-    def leave(self) -> None:
-        """Take the life away, so that a later group of the same name begins anew. See :meth:`ask`."""
-        if self.life:
-            self.ask(lambda: _compare_set(self._store, f"{self._name}/life", self.life, ""))
-
-    def call_roll(self, place: str, answer: bytes) -> bool:
-        """Answer the roll call of ``place``. Return whether this rank is the first one. See :meth:`ask`."""
-
-        def call() -> bool:
-            store = self.under(place)
-            number = store.add("answers", 1)
-            store.set(f"answer {number}", answer)
-            return int(number) == 1
-
-        return self.ask(call)
-
-    def answers(self, place: str) -> list[bytes]:
-        """What ranks have answered so far. See :meth:`ask`."""
-
-        def read() -> list[bytes]:
-            store = self.under(place)
-            found = [_value(store, f"answer {number + 1}") for number in range(store.add("answers", 0))]
-            return [answer for answer in found if answer]
-
-        return self.ask(read)
-
-    def read(self, place: str, key: str) -> bytes:
-        """What ``key`` holds; no bytes if nothing was written. See :meth:`ask`."""
-        return self.ask(lambda: _value(self.under(place), key))
-
-    def write(self, place: str, key: str, value: bytes) -> None:
-        """Let ``key`` hold ``value``. See :meth:`ask`."""
-        self.ask(lambda: self.under(place).set(key, value))
-
-    def settle(self, place: str, end_message: bytes, *, patient: bool = False) -> bytes:
-        """Record ``end_message`` as the end of ``place``, unless it has one. Return the one that counts.
-
-        Args:
-            patient: wait for the store as long as that takes. Otherwise see :meth:`ask`.
-        """
-
-        def write() -> bytes:
-            return _compare_set(self.under(place), "end", "", end_message)
-
-        return write() if patient else self.ask(write)
-
-    def note_heard(self, place: str, n: int = 1) -> int:
-        """Count that ``n`` ranks have read the end message, and return how many have. See :meth:`ask`."""
-        return self.ask(lambda: int(self.under(place).add("heard", n)))
-
-    def ask(self, question: Callable[[], T]) -> T:
-        """What ``question``, which asks the store, returns.
-
-        Raises:
-            StoreLost: the store does not answer in time, or has not done so shortly before.
-        """
-        if time.monotonic() < self._lost_until:
-            raise StoreLost(self._lost_detail)
-        answers: list[T] = []
-        problems: list[str] = []
-
-        def ask() -> None:
-            try:
-                answers.append(question())
-            except (RuntimeError, StoreLost) as error:
-                problems.append(short(str(error) or type(error).__name__))
-
-        thread = threading.Thread(target=ask, name="robust_dcp: question to the store", daemon=True)
-        self.threads.add(thread)
-        thread.start()
-        thread.join(patience.STORE_ANSWER_SECONDS)
-        if answers:
-            return answers[0]
-        self._lost_detail = problems[0] if problems else f"no answer within {patience.STORE_ANSWER_SECONDS:g} seconds"
-        self._lost_until = time.monotonic() + patience.STORE_LOST_SECONDS
-        raise StoreLost(self._lost_detail)
-
-
-@contextmanager
-def _noting_loss() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise StoreLost(short(str(error) or type(error).__name__)) from None
-
-
-def _value(store: Any, key: str) -> bytes:
-    return bytes(store.get(key)) if store.check([key]) else b""
-
-
-def _compare_set(store: Any, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-    """Set ``key`` to ``desired`` if it is ``expected`` or, where nothing is expected, not there. Return its value."""
-    try:
-        return bytes(store.compare_set(key, expected, desired))
-    except (NotImplementedError, RuntimeError) as error:
-        # A store written in Python, such as torchelastic's EtcdStore, cannot do that in one step.
-        lacks_method = isinstance(error, NotImplementedError) or "pure virtual" in str(error)
-        if not (lacks_method or "mplemented" in str(error)):
-            raise
-    value = _value(store, key)
-    if value != (expected.encode() if isinstance(expected, str) else expected):
-        return value
-    store.set(key, desired)
-    return desired.encode() if isinstance(desired, str) else desired

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,15 +27,13 @@ import torch.distributed as dist
 
 from robust_dcp.comm import connections as network
 from robust_dcp.comm import patience
-from robust_dcp.comm.connections import Broken, Connections, Whereabouts
+from robust_dcp.comm.connections import Ask, Broken, Connections, Whereabouts
 from robust_dcp.comm.endings import (
     STORE_IS_LOST,
     Answer,
     EndMessage,
-    Notes,
     OperationKey,
     Problem,
-    StoreLost,
     end_of_leaving,
     end_without_store,
     verdict,
@@ -42,16 +41,13 @@ from robust_dcp.comm.endings import (
 from robust_dcp.comm.frames import operation_id
 from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.stats import ExchangeStats
+from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, store_host, store_of, value_of
 from robust_dcp.comm.tree import Tree
-from robust_dcp.errors import RobustCheckpointError
 
 __all__ = ["Link", "link_for", "make_link"]
 
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
-
-_WAITS = "waits"
-"""Where in the store ranks say that they wait."""
 
 
 class Link:
@@ -60,8 +56,9 @@ class Link:
     Args:
         rank: this process's rank in the group.
         ranks: the global rank of each rank of the group.
-        notes: what the ranks tell each other in their store; ``None`` in a group of one.
-        make_connections: makes the connections that the ranks meet for in a place of the store.
+        notes: what the ranks tell each other in their store. A group of one needs none.
+        make_connections: makes the connections that the ranks meet for in a place of the store. It gets the place, and
+            what asks the store there. A group of one needs none.
         store_host: the rank whose process hosts the store; ``None`` if no rank of the group does.
 
     Attributes:
@@ -75,7 +72,7 @@ class Link:
         rank: int,
         ranks: tuple[int, ...],
         notes: Notes | None = None,
-        make_connections: Callable[[str], Connections] | None = None,
+        make_connections: Callable[[str, Ask], Connections] | None = None,
         store_host: int | None = None,
     ) -> None:
         self.rank = rank
@@ -86,7 +83,7 @@ class Link:
         self.generation = 0
         self.gone: dict[int, str] = {}
         self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._notes = notes
+        self._notes = Notes(dist.HashStore(), "one") if notes is None else notes
         self._make_connections = make_connections
         self._lock = threading.RLock()
         self._breaking = threading.Lock()
@@ -104,7 +101,7 @@ class Link:
     @property
     def secret(self) -> int:
         """64 bits that only ranks of the group know."""
-        return int(self._notes.life or "0", 16) if self._notes is not None else 0
+        return int(self._notes.life or "0", 16)
 
     def tree(self, root: int) -> Tree:
         """The tree under ``root``, from this rank's place."""
@@ -151,28 +148,31 @@ class Link:
         generation, connections = self.generation, self._connections
         try:
             if connections is None:
-                generation, connections = self._begin_generation()
+                generation, connections = self._begin_generation(is_over)
             if peer not in connections.peers or connections.is_dropped:
                 connections.connect(peer, self._looking(generation, is_over), announced)
             self.gone.pop(peer, None)
             return generation, connections
-        except RobustCheckpointError:
-            raise
-        except (StoreLost, RuntimeError) as error:
+        except StoreLost as error:
             raise Broken(f"{STORE_IS_LOST} ({error})") from None
 
-    def _begin_generation(self) -> tuple[int, Connections]:
+    def _begin_generation(self, is_over: Callable[[], bool]) -> tuple[int, Connections]:
+        def look() -> None:
+            if self._is_closed or is_over():
+                raise Broken("the connections were dropped")
+
         with self._making:  # without the other lock, since the store may take long to answer
-            if self._unsettled is not None and self._notes is not None:  # the store did not answer when it ended
-                self._notes.settle(*self._unsettled, patient=True)
+            if self._unsettled is not None:  # the store did not answer when it ended
+                place, end_message = self._unsettled
+                self._notes.ask(place, lambda store: compare_set(store, "end", "", end_message), look)
                 self._unsettled = None
-            if self._is_closed or self._make_connections is None:
-                raise Broken("the process group was destroyed")
+            look()
             generation, connections = self.generation, self._connections
             if generation == self._dropped:  # the ranks have not agreed yet how it ended
                 raise Broken("the connections were dropped")
             if connections is None:
-                connections = self._make_connections(self._place(generation))
+                self._notes.ask("", lambda store: None, look)  # afterwards the life of the group is known
+                connections = self.connections_for(self._place(generation))
                 with self._lock:
                     if generation != self.generation or generation == self._dropped:
                         raise Broken("the connections were dropped")
@@ -191,10 +191,11 @@ class Link:
             nonlocal looked_seconds
             if generation != self.generation or self._is_closed or is_over():
                 raise Broken("the connections were dropped")
-            if self._notes is not None and time.monotonic() - looked_seconds > _LOOK_SECONDS:
+            if time.monotonic() - looked_seconds > _LOOK_SECONDS:
                 looked_seconds = time.monotonic()
-                if self._notes.is_pointless(self._place(generation)):
-                    raise Broken("the others have given up these connections")
+                with contextlib.suppress(StoreSilent):
+                    if self._notes.is_pointless(self._place(generation)):
+                        raise Broken("the others have given up these connections")
 
         return look
 
@@ -202,7 +203,7 @@ class Link:
         """Connections that nothing else uses, for the tensors that one operation passes on. Drop them afterwards."""
         if self._make_connections is None:
             raise ValueError("a group of one has nobody to connect to")
-        return self._make_connections(place)
+        return self._make_connections(place, partial(self._notes.ask, place))
 
     def process_of(self, peer: int) -> str:
         """Host and process id of ``peer``, as far as they are known."""
@@ -211,17 +212,16 @@ class Link:
 
     # Ranks that wait in different operations.
 
-    def say_waiting(self, where: bytes) -> None:
-        """Tell the others where this rank waits; no bytes if it waits no longer. Nobody minds if that fails."""
-        if self._notes is not None:
-            with contextlib.suppress(StoreLost):
-                self._notes.write(_WAITS, str(self.rank), where)
+    def say_waiting(self, generation: int, where: str) -> None:
+        """Tell the others where this rank waits; no text if it waits no longer. Nobody minds if that fails."""
+        with contextlib.suppress(StoreLost):
+            self._notes.ask(self._place(generation), lambda store: store.set(f"{self.rank} waits", where))
 
-    def where_waits(self, peer: int) -> bytes:
+    def where_waits(self, generation: int, peer: int) -> str:
         """What ``peer`` has said by :meth:`say_waiting`."""
         with contextlib.suppress(StoreLost):
-            return self._notes.read(_WAITS, str(peer)) if self._notes is not None else b""
-        return b""
+            return self._notes.ask(self._place(generation), lambda store: value_of(store, f"{peer} waits")).decode()
+        return ""
 
     # Ending a generation.
 
@@ -240,14 +240,12 @@ class Link:
             def verdict_on(answers: Sequence[Answer]) -> EndMessage:
                 return verdict(problem, operation.where(), self.size, self._answer(problem), answers)
 
-            if self._notes is None:
-                end_message = encode(verdict_on([]))
-            elif self._notes.has_begun_anew:
+            if self._notes.has_begun_anew:
                 end_message = encode(EndMessage((), verdict_on([]).error))
                 self._first = generation + 1
             else:
                 try:
-                    end_message = self._agree_on_end(self._notes, place, problem, verdict_on)
+                    end_message = self._agree_on_end(place, problem, verdict_on)
                 except StoreLost as lost:
                     problem.is_loss = False  # the lost ranks cannot say that they are alive
                     host = self.store_host
@@ -270,34 +268,43 @@ class Link:
         return msgspec.structs.replace(answer, closed=tuple(connections.closed), lost=dict(connections.lost))
 
     def _agree_on_end(
-        self, notes: Notes, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
+        self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
     ) -> bytes:
         """The end message that counts for all ranks."""
-        end_message = notes.read(place, "end")
-        if not end_message:
-            end_message = self._call_roll(notes, place, problem, verdict_on)
-        notes.note_heard(place)
+        end_message = self._end_of(place) or self._call_roll(place, problem, verdict_on)
+        self._notes.ask(place, lambda store: store.add("heard", 1))
         return end_message
 
-    def _call_roll(
-        self, notes: Notes, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
-    ) -> bytes:
+    def _end_of(self, place: str) -> bytes:
+        return self._notes.ask(place, lambda store: value_of(store, "end"))
+
+    def _call_roll(self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]) -> bytes:
         awaited: list[int] = []
         if self._connections is not None and problem.missing and not problem.is_loss:
-            awaited = notes.ask(self._connections.awaited)
+            awaited = self._connections.awaited()
         connections = self._say_gone(problem)  # other neighbours that have ended are found meanwhile
         # Answer before the connections close: whoever has closed them, and does not answer, is dead.
         answer = self._answer(problem, connections)
         if awaited:  # the others have come, and cannot connect either
             problem.missing = {rank: f"rank {rank} has not come" for rank in awaited}
             answer = msgspec.structs.replace(answer, missing=problem.missing)
-        is_first = notes.call_roll(place, encode(answer))
+
+        def call(store: Any) -> int:
+            number = int(store.add("answers", 1))
+            store.set(f"answer {number}", encode(answer))
+            return number
+
+        def answers(store: Any) -> list[bytes]:
+            found = [value_of(store, f"answer {number + 1}") for number in range(store.add("answers", 0))]
+            return [each for each in found if each]
+
+        number = self._notes.ask(place, call)
         if connections is not None:
             connections.drop()
         until = time.monotonic() + patience.VERDICT_SECONDS
         pause_seconds = 0.005
-        while not is_first and time.monotonic() < until:
-            end_message = notes.read(place, "end")
+        while number > 1 and time.monotonic() < until:
+            end_message = self._end_of(place)
             if end_message:
                 return end_message
             time.sleep(pause_seconds)
@@ -305,10 +312,10 @@ class Link:
         if problem.is_elsewhere or problem.missing:
             expected = self.size - (0 if problem.is_loss else len(problem.missing))  # who is lost may be alive
             until = time.monotonic() + patience.ROLL_CALL_SECONDS
-            while len(notes.answers(place)) < expected and time.monotonic() < until:
+            while len(self._notes.ask(place, answers)) < expected and time.monotonic() < until:
                 time.sleep(0.02)
-        answers = [decode(each, Answer) for each in notes.answers(place)]
-        return notes.settle(place, encode(verdict_on(answers)))
+        decided = encode(verdict_on([decode(each, Answer) for each in self._notes.ask(place, answers)]))
+        return self._notes.ask(place, lambda store: compare_set(store, "end", "", decided))
 
     def _say_gone(self, problem: Problem | None = None) -> Connections | None:
         """Tell the neighbours that the connections will be dropped, and return these. Nobody connects any more."""
@@ -352,12 +359,14 @@ class Link:
 
     def _stay_until_heard(self, place: str, end_message: bytes) -> None:
         """Stay until the others have read the end message, if the store is in this process, which may exit next."""
-        if self.store_host != self.rank or self._notes is None:
+        if self.store_host != self.rank:
             return
         n_missing = len((decode(end_message, EndMessage).error.fields or {}).get("missing_ranks") or ())
         until = time.monotonic() + patience.HEARD_SECONDS
         with contextlib.suppress(StoreLost):
-            while self._notes.note_heard(place, 0) < self.size - n_missing and time.monotonic() < until:
+            while time.monotonic() < until:
+                if self._notes.ask(place, lambda store: store.add("heard", 0)) >= self.size - n_missing:
+                    return
                 time.sleep(0.02)
 
     # The end of a group.
@@ -366,9 +375,8 @@ class Link:
         """The process group is destroyed. Operations that are under way, such as an async save, still go on."""
         if self._is_closed:
             return
-        if self._notes is not None:
-            with contextlib.suppress(StoreLost):
-                self._notes.leave()
+        with contextlib.suppress(StoreLost):
+            self._notes.leave()
         if not self.operations():
             self.close()
 
@@ -381,11 +389,11 @@ class Link:
         for operation in self.operations():
             operation.end(end_of_leaving(operation.key))
         until = time.monotonic() + patience.EXIT_SECONDS
-        asking = [] if self._notes is None else list(self._notes.threads)
-        for thread in (*self.threads, *asking):
+        for thread in list(self.threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
-        self._notes = self._make_connections = None  # and with them the store
+        self._make_connections = None
+        self._notes.forget()
 
     def abandon(self) -> None:
         """Leave everything as it is. A forked child calls this: the connections are its parent's."""
@@ -417,7 +425,7 @@ def link_for(parent: Any) -> Link:
             if len(ranks) == 1:
                 link = Link(rank, ranks)
             else:
-                store, host = network.store_of(parent), network.store_host(parent)
+                store, host = store_of(parent), store_host(parent)
                 link = make_link(store, str(parent.group_name), rank, ranks, host)
             _links[parent] = link
             _all_links.add(link)
@@ -462,8 +470,8 @@ def make_link(store: Any, name: str, rank: int, ranks: tuple[int, ...], store_ho
     network.ensure_open_files(8 + 2 * len(ranks).bit_length())
     address = network.listening_address(store)
 
-    def make_connections(place: str) -> Connections:
+    def make_connections(place: str, ask: Ask) -> Connections:
         here = Whereabouts(f"host {socket.gethostname()[:64]}, pid {os.getpid()}", address, network.network_id())
-        return Connections(notes.under(place), rank, len(ranks), here, notes.life.encode())
+        return Connections(ask, rank, len(ranks), here, notes.life.encode())
 
     return Link(rank, ranks, notes, make_connections, store_host)

@@ -942,7 +942,7 @@ class Operation:
         """
         exchange.waiting_since = time.monotonic()
         look_seconds = min(patience.ELSEWHERE_SECONDS, self.timeout_seconds / 2)
-        says_where = b""
+        said = ""
         try:
             while True:
                 generation = self.link.generation
@@ -953,26 +953,34 @@ class Operation:
                         waited = time.monotonic() - exchange.waiting_since
                         unheard = [peer for peer in exchange.tree.neighbours if peer not in exchange.heard]
                     if unheard and waited > look_seconds / 2:
-                        where = f"{generation}: {self.key} {exchange.number} {self.what}".encode(errors="replace")
-                        if says_where != where:
-                            says_where = where
-                            self.link.say_waiting(where)
-                        elif waited > look_seconds and any(self._is_elsewhere(peer, where) for peer in unheard):
+                        where = f"{generation} {self.key} {exchange.number} {self.what}"
+                        where = where.encode(errors="replace").decode()  # a path may be no UTF-8
+                        if said != where:
+                            said = where
+                            self.link.say_waiting(generation, where)
+                        elif waited > look_seconds and any(
+                            self._is_elsewhere(peer, generation, said) for peer in unheard
+                        ):
                             raise Problem("in different operations", is_elsewhere=True)
                 except Problem as problem:
                     self.link.break_up(generation, problem, self)
         finally:
-            if says_where:
-                self.link.say_waiting(b"")
+            if said:
+                self.link.say_waiting(int(said.partition(" ")[0]), "")
         with self._changed:
             messages = [exchange.arrived[peer, kind] for peer in peers]
         self._cost.payload_nbytes_received += sum(len(message.payload) for message in messages)
         return messages
 
-    def _is_elsewhere(self, peer: int, own: bytes) -> bool:
-        """Whether ``peer`` waits in another operation than ``own``, or in another exchange of this one."""
-        where = self.link.where_waits(peer)
-        return where.partition(b":")[0] == own.partition(b":")[0] and where != own
+    def _is_elsewhere(self, peer: int, generation: int, own: str) -> bool:
+        """Whether ``peer`` waits in another operation than this rank, or for another purpose in this exchange. In
+        another exchange of this operation it is only late."""
+        where = self.link.where_waits(generation, peer)
+        if where in ("", own):
+            return False
+        _, key, number, _ = own.split(" ", 3)
+        _, peers_key, peers_number, _ = where.split(" ", 3)
+        return key != peers_key or number == peers_number
 
     def _wait(self, exchange: _Exchange, peers: Sequence[int], kind: Kind) -> bool:
         """Wait a while. Return whether the messages of all ``peers`` have come. Called with the lock.

@@ -1,0 +1,286 @@
+"""The store of a process group, in which ranks meet, and tell each other what happened when an exchange fails.
+
+Each question to it has a deadline. A frozen host accepts connections and never answers, and torch waits for ever then.
+So we ask over a client of our own, whose socket has a timeout: torch ends a call that takes longer. After that the
+client is useless, because an answer may still come, and the next question makes another one.
+
+A store can outlive a process group, and a new group may get the same name. So the ranks of a group meet under its
+*life*, a random word. The first rank that comes draws it, and the first one that leaves the group takes it away. Within
+a life each generation of connections has a place of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import random
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from robust_dcp.comm import patience
+
+__all__ = [
+    "Notes",
+    "StoreLost",
+    "StoreSilent",
+    "compare_set",
+    "host_of",
+    "short",
+    "store_host",
+    "store_of",
+    "value_of",
+]
+
+T = TypeVar("T")
+
+_WAIT_TIMEOUT = datetime.timedelta(seconds=10)
+"""How long gloo waits for a key, which is there already."""
+
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=1)
+"""How long torch goes on to connect to a store that accepts us and does not answer; it takes up to thrice that time."""
+
+_PAUSE_SECONDS = 0.05
+
+_QUESTION = struct.pack("<BIBQQ", 0, 0x3C85F7CE, 5, 1, 5) + b"alive"
+"""Asks a ``TCPStore`` whether it has the key ``alive``. Whatever it answers, and if it hangs up, it is alive."""
+
+
+class StoreLost(Exception):
+    """The store is gone. This is internal to :mod:`robust_dcp.comm`."""
+
+
+class StoreSilent(StoreLost):
+    """The store has not answered in time. Its host is frozen, or busy, and may answer later."""
+
+
+class Notes:
+    """What the ranks of one group tell each other through the store of their process group.
+
+    Once ranks are connected, the store is asked nothing until something fails.
+
+    Args:
+        store: the store of the process group.
+        name: the name of the group, the same on all ranks. No other group that uses the store has it.
+
+    Attributes:
+        life: the random word, once it is known.
+        has_begun_anew: the ranks of a later group of this name meet under another life.
+    """
+
+    def __init__(self, store: Any, name: str) -> None:
+        self._store_of_group = store
+        self._name = name
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._socket_name = ""
+        self._prefix = ""
+        self._lost = StoreLost()
+        self._lost_until = 0.0
+        self.life = ""
+        self.has_begun_anew = False
+
+    def ask(self, place: str, question: Callable[[Any], T], look: Callable[[], None] | None = None) -> T:
+        """What ``question`` returns. It gets the store for the keys of ``place`` in this life of the group.
+
+        Args:
+            look: is called each time that the store has not answered in time, before it is asked again. It raises to
+                end the wait. Without it the store is asked once, and not at all if it did not answer shortly before.
+
+        Raises:
+            StoreSilent: the store does not answer in time.
+            StoreLost: the store is gone.
+        """
+        while True:
+            if look is None and time.monotonic() < self._lost_until:
+                raise self._lost
+            try:
+                return self._ask(place, question)
+            except StoreLost as lost:
+                if look is None:
+                    self._lost, self._lost_until = lost, time.monotonic() + patience.STORE_LOST_SECONDS
+                if look is None or not isinstance(lost, StoreSilent):
+                    raise
+            look()
+            time.sleep(_PAUSE_SECONDS)
+
+    def _ask(self, place: str, question: Callable[[Any], T]) -> T:
+        if not self._lock.acquire(timeout=patience.STORE_ANSWER_SECONDS):
+            raise StoreSilent("other questions wait for an answer")
+        try:
+            return question(self._under(place))
+        except RuntimeError as error:
+            self._close()
+            text = short(str(error) or type(error).__name__)
+            raise (StoreSilent if "timeout" in text.lower() or "timed out" in text else StoreLost)(text) from None
+        finally:
+            self._lock.release()
+
+    def _under(self, place: str) -> Any:
+        if self._store is None:
+            self._open()
+        if not self.life:
+            self.life = compare_set(self._store, f"{self._name}/life", "", secrets.token_hex(8)).decode()
+            self.has_begun_anew = False
+        return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
+
+    def _open(self) -> None:
+        """Make a client of our own, if the store is a ``TCPStore``.
+
+        It lacks the prefixes of the group's store, which torch does not tell: torchelastic has a new one for each
+        restart. So the ranks agree on one of ours, and that is all that we ask the client of the group. A client serves
+        one call at a time, so another thread that waits for a key would block us.
+        """
+        host, port = host_of(self._store_of_group)
+        if not host:
+            self._store = self._store_of_group
+            return
+        self._socket_name, client = _client_of(host, port)
+        if not self._prefix:
+            drawn = secrets.token_hex(8)
+            self._prefix = compare_set(self._store_of_group, f"{self._name}/place", "", drawn).decode()
+        self._store = dist.PrefixStore(self._prefix, client)
+
+    def _close(self) -> None:
+        """Break off the connection, so that gloo does not take a late answer for another one."""
+        fd = _sockets().get(self._socket_name)
+        if fd is not None:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        self._store, self._socket_name = None, ""
+
+    def is_pointless(self, place: str) -> bool:
+        """Whether the other ranks do not meet in ``place`` any more. See :meth:`ask`."""
+
+        def look(store: Any) -> bool:
+            if value_of(self._store, f"{self._name}/life") != self.life.encode():
+                self.life, self.has_begun_anew = "", True
+                return True
+            return bool(store.check(["end"]))
+
+        return self.ask(place, look)
+
+    def leave(self) -> None:
+        """Take the life away, so that a later group of the same name begins anew. See :meth:`ask`."""
+        if self.life:
+            self.ask("", lambda _: compare_set(self._store, f"{self._name}/life", self.life, ""))
+
+    def forget(self) -> None:
+        """Let go of the store, which this process may host."""
+        with self._lock:
+            self._close()
+            self._store_of_group = dist.HashStore()
+
+
+def _client_of(host: str, port: int) -> tuple[str, Any]:
+    """A new client of a ``TCPStore``, none of whose calls takes longer than the deadline, and the name of its socket.
+
+    Raises:
+        RuntimeError: the host of the store is gone, or does not answer.
+    """
+    seconds = patience.STORE_ANSWER_SECONDS
+    try:
+        with socket.create_connection((host, port), timeout=seconds) as probe:
+            probe.sendall(_QUESTION)
+            probe.recv(1)  # torch would wait for this without end
+    except OSError as error:
+        raise RuntimeError(f"connecting to it fails: {error}") from None
+    for _ in range(100):
+        before = _sockets().keys()
+        client = dist.TCPStore(host, port, is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False)
+        client.set_timeout(_WAIT_TIMEOUT)
+        ours = [name for name in _sockets() if name not in before and _is_connected_to(name, port)]
+        if len(ours) == 1:
+            with socket.socket(fileno=os.dup(_sockets()[ours[0]])) as connection:
+                timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+                connection.setblocking(True)  # whatever ``socket.setdefaulttimeout`` says
+            return ours[0], client
+        time.sleep(random.random() / 100)  # another thread has connected to it at the same time
+    raise RuntimeError("this process makes connections to it all the time")
+
+
+def _is_connected_to(name: str, port: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(_sockets()[name])) as connection:
+            return bool(connection.getpeername()[1:2] == (port,))
+    except (OSError, KeyError):  # it is closed, or not connected
+        return False
+
+
+def _sockets() -> dict[str, int]:
+    """The names and the file descriptors of all sockets of this process."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is closed
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith("socket:"):
+                found[name] = int(fd)
+    return found
+
+
+def store_host(parent: Any) -> int | None:
+    """The rank of ``parent`` that hosts the store in its process; ``None`` if a launcher or a rank outside does.
+
+    In torch rank 0 makes the store, unless a launcher says that it has made it (``torch/distributed/rendezvous.py``).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    ranks = dist.get_process_group_ranks(parent)
+    return ranks.index(0) if 0 in ranks else None
+
+
+def store_of(parent: Any) -> Any:
+    """The store of ``parent``."""
+    get_group_store = getattr(parent, "get_group_store", None)
+    if get_group_store is not None:
+        with contextlib.suppress(RuntimeError):  # a group made by hand may have none
+            store = get_group_store()
+            if store is not None:
+                return store
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def host_of(store: Any) -> tuple[str, int]:
+    """The host and the port of a store; an empty host if it has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else ("", 0)
+
+
+def value_of(store: Any, key: str) -> bytes:
+    """What ``key`` holds; no bytes if nothing was written."""
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def compare_set(store: Any, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+    """Set ``key`` to ``desired`` if it is ``expected`` or, where nothing is expected, not there. Return its value."""
+    try:
+        return bytes(store.compare_set(key, expected, desired))
+    except (NotImplementedError, RuntimeError) as error:
+        # A store written in Python, such as torchelastic's EtcdStore, cannot do that in one step.
+        lacks_method = isinstance(error, NotImplementedError) or "pure virtual" in str(error)
+        if not (lacks_method or "mplemented" in str(error)):
+            raise
+    value = value_of(store, key)
+    if value != (expected.encode() if isinstance(expected, str) else expected):
+        return value
+    store.set(key, desired)
+    return desired.encode() if isinstance(desired, str) else desired
+
+
+def short(text: str) -> str:
+    """The useful part of torch's message, without the place in its source code and without its advice."""
+    line = text.partition("\n")[0]
+    line = re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". This is typically")[0]
+    return line[:300]
