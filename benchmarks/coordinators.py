@@ -141,8 +141,7 @@ class _OnTheCoordinator(SimulatedOperation):
         self._of, self._save, self._watch = coordinator, save, watch
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
-        own = work.contribute()
-        own_offer, own_payload = own.offer, own.payload
+        own_offer, own_payload = work.contribute()
         with self._watch.paused():
             offers, payloads = self._said_by_others(phase.rpartition(": ")[2])
             frames = [

@@ -28,7 +28,7 @@ from torture.trials import Result, Trial, main
 __all__ = ["KINDS", "make_trials"]
 
 KINDS = ("harmless", "killed", "cut", "frozen", "anything")
-VERBS = ("agree", "barrier", "gather", "broadcast", "scatter", "all_gather", "combine")
+VERBS = ("agree", "barrier", "gather", "broadcast", "scatter", "all_gather")
 
 _REPAIRED = (FaultKind.DAMAGE_FRAME, FaultKind.DAMAGE_PAYLOAD)
 _TIMEOUT_SECONDS = 30.0
@@ -46,12 +46,6 @@ class Text(msgspec.Struct, frozen=True):
     rank: int
     step: int
     data: bytes
-
-
-class Total(msgspec.Struct, frozen=True):
-    """A message that is added up over the ranks."""
-
-    count: int
 
 
 @dataclass(frozen=True)
@@ -250,10 +244,6 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
         own_work()
         return Offer(bytes([rank]) * 16, bytes(16), rank + 1, 1)
 
-    def total() -> Total:
-        own_work()
-        return Total(rank + 1)
-
     if step.verb == "agree":
         found = channel.agree(phase, offer)
         signature = channel.combined_signature([bytes([each]) * 16 for each in range(size)])
@@ -271,10 +261,7 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
             return [text(each) if each % 3 else None for each in range(size)]
 
         return channel.scatter(phase, all_texts, Text), text(rank) if rank % 3 else None
-    if step.verb == "all_gather":
-        return channel.all_gather(phase, own, Text), [*map(text, range(size))]
-    found = channel.combine(phase, total, lambda a, b: Total(a.count + b.count), Total)
-    return found.count, size * (size + 1) // 2
+    return channel.all_gather(phase, own, Text), [*map(text, range(size))]
 
 
 def complaints(run: Run) -> list[str]:

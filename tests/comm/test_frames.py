@@ -71,7 +71,7 @@ def test_the_reason_says_what_was_found() -> None:
 def test_another_protocol_version_is_told_from_damage() -> None:
     content = bytearray(A_FRAME.encode()[:-4])
     content[4] = 9
-    assert _reason(_sealed(bytes(content))) == "it is of protocol version 9 instead of 4"
+    assert _reason(_sealed(bytes(content))) == "it is of protocol version 9 instead of 5"
 
 
 def test_a_payload_too_large_to_be_believed_is_refused_before_it_is_allocated() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError
 from tests.comm.messages import Note
 from tests.harness.ranks import run_ranks, values
@@ -75,7 +75,7 @@ def _one_times_out() -> list[Any]:
     def gather_until_then() -> int:
         channel = Channel.for_group(operation="save 2", timeout_seconds=40)
         n_turns = 0
-        while channel.combine(f"turn {n_turns}", lambda: Note(int(given_up.is_set())), _either, Note).rank == 0:
+        while not channel.agree(f"turn {n_turns}", lambda: Offer(flags=int(given_up.is_set()))).count(1):
             n_turns += 1
         return n_turns
 
@@ -86,10 +86,6 @@ def _wait_until_told(channel: Channel) -> None:
     while channel.failure_announced() is None:
         threading.Event().wait(0.02)
     channel.stop_if_announced()
-
-
-def _either(a: Note, b: Note) -> Note:
-    return Note(a.rank or b.rank)
 
 
 def test_a_timeout_in_one_operation_leaves_the_other_alone() -> None:

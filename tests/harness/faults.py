@@ -18,9 +18,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
 
 from robust_dcp.comm import Channel
+from robust_dcp.comm.operation import Work
 from robust_dcp.report_rows import AT_PHASE
 
 __all__ = ["delay_in", "fail_in", "kill_in"]
@@ -46,10 +48,19 @@ def fail_in(
         ValueError: there is no such phase.
     """
 
-    def fail() -> None:
+    def fail() -> NoReturn:
         raise OSError(f"rank {rank} fails in {phase!r}, as the test asked for") if error is None else error
 
-    with _at(phase, rank, operation, lambda channel: channel.fail_next_work(fail)):
+    def fail_next_work(channel: Channel) -> None:
+        its_operation: Any = channel._operation
+
+        def run(verb: str, name: str, root: int, work: Work) -> Any:
+            del its_operation.run
+            return its_operation.run(verb, name, root, replace(work, contribute=fail))
+
+        its_operation.run = run
+
+    with _at(phase, rank, operation, fail_next_work):
         yield
 
 

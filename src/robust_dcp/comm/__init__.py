@@ -10,7 +10,7 @@ from robust_dcp.comm.endings import Stopped
 from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.nodes import node_name, node_of
 from robust_dcp.comm.relay import Bucket, GroupMover, Relay
-from robust_dcp.comm.stats import ExchangeStats, PhaseStats
+from robust_dcp.comm.stats import ExchangeStats
 
 __all__ = [
     "Agreement",
@@ -19,7 +19,6 @@ __all__ = [
     "ExchangeStats",
     "GroupMover",
     "Offer",
-    "PhaseStats",
     "Relay",
     "Stopped",
     "combined_signature",

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
 from robust_dcp.comm.link import Link, link_for
 from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
-from robust_dcp.comm.operation import Contribution, Operation, Work
+from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.relay import Passing, Relay
-from robust_dcp.comm.stats import ExchangeStats, PhaseStats
+from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.errors import ExchangeError
 from robust_dcp.events import Event, is_heard, tell
 
@@ -123,7 +123,7 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        return self._run("agree", phase, Work(lambda: Contribution(produce())))[0]
+        return self._run("agree", phase, Work(lambda: (produce(), b"")))[0]
 
     def barrier(
         self,
@@ -143,9 +143,9 @@ class Channel:
             RobustCheckpointError: see the class.
         """
 
-        def contribute() -> Contribution:
+        def contribute() -> tuple[Offer, Payload]:
             produce()
-            return Contribution(offer())
+            return offer(), b""
 
         def go_on(agreement: Agreement, own: Payload, below: list[Payload]) -> Payload:
             then()
@@ -179,11 +179,11 @@ class Channel:
         own: M | None = None
         gathered: list[M | None] = []
 
-        def contribute() -> Contribution:
+        def contribute() -> tuple[Offer, Payload]:
             nonlocal own
             own = produce()
             payload = b"" if own is None or self.is_coordinator else self._bundled(own, message_type)
-            return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
+            return Offer() if offer is None else offer(own), payload
 
         def open_all(agreement: Agreement, nothing: Payload, below: list[Payload]) -> Payload:
             found = {} if own is None else {self.rank: own}
@@ -207,11 +207,11 @@ class Channel:
         """
         own: list[M] = []
 
-        def contribute() -> Contribution:
+        def contribute() -> tuple[Offer, Payload]:
             if not self.is_coordinator:
-                return Contribution()
+                return Offer(), b""
             own.append(produce())
-            return Contribution(payload=encode(own[0]) if self.size > 1 else b"")
+            return Offer(), encode(own[0]) if self.size > 1 else b""
 
         _, payload = self._run("broadcast", phase, Work(contribute, reply=lambda agreement, own, below: own))
         return own[0] if own else self._decoded(phase, lambda: decode(payload, message_type))
@@ -230,15 +230,15 @@ class Channel:
         """
         own: list[M | None] = []
 
-        def contribute() -> Contribution:
+        def contribute() -> tuple[Offer, Payload]:
             if not self.is_coordinator:
-                return Contribution()
+                return Offer(), b""
             made = produce()
             if len(made) != self.size:
                 raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
             own.append(made[self.rank])
             others = [made[rank] for rank in self._operation.tree.ranks_by_place[1:]]
-            return Contribution(payload=Shares.to(1, others).encode())
+            return Offer(), Shares.to(1, others).encode()
 
         def share(payload: Payload, child: int) -> Payload:
             return Shares.decode(payload).of(self._operation.tree.places_below(child)).encode()
@@ -258,9 +258,9 @@ class Channel:
         """
         own: list[M] = []
 
-        def contribute() -> Contribution:
+        def contribute() -> tuple[Offer, Payload]:
             own.append(produce())
-            return Contribution(payload=self._bundled(own[0], message_type) if self.size > 1 else b"")
+            return Offer(), self._bundled(own[0], message_type) if self.size > 1 else b""
 
         def merge(own: Payload, below: list[Payload]) -> Payload:
             return self._merged(phase, [own, *below], message_type).encode()
@@ -271,32 +271,6 @@ class Channel:
             return own
         found = self._decoded(phase, lambda: self._merged(phase, [payload], message_type).open())
         return [found[rank] for rank in range(self.size)]
-
-    def combine(self, phase: str, produce: Callable[[], M], join: Callable[[M, M], M], message_type: type[M]) -> M:
-        """Join the messages of all ranks into one, and return it on every rank.
-
-        Args:
-            phase: the name of the exchange, the same on all ranks.
-            produce: makes this rank's message.
-            join: makes one message from two, no larger than they are. The order of joins must not change the result.
-            message_type: the type that messages are decoded as and checked against.
-
-        Raises:
-            RobustCheckpointError: see the class.
-        """
-
-        def merge(own: Payload, below: list[Payload]) -> Payload:
-            total = decode(own, message_type)
-            for payload in below:
-                total = join(total, decode(payload, message_type))
-            return encode(total)
-
-        def contribute() -> Contribution:
-            return Contribution(payload=encode(produce()))
-
-        work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
-        _, payload = self._run("combine", phase, work)
-        return self._decoded(phase, lambda: decode(payload, message_type))
 
     def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
         """Compute what :class:`Agreement` holds as the signature of all ranks, from their signatures in rank order."""
@@ -309,25 +283,16 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        operation, cost = self._operation, PhaseStats()
-        passing = Passing(relayed, operation, cost)
-        operation.interrupt = passing.drop
+        passing = Passing(relayed, self._operation)
         try:
             self.barrier(phase, passing.run)
         finally:
-            operation.interrupt = None
             passing.drop()
-            for stats in operation.recordings:
-                stats.count(phase, cost)
 
     @property
     def stragglers(self) -> tuple[str, ...]:
         """On the coordinator, the log lines that say which ranks the others waited for, and how far those were."""
         return tuple(self._operation.stragglers)
-
-    def fail_next_work(self, fault: Callable[[], None]) -> None:
-        """For tests: call ``fault`` before this rank's own work in the next exchange, so that it can raise there."""
-        self._operation.fault = fault
 
     @contextmanager
     def together(self) -> Iterator[None]:

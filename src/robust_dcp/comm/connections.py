@@ -127,8 +127,8 @@ class Connections:
     Attributes:
         is_dropped: nothing comes any more.
         peers: for each connected rank what it said about its process.
-        closed: the ranks that closed their connections before this one did.
-        lost: those of them that took part in an operation of this rank, each with what is known of it.
+        closed: the ranks that closed their connections before this one did, each with what is known of it; with no
+            text if it had not come to an operation that goes on.
         kept: what may never be read, and must not be freed before the connections.
     """
 
@@ -145,8 +145,7 @@ class Connections:
         self._tags = itertools.count(_PAYLOAD_TAGS)
         self.is_dropped = False
         self.peers: dict[int, str] = {}
-        self.closed: set[int] = set()
-        self.lost: dict[int, str] = {}
+        self.closed: dict[int, str] = {}
         self.kept: list[Any] = []
         self._connected: set[int] = set()
         self._awaits_all = False

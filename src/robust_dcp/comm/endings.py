@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from robust_dcp.comm.frames import Status
 from robust_dcp.comm.messages import encode
 from robust_dcp.errors import (
     ExchangeError,
@@ -41,7 +40,6 @@ __all__ = [
     "OperationKey",
     "Problem",
     "Stopped",
-    "Where",
     "as_told_to",
     "end_of_leaving",
     "end_without_store",
@@ -98,23 +96,21 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         failed: the ranks that failed in their own work, in ascending order.
         told: the descriptions of the first ``MAX_FAILURES_TOLD`` of these ranks.
-        stopped: the ranks that stopped because they heard of a failure.
-        reason: the failure that they heard of.
+        reason: the failure because of which others have stopped.
     """
 
     failed: tuple[int, ...] = ()
     told: dict[int, ErrorMessage] = {}
-    stopped: tuple[int, ...] = ()
     reason: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.stopped)
+        return bool(self.failed or self.reason)
 
     @classmethod
     def on(cls, rank: int, error: BaseException) -> FailuresBelow:
         """The failures of ``rank`` after ``error`` was raised there."""
         if isinstance(error, Stopped):
-            return cls(stopped=(rank,), reason=_shortened(str(error), 500))
+            return cls(reason=_shortened(str(error), 500))
         return cls(failed=(rank,), told={rank: ErrorMessage.of(error, rank)})
 
     def merged(self, other: FailuresBelow) -> FailuresBelow:
@@ -123,23 +119,13 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
         return FailuresBelow(
             failed=tuple(sorted({*self.failed, *other.failed})),
             told={rank: told[rank] for rank in sorted(told)[:MAX_FAILURES_TOLD]},
-            stopped=tuple(sorted({*self.stopped, *other.stopped})),
             reason=self.reason or other.reason,
         )
-
-    @property
-    def status(self) -> Status:
-        """The status that the rank reports for itself and those below it."""
-        if self.failed:
-            return Status.ERROR
-        return Status.STOPPED if self.stopped else Status.OK
 
     def joint_error(self, phase: str) -> RobustCheckpointError:
         """The one exception that all ranks raise. It is that of the lowest rank, and lists the failures of all."""
         if not self.failed:
-            return RobustCheckpointError(
-                f"{phase!r} was stopped on ranks {list(self.stopped)}, as a failure was announced: {self.reason}"
-            )
+            return RobustCheckpointError(f"{phase!r} was stopped, as a failure was announced: {self.reason}")
         failures: list[RankFailure] = []
         for rank in self.failed:
             if rank in self.told:
@@ -203,15 +189,6 @@ class OperationKey(NamedTuple):
         return f"{self.operation:016x}/{self.occurrence}"
 
 
-class Where(NamedTuple):
-    """Where an operation is: its key, its exchange in words, the caller's name for that, and its timeout."""
-
-    key: OperationKey
-    what: str
-    phase: str
-    timeout_seconds: float
-
-
 @dataclass(eq=False)
 class Problem(Exception):
     """Why this rank cannot go on. It is internal to :mod:`robust_dcp.comm`.
@@ -258,16 +235,15 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
         doing: what it is doing, for people.
         inside: the keys of the operations that it is in.
         missing: ranks that it lost or does not hear, each with what it knows of it.
-        closed: ranks that closed their connections to it.
-        lost: those of them that took part in its operations, each with what it knows of it.
+        closed: ranks that closed their connections to it, each with what it knows of it if it took part in its
+            operations.
     """
 
     rank: int
     doing: str
     inside: tuple[tuple[int, int], ...]
     missing: dict[int, str]
-    closed: tuple[int, ...] = ()
-    lost: dict[int, str] = {}
+    closed: dict[int, str] = {}
 
 
 class EndMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -285,21 +261,22 @@ class EndMessage(msgspec.Struct, array_like=True, frozen=True):
     gone: tuple[int, ...] = ()
 
 
-def verdict(problem: Problem, where: Where, size: int, own: Answer, answers: Sequence[Answer]) -> EndMessage:
+def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: Sequence[Answer]) -> EndMessage:
     """Decide which operations end, and make the exception for all ranks that are in them.
 
     Args:
         problem: what happened on this rank.
-        where: the operation that it happened in.
+        operation: the operation that it happened in.
         size: how many ranks the group has.
         own: the answer of this rank.
         answers: those of all ranks that have answered.
     """
-    key, what, phase, _ = where
+    key, what, phase = operation.key, operation.what, operation.phase
     answers = sorted({answer.rank: answer for answer in (own, *answers)}.values(), key=lambda answer: answer.rank)
     alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
     inside = {each for answer in answers for each in answer.inside}
-    dead = {rank: text for answer in answers for rank, text in answer.lost.items() if rank not in alive}
+    closed = [each for answer in answers for each in answer.closed.items() if each[0] not in alive]
+    dead = {rank: text for rank, text in closed if text}
     ending: set[tuple[int, int]] = {key}
     error: RobustCheckpointError
     if problem.cause is not None:
@@ -309,7 +286,7 @@ def verdict(problem: Problem, where: Where, size: int, own: Answer, answers: Seq
         error = ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
     elif dead:
         ending |= inside
-        error = _missing_ranks_error(Problem.of_lost(dead), where, size, answers)
+        error = _missing_ranks_error(Problem.of_lost(dead), operation, size, answers)
     elif problem.is_loss:
         ending = set()
         error = ExchangeError("the ranks connect again")
@@ -319,9 +296,8 @@ def verdict(problem: Problem, where: Where, size: int, own: Answer, answers: Seq
         # The operations that share no rank with this one: their ranks wait for those of this one, and vice versa.
         ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
     else:
-        error = _missing_ranks_error(problem, where, size, answers)
-    gone = {rank for answer in answers for rank in answer.closed} - alive
-    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted(gone)))
+        error = _missing_ranks_error(problem, operation, size, answers)
+    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted({rank for rank, _ in closed})))
 
 
 def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int) -> ExchangeError:
@@ -342,24 +318,24 @@ def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int
     )
 
 
-def _missing_ranks_error(problem: Problem, where: Where, size: int, answers: Sequence[Answer]) -> ExchangeTimeout:
+def _missing_ranks_error(problem: Problem, operation: Any, size: int, answers: Sequence[Answer]) -> ExchangeTimeout:
     doing = {answer.rank: answer.doing for answer in answers}
     missing = dict(problem.missing)
     for answer in answers if not problem.is_loss else ():
         missing = {**{rank: text for rank, text in answer.missing.items() if rank not in doing}, **missing}
     for rank, text in problem.missing.items():
         # A rank that answers is alive: only its work does not advance.
-        if rank in doing and where.what not in doing[rank]:
+        if rank in doing and operation.what not in doing[rank]:
             missing[rank] = f"{text}: it is in {doing[rank]}"
     described = [missing[rank] for rank in sorted(missing)[:_MAX_RANKS_DESCRIBED]]
     if len(missing) > len(described):
         described.append(f"and {len(missing) - len(described)} more: {sorted(missing)[_MAX_RANKS_DESCRIBED:]}")
     return ExchangeTimeout(
-        f"{where.what} {problem.what}; {len(missing)} of {size} ranks missing: {'; '.join(described)}",
-        phase=where.phase,
+        f"{operation.what} {problem.what}; {len(missing)} of {size} ranks missing: {'; '.join(described)}",
+        phase=operation.phase,
         ranks=sorted(missing),
         missing_ranks=sorted(missing),
-        timeout_seconds=where.timeout_seconds,
+        timeout_seconds=operation.timeout_seconds,
     )
 
 

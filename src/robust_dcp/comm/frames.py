@@ -20,7 +20,7 @@ MAX_PAYLOAD_NBYTES = 8 << 30
 """The largest payload that a rank may announce. A receiver allocates what a frame announces, so it needs a bound."""
 
 MAGIC = b"RDCP"
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 # Magic, version, and the fields of a frame in their order; then the CRC-32 of all that. Magic and CRC have the same
 # place in every version, so that we can tell damage from another version.
@@ -45,8 +45,7 @@ class Status(IntEnum):
     """The state of a rank and the ranks below it. 0 is no status, so that a frame of zeros is not valid."""
 
     OK = 1
-    STOPPED = 2  # it stopped because another rank had announced a failure
-    ERROR = 3  # its own work failed; the payload describes it
+    ERROR = 2  # it failed, or stopped because another had announced a failure; the payload says more
 
 
 class FrameError(Exception):

@@ -238,7 +238,7 @@ class Link:
             place = self._place(generation)
 
             def verdict_on(answers: Sequence[Answer]) -> EndMessage:
-                return verdict(problem, operation.where(), self.size, self._answer(problem), answers)
+                return verdict(problem, operation, self.size, self._answer(problem), answers)
 
             if self._notes.has_begun_anew:
                 end_message = encode(EndMessage((), verdict_on([]).error))
@@ -262,10 +262,8 @@ class Link:
         for each in operations:
             missing.update(each.missing())
         doing = "; ".join(sorted(each.doing() for each in operations)) or "no operation"
-        answer = Answer(self.rank, doing, tuple(each.key for each in operations), missing)
-        if connections is None:
-            return answer
-        return msgspec.structs.replace(answer, closed=tuple(connections.closed), lost=dict(connections.lost))
+        closed = {} if connections is None else dict(connections.closed)
+        return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed)
 
     def _agree_on_end(
         self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]

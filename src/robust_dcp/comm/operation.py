@@ -33,7 +33,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from isal import isal_zlib
@@ -49,17 +49,16 @@ from robust_dcp.comm.endings import (
     OperationKey,
     Problem,
     Stopped,
-    Where,
     as_told_to,
 )
 from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, Status, phase_id
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.messages import Payload, decode, encode
-from robust_dcp.comm.stats import PhaseStats
+from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["Beat", "Contribution", "Operation", "Work"]
+__all__ = ["Beat", "Operation", "Work"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,19 +73,12 @@ _NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """What a rank adds to an exchange: its offer, and the payload that it sends up (none if it is empty)."""
-
-    offer: Offer = field(default_factory=Offer)
-    payload: Payload = b""
-
-
-@dataclass(frozen=True)
 class Work:
     """What one exchange does on a rank.
 
     Attributes:
-        contribute: does this rank's own work.
+        contribute: does this rank's own work. It returns the rank's offer, and the payload that it sends up (none if it
+            is empty).
         merge: joins this rank's payload and those of its children into one, on the way up. It is called only if at
             least one child sent a payload.
         reply: makes the payload that goes down. It is called on the root, with the agreement of all ranks, the root's
@@ -94,7 +86,7 @@ class Work:
         share: returns the part of the payload that ``child`` gets, on the way down.
     """
 
-    contribute: Callable[[], Contribution]
+    contribute: Callable[[], tuple[Offer, Payload]]
     merge: Callable[[Payload, list[Payload]], Payload] = lambda own, below: own
     reply: Callable[[Agreement, Payload, list[Payload]], Payload] = lambda agreement, own, below: b""
     share: Callable[[Payload, int], Payload] = lambda payload, child: payload
@@ -388,12 +380,10 @@ class Operation:
 
     Attributes:
         key: identifies it among all operations of the group.
-        interrupt: ends a wait in this rank's own work. It is called when the exchange is going to fail, for work that
-            does not ask by itself whether to stop.
         what, phase: the current or latest exchange: its full description, and the caller's name for it.
-        fault: for tests. It is called before this rank's own work in the next exchange.
         stragglers: on the root, the log lines about ranks that the others waited for.
         n_exchanges: how many exchanges have ended well.
+        cost: what the current or latest exchange has cost this rank.
         recordings: where it is counted what the exchanges have cost this rank.
     """
 
@@ -405,16 +395,12 @@ class Operation:
         self.timeout_seconds = timeout_seconds
         self.deadline_seconds = deadline_seconds
         self.what = self.phase = ""
-        self.interrupt: Callable[[], None] | None = None
-        self.fault: Callable[[], None] | None = None
         self.stragglers: list[str] = []
         self.n_exchanges = 0
         self.recordings = [link.stats]
         self._busy = threading.Lock()
-        self._holder: int | None = None
         self._changed = threading.Condition()
-        self._end_message: bytes | None = None
-        self._is_untold = False  # whether the caller has not seen the end yet
+        self._end_message: bytes | None = None  # until the caller has seen the end
         self._has_begun = False
         self._begun_seconds = time.monotonic()
         self._last_beat = 0.0
@@ -425,7 +411,7 @@ class Operation:
         self._early: dict[int, Message] = {}  # what neighbours have sent for the next exchange
         self._raised: BaseException | None = None
         self._own_error: BaseException | None = None
-        self._cost = PhaseStats()
+        self.cost = ExchangeStats()
 
     # What the channel calls.
 
@@ -447,22 +433,18 @@ class Operation:
                 works.
         """
         with self._held(phase):
-            self._cost, self._own_error = PhaseStats(exchanges=1), None
+            self.cost, self._own_error = ExchangeStats(exchanges=1), None
             try:
                 exchange = self._start(verb, phase, root)
-                contribution, failures = self._do_own_work(exchange, work)
-                began = time.monotonic()
-                try:
-                    status, agreement, payload = self._go_up(exchange, work, contribution, failures)
-                    self._go_down(exchange, work, status, agreement, payload)
-                finally:
-                    self._cost.seconds = time.monotonic() - began
+                own = self._do_own_work(exchange, work)
+                status, agreement, payload = self._go_up(exchange, work, *own)
+                self._go_down(exchange, work, status, agreement, payload)
                 with self._changed:
                     self.n_exchanges += 1
                     self._last = exchange
             except _Ended:
-                self._is_untold = False
                 error = as_told_to(self.link.rank, self._end().error.to_error())
+                self._end_message = None
             except BaseException as interrupt:
                 if self._exchange is not None:
                     self._conclude(Problem.of_leaving(self.link.rank, interrupt))
@@ -478,7 +460,7 @@ class Operation:
                     self._exchange = None
                 _CLOCK.discard(self)
                 for stats in self.recordings:
-                    stats.count(phase, self._cost)
+                    stats.add(self.cost)
             if isinstance(self._own_error, KeyboardInterrupt | SystemExit | GeneratorExit):
                 self._raised = self._own_error  # this rank raises that, whatever the others raise
             else:
@@ -523,32 +505,29 @@ class Operation:
 
     @contextlib.contextmanager
     def _held(self, phase: str) -> Iterator[None]:
-        """Let only one exchange run at a time."""
-        if self._holder == threading.get_ident():
+        if not self._busy.acquire(blocking=False):
             raise RobustCheckpointError(
                 f"{phase} was called within the work of another exchange of the same channel: "
                 "finish that one first, or use a channel of another operation"
             )
-        with self._busy:
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     # One exchange.
 
     def _start(self, verb: str, phase: str, root: int) -> _Exchange:
         self.what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
         self.phase = phase
-        if not self._has_begun and not self._is_untold:
+        if not self._has_begun and self._end_message is None:
             with self._changed:
-                self._end_message, self.n_exchanges, self._last, self._early = None, 0, None, {}
+                self.n_exchanges, self._last, self._early = 0, None, {}
                 self._heard = set()
                 self._begun_seconds = time.monotonic()
                 self._has_begun = True
             self.link.begin(self.name, self)
-        if self._is_untold:
+        if self._end_message is not None:
             raise _Ended  # the operation ended for all ranks while this one was between two exchanges
         exchange = _Exchange(self.n_exchanges, self.what, self.link.tree(root), self.link, self.timeout_seconds)
         with self._changed:
@@ -568,19 +547,17 @@ class Operation:
             _CLOCK.add(self)
         return exchange
 
-    def _do_own_work(self, exchange: _Exchange, work: Work) -> tuple[Contribution, FailuresBelow]:
-        contribution, failures = Contribution(), FailuresBelow()
-        fault, self.fault = self.fault, None
+    def _do_own_work(self, exchange: _Exchange, work: Work) -> tuple[Offer, Payload, FailuresBelow]:
+        offer, failures = Offer(), FailuresBelow()
+        payload: Payload = b""
         try:
-            if fault is not None:
-                fault()
-            contribution = work.contribute()
+            offer, payload = work.contribute()
         except BaseException as error:
             failures = self._failed(exchange, error)
         with self._changed:
             exchange.is_working = False
             exchange.moved_seconds = time.monotonic()
-        return contribution, failures
+        return offer, payload, failures
 
     def _failed(self, exchange: _Exchange, error: BaseException) -> FailuresBelow:
         """Record a failure of this rank, and tell the ranks that are still working."""
@@ -593,7 +570,7 @@ class Operation:
         return FailuresBelow.on(rank, error)
 
     def _go_up(
-        self, exchange: _Exchange, work: Work, contribution: Contribution, failures: FailuresBelow
+        self, exchange: _Exchange, work: Work, offer: Offer, payload: Payload, failures: FailuresBelow
     ) -> tuple[Status, Agreement, Payload]:
         """Wait for the children, join what comes from them with what this rank adds, and pass it to the parent.
 
@@ -601,9 +578,9 @@ class Operation:
             The result of all ranks: a status, their agreement, and the root's reply. Instead of a reply that is the
             error if the status is not OK.
         """
-        parent, payload = exchange.tree.parent, contribution.payload
+        parent = exchange.tree.parent
         arrived = self._receive(exchange, exchange.tree.children, Kind.UP)
-        own = Agreement.of(exchange.tree.rank, contribution.offer)
+        own = Agreement.of(exchange.tree.rank, offer)
         total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
         for message in arrived:
             if message.frame.status != Status.OK:
@@ -618,7 +595,7 @@ class Operation:
                     payload = work.merge(payload, below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
-        status = failures.status
+        status = Status.ERROR if failures else Status.OK
         if parent is not None:
             up = payload if status == Status.OK else encode(failures)
             self._send(exchange, parent, Frame(Kind.UP, status=status, body=total.encode()), up)
@@ -669,7 +646,7 @@ class Operation:
             self._post(exchange, peer, frame, payload)
             if frame.kind == Kind.DOWN:
                 exchange.closed.add(peer)
-        self._cost.sent(FRAME_NBYTES, len(payload))
+        self.cost.add(ExchangeStats(0, 1 + bool(payload), FRAME_NBYTES, len(payload)))
 
     def _post(
         self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload = b"", *, for_good: bool = False
@@ -865,7 +842,6 @@ class Operation:
             if exchange.failure is None:
                 exchange.failure = bytes(payload).decode(errors="replace")
                 self._announce_failure(exchange, exchange.failure, but=peer)
-                self._interrupt_work(exchange)
         elif frame.kind in (Kind.UP, Kind.DOWN, Kind.HEARD):
             exchange.arrived.setdefault((peer, frame.kind), message)
             if frame.kind != Kind.UP:
@@ -894,7 +870,6 @@ class Operation:
                 sent = f"what rank {peer} sent to rank {self.link.rank}"
                 raise Problem(f"{sent} arrived damaged twice: {what}", damaged_by=peer)
             exchange.damaged.add(peer)
-            self._cost.repeats += 1
             logger.info("asking rank %d again: %s", peer, what)
             exchange.sent[peer].append((Frame(Kind.AGAIN), b""))
             self._post(exchange, peer, Frame(Kind.AGAIN))
@@ -912,9 +887,7 @@ class Operation:
             may_return = not is_closed_there or peer not in self._heard or peer in exchange.closed
             problem = Problem.of_lost({peer: exchange.words_for_lost(peer, detail)}, may_return=may_return)
             if connections is not None and is_closed_there:
-                connections.closed.add(peer)
-                if not may_return:
-                    connections.lost.update(problem.missing)
+                connections.closed[peer] = connections.closed.get(peer) or ("" if may_return else problem.missing[peer])
             elif detail.startswith(CONNECTING_FAILED):
                 self.link.gone[peer] = detail
             if exchange.stood_still_seconds > self.timeout_seconds / 2:
@@ -968,9 +941,7 @@ class Operation:
             if said:
                 self.link.say_waiting(int(said.partition(" ")[0]), "")
         with self._changed:
-            messages = [exchange.arrived[peer, kind] for peer in peers]
-        self._cost.payload_nbytes_received += sum(len(message.payload) for message in messages)
-        return messages
+            return [exchange.arrived[peer, kind] for peer in peers]
 
     def _is_elsewhere(self, peer: int, generation: int, own: str) -> bool:
         """Whether ``peer`` waits in another operation than this rank, or for another purpose in this exchange. In
@@ -1026,7 +997,6 @@ class Operation:
                     exchange.problem = problem
                     exchange.failure = "; ".join(problem.missing.values())
                     self._announce_failure(exchange, exchange.failure)
-                    self._interrupt_work(exchange)
             if now - self._last_beat < min(patience.BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
@@ -1045,29 +1015,19 @@ class Operation:
         """End the operation on all ranks, whatever else ends its connections meanwhile."""
         while self._end_message is None:
             self.link.break_up(self.link.generation, problem, self)
-        self._is_untold = False
+        self._end_message = None
 
     def end(self, end_message: bytes) -> None:
         """The operation is over on all ranks; ``end_message`` says why. The link calls this."""
         with self._changed:
             self._end_message = end_message
-            self._is_untold = True
             self._has_begun = False
-            if self._exchange is not None:
-                self._interrupt_work(self._exchange)
             self._changed.notify_all()
 
     def _end(self) -> EndMessage:
         return decode(self._end_message or b"", EndMessage)
 
-    def _interrupt_work(self, exchange: _Exchange) -> None:
-        if self.interrupt is not None and exchange.is_working:
-            threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
-
     # What this rank tells others after a failure.
-
-    def where(self) -> Where:
-        return Where(self.key, self.what, self.phase, self.timeout_seconds)
 
     def doing(self) -> str:
         """Describe where this rank is, for people."""

@@ -24,7 +24,6 @@ from isal import isal_zlib
 from robust_dcp.comm.connections import Broken, Connections, Moving
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, FrameError, Kind
 from robust_dcp.comm.operation import Operation
-from robust_dcp.comm.stats import PhaseStats
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
 __all__ = ["Bucket", "GroupMover", "Passing", "Relay", "RelayContents"]
@@ -142,14 +141,12 @@ class Passing:
     Args:
         relay: what this rank contributes.
         operation: what the relay belongs to. It is in an exchange in which this is the rank's own work.
-        cost: the statistics to add to.
     """
 
-    def __init__(self, relay: Relay, operation: Operation, cost: PhaseStats) -> None:
+    def __init__(self, relay: Relay, operation: Operation) -> None:
         self._relay = relay
         self._operation = operation
         self._rank = operation.link.rank
-        self._cost = cost
         self._connections: Connections | None = None
         self._is_dropped = False
 
@@ -189,10 +186,9 @@ class Passing:
                 place = bucket.ranks.index(rank)
                 if place < 1 << step and place + (1 << step) < len(bucket.ranks):
                     outgoing[bucket.on_device].append(_Move(bucket, tensor, bucket.ranks[place + (1 << step)]))
-                    self._cost.payload_nbytes_sent += bucket.nbytes
+                    self._operation.cost.payload_nbytes_sent += bucket.nbytes
                 elif 1 << step <= place < 2 << step:
                     incoming[bucket.on_device].append(_Move(bucket, tensor, bucket.ranks[place - (1 << step)]))
-                    self._cost.payload_nbytes_received += bucket.nbytes
             self._move_on_host(outgoing[False], incoming[False])
             if self._relay.move_on_device is not None and (outgoing[True] or incoming[True]):
                 self._relay.move_on_device.move(outgoing[True], incoming[True], self._operation.timeout_seconds)

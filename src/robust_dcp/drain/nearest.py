@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import reduce
 
 import msgspec
 import torch.distributed as dist
@@ -89,7 +90,7 @@ def nearest_copy(
     def join(one: _Copies, other: _Copies) -> _Copies:
         return _Copies(tuple(map(_joined, one.copies, other.copies)))
 
-    found = channel.combine("copies of all ranks", look, join, _Copies).copies
+    found = reduce(join, channel.all_gather("copies of all ranks", look, _Copies)).copies
     whole = [(place, copy) for place, copy in zip(asked, found, strict=True) if not copy.problem]
     if not whole:
         each = "\n".join(f"  {place}: {copy.problem}" for place, copy in zip(asked, found, strict=True))

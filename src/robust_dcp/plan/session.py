@@ -688,8 +688,7 @@ def _sends_structure(agreement: Agreement, own: Offer, coordinator_rank: int) ->
 def _in_words(differing: Sequence[Differing]) -> str:
     return (
         f"{len(differing)} value(s) of one name differ between ranks (ranks that hold the same are named together): "
-        f"{_listed(differing)}. Only the copy of the lowest rank is saved, and all ranks will load that one. If your "
-        "program makes this state dict, and each rank needs its own value, name it for each rank (f'rng_state.{rank}')"
+        f"{_listed(differing)}. Only the copy of the lowest rank is saved, and all ranks will load that one"
     )
 
 
