@@ -38,6 +38,9 @@ class Boxes:
         self.found: dict[int, torch.Tensor] = {}
         self.die = die
 
+    def relay(self, mover: GroupMover | None = None) -> Relay:
+        return Relay(self.buckets, self.outgoing, self.incoming, self.arrived, mover)
+
     def outgoing(self, number: int) -> torch.Tensor:
         self._die_if_told()
         whole, bucket = self.mine[number]
@@ -65,7 +68,7 @@ def relay_all(on_device: bool) -> int:
     boxes = Boxes(channel.rank, on_device=on_device)
     mover = GroupMover(dist.group.WORLD, "cpu") if on_device else None
     with channel.recording() as stats:
-        channel.relay("pass on", Relay(boxes.buckets, boxes, mover))
+        channel.relay("pass on", boxes.relay(mover))
     boxes.check(channel.rank)
     channel.barrier("in step")
     return stats.payload_nbytes_sent
@@ -91,7 +94,7 @@ def relay_with_damage() -> Any:
         Connections.finish = finish_and_damage  # type: ignore[assignment, method-assign]
     boxes = Boxes(channel.rank)
     try:
-        channel.relay("pass on", Relay(boxes.buckets, boxes))
+        channel.relay("pass on", boxes.relay())
     except ExchangeError as error:
         channel.barrier("in step")
         return error.message, error.ranks
@@ -109,7 +112,7 @@ def relay_with_a_death(on_device: bool) -> None:
     channel.barrier("all are here")
     boxes = Boxes(channel.rank, on_device=on_device, die=channel.rank == 1)
     mover = GroupMover(dist.group.WORLD, "cpu") if on_device else None
-    channel.relay("pass on", Relay(boxes.buckets, boxes, mover))
+    channel.relay("pass on", boxes.relay(mover))
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm import Channel, Offer, patience
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeTimeout
@@ -35,6 +37,30 @@ def works_for(channel: Channel, seconds: float, *, says_so: bool) -> None:
         time.sleep(max(0.0, end - time.monotonic()) / (n_steps - step))
         if says_so:
             channel.note_progress(step + 1, n_steps)
+
+
+class _Raises(logging.Handler):
+    n_raised = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.n_raised += 1
+        raise LookupError("a handler of the user fails")
+
+
+def test_an_exception_in_the_thread_of_the_beats_ends_no_beats() -> None:
+    def save(link: Link) -> str:
+        channel = channel_of(link)
+        channel.barrier("write", lambda: works_for(channel, 2.0, says_so=True) if link.rank == 3 else None)
+        return "saved"
+
+    handler, logger = _Raises(), logging.getLogger("robust_dcp.comm.operation")
+    logger.addHandler(handler)  # rank 0 logs for whom it waits, and so do failing beats
+    try:
+        with mock.patch.object(patience, "LOG_SECONDS", 0.2):
+            assert run_threads(SimulatedNetwork(4), save) == ["saved"] * 4
+    finally:
+        logger.removeHandler(handler)
+    assert handler.n_raised > 0
 
 
 @pytest.mark.parametrize("straggler", [0, 2, 3])
@@ -85,12 +111,6 @@ def test_all_ranks_that_still_write_stop_when_another_dies(killed: int) -> None:
 
     for rank, seconds in enumerate(run_threads(network, save)):
         assert rank == killed or seconds < 15
-
-
-@pytest.fixture(autouse=True)
-def _quick() -> Iterator[None]:
-    with quick():
-        yield
 
 
 @pytest.mark.parametrize("late", [0, 2, 3])

@@ -646,7 +646,7 @@ class Operation:
             self._post(exchange, peer, frame, payload)
             if frame.kind == Kind.DOWN:
                 exchange.closed.add(peer)
-        self.cost.add(ExchangeStats(0, 1 + bool(payload), FRAME_NBYTES, len(payload)))
+            self.cost.add(ExchangeStats(0, 1 + bool(payload), FRAME_NBYTES, len(payload)))
 
     def _post(
         self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload = b"", *, for_good: bool = False
@@ -700,9 +700,7 @@ class Operation:
     def _announce_failure(self, exchange: _Exchange, text: str, but: int | None = None) -> None:
         for peer in exchange.tree.neighbours:
             if peer != but and peer not in exchange.closed:
-                stop = Frame(Kind.STOP), text.encode(errors="replace")
-                exchange.sent[peer].append(stop)
-                self._post(exchange, peer, *stop)
+                self._send(exchange, peer, Frame(Kind.STOP), text.encode(errors="replace"))
 
     def say_gone(self, missing: Sequence[int]) -> None:
         """Tell the neighbours that the connections are dropped, and which ranks are missing.
@@ -871,8 +869,7 @@ class Operation:
                 raise Problem(f"{sent} arrived damaged twice: {what}", damaged_by=peer)
             exchange.damaged.add(peer)
             logger.info("asking rank %d again: %s", peer, what)
-            exchange.sent[peer].append((Frame(Kind.AGAIN), b""))
-            self._post(exchange, peer, Frame(Kind.AGAIN))
+            self._send(exchange, peer, Frame(Kind.AGAIN))
         return False
 
     def _lose(
@@ -1077,7 +1074,8 @@ class _Clock:
                 try:
                     operation.beat()
                 except Exception:  # the beats of other operations go on, and this one may succeed next time
-                    logger.exception("a beat of %s fails", operation.name)
+                    with contextlib.suppress(Exception):  # it may be a log handler that raises
+                        logger.exception("a beat of %s fails", operation.name)
                 del operation
 
     def close(self) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from robust_dcp.comm.frames import FRAME_NBYTES, Frame, FrameError, Kind
 from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
-__all__ = ["Bucket", "GroupMover", "Passing", "Relay", "RelayContents"]
+__all__ = ["Bucket", "GroupMover", "Passing", "Relay"]
 
 _POLL_SECONDS = 0.0005
 _FRAMES_TAG, _BUCKETS_TAG = 1, 2
@@ -48,19 +48,6 @@ class Bucket(NamedTuple):
     ranks: tuple[int, ...]
     nbytes: int
     on_device: bool = False
-
-
-class RelayContents(Protocol):
-    """Where the bytes of each bucket are. ``number`` is the bucket's index in the list. One thread calls this."""
-
-    def outgoing(self, number: int) -> torch.Tensor:
-        """What this rank sends as the first: uint8 ``[nbytes]``, contiguous, on the CPU or on the bucket's device."""
-
-    def incoming(self, number: int) -> torch.Tensor:
-        """The tensor to receive into, of the same kind as in ``outgoing``."""
-
-    def arrived(self, number: int, received: torch.Tensor) -> None:
-        """The tensor that ``incoming`` returned is now filled, and has been passed on."""
 
 
 class _Move(NamedTuple):
@@ -125,13 +112,18 @@ class Relay(NamedTuple):
 
     Attributes:
         buckets: the buckets in which this rank takes part, in ascending rounds. Ranks that share several buckets have
-            them in the same order.
-        contents: where the bytes of the buckets are.
+            them in the same order. The functions get the index of a bucket in this list, and one thread calls them.
+        outgoing: returns what this rank sends as the first: uint8 ``[nbytes]``, contiguous, on the CPU or on the
+            bucket's device.
+        incoming: returns the tensor to receive into, of the same kind.
+        arrived: is called when the tensor that ``incoming`` returned is filled, and has been passed on.
         move_on_device: moves bytes between devices. Either all ranks of the group give it, or none does.
     """
 
     buckets: Sequence[Bucket]
-    contents: RelayContents
+    outgoing: Callable[[int], torch.Tensor]
+    incoming: Callable[[int], torch.Tensor]
+    arrived: Callable[[int, torch.Tensor], None]
     move_on_device: GroupMover | None = None
 
 
@@ -173,9 +165,9 @@ class Passing:
             ) from None
 
     def _move_round(self, in_round: Sequence[tuple[int, Bucket]]) -> None:
-        contents, rank = self._relay.contents, self._rank
+        relay, rank = self._relay, self._rank
         moving = [
-            (number, bucket, contents.outgoing(number) if bucket.ranks[0] == rank else contents.incoming(number))
+            (number, bucket, relay.outgoing(number) if bucket.ranks[0] == rank else relay.incoming(number))
             for number, bucket in in_round
         ]
         most = max(len(bucket.ranks) for _, bucket in in_round)
@@ -194,7 +186,7 @@ class Passing:
                 self._relay.move_on_device.move(outgoing[True], incoming[True], self._operation.timeout_seconds)
         for number, bucket, tensor in moving:
             if bucket.ranks[0] != rank:
-                contents.arrived(number, tensor)
+                relay.arrived(number, tensor)
 
     def _move_on_host(self, outgoing: Sequence[_Move], incoming: Sequence[_Move]) -> None:
         """Move everything at once. No piece of it may take longer than the timeout."""

@@ -785,13 +785,13 @@ class SharedReads:
             RobustCheckpointError: the same on all ranks.
         """
         if not self._n_rounds:
-            channel.relay(phase, Relay(self._buckets, self, self._move_on_device))
+            channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived, self._move_on_device))
         for number in range(self._n_rounds):
             self._first = sum(bucket.round < number for bucket in self._buckets)  # they are in the order of rounds
             buckets = [bucket for bucket in self._buckets if bucket.round == number]
             of_round = range(self._first, self._first + len(buckets))
             channel.barrier(f"{phase}: read for other nodes", partial(self._read_for_others, of_round, check_stop))
-            channel.relay(phase, Relay(buckets, self))
+            channel.relay(phase, Relay(buckets, self.outgoing, self.incoming, self.arrived))
             for each in of_round:
                 self._parts[each] = []
 
@@ -821,7 +821,7 @@ class SharedReads:
                     check_object(data, file=directory, item=item.dest_index.fqn)
                 planner.load_bytes(item, data)
 
-    # Where the bytes of a bucket are (``comm.relay.RelayContents``). Buckets are counted from the first of the round.
+    # The functions of a relay. Buckets are counted from the first of the round.
 
     def outgoing(self, number: int) -> torch.Tensor:
         buffer, parts = self.incoming(number), self._parts[self._first + number]
