@@ -284,9 +284,11 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         passing = Passing(relayed, self._operation)
+        self._operation.interrupt = passing.drop
         try:
             self.barrier(phase, passing.run)
         finally:
+            self._operation.interrupt = None
             passing.drop()
 
     @property

@@ -380,6 +380,8 @@ class Operation:
 
     Attributes:
         key: identifies it among all operations of the group.
+        interrupt: ends a wait in this rank's own work. It is called when the exchange is going to fail, for work that
+            does not ask by itself whether to stop.
         what, phase: the current or latest exchange: its full description, and the caller's name for it.
         stragglers: on the root, the log lines about ranks that the others waited for.
         n_exchanges: how many exchanges have ended well.
@@ -395,6 +397,7 @@ class Operation:
         self.timeout_seconds = timeout_seconds
         self.deadline_seconds = deadline_seconds
         self.what = self.phase = ""
+        self.interrupt: Callable[[], None] | None = None
         self.stragglers: list[str] = []
         self.n_exchanges = 0
         self.recordings = [link.stats]
@@ -840,6 +843,7 @@ class Operation:
             if exchange.failure is None:
                 exchange.failure = bytes(payload).decode(errors="replace")
                 self._announce_failure(exchange, exchange.failure, but=peer)
+                self._interrupt_work(exchange)
         elif frame.kind in (Kind.UP, Kind.DOWN, Kind.HEARD):
             exchange.arrived.setdefault((peer, frame.kind), message)
             if frame.kind != Kind.UP:
@@ -994,6 +998,7 @@ class Operation:
                     exchange.problem = problem
                     exchange.failure = "; ".join(problem.missing.values())
                     self._announce_failure(exchange, exchange.failure)
+                    self._interrupt_work(exchange)
             if now - self._last_beat < min(patience.BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
@@ -1019,10 +1024,16 @@ class Operation:
         with self._changed:
             self._end_message = end_message
             self._has_begun = False
+            if self._exchange is not None:
+                self._interrupt_work(self._exchange)
             self._changed.notify_all()
 
     def _end(self) -> EndMessage:
         return decode(self._end_message or b"", EndMessage)
+
+    def _interrupt_work(self, exchange: _Exchange) -> None:
+        if self.interrupt is not None and exchange.is_working:
+            threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
 
     # What this rank tells others after a failure.
 
