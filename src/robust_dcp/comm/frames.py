@@ -12,7 +12,7 @@ import zlib
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["BODY_NBYTES", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "Frame", "FrameError", "Kind", "Status"]
+__all__ = ["BODY_NBYTES", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "Frame", "FrameError", "Kind"]
 
 FRAME_NBYTES = 160
 BODY_NBYTES = 104
@@ -24,7 +24,7 @@ PROTOCOL_VERSION = 5
 
 # Magic, version, and the fields of a frame in their order; then the CRC-32 of all that. Magic and CRC have the same
 # place in every version, so that we can tell damage from another version.
-_CONTENT = struct.Struct(f"<4sBBxQIIIB{BODY_NBYTES}sQIIQ")
+_CONTENT = struct.Struct(f"<4sBBxQIII?{BODY_NBYTES}sQIIQ")
 _CRC = struct.Struct("<I")
 
 
@@ -41,13 +41,6 @@ class Kind(IntEnum):
     RELAY = 8  # a tensor that is passed on within an exchange
 
 
-class Status(IntEnum):
-    """The state of a rank and the ranks below it. 0 is no status, so that a frame of zeros is not valid."""
-
-    OK = 1
-    ERROR = 2  # it failed, or stopped because another had announced a failure; the payload says more
-
-
 class FrameError(Exception):
     """Some bytes are not a frame. This is internal to :mod:`robust_dcp.comm`, which asks for the frame again."""
 
@@ -61,7 +54,8 @@ class Frame(NamedTuple):
         occurrence: how many operations of that name this rank was in before.
         exchange: how many exchanges of the operation were completed before.
         phase: 32 bits, :func:`phase_id` of the exchange's description.
-        status: see :class:`Status`.
+        has_failed: the sender, or a rank below it, has failed, or has stopped because another one did. The payload says
+            more.
         body: at most ``BODY_NBYTES`` bytes, padded with zeros. Their meaning depends on the kind.
         payload_nbytes: the length of the payload that follows; 0 for none.
         payload_crc32: the CRC-32 of that payload.
@@ -74,7 +68,7 @@ class Frame(NamedTuple):
     occurrence: int = 0
     exchange: int = 0
     phase: int = 0
-    status: Status = Status.OK
+    has_failed: bool = False
     body: bytes = b""
     payload_nbytes: int = 0
     payload_crc32: int = 0
@@ -89,10 +83,7 @@ class Frame(NamedTuple):
         """
         if len(self.body) > BODY_NBYTES or self.payload_nbytes > MAX_PAYLOAD_NBYTES:
             raise ValueError(f"a frame has no room for a body of {len(self.body)} bytes, or its payload is too large")
-        try:
-            content = _CONTENT.pack(MAGIC, PROTOCOL_VERSION, *self)
-        except struct.error as error:
-            raise ValueError(f"{self} does not fit a frame: {error}") from None
+        content = _CONTENT.pack(MAGIC, PROTOCOL_VERSION, *self)
         return content + _CRC.pack(zlib.crc32(content))
 
     @classmethod
@@ -115,7 +106,6 @@ class Frame(NamedTuple):
         if version != PROTOCOL_VERSION:
             raise FrameError(f"it is of protocol version {version} instead of {PROTOCOL_VERSION}")
         try:
-            fields[4] = Status(fields[4])
             frame = cls(Kind(kind), *fields)
         except ValueError as error:
             raise FrameError(str(error)) from None

@@ -92,7 +92,6 @@ class Link:
         self._first = 0  # the first generation of this life of the group
         self._connections: Connections | None = None
         self._unsettled: tuple[str, bytes] | None = None
-        self._trees: dict[int, Tree] = {}
         self._operations: weakref.WeakValueDictionary[OperationKey, Any] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
         self._ended_before: dict[OperationKey, bytes] = {}
@@ -105,9 +104,7 @@ class Link:
 
     def tree(self, root: int) -> Tree:
         """The tree under ``root``, from this rank's place."""
-        if root not in self._trees:
-            self._trees[root] = Tree(self.rank, self.size, root)
-        return self._trees[root]
+        return Tree(self.rank, self.size, root)
 
     def begin(self, name: str, operation: Any) -> None:
         """Number ``operation``. If the others have given up on it already, it is ended at once.
@@ -322,7 +319,7 @@ class Link:
             self._dropped = self.generation
         if connections is not None:
             for each in self.operations():
-                each.say_gone(list(problem.missing) if problem is not None and not problem.may_return else ())
+                each.say_gone(connections, list(problem.missing) if problem and not problem.may_return else ())
             time.sleep(patience.GONE_SECONDS)
         return connections
 

@@ -51,7 +51,7 @@ from robust_dcp.comm.endings import (
     Stopped,
     as_told_to,
 )
-from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, Status, phase_id
+from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, phase_id
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.stats import ExchangeStats
@@ -440,8 +440,8 @@ class Operation:
             try:
                 exchange = self._start(verb, phase, root)
                 own = self._do_own_work(exchange, work)
-                status, agreement, payload = self._go_up(exchange, work, *own)
-                self._go_down(exchange, work, status, agreement, payload)
+                has_failed, agreement, payload = self._go_up(exchange, work, *own)
+                self._go_down(exchange, work, has_failed, agreement, payload)
                 with self._changed:
                     self.n_exchanges += 1
                     self._last = exchange
@@ -453,7 +453,7 @@ class Operation:
                     self._conclude(Problem.of_leaving(self.link.rank, interrupt))
                 raise
             else:
-                if status == Status.OK:
+                if not has_failed:
                     return agreement, payload
                 error = decode(payload, ErrorMessage).to_error()
             finally:
@@ -574,19 +574,18 @@ class Operation:
 
     def _go_up(
         self, exchange: _Exchange, work: Work, offer: Offer, payload: Payload, failures: FailuresBelow
-    ) -> tuple[Status, Agreement, Payload]:
+    ) -> tuple[bool, Agreement, Payload]:
         """Wait for the children, join what comes from them with what this rank adds, and pass it to the parent.
 
         Returns:
-            The result of all ranks: a status, their agreement, and the root's reply. Instead of a reply that is the
-            error if the status is not OK.
+            The result of all ranks: whether some have failed, their agreement, and the root's reply, or the error.
         """
         parent = exchange.tree.parent
         arrived = self._receive(exchange, exchange.tree.children, Kind.UP)
         own = Agreement.of(exchange.tree.rank, offer)
         total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
         for message in arrived:
-            if message.frame.status != Status.OK:
+            if message.frame.has_failed:
                 failures = failures.merged(decode(message.payload, FailuresBelow))
         if not failures:
             try:
@@ -598,23 +597,25 @@ class Operation:
                     payload = work.merge(payload, below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
-        status = Status.ERROR if failures else Status.OK
+        has_failed = bool(failures)
         if parent is not None:
-            up = payload if status == Status.OK else encode(failures)
-            self._send(exchange, parent, Frame(Kind.UP, status=status, body=total.encode()), up)
+            up = encode(failures) if failures else payload
+            self._send(exchange, parent, Frame(Kind.UP, has_failed=has_failed, body=total.encode()), up)
             (reply,) = self._receive(exchange, (parent,), Kind.DOWN)
-            return reply.frame.status, Agreement.decode(reply.frame.body), reply.payload
-        if status != Status.OK:
+            return reply.frame.has_failed, Agreement.decode(reply.frame.body), reply.payload
+        if failures:
             payload = encode(ErrorMessage.of(failures.joint_error(self.phase)))
-        return status, total, payload
+        return has_failed, total, payload
 
-    def _go_down(self, exchange: _Exchange, work: Work, status: Status, agreement: Agreement, payload: Payload) -> None:
+    def _go_down(
+        self, exchange: _Exchange, work: Work, has_failed: bool, agreement: Agreement, payload: Payload
+    ) -> None:
         """Send the result to the children, and wait until they have heard it. A child that is lost now is a matter of
         the next exchange, because the result stands."""
         children = exchange.tree.children
         for child in reversed(children):
-            share = work.share(payload, child) if status == Status.OK and payload else payload
-            self._send(exchange, child, Frame(Kind.DOWN, status=status, body=agreement.encode()), share)
+            share = payload if has_failed or not payload else work.share(payload, child)
+            self._send(exchange, child, Frame(Kind.DOWN, has_failed=has_failed, body=agreement.encode()), share)
         with self._changed:
             exchange.absent = children
             exchange.waiting_since = time.monotonic()
@@ -705,21 +706,20 @@ class Operation:
             if peer != but and peer not in exchange.closed:
                 self._send(exchange, peer, Frame(Kind.STOP), text.encode(errors="replace"))
 
-    def say_gone(self, missing: Sequence[int]) -> None:
-        """Tell the neighbours that the connections are dropped, and which ranks are missing.
+    def say_gone(self, connections: Connections, missing: Sequence[int]) -> None:
+        """Tell all neighbours that ``connections`` are dropped, and which ranks are missing.
 
         The store says more. But it may be lost too, and a forked child may hold the connections open.
         """
         shown = sorted(missing)[: BODY_NBYTES // 4 - 1]
-        gone = Frame(Kind.GONE, body=struct.pack(f"<{1 + len(shown)}I", len(shown), *shown))
+        body = struct.pack(f"<{1 + len(shown)}I", len(shown), *shown)
         with self._changed:
-            exchange = self._exchange
-            if exchange is None and self._last is not None:  # the others may have begun the next one
-                exchange = _Exchange(self.n_exchanges, "", self._last.tree, self.link, self.timeout_seconds)
-                exchange.open = self._last.open
-            for peer in exchange.tree.neighbours if exchange is not None else ():
-                if exchange is not None and peer not in exchange.closed:
-                    self._post(exchange, peer, gone, for_good=True)
+            # Without an exchange the others may have begun the next one.
+            number = self.n_exchanges if self._exchange is None else self._exchange.number
+            gone = Frame(Kind.GONE, *self.key, number, body=body, secret=self.link.secret).encode()
+            for peer in list(connections.peers):
+                with contextlib.suppress(Broken):
+                    connections.kept.append(connections.send(peer, self._tag, gone))
 
     # Reading.
 
