@@ -24,8 +24,6 @@ from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.errors import ExchangeError
 from robust_dcp.events import Event, is_heard, tell
 
-__all__ = ["Channel"]
-
 M = TypeVar("M", bound=msgspec.Struct)
 T = TypeVar("T")
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from robust_dcp.comm.tree import Tree
 
-__all__ = ["N_FLAGS", "SIGNATURE_NBYTES", "Agreement", "Offer", "combined_signature"]
-
 SIGNATURE_NBYTES = 16
 N_FLAGS = 4
 

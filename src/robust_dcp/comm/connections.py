@@ -42,8 +42,6 @@ from robust_dcp.comm.nodes import BOOT_ID
 from robust_dcp.comm.store import host_of, short
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["CONNECTING_FAILED", "INTERFACE", "Broken", "Connections", "Moving", "Whereabouts", "make_device"]
-
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 PIECE_NBYTES = 1 << 20

@@ -30,22 +30,6 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 
-__all__ = [
-    "MAX_FAILURES_TOLD",
-    "STORE_IS_LOST",
-    "Answer",
-    "EndMessage",
-    "ErrorMessage",
-    "FailuresBelow",
-    "OperationKey",
-    "Problem",
-    "Stopped",
-    "as_told_to",
-    "end_of_leaving",
-    "end_without_store",
-    "verdict",
-]
-
 MAX_FAILURES_TOLD = 16
 """If more ranks fail, only this many descriptions are sent; of the other ranks only their numbers."""
 

@@ -12,8 +12,6 @@ import zlib
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["BODY_NBYTES", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "Frame", "FrameError", "Kind"]
-
 FRAME_NBYTES = 160
 BODY_NBYTES = 104
 MAX_PAYLOAD_NBYTES = 8 << 30

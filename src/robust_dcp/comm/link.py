@@ -44,8 +44,6 @@ from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, store_host, store_of, value_of
 from robust_dcp.comm.tree import Tree
 
-__all__ = ["Link", "link_for", "make_link"]
-
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
 

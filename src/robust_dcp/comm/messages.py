@@ -19,8 +19,6 @@ from isal import isal_zlib
 
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "Bundler", "Payload", "Shares", "decode", "encode"]
-
 M = TypeVar("M", bound=msgspec.Struct)
 
 Payload = bytes | bytearray | memoryview

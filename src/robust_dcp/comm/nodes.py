@@ -15,8 +15,6 @@ from pathlib import Path
 
 from robust_dcp.environment import value_of
 
-__all__ = ["BOOT_ID", "RANKS_PER_NODE", "node_name", "node_of"]
-
 RANKS_PER_NODE = "ROBUST_DCP_RANKS_PER_NODE"
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

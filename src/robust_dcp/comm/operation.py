@@ -58,8 +58,6 @@ from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["Beat", "Operation", "Work"]
-
 logger = logging.getLogger(__name__)
 
 _MISSED_AFTER = 0.7

@@ -26,8 +26,6 @@ from robust_dcp.comm.frames import FRAME_NBYTES, Frame, FrameError, Kind
 from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
-__all__ = ["Bucket", "GroupMover", "Passing", "Relay"]
-
 _POLL_SECONDS = 0.0005
 _FRAMES_TAG, _BUCKETS_TAG = 1, 2
 

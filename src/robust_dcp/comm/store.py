@@ -28,18 +28,6 @@ import torch.distributed as dist
 
 from robust_dcp.comm import patience
 
-__all__ = [
-    "Notes",
-    "StoreLost",
-    "StoreSilent",
-    "compare_set",
-    "host_of",
-    "short",
-    "store_host",
-    "store_of",
-    "value_of",
-]
-
 T = TypeVar("T")
 
 _WAIT_TIMEOUT = datetime.timedelta(seconds=10)

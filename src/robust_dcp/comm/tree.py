@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Tree"]
-
 
 @dataclass(frozen=True)
 class Tree:
