@@ -67,25 +67,7 @@ def test_the_reason_says_what_was_found() -> None:
     assert _reason(b"XXXX" + A_FRAME.encode()[4:]) == "it begins with b'XXXX' instead of b'RDCP'"
 
 
-def test_another_protocol_version_is_told_from_damage() -> None:
-    content = bytearray(A_FRAME.encode()[:-4])
-    content[4] = 9
-    assert _reason(_sealed(bytes(content))) == "it is of protocol version 9 instead of 5"
-
-
 def test_a_payload_too_large_to_be_believed_is_refused_before_it_is_allocated() -> None:
     content = bytearray(A_FRAME.encode()[:-4])
     content[132:140] = struct.pack("<Q", MAX_PAYLOAD_NBYTES + 1)
     assert f"announces {MAX_PAYLOAD_NBYTES + 1} bytes" in _reason(_sealed(bytes(content)))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"body": bytes(BODY_NBYTES + 1)},
-        {"payload_nbytes": MAX_PAYLOAD_NBYTES + 1},
-    ],
-)
-def test_a_value_that_does_not_fit_is_an_error_of_the_sender(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
-        A_FRAME._replace(**change).encode()

@@ -63,17 +63,6 @@ def test_an_exception_in_the_thread_of_the_beats_ends_no_beats() -> None:
     assert handler.n_raised > 0
 
 
-@pytest.mark.parametrize("straggler", [0, 2, 3])
-def test_a_straggler_that_gets_on_is_waited_for_longer_than_the_timeout(straggler: int) -> None:
-    def save(link: Link) -> str:
-        channel = channel_of(link)
-        channel.barrier("plan")
-        channel.barrier("write", lambda: works_for(channel, 2.0, says_so=True) if link.rank == straggler else None)
-        return "saved"
-
-    assert run_threads(SimulatedNetwork(4), save) == ["saved"] * 4
-
-
 def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named() -> None:
     def save(link: Link) -> Any:
         channel = channel_of(link)

@@ -103,10 +103,10 @@ def save_with_a_late_rank(path: str) -> str:
     return "late" if arrived.is_set() or dist.get_rank() != 1 else "not late"
 
 
-def come_too_late(path: str) -> Verdict:
+def come_too_late(path: str, late: int) -> Verdict:
     dist.barrier()
     given_up = Path(f"{path}.given up")
-    while dist.get_rank() == 1 and not given_up.exists():
+    while dist.get_rank() == late and not given_up.exists():
         time.sleep(0.02)
     verdict = verdict_of(robust_dcp.save, state(0), checkpoint_id=path, timeout_seconds=1.5)
     given_up.touch()
@@ -116,10 +116,11 @@ def come_too_late(path: str) -> Verdict:
     return verdict
 
 
-def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_works(tmp_path: Path) -> None:
-    early, late = values(in_ranks(2, come_too_late, str(tmp_path / "checkpoint")))
-    assert early.type_name == late.type_name == "ExchangeTimeout"
-    assert early.fields["missing_ranks"] == [1]
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_works(late: int, tmp_path: Path) -> None:
+    for rank, verdict in enumerate(values(in_ranks(2, come_too_late, str(tmp_path / "checkpoint"), late))):
+        assert verdict.type_name == "ExchangeTimeout" and verdict.fields["missing_ranks"] == [late]
+        assert verdict.message.startswith(f"this rank ({late}) came after the others had given up") == (rank == late)
 
 
 def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:

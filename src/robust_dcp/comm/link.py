@@ -408,6 +408,7 @@ def link_for(parent: Any) -> Link:
 
     Raises:
         ValueError: this process is not a member of ``parent``.
+        RobustCheckpointError: ``GLOO_SOCKET_IFNAME`` names an interface that is not there, or has no address.
     """
     rank = dist.get_rank(parent)
     if rank < 0:  # torch then passes a number
@@ -415,15 +416,25 @@ def link_for(parent: Any) -> Link:
     with _links_lock:
         if parent not in _links:
             ranks = tuple(dist.get_process_group_ranks(parent))
-            if len(ranks) == 1:
-                link = Link(rank, ranks)
-            else:
-                store, host = store_of(parent), store_host(parent)
-                link = make_link(store, str(parent.group_name), rank, ranks, host)
+            link = Link(rank, ranks) if len(ranks) == 1 else _link_in(parent, rank, ranks)
             _links[parent] = link
             _all_links.add(link)
             weakref.finalize(parent, _leave, weakref.ref(link)).atexit = False
         return _links[parent]
+
+
+def _link_in(parent: Any, rank: int, ranks: tuple[int, ...]) -> Link:
+    store = store_of(parent)
+    notes = Notes(store, f"robust_dcp/{parent.group_name}")
+    # Now, so that the caller gets the errors. A tree needs two connections for each of its levels at most.
+    network.ensure_open_files(8 + 2 * len(ranks).bit_length())
+    address = network.listening_address(store)
+
+    def make_connections(place: str, ask: Ask) -> Connections:
+        here = Whereabouts(f"host {socket.gethostname()[:64]}, pid {os.getpid()}", address, network.network_id())
+        return Connections(ask, rank, len(ranks), here, notes.life.encode())
+
+    return Link(rank, ranks, notes, make_connections, store_host(parent))
 
 
 def _leave(link: weakref.ref[Link]) -> None:
@@ -450,21 +461,3 @@ def _close_all() -> None:
 
 os.register_at_fork(before=_links_lock.acquire, after_in_parent=_links_lock.release, after_in_child=_forget_all)
 atexit.register(_close_all)
-
-
-def make_link(store: Any, name: str, rank: int, ranks: tuple[int, ...], store_host: int | None = None) -> Link:
-    """A link among ``ranks`` that meet in ``store`` under ``name``.
-
-    Raises:
-        RobustCheckpointError: ``GLOO_SOCKET_IFNAME`` names an interface that is not there, or has no address.
-    """
-    notes = Notes(store, f"robust_dcp/{name}")
-    # Now, so that the caller gets the errors. A tree needs two connections for each of its levels at most.
-    network.ensure_open_files(8 + 2 * len(ranks).bit_length())
-    address = network.listening_address(store)
-
-    def make_connections(place: str, ask: Ask) -> Connections:
-        here = Whereabouts(f"host {socket.gethostname()[:64]}, pid {os.getpid()}", address, network.network_id())
-        return Connections(ask, rank, len(ranks), here, notes.life.encode())
-
-    return Link(rank, ranks, notes, make_connections, store_host)
