@@ -101,7 +101,7 @@ class Notes:
             time.sleep(_PAUSE_SECONDS)
 
     def _ask(self, place: str, question: Callable[[Any], T]) -> T:
-        if not self._lock.acquire(timeout=patience.STORE_ANSWER_SECONDS):
+        if not self._lock.acquire(timeout=2 * patience.STORE_ANSWER_SECONDS):
             raise StoreSilent("other questions wait for an answer")
         try:
             return question(self._under(place))
