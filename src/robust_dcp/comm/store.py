@@ -89,7 +89,7 @@ class Notes:
         """
         while True:
             if look is None and time.monotonic() < self._lost_until:
-                raise self._lost
+                raise type(self._lost)(*self._lost.args)
             try:
                 return self._ask(place, question)
             except StoreLost as lost:
@@ -114,13 +114,14 @@ class Notes:
 
     def _under(self, place: str) -> Any:
         if self._store is None:
-            self._open()
+            self._store = self._open()
+        store = self._store
         if not self.life:
-            self.life = compare_set(self._store, f"{self._name}/life", "", secrets.token_hex(8)).decode()
+            self.life = compare_set(store, f"{self._name}/life", "", secrets.token_hex(8)).decode()
             self.has_begun_anew = False
-        return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
+        return dist.PrefixStore(f"{self._name}/{self.life}/{place}", store)
 
-    def _open(self) -> None:
+    def _open(self) -> Any:
         """Make a client of our own, if the store is a ``TCPStore``.
 
         It lacks the prefixes of the group's store, which torch does not tell: torchelastic has a new one for each
@@ -129,13 +130,12 @@ class Notes:
         """
         host, port = host_of(self._store_of_group)
         if not host:
-            self._store = self._store_of_group
-            return
+            return self._store_of_group
         self._socket_name, client = _client_of(host, port)
         if not self._prefix:
             drawn = secrets.token_hex(8)
             self._prefix = compare_set(self._store_of_group, f"{self._name}/place", "", drawn).decode()
-        self._store = dist.PrefixStore(self._prefix, client)
+        return dist.PrefixStore(self._prefix, client)
 
     def _close(self) -> None:
         """Break off the connection, so that gloo does not take a late answer for another one."""
@@ -163,9 +163,7 @@ class Notes:
 
     def forget(self) -> None:
         """Let go of the store, which this process may host."""
-        with self._lock:
-            self._close()
-            self._store_of_group = dist.HashStore()
+        self._store, self._store_of_group = None, dist.HashStore()
 
 
 def _client_of(host: str, port: int) -> tuple[str, Any]:
