@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import socket
 import threading
@@ -448,6 +449,10 @@ def _forget_all() -> None:
     for link in list(_all_links):
         link.abandon()
         _links_of_the_parent.append(link)
+    for parent in list(_links):
+        # gloo joins the threads of a group that is freed, and they are not here. Whether Python frees it at its end
+        # depends on the order of imports.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(parent))
     _links.clear()
     _all_links.clear()
     _links_lock.release()
