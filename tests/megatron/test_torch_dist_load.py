@@ -244,6 +244,18 @@ def code_in_the_common_state_is_refused_on_all_ranks_and_not_run(directory: Path
 
 
 @SCENARIOS.add
+def a_strategy_that_is_passed_without_install_runs_no_code_of_metadata(directory: Path) -> None:
+    if dist.get_rank() == 0:
+        directory.mkdir(exist_ok=True)
+        (directory / METADATA_NAME).write_bytes(pickle.dumps(_Evil(directory / "ran")))
+    dist.barrier()
+    for look in (RobustLoadStrategy().load_tensors_metadata, RobustLoadStrategy().load_sharded_metadata):
+        with pytest.raises(UnsafeCheckpoint):
+            look(str(directory))
+    assert not (directory / "ran").exists()
+
+
+@SCENARIOS.add
 def a_shard_that_two_ranks_claim_is_refused_unless_that_is_not_to_be_validated(directory: Path) -> None:
     save(_one(1.0), directory / "1", stock_strategy())
 

@@ -250,6 +250,16 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
             strategy=self,
         )
 
+    # A load of stock with this strategy calls these two, and stock's own would run code that `.metadata` names.
+    def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
+        """The tensors of a checkpoint, without data. Asks no other rank."""
+        stock = versions.TorchDistLoadShardedStrategy.load_tensors_metadata
+        return load_tensors_metadata(stock, self, checkpoint_dir, metadata)
+
+    def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> dict[str, Any]:
+        """The tensors and objects of a checkpoint, without data. Asks no other rank."""
+        return load_sharded_metadata(None, self, checkpoint_dir)
+
 
 def strategy_load(
     stock: Any, strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *_: Any, **__: Any
