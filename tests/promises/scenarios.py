@@ -158,7 +158,7 @@ class Scenario:
         rest = [each.name for each in Path(directory).rglob("*") if each.name.endswith((".tmp", ".lock"))]
         # A killed conversion leaves a directory that tells by its name what it is (docs/cli.md).
         saving = Path(directory).rglob(".robust_dcp.saving*")
-        rest += [each.name for each in saving if ".converting-" not in each.parent.name]
+        rest += [each.name for each in saving if ".converting-" not in str(each)]
         # What a manager notes is some bytes, and stays if it is killed just then.
         rest = [name for name in rest if not name.startswith(("latest.", ".robust_dcp.step.json."))]
         assert rest == [], f"the next one has to tidy up: {rest}"
