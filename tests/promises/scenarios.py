@@ -155,10 +155,9 @@ class Scenario:
         assert self.found(directory) == 9
         if not is_tidy:
             return
-        rest = [each.name for each in Path(directory).rglob("*") if each.name.endswith((".tmp", ".lock"))]
         # A killed conversion leaves a directory that tells by its name what it is (docs/cli.md).
-        saving = Path(directory).rglob(".robust_dcp.saving*")
-        rest += [each.name for each in saving if ".converting-" not in str(each)]
+        left = [each.name for each in Path(directory).rglob("*") if ".converting-" not in str(each)]
+        rest = [name for name in left if name.endswith((".tmp", ".lock")) or name.startswith(".robust_dcp.saving")]
         # What a manager notes is some bytes, and stays if it is killed just then.
         rest = [name for name in rest if not name.startswith(("latest.", ".robust_dcp.step.json."))]
         assert rest == [], f"the next one has to tidy up: {rest}"
