@@ -23,3 +23,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+# These modules take longest, so they come first: else one worker still has minutes to go when the others are done.
+_LONG = ["processes_that_end", "async", "schedules", "round_trips", "ranks", "hostile", "histories", "cluster", "mixes"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {f"test_{name}.py": place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))

@@ -22,6 +22,12 @@ def test_whatever_goes_wrong_all_survivors_come_to_one_verdict_in_time_and_none_
         assert counts[kind, "raised"] == 0 if kind in ("harmless", "cut") else counts[kind, "raised"] > 5
 
 
+def test_a_rank_that_went_on_without_an_answer_loses_no_message_to_the_thread_that_still_reads_for_it() -> None:
+    trial = next(each for each in exchanges.make_trials(240, seed=300) if each.what.seed == 344)  # it never ended
+    with quick():
+        assert [(result.verdict, result.complaints) for _, result in run([trial])] == [("mended", [])]
+
+
 @pytest.mark.parametrize("when", kills.WHEN)
 def test_a_process_that_is_killed_is_named_by_all_others(when: str) -> None:
     trials = [trial for trial in kills.make_trials(60, seed=1) if trial.kind == when][:3]

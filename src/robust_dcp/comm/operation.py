@@ -537,7 +537,8 @@ class Operation:
             self._exchange = exchange
             try:
                 for message in early.values():
-                    self._take(exchange, message)
+                    with contextlib.suppress(Broken):  # the thread that reads finds the same
+                        self._take(exchange, message)
             except Problem as problem:
                 exchange.problem = problem
             new = [peer for peer in exchange.tree.neighbours if not self.link.process_of(peer)]
@@ -773,6 +774,7 @@ class Operation:
             Problem: what came was damaged for the second time, or the ranks are in different operations.
         """
         payload: Payload = b""
+        is_last = False
         try:
             frame = Frame.decode(bytes(connections.receive(peer, self._tag, FRAME_NBYTES)), self.link.secret)
             # A repeated message is not read again: its payload may never be sent.
@@ -793,6 +795,17 @@ class Operation:
         except FrameError as error:
             text = str(error) if str(error).startswith("a payload") else f"a frame arrived damaged: {error}"
             return self._ask_again(exchange, peer, text)
+        with self._changed:
+            current = self._exchange
+            if current is None and (frame.operation, frame.occurrence) == self.key and self._end_message is None:
+                if frame.exchange >= self.n_exchanges:
+                    self._early[peer] = Message(peer, frame, payload)
+                elif frame.kind == Kind.UP and self._last is not None and frame.exchange == self._last.number:
+                    self._repeat(self._last, self._last, peer)
+                return True
+        if current is not None and current is not exchange:
+            # This rank went on without an answer of ``peer``, and this is for the exchange that runs by now.
+            exchange, is_last = current, True
         if frame.kind == Kind.DOWN and frame.exchange == exchange.number:
             # Answer before the caller knows the result, and may end.
             with self._changed:
@@ -805,7 +818,7 @@ class Operation:
             if self._exchange is not exchange or self._end_message is not None:
                 return True
             try:
-                return self._take(exchange, Message(peer, frame, payload))
+                return self._take(exchange, Message(peer, frame, payload)) or is_last
             finally:
                 self._changed.notify_all()
 
