@@ -83,6 +83,6 @@ __getattr__, __dir__ = names_from(
 )
 
 if not getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", True):
-    # torch is here, so this is no command that has to be quick. What a save needs is imported now, and not while
-    # training waits for the first one.
+    # torch was imported before, and is not importing us itself (entry point ``torch.backends``). So this is no command
+    # that has to be quick, and what a save needs is imported now, not while training waits for the first one.
     import_module("robust_dcp.asynchronous")

@@ -145,7 +145,8 @@ def open_save(
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
     watch_in_terminal()
     place = None if checkpoint_id is None else place_of(checkpoint_id)
-    path, moves_to = None if place is None else local_path_of(place), None
+    path = None if place is None else local_path_of(place)
+    moves_to = None
     if place is not None and path is None:  # a URL: it is saved to by way of a local directory
         # One of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
         # `describe` raises that on all ranks.

@@ -794,7 +794,7 @@ class Operation:
                     )
         except FrameError as error:
             text = str(error) if str(error).startswith("a payload") else f"a frame arrived damaged: {error}"
-            return self._ask_again(exchange, peer, text)
+            return self._ask_again(self._exchange or exchange, peer, text)
         with self._changed:
             current = self._exchange
             if current is None and (frame.operation, frame.occurrence) == self.key and self._end_message is None:

@@ -124,11 +124,6 @@ class StagingBuffers:
         self._free: list[StagingBuffer] = []
         self._lock = threading.Lock()
 
-    @property
-    def kept_nbytes(self) -> int:
-        """Memory that is held while no save runs."""
-        return sum(buffer.nbytes for buffer in self._free)
-
     def take(self, forms: Sequence[TensorForm], device: torch.device | None = None) -> StagingBuffer:
         """Take a buffer that has room for tensors of these forms.
 
