@@ -21,8 +21,6 @@ from robust_dcp.errors import UnsafeCheckpoint
 from robust_dcp.storage.pieces import PieceReader, batches_of
 from robust_dcp.storage.records.objects import load_object
 
-__all__ = ["DifferingObject", "TensorDifference", "compare_objects", "compare_tensors"]
-
 _MEMORY_NBYTES: Final = 32 << 20
 _UNSIGNED: Final = {torch.uint16: np.uint16, torch.uint32: np.uint32, torch.uint64: np.uint64}
 _CACHED_NUMEL: Final = 1 << 15

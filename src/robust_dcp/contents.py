@@ -48,9 +48,6 @@ from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.reads import PlannedItems, WholeTensors
 
-__all__ = ["Chunk", "Contents", "Findings", "Item", "Problem", "StoredFile", "is_plain", "read_contents", "verify"]
-
-
 _NUMBER: Final = re.compile(r"([0-9]{1,18})")
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.megatron.access import AccessColumns, described_facts
+from robust_dcp.megatron.access import AccessColumns, described
 from robust_dcp.megatron.shards import ShardFacts, saved_shards
 from robust_dcp.structure_cache import clear_caches
 
@@ -43,7 +43,7 @@ def _described(shards: Shards) -> Any:
     """All that a save takes from the shards, without the data."""
     facts = ShardFacts(shards)
     _, items = saved_shards(facts)
-    return items.names, items.structures, facts.once(described_facts)[0]
+    return items.names, items.structures, facts.once(described)[0]
 
 
 def test_equal_shards_of_another_save_are_described_by_what_is_known_and_their_data_is_their_own() -> None:

@@ -23,8 +23,6 @@ from typing import Final, NoReturn
 from robust_dcp.cli.output import CommandFailed, Output, safe_text
 from robust_dcp.version import __version__
 
-__all__ = ["COMMANDS", "main", "parse"]
-
 COMMANDS: Final = ("inspect", "verify", "diff", "convert", "copy", "report", "ls", "prune", "bench", "doctor")
 
 _CANNOT: Final = 2

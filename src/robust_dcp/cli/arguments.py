@@ -10,8 +10,6 @@ from typing import Final
 from robust_dcp.cli.output import CommandFailed
 from robust_dcp.storage.files.paths import is_url
 
-__all__ = ["local_path", "nbytes_in", "number_in", "pair", "place"]
-
 _FILE_URL: Final = re.compile(r"file://(?:localhost)?(?=/)", re.IGNORECASE)
 _SIZE: Final = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKMGT]?)(?P<binary>i?)[bB]?(?:/s)?")
 _POWERS: Final = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}

@@ -17,8 +17,6 @@ from typing import Any
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.output import CommandFailed, Output, size
 
-__all__ = ["declare", "run"]
-
 
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""

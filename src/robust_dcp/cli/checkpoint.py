@@ -13,8 +13,6 @@ from robust_dcp.storage.files.what_is_there import what_is_there
 if TYPE_CHECKING:
     from robust_dcp.contents import Contents
 
-__all__ = ["check_directory", "check_is_there", "holds_checkpoint", "open_checkpoint", "summary", "summary_json"]
-
 
 def holds_checkpoint(path: str) -> bool:
     """Whether a directory has a ``.metadata``, those of ranks that saved for themselves, or safetensors files."""

@@ -20,8 +20,6 @@ from robust_dcp.cli.arguments import local_path, nbytes_in, pair
 from robust_dcp.cli.checkpoint import check_is_there
 from robust_dcp.cli.output import CommandFailed, Output, number, size
 
-__all__ = ["declare", "run"]
-
 _MEMORY_NBYTES: Final = 64 << 20
 
 

@@ -16,8 +16,6 @@ from dataclasses import asdict
 from robust_dcp.cli.arguments import nbytes_in, number_in
 from robust_dcp.cli.output import CommandFailed, Output, size
 
-__all__ = ["declare", "run"]
-
 
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""

@@ -18,8 +18,6 @@ from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number
 
-__all__ = ["declare", "run"]
-
 
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""

@@ -32,8 +32,6 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import is_of_this_machine, mount_of
 from robust_dcp.version import __version__
 
-__all__ = ["declare", "run"]
-
 _PACKAGES: Final = ("torch", "numpy", "msgspec", "isal")
 _LEAST_TORCH: Final = (2, 7)
 _CONNECT_SECONDS: Final = 5.0

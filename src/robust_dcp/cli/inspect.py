@@ -22,8 +22,6 @@ from robust_dcp.cli.output import FOUND, Output, number, size
 if TYPE_CHECKING:
     from robust_dcp.contents import Contents, Item
 
-__all__ = ["declare", "run"]
-
 
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""

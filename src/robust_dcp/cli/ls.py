@@ -26,8 +26,6 @@ from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name
 
-__all__ = ["declare", "run", "state_of"]
-
 _THREADS: Final = 8  # a network file system answers several at once
 _RECENT_SECONDS: Final = 600.0
 

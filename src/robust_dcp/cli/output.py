@@ -20,8 +20,6 @@ import msgspec
 
 from robust_dcp.hooks import ProgressLine
 
-__all__ = ["FOUND", "CommandFailed", "Output", "age", "number", "safe_text", "size"]
-
 FOUND: Final = 1
 """The exit code of a command that did its work and found a problem or a difference."""
 

@@ -27,8 +27,6 @@ from robust_dcp.manager.series import Checkpoint, Series, policies_of, prune, se
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 
-__all__ = ["declare", "run"]
-
 _NOT_REMOVED: Final = 2
 
 

@@ -20,8 +20,6 @@ from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.output import CommandFailed, Output
 from robust_dcp.report_page import NoReports, read_reports, render_page
 
-__all__ = ["declare", "run"]
-
 
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""

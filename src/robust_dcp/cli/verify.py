@@ -25,8 +25,6 @@ from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url
 
-__all__ = ["declare", "run"]
-
 
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""

@@ -32,8 +32,6 @@ from robust_dcp.storage.model_file import INDEX_NAME, check_dtypes, in_shards, i
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
 from robust_dcp.storage.writer import RobustWriter
 
-__all__ = ["ConversionReport", "Form", "Rules", "convert"]
-
 Form = Literal["dcp", "safetensors", "torch"]
 
 _OF_A_MODEL: Final = (

@@ -17,8 +17,6 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader
 from robust_dcp.storage.records.objects import load_object
 
-__all__ = ["Path", "Source", "box_of", "open_source"]
-
 Path = tuple[str | int, ...]
 """The keys of an item in the nested state dict, as DCP has them."""
 

@@ -50,8 +50,6 @@ from robust_dcp.storage.metadata.metadata_file import decode_metadata, reference
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote import Calls, CopyOptions, local_path_of, place_of
 
-__all__ = ["Copy", "CopyResult", "Progress", "copy_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]

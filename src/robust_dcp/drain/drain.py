@@ -27,8 +27,6 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.remote import CopyOptions
 
-__all__ = ["Drain", "remove_staging", "staging_directory"]
-
 logger = logging.getLogger(__name__)
 
 _STAGING_PREFIX: Final = "robust_dcp-"

@@ -17,8 +17,6 @@ from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.remote import Calls, local_path_of, place_of
 
-__all__ = ["nearest_copy"]
-
 
 class _Copy(msgspec.Struct, frozen=True):
     """What one place holds, as seen by some ranks.

@@ -23,8 +23,6 @@ from robust_dcp.storage.files.paths import is_data_file, locate
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote import Calls, RemoteDisk, filesystem_of, local_path_of
 
-__all__ = ["Content", "Place", "open_place"]
-
 _MOST_METADATA_NBYTES: Final = 16 << 30
 _UNFINISHED: Final = re.compile(r".*\.[0-9a-f]{8}\.copying", re.DOTALL)
 _MD5_ETAG: Final = re.compile(r"[0-9a-f]{32}(-\d+)?")

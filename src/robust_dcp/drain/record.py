@@ -19,18 +19,6 @@ from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
 
-__all__ = [
-    "DRAIN_RECORD_NAME",
-    "DrainRecord",
-    "awaited_copy",
-    "digest_at",
-    "digest_of",
-    "is_awaited",
-    "note_arrival",
-    "read_drain_record",
-    "write_drain_record",
-]
-
 logger = logging.getLogger(__name__)
 
 DRAIN_RECORD_NAME: Final = ".robust_dcp.drain.json"

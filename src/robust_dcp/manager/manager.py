@@ -34,8 +34,6 @@ from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writer import RobustWriter
 
-__all__ = ["CheckpointManager", "LoadedCheckpoint", "Skipped"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

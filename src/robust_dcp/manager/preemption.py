@@ -23,8 +23,6 @@ import torch.distributed as dist
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["Preemption"]
-
 logger = logging.getLogger(__name__)
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)

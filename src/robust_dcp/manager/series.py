@@ -58,19 +58,6 @@ from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_P
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 
-__all__ = [
-    "Checkpoint",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "KeepPolicy",
-    "Series",
-    "parse_name",
-    "policies_of",
-    "prune",
-    "series_in",
-]
-
 logger = logging.getLogger(__name__)
 
 # No hidden name, and no digit right before the step: "run2_10" is step 10 of "run2_", and never step 2.

@@ -24,8 +24,6 @@ from robust_dcp.megatron.shards import ShardFacts
 from robust_dcp.megatron.versions import KeyOnly, ShardedBase, ShardedObject, is_main_replica
 from robust_dcp.structure_cache import Cache
 
-__all__ = ["AccessCheck", "AccessColumns", "Verdict", "agree_on_access"]
-
 _OBJECT, _REGULAR, _MAIN = 1, 2, 4
 
 Ints = npt.NDArray[np.int64]
@@ -307,23 +305,20 @@ def agree_on_access(
         shards: prepares the ShardedTensors and ShardedObjects of this rank. If it raises, all ranks raise.
         value: called after ``shards``. It returns 64 bits that all ranks compare.
     """
-    described: list[tuple[AccessColumns, bytes]] = []
+    offered: list[tuple[AccessColumns, bytes]] = []
 
     def prepare() -> Offer:
         held = shards()
-        described.append(held.once(described_facts) if isinstance(held, ShardFacts) else _described(held))
-        signature = described[0][1]
+        offered.append(held.once(described) if isinstance(held, ShardFacts) else described(held))
+        signature = offered[0][1]
         identity = _RIGHT.get((channel.ranks, signature)) or bytes(16)
         return Offer(signature=signature, plan_id=identity, value=value())
 
     agreement = channel.agree(phase, prepare)
-    return AccessCheck(channel, *described[0], agreement)
+    return AccessCheck(channel, *offered[0], agreement)
 
 
-def _described(shards: Iterable[ShardedBase]) -> tuple[AccessColumns, bytes]:
-    columns = AccessColumns.of(shards)
+def described(held: Sequence[Any] | ShardFacts) -> tuple[AccessColumns, bytes]:
+    """The columns of some shards, and a digest of them."""
+    columns = AccessColumns.of(held.shards if isinstance(held, ShardFacts) else held)
     return columns, hashlib.blake2b(msgspec.msgpack.encode(columns), digest_size=16).digest()
-
-
-def described_facts(facts: ShardFacts) -> tuple[AccessColumns, bytes]:
-    return _described(facts.shards)

@@ -18,8 +18,6 @@ from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.report import SaveReport
 from robust_dcp.save_queue import SaveFuture, queue_of
 
-__all__ = ["BackgroundSave", "log_report", "request_for", "schedule_async_request"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

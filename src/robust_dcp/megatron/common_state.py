@@ -26,16 +26,6 @@ from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.records.objects import refusal_of
 
-__all__ = [
-    "COMMON_FILE",
-    "MAX_NBYTES",
-    "LeafDigests",
-    "encode_common",
-    "leaf_digests",
-    "refused_in",
-    "report_differences",
-]
-
 logger = logging.getLogger(__name__)
 
 COMMON_FILE = "common.pt"

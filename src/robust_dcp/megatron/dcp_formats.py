@@ -17,8 +17,6 @@ from robust_dcp.megatron.options import current_options
 from robust_dcp.storage import RobustWriter
 from robust_dcp.switch import dcp_calls
 
-__all__ = ["get_async_strategy", "get_save_and_finalize_callbacks", "load", "save", "start_save"]
-
 Function = Callable[..., Any]
 
 

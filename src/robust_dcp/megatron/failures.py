@@ -29,16 +29,6 @@ from robust_dcp.megatron.versions import CheckpointingException
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.switch.patching import log_left_to_stock
 
-__all__ = [
-    "InvalidAccess",
-    "as_megatron_raises",
-    "failure_sent_to_all",
-    "is_shared",
-    "maybe_finalize_async_save",
-    "meet_before_saving",
-    "save_checkpoint",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from robust_dcp.megatron.common_state import MAX_NBYTES
 from robust_dcp.megatron.versions import CheckpointingException, backend_of
 from robust_dcp.storage.files.disk import Disk
 
-__all__ = ["MANIFEST_FILE", "hashes_of", "save_manifest", "verify_files"]
-
 MANIFEST_FILE = "integrity.json"
 
 _ALGORITHM = "sha256"

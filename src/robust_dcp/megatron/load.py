@@ -50,8 +50,6 @@ from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.switch.patching import log_left_to_stock
 
-__all__ = ["RobustLoadStrategy"]
-
 logger = logging.getLogger(__name__)
 
 CheckpointDir = str | os.PathLike[str]

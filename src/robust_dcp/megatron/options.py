@@ -17,19 +17,6 @@ from typing import Any, Literal, NamedTuple
 from robust_dcp.environment import VARIABLES, value_of
 from robust_dcp.switch.patching import log_left_to_stock
 
-__all__ = [
-    "FORMATS",
-    "OPTIONS",
-    "MegatronOptions",
-    "add_arguments",
-    "choose_planner",
-    "current_options",
-    "default_planner",
-    "is_chosen",
-    "megatron_arguments",
-    "options_from_environment",
-]
-
 Planner = Literal["default", "robust_dcp"]
 
 FORMATS = ("torch_dist", "torch_dcp", "fsdp_dtensor")

@@ -46,8 +46,6 @@ from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.switch.patching import log_left_to_stock
 
-__all__ = ["RobustSaveStrategy"]
-
 logger = logging.getLogger(__name__)
 
 CheckpointDir = str | os.PathLike[str]

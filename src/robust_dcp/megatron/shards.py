@@ -39,8 +39,6 @@ from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.structure_cache import Cache
 
-__all__ = ["MegatronPlanner", "ShardFacts", "saved_shards"]
-
 T = TypeVar("T")
 
 _SHARD_NBYTES = 2000

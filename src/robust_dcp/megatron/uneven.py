@@ -38,8 +38,6 @@ from robust_dcp.megatron.uneven_offsets import solve
 from robust_dcp.megatron.uneven_parts import LocalPart, PlacedOffsets, ShardColumns, columns_of, describe
 from robust_dcp.structure_cache import Cache
 
-__all__ = ["UnevenChunk", "place_chunks"]
-
 PHASE = "uneven DTensors"
 
 Function = Callable[..., Any]

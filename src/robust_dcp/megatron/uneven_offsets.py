@@ -16,8 +16,6 @@ from robust_dcp.errors import PlanConflict
 from robust_dcp.megatron.uneven_parts import NOT_SHARDED, PlacedOffsets, ShardColumns, Spread, SpreadColumns
 from robust_dcp.plan.conflicts import first_overlap
 
-__all__ = ["prefix_offsets", "solve"]
-
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 

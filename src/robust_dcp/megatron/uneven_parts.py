@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from robust_dcp.errors import PlanConflict
 
-__all__ = ["LocalPart", "PlacedOffsets", "ShardColumns", "Spread", "SpreadColumns", "columns_of", "describe"]
-
 NOT_SHARDED = -1
 """Stands in place of a tensor dimension, for a mesh dimension that holds replicas."""
 

@@ -19,8 +19,6 @@ from robust_dcp.report import Modules, Ranks, SavedReport, StructureDiff, shorte
 from robust_dcp.report_page.reading import FoundReport, Reports
 from robust_dcp.version import __version__
 
-__all__ = ["render_page"]
-
 _SCRIPTS: Final = (
     *("basics.js", "chart.js", "overview.js", "timeline.js", "heatmap.js"),
     *("history.js", "changes.js", "treemap.js", "main.js"),

@@ -15,8 +15,6 @@ from typing import Final, NamedTuple
 
 from robust_dcp.report import MAX_NBYTES, REPORT_NAME, SavedReport, decode_report
 
-__all__ = ["FoundReport", "NoReports", "Reports", "Skipped", "read_reports"]
-
 _METADATA_NAME: Final = ".metadata"
 _END_NBYTES: Final = 1 << 16
 """The end of ``.metadata`` holds the id of its save."""

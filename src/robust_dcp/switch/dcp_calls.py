@@ -30,8 +30,6 @@ from robust_dcp.storage import RobustReader, RobustWriter
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.switch.patching import log_left_to_stock
 
-__all__ = ["async_save", "load", "save"]
-
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from robust_dcp.switch.import_hook import ImportHook
 
-__all__ = ["Patch", "Patches", "announce", "log_left_to_stock"]
-
 logger = logging.getLogger(__name__)
 
 _ABSENT = object()
