@@ -113,15 +113,8 @@ def save(
         (1, 'reused')
     """
     planner, session = open_save(
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-        timeout_seconds=timeout_seconds,
-        deadline_seconds=deadline_seconds,
-        kind=kind,
-        on_commit=on_commit,
+        *(checkpoint_id, storage_writer, planner, process_group, no_dist),
+        *(timeout_seconds, deadline_seconds, kind, on_commit),
     )
     with session.in_turn():
         session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
@@ -131,7 +124,6 @@ def save(
 
 
 def open_save(
-    *,
     checkpoint_id: CheckpointId | None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
@@ -153,10 +145,33 @@ def open_save(
         with suppress(StorageError):
             filesystem_of(place)
         path, moves_to = staging_directory(place), place
-    writer = _robust_writer(storage_writer, path)
+    writer = storage_writer
+    if writer is None and path is None:
+        raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
+    if writer is None:
+        writer = RobustWriter(str(path))
+    elif isinstance(writer, RobustWriter):
+        writer.reset(path)
+    else:
+        raise TypeError(
+            f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
+            "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
+        )
     writer.known_as = moves_to or writer.known_as
-    robust_planner = _robust_planner(planner)
-    session = robust_planner.open_session(
+    if planner is None:
+        planner = RobustPlanner()
+    elif type(planner) is DefaultSavePlanner:
+        planner = RobustPlanner(
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        )
+    elif not isinstance(planner, RobustPlanner):
+        raise TypeError(
+            f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
+            "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
+        )
+    session = planner.open_session(
         checkpoint_name(writer.path),
         writer,
         process_group=process_group,
@@ -167,7 +182,7 @@ def open_save(
     )
     session.joins_queues()
     session.on_commit, session.moves_to = on_commit, moves_to
-    return robust_planner, session
+    return planner, session
 
 
 def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str, Any]) -> LocalStructure:
@@ -178,37 +193,6 @@ def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str,
     meta = None if session.writer is None else session.writer.storage_meta()
     planner.set_up_planner(state_dicts_of(state_dict), meta, session.channel.is_coordinator)
     return planner.describe(session.channel)
-
-
-def _robust_writer(writer: StorageWriter | None, path: str | None) -> RobustWriter:
-    if writer is None:
-        if path is None:
-            raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
-        return RobustWriter(path)
-    if not isinstance(writer, RobustWriter):
-        raise TypeError(
-            f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
-            "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
-        )
-    writer.reset(path)
-    return writer
-
-
-def _robust_planner(planner: SavePlanner | None) -> RobustPlanner:
-    if planner is None:
-        return RobustPlanner()
-    if isinstance(planner, RobustPlanner):
-        return planner
-    if type(planner) is DefaultSavePlanner:
-        return RobustPlanner(
-            flatten_state_dict=planner.flatten_state_dict,
-            flatten_sharded_tensors=planner.flatten_sharded_tensors,
-            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
-        )
-    raise TypeError(
-        f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
-        "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
-    )
 
 
 class _StoredMetadata(msgspec.Struct, frozen=True):
@@ -271,19 +255,20 @@ def load(
         deadline_seconds=deadline_seconds,
         no_dist=no_dist,
     )
-    loading = _Load(state_dict, reader, planner, checkpoint, channel, process_group, PhaseClock(channel))
+    robust = reader if isinstance(reader, RobustReader) else None
+    loading = _Load(state_dict, reader, robust, planner, checkpoint, channel, process_group, PhaseClock(channel))
     with loading.clock.telling_failures():
         loading.clock.tell("started")
         # The coordinator keeps the checkpoint from being removed while it is loaded.
         held: AbstractContextManager[None] = nullcontext()
-        if loading.robust is not None and channel.is_coordinator:
-            held = loading.robust.source.held()
+        if robust is not None and channel.is_coordinator:
+            held = robust.source.held()
         with channel.together(), held:
             loading.read_one_version()
             with loading.clock.phase("apply"):
                 asked = channel.gather(loading.phase("apply"), loading.apply, AskedKeys)
-    if loading.robust is not None and not is_url(loading.robust.path):
-        LOADED.put(loading.robust.path, None)
+    if robust is not None and not is_url(robust.path):
+        LOADED.put(robust.path, None)
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
         unread = unread_in_words(planner.metadata, asked)
         if unread:
@@ -306,20 +291,17 @@ class _Load:
 
     state_dict: dict[str, Any]
     reader: StorageReader
+    robust: RobustReader | None
     planner: LoadPlanner
     checkpoint: str
     channel: Channel
     process_group: dist.ProcessGroup | None
     clock: PhaseClock
-    robust: RobustReader | None = field(init=False)
     values: dict[str, Any] = field(default_factory=dict, init=False)
     stand_ins: dict[str, StandIn] = field(default_factory=dict, init=False)
     plan: LoadPlan = field(default_factory=lambda: LoadPlan([]), init=False)
     stored: _StoredMetadata = field(default_factory=_StoredMetadata, init=False)
     shared: SharedReads | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.robust = self.reader if isinstance(self.reader, RobustReader) else None
 
     def phase(self, name: str) -> str:
         """The name of an exchange of this load."""
@@ -342,7 +324,9 @@ class _Load:
             except (CorruptCheckpoint, StorageError) as error:  # noqa: PERF203 (twice at most)
                 if self.robust is None:
                     raise
-                if not self._is_overwritten(self.robust):
+                # All ranks have raised the same error. Let the coordinator look whether ``.metadata`` was replaced.
+                phase = self.phase("has it been overwritten")
+                if not self.channel.agree(phase, self._overwritten).count(1):
                     self._read_from_nodes(self.robust, error)
                     return
                 if is_last_try:
@@ -368,13 +352,10 @@ class _Load:
             return self._plan(leader, by_index=False)  # some ranks see another directory, for example on a local disk
         return agreement
 
-    def _is_overwritten(self, reader: RobustReader) -> bool:
-        """Let the coordinator check whether ``.metadata`` was replaced, after all ranks have raised the same error."""
-        phase, is_coordinator = self.phase("has it been overwritten"), self.channel.is_coordinator
-        agreement = self.channel.agree(
-            phase, lambda: Offer(flags=int(is_coordinator and reader.source.is_overwritten()))
-        )
-        return agreement.count(1) > 0
+    def _overwritten(self) -> Offer:
+        """On the coordinator, a flag that says whether ``.metadata`` was replaced."""
+        robust = self.robust if self.channel.is_coordinator else None
+        return Offer(flags=int(robust is not None and robust.source.is_overwritten()))
 
     def _read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
         """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""
@@ -408,24 +389,20 @@ class _Load:
         self.stand_ins.update(stand_ins_for(self.state_dict, metadata.state_dict_metadata))
         together = {**self.state_dict, **{key: each.values for key, each in self.stand_ins.items()}}
         self.values.update(sorted(together.items(), key=lambda item: str(item[0])))  # keys need not be text
-        self._make_plan(metadata)
+        # DCP's load plans are local, so no rank needs the plan of another.
+        planner = self.planner
+        planner.set_up_planner(self.values, metadata, channel.is_coordinator)
+        # Stock checks this too: readers written before torch 2.9 do not take these arguments.
+        takes_more = "kwargs" in inspect.signature(self.reader.set_up_storage_reader).parameters
+        more = {"rank": channel.rank, "use_collectives": True} if takes_more else {}
+        self.reader.set_up_storage_reader(metadata, channel.is_coordinator, **more)
+        plan = self.reader.prepare_local_plan(planner.create_local_plan())
+        (plan,) = self.reader.prepare_global_plan(planner.create_global_plan([plan]))
+        self.plan = planner.finish_plan(plan)
         if reader is None:
             return Offer()
         items = self.plan.items if channel.size > 1 else ()  # only other ranks need to know the items
-        can_share = may_ask_early(self.planner)
-        return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=can_share)
-
-    def _make_plan(self, metadata: Metadata) -> None:
-        """DCP's load plans are local, so no rank needs the plan of another."""
-        planner, reader, is_coordinator = self.planner, self.reader, self.channel.is_coordinator
-        planner.set_up_planner(self.values, metadata, is_coordinator)
-        # Stock checks this too: readers written before torch 2.9 do not take these arguments.
-        takes_more = "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters
-        more = {"rank": self.channel.rank, "use_collectives": True} if takes_more else {}
-        reader.set_up_storage_reader(metadata, is_coordinator, **more)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-        self.plan = planner.finish_plan(plan)
+        return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=may_ask_early(planner))
 
     def _read(self) -> None:
         with self.clock.phase("read"):

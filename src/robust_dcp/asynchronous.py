@@ -200,15 +200,8 @@ def async_save(
         if number is not None and number < least:
             raise ValueError(f"{name} must be at least {least}, got {number}")
     planner, session = open_save(
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-        timeout_seconds=timeout_seconds,
-        deadline_seconds=deadline_seconds,
-        kind=kind,
-        on_commit=on_commit,
+        *(checkpoint_id, storage_writer, planner, process_group, no_dist),
+        *(timeout_seconds, deadline_seconds, kind, on_commit),
     )
     if executor == "process":
         start_writer()

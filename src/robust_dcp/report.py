@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from statistics import median_low
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -41,7 +41,6 @@ _SLOW_FACTOR: Final = 1.5
 _SLOW_SECONDS: Final = 0.1
 _MOST_STRAGGLERS: Final = 32
 
-PlanOutcome = Literal["built", "reused", "rebuilt"]
 
 _Count = Annotated[int, Meta(ge=0, le=10**18)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e18)]
@@ -175,7 +174,7 @@ class SaveReport(_Report):
     """
 
     blocked_seconds: float = 0.0
-    plan: PlanOutcome = "built"
+    plan: str = "built"
     reason: str = ""
     changes: StructureDiff | None = None
     differing_replicas: dict[str, tuple[int, ...]] = field(default_factory=dict)

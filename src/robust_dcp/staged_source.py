@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -30,26 +29,10 @@ _BATCH_NBYTES = 256 << 20
 """About so many bytes are copied in one call. After each call the other ranks hear of the progress."""
 
 
-@dataclass(eq=False)
 class HeldItems(ItemSource):
-    """Items whose data is in memory. The attributes are what the methods of an ``ItemSource`` return, by place."""
+    """Items whose data is in memory."""
 
-    names: list[str] = field(default_factory=list)
-    forms_expected: list[TensorForm | None] = field(default_factory=list)
-    chunk_offsets: list[tuple[int, ...]] = field(default_factory=list)
-    data: list[torch.Tensor | io.BytesIO] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def name(self, place: int) -> str:
-        return self.names[place]
-
-    def expected(self, place: int) -> TensorForm | None:
-        return self.forms_expected[place]
-
-    def chunk_offset(self, place: int) -> tuple[int, ...]:
-        return self.chunk_offsets[place]
+    data: list[torch.Tensor | io.BytesIO]
 
     def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
         return self.data[place]
@@ -81,7 +64,8 @@ class StagedSource(HeldItems):
         *,
         limit_nbytes: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__((), (), ())
+        self.data = []
         self.are_free: Future[None] = Future()
         self.borrowed: Sequence[int] = ()
         self.copied: list[int] = []
@@ -100,13 +84,10 @@ class StagedSource(HeldItems):
 
     def _take(self, source: ItemSource) -> None:
         """Note the tensors, and pickle all else, as a save that waits does."""
-        places = range(len(source))
-        self.names = [source.name(place) for place in places]
-        self.forms_expected = [source.expected(place) for place in places]
-        self.chunk_offsets = [source.chunk_offset(place) for place in places]
+        self.names, self.expected, self.offsets = source.names, source.expected, source.offsets
         has_cuda = False
         with torch.no_grad(), NamedErrors(source, 0) as errors:
-            for place in places:
+            for place in range(len(source)):
                 errors.place = place
                 data = source.resolve(place)
                 if isinstance(data, torch.Tensor):

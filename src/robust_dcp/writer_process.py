@@ -86,7 +86,8 @@ class _Job:
         data = list(source.data)
         for place in source.copied:
             data[place] = io.BytesIO()
-        items = HeldItems(source.names, source.forms_expected, source.chunk_offsets, data)
+        items = HeldItems(source.names, source.expected, source.offsets)
+        items.data = data
         return cls(files, items, memory.nbytes, source.copied, source.forms, memory.cpus)
 
 

@@ -83,28 +83,22 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
     order = _order_of(items)
     refuse_contradictions(items, order)
     paths = merged_paths(ranks, items)
-    replicas = _find_replicas(items, order)
-    written = _choose_writers(items, replicas, _teams(ranks), lowest_rank=lowest_rank)
+    claims = _claims_of(items, _find_replicas(items, order), ranks)
+    written = _choose_writers(items, claims, len(ranks), lowest_rank=lowest_rank)
     check_coverage(items, written, complete=len(ranks) > 1)
-    unclaimed = items.name[replicas.first[_unclaimed_groups(items, replicas)]]
+    rows = ascending(written, len(items))  # so that they are rank after rank, each in the order of its items
+    of_row = items.rank[rows]
+    first_rows = np.searchsorted(items.rank, np.arange(len(ranks)))
     return GlobalPlan(
         ranks=tuple(ranks),
         items=items,
         order=order,
         written=written,
-        kept=by_rank(items, written, len(ranks)),
+        kept=tuple(np.split(rows - first_rows[of_row], np.searchsorted(of_row, np.arange(1, len(ranks))))),
         paths=paths,
-        contested=_contested_rows(items, replicas),
-        unclaimed=tuple(items.names[name] for name in np.unique(unclaimed).tolist()),
+        contested=claims.contested,
+        unclaimed=tuple(items.names[name] for name in np.unique(items.name[claims.unclaimed]).tolist()),
     )
-
-
-def by_rank(items: Items, rows: Rows, n_ranks: int) -> tuple[Rows, ...]:
-    """For each rank the places among its own items of those that are in ``rows``, ascending."""
-    rows = ascending(rows, len(items))  # so that they are rank after rank, each in the order of its items
-    first_rows = np.searchsorted(items.rank, np.arange(n_ranks))
-    ranks = items.rank[rows]
-    return tuple(np.split(rows - first_rows[ranks], np.searchsorted(ranks, np.arange(1, n_ranks))))
 
 
 def ascending(rows: Rows, n_rows: int) -> Rows:
@@ -153,11 +147,6 @@ class _Replicas:
         return len(self.starts) - 1
 
     @property
-    def of(self) -> Rows:
-        """int64 ``[K]``: for each row of ``order`` the number of its group."""
-        return np.repeat(np.arange(len(self)), np.diff(self.starts))
-
-    @property
     def first(self) -> Rows:
         """The row of the lowest rank of each group."""
         return self.order[self.starts[:-1]]
@@ -175,36 +164,75 @@ def _find_replicas(items: Items, order: Rows) -> _Replicas:
     Raises:
         PlanConflict: two chunks that are not empty begin at the same offsets but have different sizes.
     """
-    order = order[~_shadowed_empties(items, order)]
-    starts = np.flatnonzero(differs_from_previous(items, order))
-    groups = _Replicas(order=order, starts=np.append(starts, len(order)))
-    _refuse_other_sizes(items, groups)
-    return groups
-
-
-def _shadowed_empties(items: Items, order: Rows) -> Mask:
-    """For each row, whether it is an empty chunk with the (name, offsets) of a chunk that is not empty."""
-    empty: Mask = (items.numel[order] == 0) & (items.kind[order] != ItemKind.BYTES)
-    if not empty.any():
-        return empty
-    group = np.cumsum(differs_from_previous(items, order)) - 1
-    filled = np.zeros(int(group[-1]) + 1, dtype=np.bool_)
-    filled[group[~empty]] = True
-    shadowed: Mask = empty & filled[group]
-    return shadowed
-
-
-def _refuse_other_sizes(items: Items, groups: _Replicas) -> None:
-    is_other = np.ones(len(groups.order), dtype=np.bool_)
-    is_other[groups.starts[:-1]] = False
-    others, first = groups.order[is_other], np.repeat(groups.first, np.diff(groups.starts) - 1)
+    is_empty = (items.numel[order] == 0) & (items.kind[order] != ItemKind.BYTES)
+    if is_empty.any():
+        group = np.cumsum(differs_from_previous(items, order)) - 1
+        is_filled = np.zeros(int(group[-1]) + 1, dtype=np.bool_)
+        is_filled[group[~is_empty]] = True
+        order = order[~(is_empty & is_filled[group])]
+    is_first = differs_from_previous(items, order)
+    groups = _Replicas(order=order, starts=np.append(np.flatnonzero(is_first), len(order)))
+    others, first = order[~is_first], np.repeat(groups.first, np.diff(groups.starts) - 1)
     differs = (items.size[others] != items.size[first]).any(axis=1) & (items.numel[others] != 0)
     if differs.any():
         place = int(np.flatnonzero(differs)[0])
         raise overlap(items, int(first[place]), int(others[place]))
+    return groups
 
 
-def _choose_writers(items: Items, groups: _Replicas, teams: Rows, *, lowest_rank: bool) -> Rows:
+@dataclass(frozen=True, eq=False)
+class _Claims:
+    """Which rows may be written, where state dicts say which replica counts.
+
+    Stock Megatron writes the main replica of a shard (``replica_id`` 0). Its fully parallel save first moves the write
+    to one of the ranks in the main replica's data parallel group. In real jobs, copies in other groups have drifted
+    from it. A checkpoint that mixed them would be one that no rank ever held.
+
+    Attributes:
+        groups: the groups, with only the rows that may be written. If a chunk has one main replica, these are the rows
+            of that replica's rank and of its peers (``Items.peers``). If it has several main replicas, only that of the
+            lowest rank is left. If it has none, every row is left: any rank that holds the chunk may save it, so that
+            it is not lost.
+        has_main: for each group, whether it has a main replica.
+        contested: the rows of main replicas in groups that have more than one.
+        unclaimed: the first row of each group in which every rank says that the main replica is elsewhere.
+    """
+
+    groups: _Replicas
+    has_main: Mask
+    contested: Rows
+    unclaimed: Rows
+
+
+def _claims_of(items: Items, groups: _Replicas, ranks: Sequence[Items]) -> _Claims:
+    replica = items.replica[groups.order]
+    if not replica.any():
+        none = np.empty(0, dtype=np.intp)
+        return _Claims(groups, np.zeros(len(groups), dtype=np.bool_), none, none)
+    # Each rank has a number that it shares with its peers. A rank without peers has a number of its own.
+    numbers: dict[tuple[int, ...], int] = {}
+    teams = [numbers.setdefault(each.peers or (-1 - rank,), len(numbers)) for rank, each in enumerate(ranks)]
+    group = np.repeat(np.arange(len(groups)), np.diff(groups.starts))
+    mains = np.flatnonzero(replica == Replica.MAIN)
+    n_mains = np.bincount(group[mains], minlength=len(groups))
+    n_copies = np.bincount(group[replica == Replica.COPY], minlength=len(groups))
+    main = np.full(len(groups), -1, dtype=np.intp)
+    main[group[mains[::-1]]] = mains[::-1]  # this leaves the first of each group, since its rows ascend by rank
+    team = np.array(teams, dtype=np.intp)[items.rank[groups.order]]
+    is_kept: Mask = team == team[main[group]]
+    is_kept[n_mains[group] > 1] = False
+    is_kept[main[n_mains > 1]] = True
+    is_kept[n_mains[group] == 0] = True
+    sizes = np.bincount(group[is_kept], minlength=len(groups))
+    return _Claims(
+        groups=_Replicas(groups.order[is_kept], np.concatenate(([0], np.cumsum(sizes))).astype(np.intp)),
+        has_main=n_mains > 0,
+        contested=groups.order[mains[n_mains[group[mains]] > 1]],
+        unclaimed=groups.first[(n_copies > 0) & (n_copies == np.diff(groups.starts))],
+    )
+
+
+def _choose_writers(items: Items, claims: _Claims, n_ranks: int, *, lowest_rank: bool) -> Rows:
     """The row of each group that is written: int64 ``[G]``, in the order of the groups.
 
     A chunk goes to one of the least loaded ranks that hold it (in bytes of chunks). Objects and small chunks go to the
@@ -212,17 +240,17 @@ def _choose_writers(items: Items, groups: _Replicas, teams: Rows, *, lowest_rank
     ``lowest_rank`` everything does. Chunks that few ranks hold are assigned first; chunks that many ranks hold then
     fill the gaps. If the state dicts say which replica counts, Megatron's rule decides (:func:`_deal_as_megatron`).
     """
-    groups, has_main = _may_write(items, groups, teams)
+    groups, has_main = claims.groups, claims.has_main
     chosen = groups.first.copy()
     counts = np.diff(groups.starts)
     is_object = items.kind[groups.first] == ItemKind.BYTES
     is_small = is_object | (items.nbytes[groups.first] <= SMALL_NBYTES)
     fixed = (counts == 1) | is_small | lowest_rank
-    load = np.zeros(len(teams), dtype=np.int64)
+    load = np.zeros(n_ranks, dtype=np.int64)
     weight = np.where(is_object, _OBJECT_WEIGHT, items.nbytes[groups.first])
     if has_main.any() and not lowest_rank:
         dealt = np.flatnonzero(has_main & ~is_object)
-        chosen[dealt] = _deal_as_megatron(items, groups, dealt, len(teams))
+        chosen[dealt] = _deal_as_megatron(items, groups, dealt, n_ranks)
         fixed[dealt] = True
     np.add.at(load, items.rank[chosen[fixed]], weight[fixed])
     for members, ranks in by_holders(items.rank[groups.order], groups.starts, np.flatnonzero(~fixed)):
@@ -255,64 +283,6 @@ def by_holders(
             yield members[same], holders[same[0]]
 
 
-# Megatron's rule for which replica to write. Stock Megatron writes the main replica of a shard (``replica_id`` 0). Its
-# fully parallel save first moves the write to one of the ranks in the main replica's data parallel group. In real jobs,
-# copies in other groups have drifted from it. A checkpoint that mixed them would be one that no rank ever held.
-
-
-def _teams(ranks: Sequence[Items]) -> Rows:
-    """For each rank a number that it shares with its peers. A rank without peers has a number of its own."""
-    numbers: dict[tuple[int, ...], int] = {}
-    teams = [numbers.setdefault(items.peers or (-1 - rank,), len(numbers)) for rank, items in enumerate(ranks)]
-    return np.array(teams, dtype=np.intp)
-
-
-def _may_write(items: Items, groups: _Replicas, teams: Rows) -> tuple[_Replicas, Mask]:
-    """The same groups, with only the rows that may be written.
-
-    If a chunk has one main replica, these are the rows of that replica's rank and of its peers (``Items.peers``). If it
-    has several main replicas, only that of the lowest rank is left. If it has none, every row is left: any rank that
-    holds the chunk may save it, so that it is not lost.
-
-    Args:
-        teams: for each rank a number that it shares with its peers.
-
-    Returns:
-        The groups, and for each group whether it has a main replica.
-    """
-    replica = items.replica[groups.order]
-    if not replica.any():
-        return groups, np.zeros(len(groups), dtype=np.bool_)
-    group = groups.of
-    mains = np.flatnonzero(replica == Replica.MAIN)
-    n_mains = np.bincount(group[mains], minlength=len(groups))
-    main = np.full(len(groups), -1, dtype=np.intp)
-    main[group[mains[::-1]]] = mains[::-1]  # this leaves the first of each group, since its rows ascend by rank
-    team = teams[items.rank[groups.order]]
-    is_kept: Mask = team == team[main[group]]
-    is_kept[n_mains[group] > 1] = False
-    is_kept[main[n_mains > 1]] = True
-    is_kept[n_mains[group] == 0] = True
-    sizes = np.bincount(group[is_kept], minlength=len(groups))
-    starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.intp)
-    return _Replicas(order=groups.order[is_kept], starts=starts), n_mains > 0
-
-
-def _contested_rows(items: Items, groups: _Replicas) -> Rows:
-    """The rows of main replicas in groups that have more than one."""
-    group, mains = groups.of, np.flatnonzero(items.replica[groups.order] == Replica.MAIN)
-    n_mains = np.bincount(group[mains], minlength=len(groups))
-    rows: Rows = groups.order[mains[n_mains[group[mains]] > 1]]
-    return rows
-
-
-def _unclaimed_groups(items: Items, groups: _Replicas) -> Rows:
-    """Groups in which every rank says that the main replica is elsewhere."""
-    is_copy = items.replica[groups.order] == Replica.COPY
-    n_copies = np.bincount(groups.of[is_copy], minlength=len(groups))
-    return np.flatnonzero((n_copies > 0) & (n_copies == np.diff(groups.starts)))
-
-
 def _deal_as_megatron(items: Items, groups: _Replicas, dealt: Rows, n_ranks: int) -> Rows:
     """For each of some groups, the row that Megatron-Core's ``FullyParallelSaveStrategyWrapper`` would write.
 
@@ -322,46 +292,28 @@ def _deal_as_megatron(items: Items, groups: _Replicas, dealt: Rows, n_ranks: int
     one, so that the same copies are saved as by stock Megatron.
 
     Args:
-        groups: the groups that :func:`_may_write` returned.
+        groups: with only the rows that may be written.
         dealt: the numbers of the wanted groups, ascending.
     """
-    chosen = groups.first[dealt].copy()
-    weights = items.nbytes[chosen]
-    counts = np.diff(groups.starts)[dealt]
+    chosen = groups.first
+    weights, counts = items.nbytes[chosen[dealt]], np.diff(groups.starts)[dealt]
+    alone = counts == 1
     of_alone = np.zeros(n_ranks, dtype=np.int64)
-    np.add.at(of_alone, items.rank[chosen[counts == 1]], weights[counts == 1])
-    load = of_alone.tolist()
-    for count in np.unique(counts[counts > 1]).tolist():
-        members = np.flatnonzero(counts == count)
-        members = members[np.argsort(-weights[members], kind="stable")]
-        rows = groups.order[groups.starts[dealt[members]][:, None] + np.arange(count)]
-        holders = items.rank[rows]
-        which = _assign(holders, weights[members].tolist(), load)
-        chosen[members] = rows[np.arange(len(members)), which]
-    return chosen
-
-
-def _assign(holders: npt.NDArray[np.int32], weights: list[int], load: list[int]) -> list[int]:
-    """For each row of ``holders``, the column of the rank that gets the chunk. ``load`` is updated.
-
-    Args:
-        holders: int32 ``[n, count]``, ranks ascending in each row.
-        weights: the bytes of each row.
-        load: the bytes of each rank so far.
-    """
-    first, which = unique_rows(*holders.T)
-    sets = holders[first].tolist()
-    heaps = [[(load[rank], column) for column, rank in enumerate(ranks)] for ranks in sets]
-    for heap in heaps:
-        heapq.heapify(heap)
-    chosen = []
-    for number, weight in zip(which.tolist(), weights, strict=True):
-        heap, ranks = heaps[number], sets[number]
+    np.add.at(of_alone, items.rank[chosen[dealt[alone]]], weights[alone])
+    load, starts, rank_of_row = of_alone.tolist(), groups.starts.tolist(), items.rank[groups.order].tolist()
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    order = np.lexsort((-weights, counts))[int(alone.sum()) :]
+    for group, weight in zip(dealt[order].tolist(), weights[order].tolist(), strict=True):
+        ranks = tuple(rank_of_row[starts[group] : starts[group + 1]])
+        heap = heaps.get(ranks)
+        if heap is None:
+            heap = heaps[ranks] = [(load[rank], column) for column, rank in enumerate(ranks)]
+            heapq.heapify(heap)
         filled, column = heap[0]
         while filled != load[ranks[column]]:  # another set, which has this rank too, has filled it meanwhile
             heapq.heapreplace(heap, (load[ranks[column]], column))
             filled, column = heap[0]
         load[ranks[column]] += weight
         heapq.heapreplace(heap, (load[ranks[column]], column))
-        chosen.append(column)
-    return chosen
+        chosen[group] = groups.order[starts[group] + column]
+    return chosen[dealt]

@@ -7,13 +7,11 @@ such values go to stock's planner.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -24,59 +22,36 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, own_chunks
+from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, holds_shards, own_chunks
 from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
 from robust_dcp.storage.layouts.places import Int64, Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
-from robust_dcp.storage.reading.reads import WholeTensors, whole_item
+from robust_dcp.storage.reading.reads import WholeTensors
 
 
 def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> list[ReadItem]:
     """The items that stock's ``create_default_local_load_plan`` makes of ``state_dict``, in another order.
-
-    If saved chunks overlap and one of them is exactly the wanted one, only that one is read.
 
     Args:
         state_dict: FQN to value. Keys that ``metadata`` does not have are left out.
     """
     items: list[ReadItem] = []
     others: dict[str, Any] = {}
-    held = _held(state_dict)
-    with torch.no_grad():  # so that to_local() of a DTensor returns its local tensor, not a node of an autograd graph
-        for key, value in state_dict.items():
-            saved = metadata.state_dict_metadata.get(key)
-            if saved is None:
-                continue
-            found = None
-            if isinstance(saved, TensorStorageMetadata):
-                local = _local_chunk(held, key, value)
-                found = None if local is None else _found(key, local, saved)
-                chunks: Any = saved.chunks
-                if found is None and isinstance(chunks, StoredChunks):
-                    wanted = _chunks_held(value) if local is None else [local]
-                    if wanted is not None:
-                        items += _read_overlap(key, chunks, wanted)
-                        continue
-            if found is None:
-                others[key] = value
-                continue
-            if 0 not in found.lengths:
-                items.append(found)
+    for key, value in state_dict.items():
+        saved = metadata.state_dict_metadata.get(key)
+        chunks: Any = getattr(saved, "chunks", None)
+        wanted = chunks_held(value) if isinstance(chunks, StoredChunks) else None
+        if wanted is None and saved is not None:
+            others[key] = value
+        for number, chunk in enumerate(wanted or ()):
+            index = MetadataIndex(key, chunk.offsets, number)
+            items += [
+                ReadItem(LoadItemType.TENSOR, index, in_box, MetadataIndex(key, offsets, place), in_chunk, lengths)
+                for place, offsets, in_chunk, in_box, lengths in chunks.overlap(chunk.offsets, chunk.sizes)
+            ]
     if others:
         items += create_default_local_load_plan(others, metadata, strict=False).items
     return items
-
-
-def _found(key: str, local: ChunkStorageMetadata, saved: TensorStorageMetadata) -> ReadItem | None:
-    """A read of one whole saved chunk, if that is exactly the wanted one."""
-    chunks: Any = saved.chunks
-    if isinstance(chunks, StoredChunks):
-        place = chunks.find(local.offsets)
-    else:
-        place = next((number for number, chunk in enumerate(chunks) if chunk.offsets == local.offsets), None)
-    if place is None or chunks[place].sizes != local.sizes:
-        return None
-    return whole_item(key, local.offsets, local.sizes, place)
 
 
 def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTensors:
@@ -90,7 +65,13 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTen
     kind_of: list[int] = []
     kinds: list[ChunkKind] = []
     number_of: dict[int, int] = {}  # by the id of a structure, which ``held`` keeps; -1 if it is not a whole chunk
-    held = _held(state_dict)
+
+    def lookup(index: MetadataIndex) -> torch.Tensor:
+        value: Any = state_dict[index.fqn]
+        local: torch.Tensor = value.to_local() if type(value) is DTensor else value
+        return local
+
+    held = HeldStructures(lookup)
     with torch.no_grad():
         for name, value in state_dict.items():
             structure = held.of(name, value)
@@ -136,32 +117,11 @@ def _whole_chunks(
     return asked, chunks, Places(list(files), *places)
 
 
-def _held(state_dict: Mapping[str, Any]) -> HeldStructures:
-    def lookup(index: MetadataIndex) -> torch.Tensor:
-        value: Any = state_dict[index.fqn]
-        local: torch.Tensor = value.to_local() if type(value) is DTensor else value
-        return local
-
-    return HeldStructures(lookup)
-
-
-def _local_chunk(held: HeldStructures, key: str, value: Any) -> ChunkStorageMetadata | None:
-    """The one chunk that this rank holds of a value; ``None`` if only stock's planner can tell, or it holds nothing."""
-    structure = held.of(key, value)
-    if structure is None or structure is UNKNOWN:
-        return None
-    local = value.to_local() if type(value) is DTensor else value
-    # Stock plans for a local tensor of another size.
-    if math.prod(structure.sizes) != local.numel():
-        return None
-    return ChunkStorageMetadata(torch.Size(structure.offsets), torch.Size(structure.sizes))
-
-
-def _chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
+def chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
     """The chunks that this rank holds of a tensor, as stock's planner sees them; ``None`` if it is not a tensor."""
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return ()
-    if isinstance(value, ShardedTensor):
+    if holds_shards(type(value)):
         shards = [shard.metadata for shard in value.local_shards()]
         return [
             ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes)) for shard in shards
@@ -172,15 +132,3 @@ def _chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
     if isinstance(value, torch.Tensor):
         return [ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())]
     return None
-
-
-def _read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> list[ReadItem]:
-    """Make the read items that stock's ``create_read_items_for_chunk_list`` would make."""
-    items: list[ReadItem] = []
-    for number, chunk in enumerate(held):
-        wanted = MetadataIndex(key, chunk.offsets, number)
-        items += [
-            ReadItem(LoadItemType.TENSOR, wanted, in_box, MetadataIndex(key, offsets, place), in_chunk, lengths)
-            for place, offsets, in_chunk, in_box, lengths in saved.overlap(chunk.offsets, chunk.sizes)
-        ]
-    return items

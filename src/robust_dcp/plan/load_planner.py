@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
-from robust_dcp.plan.load_items import plan_reads, whole_tensors
-from robust_dcp.plan.state_dict import global_size, own_chunks
+from robust_dcp.plan.load_items import chunks_held, plan_reads, whole_tensors
+from robust_dcp.plan.state_dict import global_size
 from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
 from robust_dcp.storage.index.stored_index import index_of, look_up
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
@@ -317,10 +317,4 @@ def local_numel(value: Any) -> int:
         # Do not ask torch for the chunks: that costs it an index for each row of the whole tensor.
         in_mesh = value.device_mesh.get_coordinate() is not None
         return int(value.to_local().numel()) if in_mesh else 0
-    chunks = own_chunks(value)
-    if chunks is not None:
-        return sum(math.prod(chunk.sizes) for chunk in chunks)
-    shards = getattr(value, "local_shards", None)
-    if callable(shards):
-        return sum(shard.tensor.numel() for shard in shards())
-    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
+    return sum(math.prod(chunk.sizes) for chunk in chunks_held(value) or ())

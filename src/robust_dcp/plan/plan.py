@@ -28,7 +28,7 @@ from robust_dcp.plan.conflicts import is_compared
 from robust_dcp.plan.global_plan import GlobalPlan, ascending, make_global_plan
 from robust_dcp.plan.metadata import MetadataTemplate
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, StructureSignature, difference_of_contexts
-from robust_dcp.report import PlanOutcome, StructureDiff
+from robust_dcp.report import PlanReport
 from robust_dcp.storage.index.form import Column, IndexFile, Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
@@ -126,17 +126,14 @@ class PlanReply(msgspec.Struct, frozen=True):
 
     Attributes:
         share: what the rank writes.
-        outcome: ``built`` (the coordinator had no plan of this kind), ``rebuilt`` (it no longer fits), or ``reused``
-            (the coordinator has a plan for these structures, though not all ranks have offered it).
-        reason: why, in words.
-        changes: the keys of all ranks that differ from the last plan (bounded).
+        how: ``built`` (the coordinator had no plan of this kind), ``rebuilt`` (it no longer fits), or ``reused`` (the
+            coordinator has a plan for these structures, though not all ranks have offered it), and why. The keys that
+            differ from the last plan are bounded.
         differing: the values that differ between ranks, by key (bounded), with all ranks that hold them.
     """
 
     share: Share
-    outcome: PlanOutcome
-    reason: str
-    changes: StructureDiff | None = None
+    how: PlanReport
     differing: dict[str, tuple[int, ...]] = {}
 
 

@@ -35,10 +35,10 @@ from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.node_commit import commit_on_nodes
-from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, Share, structures_of_all
+from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import LEADS_DIRECTORY, Places, Written, places_of_all, written_message, written_offer
-from robust_dcp.report import PlanOutcome, PlanReport, SavedReport, SaveReport, StructureDiff
+from robust_dcp.report import PlanReport, SavedReport, SaveReport
 from robust_dcp.report_rows import PhaseClock, make_report, said_of_rank
 from robust_dcp.save_queue import SaveQueue, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
@@ -97,7 +97,7 @@ class SaveSession:
         on_commit: as for ``save``. ``moves_to``: the URL that the checkpoint is moved to before this save ends.
         leads: whether the caller made this rank the coordinator. ``n_leaders`` says how many ranks were made it.
         local: what this rank holds.
-        outcome, reason, changes: how the plan was made.
+        how: how the plan was made.
         differing_replicas: values with contents that differ between ranks, and the ranks that hold them. They are
             compared only when a plan is made.
         clock: how long the phases of this save took on this rank, with the wait for other ranks.
@@ -122,9 +122,7 @@ class SaveSession:
     leads: bool = field(default=True, init=False)
     n_leaders: int = field(default=0, init=False)
     local: LocalStructure = field(init=False)
-    outcome: PlanOutcome = field(default="built", init=False)
-    reason: str = field(default="", init=False)
-    changes: StructureDiff | None = field(default=None, init=False)
+    how: PlanReport = field(default_factory=PlanReport, init=False)
     differing_replicas: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
@@ -196,13 +194,19 @@ class SaveSession:
                     # Under rank 0, because which rank leads is not known yet.
                     agreement = self.channel.led_by(0).agree(self.phase("agree"), partial(self._offer, describe))
                     self._follow_coordinator(agreement)
-                    if not _may_reuse(agreement, self.channel.coordinator_rank):
-                        self._make_plan(agreement)
-                    else:
-                        self.outcome, self.reason = "reused", "no rank's structure has changed"
-                        if self.known.loaded_from:
-                            self.reason += f" since {self.known.loaded_from}"
+                    # Each rank decides alone, from the same bytes, so all agree.
+                    may_reuse = (
+                        agreement.same_plan_id
+                        and agreement.plan_id != _NO_PLAN
+                        and agreement.all_have(MATCHES)
+                        and agreement.first_rank(_HAS_PLAN) == self.channel.coordinator_rank
+                    )
+                    if may_reuse:
+                        since = self.known.loaded_from and f" since {self.known.loaded_from}"
+                        self.how = PlanReport("reused", f"no rank's structure has changed{since}")
                         self._checks_room = agreement.count(_NEEDS_ROOM) > 0  # ask only if room is short
+                    else:
+                        self._make_plan(agreement)
                 if self.writer is not None:
                     self.writer.adopt(agreement.told)
                     # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait
@@ -263,26 +267,30 @@ class SaveSession:
 
     def _make_plan(self, agreement: Agreement) -> None:
         """Send the structures to the coordinator, which makes the plan, and get this rank's share."""
-        sends_structure = _sends_structure(agreement, self._own_offer, self.channel.coordinator_rank)
+        coordinator_rank = self.channel.coordinator_rank
+        # A rank need not send its structure if the coordinator has offered a plan that holds it. What rank 0 has
+        # offered is known to all.
+        is_held = (
+            (agreement.same_plan_id or coordinator_rank == 0)
+            and agreement.first_rank(_HAS_PLAN) == coordinator_rank
+            and self._own_offer.plan_id == agreement.plan_id != _NO_PLAN
+            and bool(self._own_offer.flags & MATCHES)
+        )
         structures = self.channel.gather(
-            self.phase("structures"), lambda: self.local.to_message() if sends_structure else None, ItemsMessage
+            self.phase("structures"), lambda: None if is_held else self.local.to_message(), ItemsMessage
         )
         self._may_be_writing = True
         reply = self.channel.scatter(self.phase("plan"), lambda: self._plan_for_all(structures or []), PlanReply)
         if reply is None:
             raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
-        self.outcome, self.reason, self.changes = reply.outcome, reply.reason, reply.changes
-        self.differing_replicas = reply.differing
+        self.how, self.differing_replicas = reply.how, reply.differing
         if not self.channel.is_coordinator:
-            self._known = self._known_share(reply.share)
-
-    def _known_share(self, share: Share) -> KnownPlan:
-        """What this rank knows of a plan that the coordinator has made or found."""
-        plans = plans_of(self.channel.ranks)
-        of_last_save = next((each for each in plans if each.share.plan_id == share.plan_id), None)
-        if of_last_save is not None and self.outcome == "reused":
-            return of_last_save
-        return KnownPlan(share, self.local.place(share), self.local.signature.value)
+            share, plans = reply.share, plans_of(self.channel.ranks)
+            is_new = self.how.outcome != "reused"
+            of_last_save = next((each for each in plans if each.share.plan_id == share.plan_id), None)
+            if of_last_save is None or is_new:
+                of_last_save = KnownPlan(share, self.local.place(share), self.local.signature.value)
+            self._known = of_last_save
 
     def _plan_for_all(self, messages: Sequence[ItemsMessage | None]) -> list[PlanReply]:
         """On the coordinator: take an earlier plan for these structures, or make a plan. Returns each rank's reply."""
@@ -292,38 +300,35 @@ class SaveSession:
         for known in plans:
             if known.plan is not None and known.plan.signatures == tuple(signatures):
                 self._known = known
-                reason = "the structures are those of an earlier save, which some ranks had not offered"
-                return [PlanReply(share, "reused", reason) for share in known.plan.shares]
+                how = PlanReport(
+                    "reused", "the structures are those of an earlier save, which some ranks had not offered"
+                )
+                return [PlanReply(share, how) for share in known.plan.shares]
         last = last_of_kind(group, self.kind, items) if plans else None
-        outcome: PlanOutcome = "built"
-        reason, changes = "the coordinator has no plan of a committed save of this kind by this group", None
+        how = PlanReport("built", "the coordinator has no plan of a committed save of this kind by this group")
         if last is not None and last.plan is not None:
             senders = ranks_in_words([rank for rank, message in enumerate(messages) if message is not None])
-            all_changes = diff_items(last.plan.items, items)
-            outcome, changes = "rebuilt", bounded(all_changes)
-            reason = f"no key has changed; {senders} did not have the plan, or options have changed"
-            if all_changes:
-                reason = f"on {senders}: {all_changes}"
-                self._refuse_change(all_changes, changes)
+            changes = diff_items(last.plan.items, items)
+            first = bounded(changes)
+            if changes and self.on_structure_change == "error":
+                raise StructureChanged(
+                    f"the structure of the state dict is not that of the last committed save: {changes}; "
+                    'on_structure_change="error" forbids that',
+                    added=list(first.added),
+                    removed=list(first.removed),
+                    changed=list(first.changed),
+                )
+            unchanged = f"no key has changed; {senders} did not have the plan, or options have changed"
+            how = PlanReport("rebuilt", f"on {senders}: {changes}" if changes else unchanged, first)
             if self.on_structure_change != "quiet":
-                logger.warning("%s: plan %s, %s", self.checkpoint, outcome, reason)
+                logger.warning("%s: plan %s, %s", self.checkpoint, how.outcome, how.reason)
         decided = make_global_plan(items, lowest_rank=local.lowest_rank)
         differing = self._compare(decided, [b"" if each is None else each.digests for each in messages])
         plan = Plan.of(decided, group, signatures, local)
         share = plan.shares[self.rank]
         kind = share.plan_id.hex() if last is None else last.kind
         self._known = KnownPlan(share, local.place(share), local.signature.value, plan, kind=kind)
-        return [PlanReply(each, outcome, reason, changes, differing) for each in plan.shares]
-
-    def _refuse_change(self, changes: StructureDiff, first: StructureDiff) -> None:
-        if self.on_structure_change == "error":
-            raise StructureChanged(
-                f"the structure of the state dict is not that of the last committed save: {changes}; "
-                'on_structure_change="error" forbids that',
-                added=list(first.added),
-                removed=list(first.removed),
-                changed=list(first.changed),
-            )
+        return [PlanReply(each, how, differing) for each in plan.shares]
 
     def _compare(self, plan: GlobalPlan, digests: Sequence[bytes]) -> dict[str, tuple[int, ...]]:
         """On the coordinator: compare what several ranks hold, since only one copy of it is saved.
@@ -357,7 +362,7 @@ class SaveSession:
         with self._cleaned_up_after_failure(), self.clock.phase("write"):
             if self._checks_room:
                 refuse = partial(refuse_without_room, self.checkpoint)
-                self.channel.gather(self.phase("room"), self._own_room, RoomOfRank, then=refuse)
+                self.channel.gather(self.phase("room"), self._room, RoomOfRank, then=refuse)
             messages = self.channel.gather(
                 self.phase("write"), lambda: self._write_own(source), Written, offer=lambda _: self._written_offer()
             )
@@ -381,7 +386,7 @@ class SaveSession:
             self.leads_directory = self.writer.directory.join()
         return self.writer, self.known.placements
 
-    def _own_room(self) -> RoomOfRank:
+    def _room(self) -> RoomOfRank:
         writer, placements = self._joined()
         return writer.room(self.rank, placements, self.known.variable_places, is_alone=self.channel.size == 1)
 
@@ -625,9 +630,9 @@ class SaveSession:
             nbytes=0 if written is None else written.nbytes,
             phases=tuple(self.clock.records),
             blocked_seconds=blocked_seconds,
-            plan=self.outcome,
-            reason=self.reason,
-            changes=self.changes,
+            plan=self.how.outcome,
+            reason=self.how.reason,
+            changes=self.how.changes,
             differing_replicas=self.differing_replicas,
             unloadable_objects=self.unloadable_objects,
             total_nbytes=None if self.known.plan is None else self.known.plan.nbytes,
@@ -656,33 +661,11 @@ class SaveSession:
             save_id=save_id,
             world_size=self.channel.size,
             coordinator_rank=self.rank,
-            plan=PlanReport(self.outcome, self.reason, self.changes),
+            plan=self.how,
             waits=self.channel.stragglers,
             fallbacks=fallbacks,
             modules=None if metadata is None else metadata.module_sizes,
         )
-
-
-def _may_reuse(agreement: Agreement, coordinator_rank: int) -> bool:
-    """Whether the plan still holds on every rank. Each rank decides alone, from the same bytes, so all agree.
-
-    It holds if every rank offers the same decisions, says that its structure is the one that they were made for, and
-    the coordinator has the plan of all ranks.
-    """
-    return (
-        agreement.same_plan_id
-        and agreement.plan_id != _NO_PLAN
-        and agreement.all_have(MATCHES)
-        and agreement.first_rank(_HAS_PLAN) == coordinator_rank
-    )
-
-
-def _sends_structure(agreement: Agreement, own: Offer, coordinator_rank: int) -> bool:
-    """Whether a rank has to send its structure. It need not if the coordinator has offered a plan that holds it."""
-    is_known = agreement.same_plan_id or coordinator_rank == 0  # what rank 0 has offered is known to all
-    if not is_known or agreement.plan_id == _NO_PLAN or agreement.first_rank(_HAS_PLAN) != coordinator_rank:
-        return True
-    return own.plan_id != agreement.plan_id or not own.flags & MATCHES
 
 
 def _in_words(differing: Sequence[Differing]) -> str:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
 from robust_dcp.plan.signature import StructureSignature
+from robust_dcp.staging.staging_buffers import TensorForm
 from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.record import framed_record, is_fixed_size
@@ -330,7 +331,6 @@ def _is_checkpointable(value: Any) -> bool:
 
 # What a save needs of the items.
 
-Expected = tuple[torch.dtype, torch.Size]
 Resolved = torch.Tensor | io.BytesIO
 _Parts = tuple[list[str], list[ItemStructure], list[Path] | None, tuple[int, ...]]
 
@@ -374,7 +374,7 @@ class KnownStructure:
             each: None if each.kind == ItemKind.BYTES else (getattr(torch, each.dtype), torch.Size(each.sizes))
             for each in set(structures)
         }
-        self.expected: list[Expected | None] = [expected[structures[place]] for place in order]
+        self.expected: list[TensorForm | None] = [expected[structures[place]] for place in order]
         self._signatures: dict[bytes, StructureSignature] = {}
 
     def signature(self, context: bytes) -> StructureSignature:
@@ -448,31 +448,21 @@ class StateDictSource(ItemSource):
         lookup: Callable[[MetadataIndex], Resolved],
         resolve: Callable[[WriteItem], Resolved],
     ) -> None:
-        self._places: list[int] = structure.order[kept].tolist()
-        self._names = items.names
-        self._structures = items.structures
-        self._data: list[ItemData] = [items.data[place] for place in self._places]
-        self._expected: list[Expected | None] = [structure.expected[place] for place in kept.tolist()]
+        places: list[int] = structure.order[kept].tolist()
+        super().__init__(
+            [items.names[place] for place in places],
+            [structure.expected[place] for place in kept.tolist()],
+            [items.structures[place].offsets for place in places],
+        )
+        self._data: list[ItemData] = [items.data[place] for place in places]
         self.holds_wrappers = DTensor in set(map(type, self._data))
         self._lookup = lookup
         self._resolve = resolve
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def name(self, place: int) -> str:
-        return self._names[self._places[place]]
-
-    def expected(self, place: int) -> Expected | None:
-        return self._expected[place]
-
-    def chunk_offset(self, place: int) -> tuple[int, ...]:
-        return self._structures[self._places[place]].offsets
-
     def resolve(self, place: int) -> Resolved:
         data = self._data[place]
         if isinstance(data, MetadataIndex):
-            if self._expected[place] is None:
+            if self.expected[place] is None:
                 return self._resolve(WriteItem(index=data, type=WriteItemType.BYTE_IO))
             return self._lookup(data)
         if type(data) is DTensor:

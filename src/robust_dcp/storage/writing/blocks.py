@@ -253,7 +253,7 @@ def _order(
     """The order of one file, whose ``members`` are places by ascending offset."""
 
     def ids(places: Sequence[int]) -> tuple[int, ...]:
-        return tuple(item_id(source.name(place), source.chunk_offset(place)) for place in places)
+        return tuple(item_id(source.names[place], source.offsets[place]) for place in places)
 
     n_variable = int((placements.offset[members] < 0).sum())
     variable, fixed = members[:n_variable].tolist(), members[n_variable:]
@@ -264,7 +264,7 @@ def _order(
     if head_nbytes:
         rows = zip(fixed.tolist(), records, starts.tolist(), strict=True)
         tensors = {
-            source.name(n): StoredTensor(record.dtype, record.shape, start, record.nbytes, source.chunk_offset(n))
+            source.names[n]: StoredTensor(record.dtype, record.shape, start, record.nbytes, source.offsets[n])
             for n, record, start in rows
         }
         head = ShardHead(tensors, head_nbytes)
@@ -293,13 +293,13 @@ def _records(placements: Placements, source: ItemSource) -> dict[int, Record]:
             if nbytes < 0:
                 continue
             current.place = place
-            expected = source.expected(place)
+            expected = source.expected[place]
             key = None if expected is None else (*expected, has_head[file])
             record = None if key is None else made.get(key)
             if record is None and key is not None:
                 record = (raw_record if key[2] else framed_record)(key[0], tuple(key[1]))
             if record is None or key is None or record.nbytes != nbytes:
-                name = source.name(place)
+                name = source.names[place]
                 raise PlanConflict(f"the record of {name!r} is not the one that was planned", key=name)
             records[place] = made[key] = record
     return records

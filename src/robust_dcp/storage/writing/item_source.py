@@ -10,23 +10,26 @@ import io
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.staging.staging_buffers import TensorForm
 from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.record import Record
 
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
 
 
-class ItemSource(Protocol):
+class ItemSource:
     """The items that a rank writes, in plan order. :meth:`resolve` is called from several threads at once.
 
     Attributes:
+        names: the FQN of each item.
+        expected: the dtype and local size that the plan gives to each tensor; ``None`` for an object.
+        offsets: where each tensor item begins within the tensor of its name; ``()`` for an object.
         borrowed: the places of items that it has only for a while: somebody waits until they are written. They are
             written before all others.
         holds_wrappers: whether some of its tensors are parts of others, such as DTensors. Changes of these do not count
@@ -36,21 +39,24 @@ class ItemSource(Protocol):
     borrowed: Sequence[int] = ()
     holds_wrappers: bool = False
 
-    def __len__(self) -> int: ...
+    def __init__(
+        self,
+        names: Sequence[str],
+        expected: Sequence[TensorForm | None],
+        offsets: Sequence[tuple[int, ...]],
+    ) -> None:
+        self.names = names
+        self.expected = expected
+        self.offsets = offsets
 
-    def name(self, place: int) -> str:
-        """The FQN of an item, for errors."""
-
-    def expected(self, place: int) -> tuple[torch.dtype, torch.Size] | None:
-        """The dtype and local size that the plan gives to a tensor; ``None`` for an object."""
-
-    def chunk_offset(self, place: int) -> tuple[int, ...]:
-        """Where a tensor item begins within the tensor of its name; ``()`` for an object."""
+    def __len__(self) -> int:
+        return len(self.names)
 
     def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
         """The data of an item: a tensor on any device, or an object's bytes. Called once in each save, under
         ``no_grad``.
         """
+        raise NotImplementedError
 
     def versions(self, places: Sequence[int]) -> list[int]:
         """For each item a number that grows with each change of its tensor in place; -1 if that is not known."""
@@ -63,7 +69,7 @@ class ItemSource(Protocol):
 
 def changed(source: ItemSource, place: int) -> PlanConflict:
     """The error for an item that was changed while it was saved."""
-    name = source.name(place)
+    name = source.names[place]
     return PlanConflict(
         f"{name!r} was changed while it was saved, so what was written is no state that it ever had: a side thread or "
         "a hook works on it; let that wait until the save has returned, or save a copy",
@@ -80,24 +86,16 @@ class WriteItemSource(ItemSource):
     """
 
     def __init__(self, items: Sequence[WriteItem], resolve: Resolve) -> None:
+        planned = [item.tensor_data for item in items]
+        super().__init__(
+            [item.index.fqn for item in items],
+            [None if each is None else (each.properties.dtype, each.chunk.sizes) for each in planned],
+            [() if each is None else tuple(each.chunk.offsets) for each in planned],
+        )
         self._items = items
         self._resolve = resolve
         # By weak references, so that a planner's own copies go as soon as they are written.
         self._resolved: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def name(self, place: int) -> str:
-        return self._items[place].index.fqn
-
-    def expected(self, place: int) -> tuple[torch.dtype, torch.Size] | None:
-        planned = self._items[place].tensor_data
-        return None if planned is None else (planned.properties.dtype, planned.chunk.sizes)
-
-    def chunk_offset(self, place: int) -> tuple[int, ...]:
-        planned = self._items[place].tensor_data
-        return () if planned is None else tuple(planned.chunk.offsets)
 
     def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
         data = self._resolve(self._items[place])
@@ -123,10 +121,10 @@ def planned_tensor(source: ItemSource, place: int, planned: Record) -> torch.Ten
     """
     data = source.resolve(place)
     if not isinstance(data, torch.Tensor):
-        name = source.name(place)
+        name = source.names[place]
         raise PlanConflict(f"the planner's resolve_data gave {type(data).__name__} for the tensor {name!r}", key=name)
     if data.dtype != planned.dtype or data.shape != planned.shape:
-        name = source.name(place)
+        name = source.names[place]
         raise PlanConflict(
             f"the planner's resolve_data gave {data.dtype} {list(data.shape)} for {name!r}, the plan "
             f"says {planned.dtype} {list(planned.shape)}; a planner that transforms tensors must say so in "
@@ -168,5 +166,5 @@ class NamedErrors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # Our own errors name their item already. Ctrl-C and the like are not about an item.
         if isinstance(error, Exception) and not isinstance(error, (RobustCheckpointError, Stopped)):
-            name = self._source.name(self.place)
+            name = self._source.names[self.place]
             raise RobustCheckpointError(f"cannot save {name!r}: {type(error).__name__}: {error}") from error
