@@ -22,22 +22,6 @@ import torch
 
 from robust_dcp.errors import ExchangeError, PlanConflict
 
-__all__ = [
-    "Form",
-    "ItemKind",
-    "ItemStructure",
-    "Items",
-    "ItemsDecoder",
-    "ItemsMessage",
-    "Path",
-    "Replica",
-    "hashes_of_rows",
-    "items_of",
-    "merged",
-    "sorted_places",
-    "unique_rows",
-]
-
 T = TypeVar("T")
 
 Int64 = npt.NDArray[np.int64]

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.plan import place_items
 from robust_dcp.storage.layouts import SAFETENSORS
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
@@ -71,7 +70,7 @@ class Described:
         self.dims = [chunk_of(self.table, n) for n in rows]
 
     def placed(self, files: int, layout: Any = SAFETENSORS) -> Placements:
-        return place_items(self.table, np.arange(len(self.table)), files=files, layout=layout)
+        return layout.place(layout.measure(self.table, np.arange(len(self.table))), files)
 
     def is_raw(self, place: int) -> bool:
         return self.dtypes[place] in DTYPES and self.names[place] != "__metadata__"

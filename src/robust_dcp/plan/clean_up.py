@@ -59,9 +59,17 @@ def clean_up(channel: Channel, phase: str, directory: Save, error: BaseException
         error: the error that all ranks are about to raise.
     """
     left = directory.remove_files()
+
+    def remove_directories() -> _NotRemoved:
+        paths = [path for message in gathered or () if message is not None for path in message.paths]
+        return _NotRemoved(tuple(paths or directory.give_up()))
+
     if not _was_interrupted(error):
         try:
-            left = _told_to_all(channel, phase, directory, left)
+            gathered = channel.gather(
+                f"{phase}: remove files", lambda: _NotRemoved(tuple(left)) if left else None, _NotRemoved
+            )
+            left = list(channel.broadcast(f"{phase}: remove directories", remove_directories, _NotRemoved).paths)
         except RobustCheckpointError as lost:
             logger.warning("%s: the ranks could not remove the files of this save together: %s", phase, lost.message)
             directory.release()
@@ -72,16 +80,6 @@ def clean_up(channel: Channel, phase: str, directory: Save, error: BaseException
     else:
         left = directory.give_up()
     name_left_over(error, left)
-
-
-def _told_to_all(channel: Channel, phase: str, directory: Save, left: list[str]) -> list[str]:
-    gathered = channel.gather(f"{phase}: remove files", lambda: _NotRemoved(tuple(left)) if left else None, _NotRemoved)
-
-    def remove_directories() -> _NotRemoved:
-        paths = [path for message in gathered or () if message is not None for path in message.paths]
-        return _NotRemoved(tuple(paths or directory.give_up()))
-
-    return list(channel.broadcast(f"{phase}: remove directories", remove_directories, _NotRemoved).paths)
 
 
 def _was_interrupted(error: BaseException) -> bool:

@@ -107,21 +107,15 @@ def merged_paths(ranks: Sequence[Items], items: Items) -> tuple[Path, ...] | Non
         # Most names are those of other ranks, and equal paths are mostly one object.
         for key, path, known in zip(names, paths, map(path_of.get, names), strict=True):
             if known is not path and path_of.setdefault(key, path) != path:
-                raise _other_paths(ranks, key, path_of[key], rank)
+                first = next(rank for rank, each in enumerate(ranks) if key in each.names)
+                raise PlanConflict(
+                    f"key {key!r} lies at {path_of[key] or None!r} in the state dict of rank {first} and at "
+                    f"{path or None!r} in that of rank {rank}; flattened by dots both have one name: rename one of "
+                    "them",
+                    key=key,
+                    ranks=[first, rank],
+                )
     return tuple(path_of[name] or (name,) for name in items.names)
-
-
-def _other_paths(ranks: Sequence[Items], key: str, path: Path, other: int) -> PlanConflict:
-    """The error for a key that lies elsewhere than at ``path`` in the state dict of rank ``other``."""
-    first = next(rank for rank, each in enumerate(ranks) if key in each.names)
-    paths = ranks[other].paths
-    found = None if paths is None else paths[ranks[other].names.index(key)]
-    return PlanConflict(
-        f"key {key!r} lies at {path or None!r} in the state dict of rank {first} and at {found!r} in that of rank "
-        f"{other}; flattened by dots both have one name: rename one of them",
-        key=key,
-        ranks=[first, other],
-    )
 
 
 def differs_from_previous(items: Items, order: Rows) -> Bool:
@@ -165,11 +159,8 @@ def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
     clash = first_overlap(items.name[filled], items.offset[filled], items.size[filled])
     if clash is not None:
         raise overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
-    if complete and len(rows):
-        _check_gaps(items, rows)
-
-
-def _check_gaps(items: Items, rows: Rows) -> None:
+    if not complete or not len(rows):
+        return
     starts = np.flatnonzero(np.diff(items.name[rows], prepend=-1))
     volumes = np.add.reduceat(items.numel[rows], starts)
     expected = items.shape[rows[starts]].prod(axis=1, dtype=np.int64)

@@ -24,10 +24,14 @@ def diff_items(old_of_ranks: Sequence[Items], new_of_ranks: Sequence[Items]) -> 
     changed: dict[str, str] = {}
     for old, new in zip(old_of_ranks, new_of_ranks, strict=True):
         if old is not new:
-            diff = _diff_of_rank(old, new)
-            added.update(diff.added)
-            removed.update(diff.removed)
-            changed.update(diff.changed)
+            places = {name: place for place, name in enumerate(old.names)}
+            place_in_old = np.fromiter((places.get(name, -1) for name in new.names), np.intp, len(new.names))
+            common_old, common_new = place_in_old[place_in_old >= 0], np.flatnonzero(place_in_old >= 0)
+            differs = _hashes_of_names(old)[common_old] != _hashes_of_names(new)[common_new]
+            was, now = _words_by_name(old, common_old[differs]), _words_by_name(new, common_new[differs])
+            added.update(name for name in new.names if name not in places)
+            removed.update(places.keys() - set(new.names))
+            changed.update({name: f"{was[name]} -> {now[name]}" for name in now})
     # A key that one rank lost and another gained has moved between ranks.
     for key in added & removed:
         changed.setdefault(key, "moved to other ranks")
@@ -42,20 +46,6 @@ def bounded(diff: StructureDiff) -> StructureDiff:
     """The first keys of each kind."""
     changed = dict(list(diff.changed.items())[:_MAX_KEYS])
     return StructureDiff(diff.added[:_MAX_KEYS], diff.removed[:_MAX_KEYS], changed)
-
-
-def _diff_of_rank(old: Items, new: Items) -> StructureDiff:
-    places = {name: place for place, name in enumerate(old.names)}
-    place_in_old = np.fromiter((places.get(name, -1) for name in new.names), dtype=np.intp, count=len(new.names))
-    common_old, common_new = place_in_old[place_in_old >= 0], np.flatnonzero(place_in_old >= 0)
-    differs = _hashes_of_names(old)[common_old] != _hashes_of_names(new)[common_new]
-    was = _words_by_name(old, common_old[differs])
-    now = _words_by_name(new, common_new[differs])
-    return StructureDiff(
-        added=tuple(name for name in new.names if name not in places),
-        removed=tuple(sorted(places.keys() - set(new.names))),
-        changed={name: f"{was[name]} -> {now[name]}" for name in now},
-    )
 
 
 def _hashes_of_names(items: Items) -> npt.NDArray[np.uint64]:

@@ -12,7 +12,7 @@ import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -36,13 +36,6 @@ _SHOWN_GROUPS: Final = 8
 _SHOWN_KEYS: Final = 3
 _IS_NEAR: Final = 0.7
 """How similar the one differing part of two names must be, measured by ``difflib``."""
-
-
-class _Prefixes(NamedTuple):
-    """A changed prefix: keys that begin with ``here`` begin with ``there`` in the checkpoint. One may be empty."""
-
-    here: str
-    there: str
 
 
 def what_is_saved(asked: Collection[str], saved: Collection[str]) -> str:
@@ -77,13 +70,13 @@ def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
     if not pairs or 2 * len(pairs) < len(missing):
         return None
     here, there = (set(name.split(".")) & _WRAPPERS.keys() for name in pairs[0])
-    words = [f"{how} {_quoted(parts)}" for how, parts in (("without", here - there), ("with", there - here)) if parts]
+    words = [
+        f"{how} {', '.join(repr(f'{part}.') for part in sorted(parts))}"
+        for how, parts in (("without", here - there), ("with", there - here))
+        if parts
+    ]
     by = " and ".join(_WRAPPERS[part] for part in sorted(here ^ there))
     return len(pairs), f"{' and '.join(words)} ({by}: save and load the state dict of the same module, wrapped or not)"
-
-
-def _quoted(parts: Collection[str]) -> str:
-    return ", ".join(repr(f"{part}.") for part in sorted(parts))
 
 
 def _without_wrappers(name: str) -> str:
@@ -96,20 +89,22 @@ def _renamed(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
     for name in unread:
         for prefix in _prefixes(name):
             prefixes_of[name[len(prefix) :]].append(prefix)
-    votes: Counter[_Prefixes] = Counter()
+    votes: Counter[tuple[str, str]] = Counter()  # the prefixes here and in the checkpoint; one may be empty
     for key in missing[:: max(1, len(missing) // _MISSING_COMPARED)]:
         for here in _prefixes(key):
             # The longest common end says most. An end that many names have ("weight") says nothing.
-            if there := prefixes_of.get(key[len(here) :], [])[:_EXAMPLES]:
-                votes.update(_Prefixes(here, each) for each in there)
+            if found := prefixes_of.get(key[len(here) :], [])[:_EXAMPLES]:
+                votes.update((here, each) for each in found)
                 break
-    for prefixes, _ in votes.most_common(_EXAMPLES):
-        n_found = sum(
-            key.startswith(prefixes.here) and prefixes.there + key[len(prefixes.here) :] in unread for key in missing
-        )
+    for (here, there), _ in votes.most_common(_EXAMPLES):
+        n_found = sum(key.startswith(here) and there + key[len(here) :] in unread for key in missing)
         # If the prefix differs on both sides, a single key proves nothing.
-        if 2 * n_found >= len(missing) and (n_found > 1 or not all(prefixes)):
-            return n_found, _prefixes_in_words(prefixes)
+        if 2 * n_found >= len(missing) and (n_found > 1 or not (here and there)):
+            if here and there:
+                return n_found, f"with {there!r} in place of {here!r}"
+            if here:
+                return n_found, f"without {here!r} (pass what the state dict has under {here[:-1]!r})"
+            return n_found, f"with {there!r} before them (pass {{{there[:-1]!r}: state_dict}})"
     return None
 
 
@@ -122,15 +117,6 @@ def _prefixes(name: str) -> Iterator[str]:
         if not at:
             return
         yield name[:at]
-
-
-def _prefixes_in_words(prefixes: _Prefixes) -> str:
-    here, there = prefixes
-    if here and there:
-        return f"with {there!r} in place of {here!r}"
-    if here:
-        return f"without {here!r} (pass what the state dict has under {here[:-1]!r})"
-    return f"with {there!r} before them (pass {{{there[:-1]!r}: state_dict}})"
 
 
 def near_names(missing: Sequence[str], asked: Collection[str], saved: Collection[str]) -> dict[str, str]:
@@ -160,23 +146,18 @@ def _is_near(key: str, name: str) -> bool:
     parts, others = key.split("."), name.split(".")
     if len(parts) == len(others):
         different = [(one, other) for one, other in zip(parts, others, strict=True) if one != other]
-        return len(different) == 1 and _are_alike(*different[0])
+        if len(different) != 1:
+            return False
+        one, other = different[0]
+        # Parts with different numbers are not similar: layer 1 is not a misspelt layer 10.
+        if [*filter(str.isdigit, one)] != [*filter(str.isdigit, other)]:
+            return False
+        are_swapped = len(one) > 2 and sorted(one) == sorted(other)
+        return are_swapped or _likeness(one, other) >= _IS_NEAR
     shorter, longer = sorted((parts, others), key=len)
     if len(longer) != len(shorter) + 1 or len(shorter) < 2:
         return False
     return any(longer[:place] + longer[place + 1 :] == shorter for place in range(len(longer)))
-
-
-def _are_alike(one: str, other: str) -> bool:
-    """Whether two parts are similar. Parts with different numbers are not: layer 1 is not a misspelt layer 10."""
-    if _numbers(one) != _numbers(other):
-        return False
-    are_swapped = len(one) > 2 and sorted(one) == sorted(other)
-    return are_swapped or _likeness(one, other) >= _IS_NEAR
-
-
-def _numbers(text: str) -> str:
-    return "".join(filter(str.isdigit, text))
 
 
 def _likeness(key: str, name: str) -> float:
@@ -228,17 +209,17 @@ def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None]) -> st
     unread: dict[str, list[str]] = defaultdict(list)
     for number in np.flatnonzero(~found).tolist():
         unread[_group(saved[number])].append(saved[number])
-    groups = [_group_in_words(group, keys, sizes[group]) for group, keys in list(unread.items())[:_SHOWN_GROUPS]]
+    groups = []
+    for group, keys in list(unread.items())[:_SHOWN_GROUPS]:
+        size = sizes[group]
+        if len(keys) < size:
+            shown = ", ".join(map(repr, keys[:_SHOWN_KEYS])) + (", …" if len(keys) > _SHOWN_KEYS else "")
+            groups.append(f"{group} ({len(keys)} of {size}: {shown})")
+        else:
+            groups.append(group if keys == [group] else f"{group} (all {size})")
     more = f" and {len(unread) - _SHOWN_GROUPS} more groups" if len(unread) > _SHOWN_GROUPS else ""
     return f"nobody has asked for {int((~found).sum())} of its {n_saved} keys: {', '.join(groups)}{more}"
 
 
 def _group(key: str) -> str:
     return key.partition(".")[0]
-
-
-def _group_in_words(group: str, keys: Sequence[str], size: int) -> str:
-    if len(keys) < size:
-        shown = ", ".join(map(repr, keys[:_SHOWN_KEYS])) + (", …" if len(keys) > _SHOWN_KEYS else "")
-        return f"{group} ({len(keys)} of {size}: {shown})"
-    return group if keys == [group] else f"{group} (all {size})"

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -78,9 +78,13 @@ def commit_on_nodes(
     places = channel.gather(phase("places"), lambda: _Place(socket.gethostname(), leads), _Place) or []
 
     def for_directories() -> list[_ForDirectory | None]:
-        made = make_metadata()
-        metadata, index, files = b"".join(made.fragments), b"".join(made.index), tuple(sorted(made.files))
-        message = _ForDirectory(metadata, index, files, tuple(_nodes_of(places)))
+        made, ranks = make_metadata(), defaultdict[str, list[int]](list)
+        for rank, place in enumerate(places):
+            if place is not None:
+                ranks[place.host].append(rank)
+        nodes = tuple(NodeOfSave(host, tuple(each)) for host, each in ranks.items())
+        metadata, index = b"".join(made.fragments), b"".join(made.index)
+        message = _ForDirectory(metadata, index, tuple(sorted(made.files)), nodes)
         return [message if place is not None and place.leads else None for place in places]
 
     told = channel.scatter(phase("metadata of nodes"), for_directories, _ForDirectory)
@@ -97,29 +101,14 @@ def commit_on_nodes(
     channel.barrier(phase("prepare"), prepare)
     if channel.is_coordinator:
         parent = os.path.dirname(os.path.abspath(directory.path))
+        hosts = ", ".join(node.host for node in nodes[:8]) + (", …" if len(nodes) > 8 else "")
         logger.log(
             logging.INFO if parent == _TOLD.get("parent") else logging.WARNING,
-            "%s",
-            _words_for(directory.path, places, nodes),
+            "%s is another directory on different nodes: the checkpoint lies in %d directories, on %s, and each has "
+            "only the files of its own ranks. robust_dcp.load with ranks on these nodes finds all of them; other "
+            "readers need them in one directory. If this was not intended, a mount is missing on some nodes",
+            *(directory.path, sum(place is not None and place.leads for place in places), hosts),
         )
         _TOLD["parent"] = parent
     directory.is_one_of_several(nodes)
     channel.barrier(phase("commit"), lambda: None if to_publish is None else directory.finish(to_publish))
-
-
-def _nodes_of(places: Sequence[_Place | None]) -> list[NodeOfSave]:
-    ranks = defaultdict(list)
-    for rank, place in enumerate(places):
-        if place is not None:
-            ranks[place.host].append(rank)
-    return [NodeOfSave(host, tuple(each)) for host, each in ranks.items()]
-
-
-def _words_for(path: str, places: Sequence[_Place | None], nodes: Sequence[NodeOfSave]) -> str:
-    n_directories = sum(place is not None and place.leads for place in places)
-    hosts = ", ".join(node.host for node in nodes[:8]) + (", …" if len(nodes) > 8 else "")
-    return (
-        f"{path} is another directory on different nodes: the checkpoint lies in {n_directories} directories, on "
-        f"{hosts}, and each has only the files of its own ranks. robust_dcp.load with ranks on these nodes finds all "
-        "of them; other readers need them in one directory. If this was not intended, a mount is missing on some nodes"
-    )

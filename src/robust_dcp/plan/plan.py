@@ -77,7 +77,7 @@ class LocalStructure:
         """
         if share.n_items != len(self.items):
             raise ExchangeError(f"a plan for {share.n_items} items came for a state dict of {len(self.items)}")
-        return place_items(self.items, share.kept, files=self.files, layout=self.layout)
+        return self.layout.place(self.layout.measure(self.items, share.kept), self.files)
 
 
 class Share(msgspec.Struct, frozen=True, dict=True):
@@ -100,25 +100,10 @@ class Share(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def kept(self) -> Rows:
         """The places of the items that the rank writes, ascending."""
-        return unpack_places(self.bits, self.n_items)
-
-
-def pack_places(places: Rows, n_items: int) -> bytes:
-    """Encode places among ``n_items`` as one bit for each item, little-endian."""
-    bits = np.zeros(n_items, dtype=np.bool_)
-    bits[places] = True
-    return np.packbits(bits, bitorder="little").tobytes()
-
-
-def unpack_places(bits: bytes, n_items: int) -> Rows:
-    """The inverse of :func:`pack_places`.
-
-    Raises:
-        ExchangeError: ``bits`` are not for ``n_items`` items.
-    """
-    if len(bits) != (n_items + 7) // 8:
-        raise ExchangeError(f"a plan for {len(bits)} x 8 items came for a state dict of {n_items}")
-    return np.flatnonzero(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=n_items, bitorder="little"))
+        if len(self.bits) != (self.n_items + 7) // 8:
+            raise ExchangeError(f"a plan for {len(self.bits)} x 8 items came for a state dict of {self.n_items}")
+        bits = np.frombuffer(self.bits, dtype=np.uint8)
+        return np.flatnonzero(np.unpackbits(bits, count=self.n_items, bitorder="little"))
 
 
 class PlanReply(msgspec.Struct, frozen=True):
@@ -169,8 +154,12 @@ class Plan:
             signatures: the signature of each rank's structure.
             local: the coordinator's own structure, for the options that all ranks share.
         """
-        placements = place_items_of_all(decided, files=local.files, layout=local.layout)
-        bits = [pack_places(kept, len(items)) for kept, items in zip(decided.kept, decided.ranks, strict=True)]
+        placements = _placements_of_all(decided, local)
+        bits = []
+        for kept, items in zip(decided.kept, decided.ranks, strict=True):
+            is_kept = np.zeros(len(items), dtype=np.bool_)
+            is_kept[kept] = True
+            bits.append(np.packbits(is_kept, bitorder="little").tobytes())
         plan_id = _plan_id_of(signatures, bits, placements)
         total_nbytes = sum(sum(each.file_nbytes) for each in placements)
         return cls(
@@ -247,20 +236,7 @@ def structures_of_all(
             phase="structures",
             ranks=silent,
         )
-    _refuse_other_contexts(messages, offered, local)
-    known_items, known_signatures = ((), ()) if offered is None else (offered.items, offered.signatures)
-    decoder = ItemsDecoder()
-    return (
-        [known_items[rank] if each is None else decoder.decode(each) for rank, each in enumerate(messages)],
-        [known_signatures[rank] if each is None else each.signature for rank, each in enumerate(messages)],
-    )
-
-
-def _refuse_other_contexts(
-    messages: Sequence[ItemsMessage | None], offered: Plan | None, local: LocalStructure
-) -> None:
-    """Check that all ranks save with the same options and versions, since the coordinator plans with its own."""
-    differences: dict[str, list[int]] = defaultdict(list)
+    differences: dict[str, list[int]] = defaultdict(list)  # the coordinator plans with its own options and versions
     for rank, message in enumerate(messages):
         theirs = message.context if message is not None else local.context if offered is None else offered.context
         if theirs != local.context:
@@ -271,6 +247,12 @@ def _refuse_other_contexts(
             f"ranks save with other options or versions than the coordinator, {words}. Pass the same to all ranks",
             ranks=sorted(rank for ranks in differences.values() for rank in ranks),
         )
+    known_items, known_signatures = ((), ()) if offered is None else (offered.items, offered.signatures)
+    decoder = ItemsDecoder()
+    return (
+        [known_items[rank] if each is None else decoder.decode(each) for rank, each in enumerate(messages)],
+        [known_signatures[rank] if each is None else each.signature for rank, each in enumerate(messages)],
+    )
 
 
 def stored_plan(
@@ -294,12 +276,21 @@ def stored_plan(
         return None
     if file.read("signatures", rank * SIGNATURE_NBYTES, (rank + 1) * SIGNATURE_NBYTES) != local.signature.value:
         return None
-    share = _stored_share(file, rank, len(local.items))
+    n_items, ends = len(local.items), Column(file, "share_ends")
+    begin, end = ends[rank - 1] if rank else 0, ends[rank]
+    if end - begin > n_items + 1_000:  # it has a bit for each item; do not read what cannot be that
+        raise ExchangeError(f"it has {end - begin} bytes for the share of rank {rank}, which has {n_items} items")
+    try:
+        share = msgspec.msgpack.decode(file.read("shares", begin, end), type=Share)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ExchangeError(f"the share of rank {rank} cannot be decoded: {error}") from None
+    if share.n_items != n_items or len(share.plan_id) != SIGNATURE_NBYTES:
+        raise ExchangeError(f"the share of rank {rank} is for {share.n_items} items, not {n_items}")
     if not leads:
         return share, None
     bundle = file.read("structures")
     # Compressed data may be a bomb. So it may announce no more than this many ranks can need.
-    max_nbytes = max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.items) + 1_000))
+    max_nbytes = max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (n_items + 1_000))
     bundler = Bundler(ItemsMessage)
     bundler.add_bundle(bundle, max_nbytes=max_nbytes)
     messages = bundler.open()
@@ -316,37 +307,16 @@ def stored_plan(
     return share, plan
 
 
-def _stored_share(file: IndexFile, rank: int, n_items: int) -> Share:
-    """The share of ``rank``, which has ``n_items`` items."""
-    ends = Column(file, "share_ends")
-    begin, end = ends[rank - 1] if rank else 0, ends[rank]
-    if end - begin > n_items + 1_000:  # it has a bit for each item; do not read what cannot be that
-        raise ExchangeError(f"it has {end - begin} bytes for the share of rank {rank}, which has {n_items} items")
-    try:
-        share = msgspec.msgpack.decode(file.read("shares", begin, end), type=Share)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise ExchangeError(f"the share of rank {rank} cannot be decoded: {error}") from None
-    if share.n_items != n_items or len(share.plan_id) != SIGNATURE_NBYTES:
-        raise ExchangeError(f"the share of rank {rank} is for {share.n_items} items, not {n_items}")
-    return share
-
-
-def place_items(items: Items, kept: Rows, *, files: int, layout: Layout = TORCH) -> Placements:
-    """The places of a rank's kept items in its files."""
-    return layout.place(layout.measure(items, kept), files)
-
-
-def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) -> tuple[Placements, ...]:
-    """:func:`place_items` for every rank of a plan."""
-    rows = ascending(plan.written, len(plan.items))  # ascending rows are rank after rank
-    measures = layout.measure(plan.items, rows)
-    ends = np.cumsum([0, *map(len, plan.kept)])
+def _placements_of_all(plan: GlobalPlan, local: LocalStructure) -> tuple[Placements, ...]:
+    """The places of the items that each rank writes. Each rank computes its own by :meth:`LocalStructure.place`."""
+    layout = local.layout
+    measures = layout.measure(plan.items, ascending(plan.written, len(plan.items)))  # so they are rank after rank
     # Ranks that write shards of the same sizes have the same places, so compute them once.
     placed: dict[bytes, Placements] = {}
-    found = []
-    for begin, end in pairwise(ends.tolist()):
+    placements = []
+    for begin, end in pairwise(np.cumsum([0, *map(len, plan.kept)]).tolist()):
         key = measures[begin:end].tobytes()
         if key not in placed:
-            placed[key] = layout.place(measures[begin:end], files)
-        found.append(placed[key])
-    return tuple(found)
+            placed[key] = layout.place(measures[begin:end], local.files)
+        placements.append(placed[key])
+    return tuple(placements)

@@ -103,9 +103,15 @@ class RobustPlanner(DefaultSavePlanner):
             flatten_sharded_tensors=flatten_sharded_tensors,
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
         )
-        _refuse_others("on_structure_change", on_structure_change, OnStructureChange)
-        _refuse_others("on_replica_mismatch", on_replica_mismatch, OnReplicaMismatch)
-        _refuse_others("on_unloadable_object", on_unloadable_object, OnUnloadableObject)
+        for option, value, allowed in (
+            ("on_structure_change", on_structure_change, OnStructureChange),
+            ("on_replica_mismatch", on_replica_mismatch, OnReplicaMismatch),
+            ("on_unloadable_object", on_unloadable_object, OnUnloadableObject),
+        ):
+            words = get_args(allowed)
+            if value not in words:
+                *first, last = (f'"{word}"' for word in words)
+                raise ValueError(f"{option} is {', '.join(first)} or {last}, not {value!r}")
         self.process_group = process_group
         self.timeout_seconds = timeout_seconds
         self.on_structure_change: OnStructureChange = on_structure_change
@@ -284,24 +290,28 @@ class RobustPlanner(DefaultSavePlanner):
         try:
             self._take_state_dict(state_dict, storage_meta, is_coordinator)
         except Exception as error:  # describe raises it inside the exchange, so that no rank waits for this one
-            self._set_up_error = _named_conflict(error)
+            self._set_up_error = error
+            found = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
+            if isinstance(error, ValueError) and found is not None:
+                self._set_up_error = PlanConflict(
+                    f"the state dict has two values that flatten to the name {found[1]!r} (a key with dots, and a "
+                    "nested dict); rename one of them",
+                    key=found[1],
+                )
 
     def _take_state_dict(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, is_coordinator: bool
     ) -> None:
         """Set what ``DefaultSavePlanner.set_up_planner`` sets. Call that method only if flattening has to handle
         ``ShardedTensor``."""
-        if self.flatten_state_dict:
-            flat, mappings = flatten_state_dict(state_dict)
-            if self.flatten_sharded_tensors and any(map(holds_shards, set(map(type, flat.values())))):
-                super().set_up_planner(state_dict, storage_meta, is_coordinator)
-                return
-            self.state_dict, self.mappings = flat, mappings
-        elif self.flatten_sharded_tensors:
+        flat, mappings = flatten_state_dict(state_dict) if self.flatten_state_dict else (state_dict, None)
+        has_shards = mappings is None or any(map(holds_shards, set(map(type, flat.values()))))
+        if self.flatten_sharded_tensors and has_shards:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             return
-        else:
-            self.state_dict = state_dict
+        self.state_dict = flat
+        if mappings is not None:
+            self.mappings = mappings
 
     @entry_point
     def create_local_plan(self) -> SavePlan:
@@ -349,24 +359,8 @@ class RobustPlanner(DefaultSavePlanner):
         return self._session
 
 
-def _refuse_others(option: str, value: object, allowed: object) -> None:
-    words = get_args(allowed)
-    if value not in words:
-        *first, last = (f'"{word}"' for word in words)
-        raise ValueError(f"{option} is {', '.join(first)} or {last}, not {value!r}")
-
-
-def _named_conflict(error: Exception) -> Exception:
-    """Turn stock's error about two paths that flatten to one name into ours. Return other errors unchanged."""
-    found = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
-    if not isinstance(error, ValueError) or found is None:
-        return error
-    key = found[1]
-    return PlanConflict(
-        f"the state dict has two values that flatten to the name {key!r} (a key with dots, and a nested dict); "
-        "rename one of them",
-        key=key,
-    )
+def _read_on_use(name: str) -> Any:
+    return property(lambda metadata: getattr(metadata.stored(), name, None))
 
 
 class CommittedMetadata(Metadata):
@@ -380,30 +374,17 @@ class CommittedMetadata(Metadata):
         self._checkpoint = checkpoint
         self._read: Metadata | None = None
 
-    def _loaded(self) -> Metadata:
+    def stored(self) -> Metadata:
+        """The content of the checkpoint's ``.metadata``."""
         if self._read is None:
             self._read = RobustReader(self._checkpoint).read_metadata()
         return self._read
 
-    @property
-    def state_dict_metadata(self) -> Any:  # type: ignore[override]
-        return self._loaded().state_dict_metadata
-
-    @property
-    def planner_data(self) -> Any:
-        return self._loaded().planner_data
-
-    @property
-    def storage_data(self) -> Any:
-        return self._loaded().storage_data
-
-    @property
-    def storage_meta(self) -> Any:  # type: ignore[override]
-        return self._loaded().storage_meta
-
-    @property
-    def version(self) -> Any:  # type: ignore[override]
-        return getattr(self._loaded(), "version", None)
+    state_dict_metadata = _read_on_use("state_dict_metadata")
+    planner_data = _read_on_use("planner_data")
+    storage_data = _read_on_use("storage_data")
+    storage_meta = _read_on_use("storage_meta")
+    version = _read_on_use("version")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CommittedMetadata, (self._checkpoint,)

@@ -149,11 +149,6 @@ class SaveSession:
         self.commits_together = self.clock.tells = True
 
     @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self.channel.rank
-
-    @property
     def known(self) -> KnownPlan:
         """The plan of this save, after :meth:`agree`: what this rank writes, where, and how it was the last time."""
         if self._known is None:
@@ -229,13 +224,13 @@ class SaveSession:
         writer = self.writer
         if writer is not None:
             # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
-            writer.begin(is_coordinator=self.leads, announces=self.rank == 0)
+            writer.begin(is_coordinator=self.leads, announces=self.channel.rank == 0)
         for queue in self.queues:
             queue.raise_unreported()
         self.local = describe()
         known = None
         if writer is not None:  # another storage writer does not tell whether its checkpoint was committed
-            known = self._known = plan_of(self.channel.ranks, self.rank, self.local, leads=self.leads)
+            known = self._known = plan_of(self.channel.ranks, self.channel.rank, self.local, leads=self.leads)
         self._may_be_writing = known is not None  # some rank may have the plan before others are there
         flags = _LEADS if self.leads else 0
         if known is not None:
@@ -260,8 +255,7 @@ class SaveSession:
                 phase=self.phase("agree"),
                 ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
             )
-        self.n_leaders = agreement.count(_LEADS)
-        leader = agreement.first_rank(_LEADS)
+        self.n_leaders, leader = agreement.count(_LEADS), agreement.first_rank(_LEADS)
         if leader is not None and self.n_leaders == 1:
             self.channel = self.channel.led_by(leader)
 
@@ -325,7 +319,7 @@ class SaveSession:
         decided = make_global_plan(items, lowest_rank=local.lowest_rank)
         differing = self._compare(decided, [b"" if each is None else each.digests for each in messages])
         plan = Plan.of(decided, group, signatures, local)
-        share = plan.shares[self.rank]
+        share = plan.shares[self.channel.rank]
         kind = share.plan_id.hex() if last is None else last.kind
         self._known = KnownPlan(share, local.place(share), local.signature.value, plan, kind=kind)
         return [PlanReply(each, how, differing) for each in plan.shares]
@@ -368,8 +362,13 @@ class SaveSession:
             )
             written = self.channel.last_agreement
             self._are_on_nodes = written.count(LEADS_DIRECTORY) > 0
-            if self._are_on_nodes:
-                self._refuse_nodes(written.first_rank(LEADS_DIRECTORY))
+            what = self.needs_one_directory
+            if not self.commits_together:
+                what = "A save by torch.distributed.checkpoint"
+            elif not self.local.layout.may_share_directory:
+                what = f"A save with layout={self.local.layout.name!r}"
+            if self._are_on_nodes and what:
+                raise not_one_directory(self.checkpoint, f"rank {written.first_rank(LEADS_DIRECTORY)}", what)
         if messages is None:
             return
         self.messages = messages
@@ -388,34 +387,26 @@ class SaveSession:
 
     def _room(self) -> RoomOfRank:
         writer, placements = self._joined()
-        return writer.room(self.rank, placements, self.known.variable_places, is_alone=self.channel.size == 1)
+        return writer.room(self.channel.rank, placements, self.known.variable_places, is_alone=self.channel.size == 1)
 
     def _write_own(self, source: Callable[[], ItemSource]) -> Written | None:
         """Write this rank's files. Returns what the coordinator does not know of them."""
         writer, placements = self._joined()
         known_places = self.known.variable_places
         with self.clock.own_write():
-            self.written = written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
+            self.written = written = writer.write(
+                self.channel.rank, source(), placements, self.check_stop, known_places
+            )
         self.unloadable.raise_if_forbidden(self.checkpoint)
         said = None
         if writer.options.report:
-            said = said_of_rank(self.rank, self.clock, written.nbytes, len(written.names), written.how)
+            said = said_of_rank(self.channel.rank, self.clock, written.nbytes, len(written.names), written.how)
         return written_message(written.variable_places, known_places, self.unloadable.found, said)
 
     def _written_offer(self) -> Offer:
         if self.written is None:
             return Offer()
         return written_offer(self.written.variable_places, leads_directory=self.leads_directory)
-
-    def _refuse_nodes(self, rank: int | None) -> None:
-        """Raise if this save cannot be made on nodes that do not share its directory."""
-        what = self.needs_one_directory
-        if not self.commits_together:
-            what = "A save by torch.distributed.checkpoint"
-        elif not self.local.layout.may_share_directory:
-            what = f"A save with layout={self.local.layout.name!r}"
-        if what:
-            raise not_one_directory(self.checkpoint, f"rank {rank}", what)
 
     def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         """Do the same as :meth:`write` when stock ``save`` calls the writer's ``write_data``.
@@ -476,7 +467,13 @@ class SaveSession:
         except BaseException as error:
             # Only some ranks may know how the commit ended.
             forget_plan(self.channel.ranks, self.known.share.plan_id)
-            self._clean_up_commit(writer, error)
+            directory, phase = writer.directory, self.phase("clean up")
+            if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
+                directory.roll_back(error)
+            elif failed_in_step(error) and nothing_is_committed(self.channel, phase, directory, error):
+                clean_up(self.channel, phase, directory, error)
+            else:
+                directory.release()
             raise
         self._keep_plan(confirmed=self.commits_together)
         if self.channel.is_coordinator and writer.options.report:
@@ -515,7 +512,22 @@ class SaveSession:
         if target is None:
             self._tell_of_commit()
             return
-        drain = self._drain(writer, target)
+        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
+        least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
+        drain = Drain(
+            path=writer.path,
+            target=target,
+            names=() if self.written is None else self.written.names,
+            options=writer.drain_options,
+            open_channel=lambda: Channel.for_group(
+                self.process_group,
+                operation=f"drain {self.checkpoint}",
+                timeout_seconds=max(self.channel.timeout_seconds, least_timeout_seconds),
+                no_dist=self.no_dist,
+            ),
+            is_coordinator=self.channel.is_coordinator,
+            disk=writer.disk,
+        )
         drain.announce()
         if self.moves_to is None:
             try:
@@ -531,24 +543,6 @@ class SaveSession:
             # In an exchange: a rank that is late must not remove what the next save of another makes there.
             self.channel.barrier(self.phase("remove the staged copy"), lambda: remove_staging(writer.path))
             self._tell_of_commit()
-
-    def _drain(self, writer: RobustWriter, target: str) -> Drain:
-        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
-        least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
-        return Drain(
-            path=writer.path,
-            target=target,
-            names=() if self.written is None else self.written.names,
-            options=writer.drain_options,
-            open_channel=lambda: Channel.for_group(
-                self.process_group,
-                operation=f"drain {self.checkpoint}",
-                timeout_seconds=max(self.channel.timeout_seconds, least_timeout_seconds),
-                no_dist=self.no_dist,
-            ),
-            is_coordinator=self.channel.is_coordinator,
-            disk=writer.disk,
-        )
 
     def _tell_of_commit(self) -> None:
         """Call ``on_commit`` on the coordinator. If it raises, all ranks raise."""
@@ -590,16 +584,6 @@ class SaveSession:
                 raise error.in_brief() from error
             raise
 
-    def _clean_up_commit(self, writer: RobustWriter, error: BaseException) -> None:
-        """Clean up as after other failures, but only if the coordinator knows that nothing was committed."""
-        directory, phase = writer.directory, self.phase("clean up")
-        if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
-            directory.roll_back(error)
-        elif failed_in_step(error) and nothing_is_committed(self.channel, phase, directory, error):
-            clean_up(self.channel, phase, directory, error)
-        else:
-            directory.release()
-
     def _keep_plan(self, *, confirmed: bool) -> None:
         """Keep the plan for the next save.
 
@@ -624,7 +608,7 @@ class SaveSession:
         path = self.moves_to or ("" if self.writer is None else self.writer.path)
         report = SaveReport(
             checkpoint_id=self.moves_to or self.checkpoint,
-            rank=self.rank,
+            rank=self.channel.rank,
             world_size=self.channel.size,
             items=len(self.known.share.kept),
             nbytes=0 if written is None else written.nbytes,
@@ -660,7 +644,7 @@ class SaveSession:
             checkpoint=(self.writer.known_as if self.writer else None) or self.checkpoint,
             save_id=save_id,
             world_size=self.channel.size,
-            coordinator_rank=self.rank,
+            coordinator_rank=self.channel.rank,
             plan=self.how,
             waits=self.channel.stragglers,
             fallbacks=fallbacks,

@@ -107,19 +107,13 @@ def overlapping_targets(targets: Targets) -> list[tuple[str, str]]:
             if furthest[before] <= begins[order[place]]:
                 break
             other_name, other = targets[order[before]]
-            if not _are_one(tensor, other) and _share_memory(tensor, other):
+            is_same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
+                *(other.data_ptr(), other.dtype, other.shape, other.stride()),
+            )
+            if not is_same and np.shares_memory(np.asarray(_Elements(tensor)), np.asarray(_Elements(other))):
                 found.append((other_name, name))
                 break
     return found
-
-
-def _are_one(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
-        other.data_ptr(),
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )
 
 
 class _Elements:
@@ -133,7 +127,3 @@ class _Elements:
             "shape": tuple(tensor.shape),
             "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
         }
-
-
-def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return np.shares_memory(np.asarray(_Elements(tensor)), np.asarray(_Elements(other)))
