@@ -42,7 +42,7 @@ from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.items import Form, Items
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.plan import Plan, PlanReply, Rows
-from robust_dcp.plan.session import MATCHES, SaveSession
+from robust_dcp.plan.session import MATCHES, SaveOptions, SaveSession
 from robust_dcp.plan.written import Written, written_message, written_offer
 from robust_dcp.report import PhaseReport
 from robust_dcp.report_rows import PhaseClock, said_of_rank
@@ -75,7 +75,9 @@ class OurCoordinator:
         watch = Stopwatch()
         channel = _SimulatedChannel(self, name, watch)
         writer = _Writer(directory, self._local.items, watch)
-        session = SaveSession(channel, directory, writer, on_structure_change="quiet", commits_together=True)
+        session = SaveSession(
+            channel, directory, writer, SaveOptions(on_structure_change="quiet"), commits_together=True
+        )
         watch.start()
         session.agree(lambda: self._local, leads=True)
         writer.kept = session.known.share.kept

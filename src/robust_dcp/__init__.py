@@ -2,87 +2,41 @@
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from robust_dcp.on_demand import names_from
+from robust_dcp.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from robust_dcp.api import load as load
-    from robust_dcp.api import save as save
-    from robust_dcp.asynchronous import AsyncSave as AsyncSave
-    from robust_dcp.asynchronous import async_save as async_save
-    from robust_dcp.comm.channel import Channel as Channel
-    from robust_dcp.drain.copy import CopyResult as CopyResult
-    from robust_dcp.drain.copy import copy_checkpoint as copy_checkpoint
-    from robust_dcp.drain.nearest import nearest_copy as nearest_copy
-    from robust_dcp.errors import CorruptCheckpoint as CorruptCheckpoint
-    from robust_dcp.errors import ExchangeError as ExchangeError
-    from robust_dcp.errors import ExchangeTimeout as ExchangeTimeout
-    from robust_dcp.errors import PlanConflict as PlanConflict
-    from robust_dcp.errors import RobustCheckpointError as RobustCheckpointError
-    from robust_dcp.errors import StorageError as StorageError
-    from robust_dcp.errors import StructureChanged as StructureChanged
-    from robust_dcp.errors import UnsafeCheckpoint as UnsafeCheckpoint
-    from robust_dcp.events import Event as Event
-    from robust_dcp.events import on_event as on_event
-    from robust_dcp.installation import install as install
-    from robust_dcp.installation import uninstall as uninstall
-    from robust_dcp.manager.manager import CheckpointManager as CheckpointManager
-    from robust_dcp.manager.series import Checkpoint as Checkpoint
-    from robust_dcp.manager.series import KeepBest as KeepBest
-    from robust_dcp.manager.series import KeepEvery as KeepEvery
-    from robust_dcp.manager.series import KeepLast as KeepLast
-    from robust_dcp.manager.series import KeepPolicy as KeepPolicy
-    from robust_dcp.plan.load_planner import RobustLoadPlanner as RobustLoadPlanner
-    from robust_dcp.plan.save_planner import RobustPlanner as RobustPlanner
-    from robust_dcp.plan.signature import StructureSignature as StructureSignature
-    from robust_dcp.report import LoadReport as LoadReport
-    from robust_dcp.report import SaveReport as SaveReport
-    from robust_dcp.save_queue import finish_async_saves as finish_async_saves
-    from robust_dcp.storage.reader import RobustReader as RobustReader
-    from robust_dcp.storage.reading.read_options import ReadOptions as ReadOptions
-    from robust_dcp.storage.remote import CopyOptions as CopyOptions
-    from robust_dcp.storage.writer import RobustWriter as RobustWriter
-    from robust_dcp.storage.writing.write_options import WriteOptions as WriteOptions
-    from robust_dcp.version import __version__ as __version__
+    from robust_dcp.public import *  # noqa: F403
 
-__getattr__, __dir__ = names_from(
-    __name__,
-    {
-        "robust_dcp.api": ("load", "save"),
-        "robust_dcp.asynchronous": ("AsyncSave", "async_save"),
-        "robust_dcp.comm.channel": ("Channel",),
-        "robust_dcp.drain.copy": ("CopyResult", "copy_checkpoint"),
-        "robust_dcp.drain.nearest": ("nearest_copy",),
-        "robust_dcp.errors": (
-            "CorruptCheckpoint",
-            "ExchangeError",
-            "ExchangeTimeout",
-            "PlanConflict",
-            "RobustCheckpointError",
-            "StorageError",
-            "StructureChanged",
-            "UnsafeCheckpoint",
-        ),
-        "robust_dcp.events": ("Event", "on_event"),
-        "robust_dcp.installation": ("install", "uninstall"),
-        "robust_dcp.manager.manager": ("CheckpointManager",),
-        "robust_dcp.manager.series": ("Checkpoint", "KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"),
-        "robust_dcp.plan.load_planner": ("RobustLoadPlanner",),
-        "robust_dcp.plan.save_planner": ("RobustPlanner",),
-        "robust_dcp.plan.signature": ("StructureSignature",),
-        "robust_dcp.report": ("LoadReport", "SaveReport"),
-        "robust_dcp.save_queue": ("finish_async_saves",),
-        "robust_dcp.storage.reader": ("RobustReader",),
-        "robust_dcp.storage.reading.read_options": ("ReadOptions",),
-        "robust_dcp.storage.remote": ("CopyOptions",),
-        "robust_dcp.storage.writer": ("RobustWriter",),
-        "robust_dcp.storage.writing.write_options": ("WriteOptions",),
-        "robust_dcp.version": ("__version__",),
-    },
-)
+
+def _public() -> dict[str, Any]:
+    """The public names. They are imported when one is first used, since torch takes seconds, and ``robust-dcp ls``
+    needs none (PEP 562). From then on they are attributes."""
+    names = {name: value for name, value in vars(import_module("robust_dcp.public")).items() if name[0] != "_"}
+    globals().update(names)
+    return names
+
+
+def __dir__() -> list[str]:
+    return sorted(["__version__", *_public()])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
+    if name in ("install", "uninstall"):  # torch need not be imported yet when they are called
+        return getattr(import_module("robust_dcp.installation"), name)
+    if not name.startswith("_"):
+        if find_spec(f"robust_dcp.{name}"):
+            return import_module(f"robust_dcp.{name}")  # robust_dcp.storage, as if the package had imported it
+        if name in (names := _public()):
+            return names[name]
+    raise AttributeError(f"module 'robust_dcp' has no attribute {name!r}")
+
 
 if not getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", True):
     # torch was imported before, and is not importing us itself (entry point ``torch.backends``). So this is no command
     # that has to be quick, and what a save needs is imported now, not while training waits for the first one.
-    import_module("robust_dcp.asynchronous")
+    _public()

@@ -28,15 +28,14 @@ from robust_dcp.drain.drain import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
 from robust_dcp.plan.cache import LOADED
-from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.plan import LocalStructure
-from robust_dcp.plan.save_planner import RobustPlanner
+from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.shared_reads import (
+    WISHES,
     SharedReads,
-    all_have_plans,
     find_elsewhere,
     node_reads_the_same,
     ranks_share,
@@ -46,6 +45,7 @@ from robust_dcp.plan.shared_reads import (
 )
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.report_rows import PhaseClock
+from robust_dcp.save_queue import queue_of
 from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for, state_dicts_of
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
@@ -180,8 +180,10 @@ def open_save(
         no_dist=no_dist,
         kind=kind,
     )
-    session.joins_queues()
     session.on_commit, session.moves_to = on_commit, moves_to
+    # It comes after the async saves and drains of its group, all ranks commit, and listeners hear of it.
+    session.queues = (queue_of(session.channel.ranks), queue_of(session.channel.ranks, "drain"))
+    session.commits_together = session.clock.tells = True
     return planner, session
 
 
@@ -245,7 +247,11 @@ def load(
         RobustCheckpointError: or one of its subclasses.
     """
     watch_in_terminal()
-    reader = _reader(storage_reader, checkpoint_id)
+    if storage_reader is None and checkpoint_id is None:
+        raise ValueError("pass checkpoint_id, the directory to load from, or storage_reader=RobustReader(path)")
+    reader = RobustReader(checkpoint_id or "") if storage_reader is None else storage_reader
+    if storage_reader is not None:
+        storage_reader.reset(checkpoint_id)
     planner = RobustLoadPlanner() if planner is None else planner
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
     channel = Channel.for_group(
@@ -348,7 +354,8 @@ class _Load:
         if source is not None:
             self.stored = leader.broadcast(self.phase("metadata"), find, _StoredMetadata)
         agreement = self.channel.agree(self.phase("plan" if by_index else "plan by .metadata"), self._prepare)
-        if self.stored.index and not all_have_plans(agreement):
+        n_plans = sum(agreement.count(wish) for wish in WISHES.values())
+        if self.stored.index and n_plans < agreement.n_ranks:
             return self._plan(leader, by_index=False)  # some ranks see another directory, for example on a local disk
         return agreement
 
@@ -409,18 +416,14 @@ class _Load:
             self.channel.barrier(self.phase("read"), self._read_own)
         if self.shared is not None:
             with self.clock.phase("share"):
-                self.shared.share(self.channel, self.phase("share"), self._check_stop)
+                self.shared.share(self.channel, self.phase("share"), self.channel.check_stop)
 
     def _read_own(self) -> None:
-        with nullcontext() if self.robust is None else self.robust.checking(self._check_stop):
+        with nullcontext() if self.robust is None else self.robust.checking(self.channel.check_stop):
             if self.shared is not None:
                 self.shared.read(self.planner)
             else:
                 self.reader.read_data(self.plan, self.planner).wait()
-
-    def _check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
-        self.channel.note_progress(done_nbytes, total_nbytes)
-        self.channel.stop_if_announced()
 
     def apply(self) -> AskedKeys | None:
         """Put what was read into the state dict. Returns the keys that this rank has asked for."""
@@ -453,15 +456,6 @@ class _Load:
             unverified_nbytes=getattr(self.reader, "unverified_nbytes", 0),
             stragglers=channel.stragglers,
         )
-
-
-def _reader(reader: StorageReader | None, checkpoint_id: CheckpointId | None) -> StorageReader:
-    if reader is None:
-        if checkpoint_id is None:
-            raise ValueError("pass checkpoint_id, the directory to load from, or storage_reader=RobustReader(path)")
-        return RobustReader(checkpoint_id)
-    reader.reset(checkpoint_id)
-    return reader
 
 
 def _planned_nbytes(items: Sequence[ReadItem], metadata: Metadata | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
@@ -26,7 +26,7 @@ from robust_dcp.report import SaveReport
 from robust_dcp.save_queue import SaveFuture
 from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
-from robust_dcp.writer_process import start_writer, write_in_process
+from robust_dcp.writer_process import living_writer, write_in_process
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -204,12 +204,15 @@ def async_save(
         *(timeout_seconds, deadline_seconds, kind, on_commit),
     )
     if executor == "process":
-        start_writer()
+        with suppress(OSError):  # it is ready when it is needed; if this fails, the save will raise that on all ranks
+            living_writer()
     queue = session.queues[0]
     if when_busy == "wait":
         queue.wait(below=max_in_flight)
     with session.channel.together():
-        if when_busy != "wait" and _is_full(session, max_in_flight):
+        # Whether some rank has as many saves under way as it may. All ranks get the same answer.
+        room = Offer(flags=int(queue.n_under_way >= max_in_flight))
+        if when_busy != "wait" and session.channel.agree(session.phase("room"), lambda: room).count(1):
             if when_busy == "skip":
                 skipped: Future[None] = Future()
                 skipped.set_result(None)
@@ -265,9 +268,3 @@ def _finish(
     return session.report(
         blocked_seconds=min(saving._waited_seconds, sum(each.seconds for each in session.clock.records))
     )
-
-
-def _is_full(session: SaveSession, max_in_flight: int) -> bool:
-    """Whether some rank has as many saves under way as it may. All ranks get the same answer."""
-    is_full = session.queues[0].n_under_way >= max_in_flight
-    return session.channel.agree(session.phase("room"), lambda: Offer(flags=int(is_full))).count(1) > 0

@@ -27,7 +27,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -81,9 +81,12 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
+    classes: ClassVar[dict[str, type[RobustCheckpointError]]] = {}
 
     def __init_subclass__(cls) -> None:
         cls.field_names = (*cls.field_names, *inspect.get_annotations(cls))
+        if cls.__module__ == __name__:
+            cls.classes[cls.__name__] = cls
 
     def __init__(self, message: str, *, failures: Sequence[RankFailure] = (), **fields: Any) -> None:
         unknown = set(fields) - set(self.field_names)
@@ -197,13 +200,6 @@ class UnsafeCheckpoint(RobustCheckpointError, ValueError):
     what: str | None
 
 
-_CLASSES: dict[str, type[RobustCheckpointError]] = {
-    name: each
-    for name, each in tuple(globals().items())
-    if isinstance(each, type) and issubclass(each, RobustCheckpointError)
-}
-
-
 def error_from_fields(
     type_name: str, fields: Mapping[str, Any], failures: Sequence[RankFailure] = ()
 ) -> RobustCheckpointError:
@@ -211,7 +207,7 @@ def error_from_fields(
 
     If ``type_name`` is not one of our classes (a user's hook raised ``KeyError``, say), the base class is returned.
     """
-    cls = _CLASSES.get(type_name, RobustCheckpointError)
+    cls = RobustCheckpointError.classes.get(type_name, RobustCheckpointError)
     known = {name: fields.get(name) for name in cls.field_names}
     return cls(str(fields.get("message", "")), failures=failures, **known)
 
@@ -282,47 +278,34 @@ def _user_stack(error: BaseException) -> str:
     everything. Another error without user code is a bug of ours or of a library that we call. Then all are shown.
     """
     lines: list[str] = []
-    text = _one_line(error)
-    for how, each in _chain(error):
+    text, how, each = _one_line(error), "", error
+    for _ in range(_MAX_CAUSES):
         frames = [frame for frame in traceback.extract_tb(each.__traceback__) if _is_user_code(frame.filename)]
         if not frames and each is error and not isinstance(each, RobustCheckpointError):
             frames = list(traceback.extract_tb(each.__traceback__))
         what = _one_line(each)
         if how and frames and what not in text:
             lines.append(f"{how} {what}")
-        lines += _formatted(frames)
-    return "\n".join(lines)
-
-
-def _chain(error: BaseException) -> Iterator[tuple[str, BaseException]]:
-    """``error`` and the exceptions that led to it, latest first, each with the words that connect it to the last."""
-    how, each = "", error
-    seen: set[int] = set()
-    while len(seen) < _MAX_CAUSES and id(each) not in seen:
-        seen.add(id(each))
-        yield how, each
+        calls = [
+            f'File "{frame.filename}", line {frame.lineno}, in {frame.name}' + f"\n  {frame.line}" * bool(frame.line)
+            for frame in frames
+        ]
+        if len(calls) > _MAX_FRAMES:
+            half = _MAX_FRAMES // 2
+            calls[half:-half] = [f"[{len(calls) - _MAX_FRAMES} calls left out]"]
+        lines += calls
         if each.__cause__ is not None:
             how, each = "caused by", each.__cause__
         elif each.__context__ is not None and not each.__suppress_context__:
             how, each = "while handling", each.__context__
         else:
-            return
+            break
+    return "\n".join(lines)
 
 
 def _one_line(error: BaseException) -> str:
     """The type and message, as Python prints them."""
     return "".join(traceback.format_exception_only(type(error), error)).strip()
-
-
-def _formatted(frames: list[traceback.FrameSummary]) -> list[str]:
-    calls = [
-        f'File "{frame.filename}", line {frame.lineno}, in {frame.name}' + (f"\n  {frame.line}" if frame.line else "")
-        for frame in frames
-    ]
-    if len(calls) > _MAX_FRAMES:
-        half = _MAX_FRAMES // 2
-        calls[half:-half] = [f"[{len(calls) - _MAX_FRAMES} calls left out]"]
-    return calls
 
 
 @cache

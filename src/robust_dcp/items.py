@@ -35,6 +35,11 @@ Path = tuple[str | int, ...]
 """Where a value is in a nested state dict. Its name is the path joined by dots, as in DCP."""
 
 
+Properties = tuple[str, str, bool]
+"""The dtype, layout and ``requires_grad`` of a tensor, for example ``("float32", "strided", False)``, as in DCP's
+``TensorProperties``. Items that are not tensors have ``("", "", False)``."""
+
+
 class ItemKind(IntEnum):
     """The kinds of ``torch.distributed.checkpoint.planner.WriteItemType``."""
 
@@ -89,11 +94,9 @@ _BLOCK: Final = 64
 
 _COLUMNS: Final[dict[str, tuple[type[np.generic], int | None]]] = {
     "name": (np.int32, None),
-    "dtype": (np.int32, None),
-    "layout": (np.int32, None),
+    "properties_of": (np.int32, None),
     "kind": (np.uint8, None),
     "form": (np.uint8, None),
-    "requires_grad": (np.uint8, None),
     "ndim": (np.uint8, None),
     "replica": (np.uint8, None),
     "shape": (np.int64, 1),
@@ -114,13 +117,11 @@ class Items:
         names: the distinct FQNs, sorted.
         paths: for each name its path in the nested state dict, for example ``("model", "layers", 0)``; ``None`` if the
             planner does not flatten.
-        dtypes: the distinct dtypes, for example ``"float32"``, sorted; ``""`` for items that are not tensors.
-        layouts: the distinct layouts, for example ``"strided"``, sorted; ``""`` for items that are not tensors.
+        properties: the distinct :data:`Properties`, sorted.
         rank: int32 ``[N]``, the rank that holds the item; 0 for the items of one rank. It is not sent.
-        name, dtype, layout: int32 ``[N]``, places in the tables above.
+        name, properties_of: int32 ``[N]``, places in ``names`` and ``properties``.
         kind: uint8 ``[N]``, :class:`ItemKind`.
         form: uint8 ``[N]``, :class:`Form`.
-        requires_grad: uint8 ``[N]``.
         ndim: uint8 ``[N]``, the number of dimensions of each item.
         replica: uint8 ``[N]``, :class:`Replica`.
         shape, offset, size: int64 ``[N, D]``, the global size, and the offsets and sizes of the chunk, filled up with
@@ -130,15 +131,12 @@ class Items:
 
     names: tuple[str, ...]
     paths: tuple[Path, ...] | None
-    dtypes: tuple[str, ...]
-    layouts: tuple[str, ...]
+    properties: tuple[Properties, ...]
     rank: Int32
     name: Int32
-    dtype: Int32
-    layout: Int32
+    properties_of: Int32
     kind: UInt8
     form: UInt8
-    requires_grad: UInt8
     ndim: UInt8
     replica: UInt8
     shape: Int64
@@ -162,8 +160,13 @@ class Items:
     @cached_property
     def nbytes(self) -> Int64:
         """int64 ``[N]``: bytes in the chunk; 0 for objects."""
-        itemsizes = [int(getattr(torch, dtype).itemsize) if dtype else 0 for dtype in self.dtypes]
-        return self.numel * np.array(itemsizes or [0], dtype=np.int64)[self.dtype]
+        itemsizes = [int(getattr(torch, dtype).itemsize) if dtype else 0 for dtype, _, _ in self.properties]
+        return self.numel * np.array(itemsizes or [0], dtype=np.int64)[self.properties_of]
+
+    def numbered(self, place: int) -> Int32:
+        """int32 ``[N]``: numbers that are equal where this entry of :data:`Properties` is."""
+        values = [each[place] for each in self.properties]
+        return np.array([values.index(each) for each in values], dtype=np.int32)[self.properties_of]
 
     @cached_property
     def name_blocks(self) -> tuple[bytes, ...]:
@@ -177,11 +180,11 @@ class Items:
         """Describe in words the tensor that an item belongs to. This text must be the same on all ranks."""
         if self.kind[row] == ItemKind.BYTES:
             return "object"
-        text = f"{self.dtypes[self.dtype[row]]}{self.shape[row, : self.ndim[row]].tolist()}"
-        layout = self.layouts[self.layout[row]]
+        dtype, layout, requires_grad = self.properties[self.properties_of[row]]
+        text = f"{dtype}{self.shape[row, : self.ndim[row]].tolist()}"
         if layout != "strided":
             text += f" {layout}"
-        return f"{text} requires_grad" if self.requires_grad[row] else text
+        return f"{text} requires_grad" if requires_grad else text
 
     def describe(self, row: int) -> str:
         """Describe one item in words, for errors and differences."""
@@ -218,21 +221,31 @@ def items_of(
         PlanConflict: two items have the same name and offsets, or a name belongs to a tensor and to an object, or a
             path does not spell its name.
     """
-    _refuse_duplicates(names, structures)
+    for place, (left, right) in enumerate(pairwise(names)):
+        one, other_item = structures[place], structures[place + 1]
+        if left == right and (one.offsets == other_item.offsets or one.kind != other_item.kind):
+            are_objects = ItemKind.BYTES in (one.kind, other_item.kind)
+            at = "" if are_objects else f" at offset {list(one.offsets)}"
+            raise PlanConflict(
+                f"the local plan names {left!r}{at} twice (as {one.kind.name} and as {other_item.kind.name}); "
+                "each item of a state dict needs a name of its own: rename one of them",
+                key=left,
+            )
     distinct_names = tuple(dict.fromkeys(names))
     other = next((name for name in distinct_names if paths is not None and _name_of(paths[name]) != name), None)
     if paths is not None and other is not None:
         raise PlanConflict(
-            f"the planner's mappings have the path {paths[other]!r} for {other!r}: its parts, joined by dots, "
-            "must be the name",
+            f"the planner's mappings have the path {paths[other] or None!r} for {other!r}: its parts, joined by dots, "
+            "must be the name. A planner that adds items to the flattened state dict must add their paths too, or be "
+            "made with flatten_state_dict=False",
             key=other,
         )
     place_of = {name: place for place, name in enumerate(distinct_names)}
     # Tensors of a model have few different structures, so columns are made of these, and then spread over the items.
     distinct = {structure: place for place, structure in enumerate(dict.fromkeys(structures))}
     which = np.fromiter(map(distinct.__getitem__, structures), dtype=np.intp, count=len(structures))
-    dtypes = tuple(sorted({each.dtype for each in distinct}))
-    layouts = tuple(sorted({each.layout for each in distinct}))
+    properties_of = [(each.dtype, each.layout, each.requires_grad) for each in distinct]
+    properties = tuple(sorted(set(properties_of)))
     ndim = max((len(each.shape) for each in distinct), default=0)
 
     def column(name: str, values: Iterable[Any]) -> npt.NDArray[Any]:
@@ -245,15 +258,12 @@ def items_of(
     return Items(
         names=distinct_names,
         paths=None if paths is None else tuple(paths[name] for name in distinct_names),
-        dtypes=dtypes,
-        layouts=layouts,
+        properties=properties,
         rank=_of_one_rank(len(names)),
         name=np.fromiter(map(place_of.__getitem__, names), dtype=np.int32, count=len(names)),
-        dtype=column("dtype", (dtypes.index(each.dtype) for each in distinct)),
-        layout=column("layout", (layouts.index(each.layout) for each in distinct)),
+        properties_of=column("properties_of", map(properties.index, properties_of)),
         kind=column("kind", (each.kind for each in distinct)),
         form=column("form", (each.form for each in distinct)),
-        requires_grad=column("requires_grad", (each.requires_grad for each in distinct)),
         ndim=column("ndim", (len(each.shape) for each in distinct)),
         replica=column("replica", (each.replica for each in distinct)),
         shape=column("shape", (each.shape for each in distinct)),
@@ -274,26 +284,12 @@ def _of_one_rank(n_items: int) -> Int32:
     return np.broadcast_to(np.int32(0), (n_items,))  # takes no memory
 
 
-def _refuse_duplicates(names: Sequence[str], structures: Sequence[ItemStructure]) -> None:
-    for place, (left, right) in enumerate(pairwise(names)):
-        if left != right:
-            continue
-        one, other = structures[place], structures[place + 1]
-        are_objects = ItemKind.BYTES in (one.kind, other.kind)
-        if one.offsets == other.offsets or one.kind != other.kind:
-            at = "" if are_objects else f" at offset {list(one.offsets)}"
-            raise PlanConflict(
-                f"the local plan names {left!r}{at} twice (as {one.kind.name} and as {other.kind.name}); "
-                "each item of a state dict needs a name of its own: rename one of them",
-                key=left,
-            )
-
-
 def merged(ranks: Sequence[Items]) -> Items:
     """The items of all ranks, in rank order, without paths. Only the coordinator calls this."""
-    names, name = _merged_strings([each.names for each in ranks], [each.name for each in ranks])
-    dtypes, dtype = _merged_strings([each.dtypes for each in ranks], [each.dtype for each in ranks])
-    layouts, layout = _merged_strings([each.layouts for each in ranks], [each.layout for each in ranks])
+    names, name = _merged_tables([each.names for each in ranks], [each.name for each in ranks])
+    properties, properties_of = _merged_tables(
+        [each.properties for each in ranks], [each.properties_of for each in ranks]
+    )
     width = max((each.shape.shape[1] for each in ranks), default=0)
 
     def joined(column: str) -> npt.NDArray[Any]:
@@ -307,27 +303,25 @@ def merged(ranks: Sequence[Items]) -> Items:
             ]
         return np.concatenate(values).astype(type_, copy=False)
 
-    rest: Any = {each: joined(each) for each in _COLUMNS if each not in ("name", "dtype", "layout")}
+    rest: Any = {each: joined(each) for each in _COLUMNS if each not in ("name", "properties_of")}
     return Items(
         names=names,
         paths=None,
-        dtypes=dtypes,
-        layouts=layouts,
+        properties=properties,
         rank=np.repeat(np.arange(len(ranks), dtype=np.int32), [len(each) for each in ranks]),
         name=name,
-        dtype=dtype,
-        layout=layout,
+        properties_of=properties_of,
         **rest,
     )
 
 
-def _merged_strings(tables: Sequence[tuple[str, ...]], columns: Sequence[Int32]) -> tuple[tuple[str, ...], Int32]:
-    """One sorted table of all strings, and the columns of all ranks joined into one, with places in that table.
+def _merged_tables(tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]) -> tuple[tuple[T, ...], Int32]:
+    """One sorted table of all values, and the columns of all ranks joined into one, with places in that table.
 
     Many ranks share one table object (:class:`ItemsDecoder` makes it so). Each object is looked at once.
     """
     distinct = {id(table): table for table in tables}
-    together = tuple(sorted(set().union(*distinct.values())))
+    together: tuple[Any, ...] = tuple(sorted(set().union(*distinct.values())))
     place_of = {value: place for place, value in enumerate(together)}
     places = {
         key: np.fromiter(map(place_of.__getitem__, table), dtype=np.int32, count=len(table))
@@ -350,14 +344,11 @@ class ItemsMessage(msgspec.Struct, frozen=True):
     """
 
     names: tuple[bytes, ...]
-    dtypes: tuple[str, ...]
-    layouts: tuple[str, ...]
+    properties: tuple[Properties, ...]
     name: bytes
-    dtype: bytes
-    layout: bytes
+    properties_of: bytes
     kind: bytes
     form: bytes
-    requires_grad: bytes
     ndim: bytes
     replica: bytes
     shape: bytes
@@ -373,8 +364,7 @@ class ItemsMessage(msgspec.Struct, frozen=True):
         """The message for ``items``. The other arguments are the fields of these names."""
         return cls(
             names=items.name_blocks,
-            dtypes=items.dtypes,
-            layouts=items.layouts,
+            properties=items.properties,
             context=context,
             signature=signature,
             peers=items.peers,
@@ -404,8 +394,7 @@ class ItemsDecoder:
         items = Items(
             names=names,
             paths=paths,
-            dtypes=message.dtypes,
-            layouts=message.layouts,
+            properties=self._once(("properties", message.properties), lambda: message.properties),
             rank=_of_one_rank(len(ndim)),
             peers=self._once(("peers", message.peers), lambda: message.peers),
             **{
@@ -468,22 +457,22 @@ def _check(items: Items) -> None:
     n_items = len(items.ndim)
     if any(len(column) != n_items for column in items.columns):
         raise _malformed("columns of different lengths")
-    for ids, strings in ((items.name, items.names), (items.dtype, items.dtypes), (items.layout, items.layouts)):
-        if n_items and (int(ids.min()) < 0 or int(ids.max()) >= len(strings)):
-            raise _malformed("a place outside its string table")
+    for places, table in ((items.name, items.names), (items.properties_of, items.properties)):
+        if n_items and (int(places.min()) < 0 or int(places.max()) >= len(table)):
+            raise _malformed("a place outside its table")
     steps = np.diff(items.name, prepend=-1, append=len(items.names))
     if (steps < 0).any():
         raise _malformed("the items are not sorted by name")
     if (steps > 1).any() or steps[-1] != 1:
         raise _malformed("a name without items")
-    for strings, kind in ((items.dtypes, torch.dtype), (items.layouts, torch.layout)):
-        unknown = [text for text in strings if text and not isinstance(vars(torch).get(text), kind)]
-        if unknown:
-            raise _malformed(f"this torch has no {kind.__name__} called {unknown[0]!r}")
+    for dtype, layout, _ in items.properties:
+        for text, kind in ((dtype, torch.dtype), (layout, torch.layout)):
+            if text and not isinstance(vars(torch).get(text), kind):
+                raise _malformed(f"this torch has no {kind.__name__} called {text!r}")
     is_bytes = items.kind == ItemKind.BYTES
-    for ids, strings in ((items.dtype, items.dtypes), (items.layout, items.layouts)):
-        if (np.array([not text for text in strings], dtype=np.bool_)[ids] != is_bytes).any():
-            raise _malformed("a tensor without dtype or layout, or an object with one")
+    n_texts = np.array([bool(dtype) + bool(layout) for dtype, layout, _ in items.properties], dtype=np.intp)
+    if (n_texts[items.properties_of] != np.where(is_bytes, 0, 2)).any():
+        raise _malformed("a tensor without dtype or layout, or an object with one")
     if items.ndim[is_bytes].any():
         raise _malformed("an object with dimensions")
     is_filling = np.arange(items.shape.shape[1]) >= items.ndim[:, None]

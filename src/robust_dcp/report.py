@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from statistics import median_low
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -109,7 +109,7 @@ def _listed(keys: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class _Report:
-    """What the reports of saves and loads have in common.
+    """What the reports of saves and loads have in common: they print as tables.
 
     Attributes:
         checkpoint_id: the checkpoint's directory.
@@ -117,7 +117,12 @@ class _Report:
         items: how many items this rank wrote or read.
         nbytes: how many bytes this rank wrote or read.
         phases: the phases in the order in which they ran.
+        peak_buffer_nbytes: the most memory that this rank's data took in buffers at any time.
+        stragglers: on the coordinator, the log lines that say which ranks all others waited for, and how far those
+            ranks were.
     """
+
+    kind: ClassVar[str]
 
     checkpoint_id: str
     rank: int
@@ -125,26 +130,34 @@ class _Report:
     items: int
     nbytes: int
     phases: tuple[PhaseReport, ...]
+    peak_buffer_nbytes: int = 0
+    stragglers: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Wall time of the whole call, in seconds."""
         return sum(phase.seconds for phase in self.phases)
 
-    def _json(self, kind: str, without: Sequence[str] = (), **replaced: Any) -> str:
-        names = [each.name for each in fields(self) if not each.name.startswith("_") and each.name not in without]
-        shown = {name: getattr(self, name) for name in names}
+    def to_json(self) -> str:
+        """The report as one line of JSON. Times end in ``seconds``, sizes in ``nbytes``.
+
+        ``plan`` has the outcome, the reason, and the changes. The other names are those of the attributes. Metadata and
+        unread keys, which would have to be looked up first, are not there.
+        """
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if not each.name.startswith("_")}
         shown["checkpoint"] = shown.pop("checkpoint_id")
-        report = {"version": VERSION, "kind": kind, "seconds": self.seconds, **shown, **replaced}
+        if "plan" in shown:
+            shown["plan"] = {"outcome": shown["plan"], "reason": shown.pop("reason"), "changes": shown.pop("changes")}
+        report = {"version": VERSION, "kind": self.kind, "seconds": self.seconds, **shown}
         return json.dumps(report, default=asdict)
 
-    def _lines(self, headline: str, stragglers: Sequence[str]) -> str:
+    def _lines(self, headline: str) -> str:
         rows = [headline, f"  {'phase':<8}{'seconds':>9}{'exchanges':>11}{'messages':>10}{'bytes sent':>12}"]
         rows += [
             f"  {p.name:<8}{p.seconds:>9.3f}{p.exchanges:>11}{p.messages:>10}{p.header_nbytes + p.payload_nbytes:>12}"
             for p in self.phases
         ]
-        return "\n".join([*rows, *(f"  waited: {each}" for each in stragglers)])
+        return "\n".join([*rows, *(f"  waited: {each}" for each in self.stragglers)])
 
 
 @dataclass(frozen=True)
@@ -166,12 +179,11 @@ class SaveReport(_Report):
         files: the files that this rank wrote.
         how: how this rank wrote its files: ``direct``, or ``buffered`` and why. For an async save it also says what
             was written while training waited, and why.
-        peak_buffer_nbytes: the most memory that this rank's data took in buffers at any time.
-        stragglers: on the coordinator, the log lines that say which ranks all others waited for, and how far those
-            ranks were.
         leads_directory: whether this rank has committed in a directory of its own node, because the nodes do not share
             the checkpoint's directory. One rank on each node does; ``False`` for the coordinator.
     """
+
+    kind = "save"
 
     blocked_seconds: float = 0.0
     plan: str = "built"
@@ -182,8 +194,6 @@ class SaveReport(_Report):
     total_nbytes: int | None = None
     files: tuple[str, ...] = ()
     how: tuple[str, ...] = ()
-    peak_buffer_nbytes: int = 0
-    stragglers: tuple[str, ...] = ()
     leads_directory: bool = False
     _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
 
@@ -194,14 +204,6 @@ class SaveReport(_Report):
             raise ValueError("this report was made without access to the checkpoint's metadata")
         return self._read_metadata()
 
-    def to_json(self) -> str:
-        """The report as one line of JSON. Times end in ``seconds``, sizes in ``nbytes``.
-
-        ``plan`` has the outcome, the reason, and the changes. The other names are those of the attributes.
-        """
-        plan = {"outcome": self.plan, "reason": self.reason, "changes": self.changes}
-        return self._json("save", without=("reason", "changes"), plan=plan)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read_metadata": None}
 
@@ -209,8 +211,7 @@ class SaveReport(_Report):
         return self._lines(
             f"saved {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
-            f"{''.join(f', {how}' for how in self.how)}; plan {self.plan}: {self.reason}",
-            self.stragglers,
+            f"{''.join(f', {how}' for how in self.how)}; plan {self.plan}: {self.reason}"
         )
 
 
@@ -221,16 +222,14 @@ class LoadReport(_Report):
     Attributes:
         missing_keys: keys of the state dict that the checkpoint does not have (only with ``allow_partial_load``).
         shared_nbytes: the part of ``nbytes`` that other ranks read and sent to this one.
-        peak_buffer_nbytes: the most memory that this rank's data took in buffers on its way from the files.
         unverified_nbytes: bytes that this rank read without comparing them with a checksum.
-        stragglers: as in :class:`SaveReport`.
     """
+
+    kind = "load"
 
     missing_keys: tuple[str, ...] = ()
     shared_nbytes: int = 0
-    peak_buffer_nbytes: int = 0
     unverified_nbytes: int = 0
-    stragglers: tuple[str, ...] = ()
     _find_unread_keys: Callable[[], tuple[str, ...]] = field(default=tuple, repr=False, compare=False)
 
     @cached_property
@@ -238,13 +237,6 @@ class LoadReport(_Report):
         """Keys of the checkpoint that the state dict did not ask for. They are looked up at the first access, because
         there may be many."""
         return self._find_unread_keys()
-
-    def to_json(self) -> str:
-        """The report as one line of JSON. Times end in ``seconds``, sizes in ``nbytes``.
-
-        It does not have the unread keys, which would have to be looked up first.
-        """
-        return self._json("load")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "unread_keys": self.unread_keys, "_find_unread_keys": tuple}
@@ -254,8 +246,7 @@ class LoadReport(_Report):
             f"loaded {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
             f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
-            f"{f', {sizes_in_words(self.unverified_nbytes)} not verified' if self.unverified_nbytes else ''}",
-            self.stragglers,
+            f"{f', {sizes_in_words(self.unverified_nbytes)} not verified' if self.unverified_nbytes else ''}"
         )
 
 
@@ -368,7 +359,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     save_id: Annotated[str, Meta(pattern="^[0-9a-f-]{16,64}$")]
-    version: int = VERSION
+    version: Literal[1] = VERSION
     checkpoint: str = ""
     saved_at_seconds: _Seconds = 0.0
     seconds: _Seconds = 0.0
@@ -389,21 +380,8 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_report(report: SavedReport) -> bytes:
-    """The bytes of the file: JSON that people can read, with one line for each column."""
-    return f"{_lines_of(msgspec.to_builtins(report))}\n".encode()
-
-
-def _lines_of(values: dict[str, Any], indent: str = "") -> str:
-    lines = []
-    for name, value in values.items():
-        has_columns = name in ("ranks", "modules") and value is not None
-        text = _lines_of(value, indent + "  ") if has_columns else msgspec.json.encode(value).decode()
-        lines.append(f'{indent}  "{name}": {text}')
-    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-
-
-class _Version(msgspec.Struct):
-    version: int = 0
+    """The bytes of the file: JSON in one line."""
+    return msgspec.json.encode(report) + b"\n"
 
 
 def decode_report(data: bytes) -> SavedReport:
@@ -413,14 +391,9 @@ def decode_report(data: bytes) -> SavedReport:
         ValueError: ``data`` is no report, or one whose parts do not fit together. The message says what is wrong.
     """
     try:
-        version = msgspec.json.decode(data, type=_Version).version
-        if version != VERSION:
-            raise ValueError(
-                f"it has version {version} of the form, and this robust_dcp knows {VERSION}: update robust_dcp"
-            )
         report = msgspec.json.decode(data, type=SavedReport)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"it is no report of a save: {error}") from None
+        raise ValueError(f"it is no report of a save that this robust_dcp knows: {error}") from None
     _check(report)
     return report
 

@@ -6,7 +6,6 @@ form of the file.
 
 from __future__ import annotations
 
-import heapq
 import platform
 import struct
 import time
@@ -213,18 +212,14 @@ def make_report(
 
 # How many bytes belong to which module: a tree of bounded size out of any number of names.
 
-_MOST_MODULES: Final = 400
-_MOST_PARTS: Final = 64
-"""How many parts of one module are listed, the largest first."""
-
-_MOST_LOOKED_AT: Final = 20_000
-"""A module with more parts than this has none listed: nobody could see them."""
+_SMALLEST_PART: Final = 400
+"""A module is listed if it has at least one of so many equal parts of all bytes. So there are few."""
 
 _NAME_LENGTH: Final = 80
 
 
 def module_sizes(names: Sequence[str], nbytes: npt.NDArray[np.int64]) -> Modules:
-    """The tree of modules, with at most 400 rows. Of every module that is listed, the largest parts are.
+    """The tree of modules that are not too small to be seen, the largest of a module first.
 
     A chain of modules that hold nothing but each other counts as one part.
 
@@ -244,17 +239,13 @@ def module_sizes(names: Sequence[str], nbytes: npt.NDArray[np.int64]) -> Modules
                 sizes[part] = 0
             sizes[part] += own if part else 0
             module = part
-    listed = [("", -1, sizes[""])]
-    closed = [(-sizes[""], 0, "")]  # modules to open, the largest first
-    while closed and len(listed) < _MOST_MODULES:
-        _, row, module = heapq.heappop(closed)
+    listed, modules = [("", -1, sizes[""])], [""]
+    for row, module in enumerate(modules):  # it grows
         inside = parts.get(module, [])
         while len(inside) == 1 and inside[0] in parts:
             inside = parts[inside[0]]
-        if len(inside) > _MOST_LOOKED_AT:
-            continue
-        largest = heapq.nlargest(_MOST_PARTS, (part for part in inside if sizes[part]), key=sizes.__getitem__)
-        for part in largest[: _MOST_MODULES - len(listed)]:
-            heapq.heappush(closed, (-sizes[part], len(listed), part))
+        large = (part for part in inside if _SMALLEST_PART * sizes[part] >= max(sizes[""], 1))
+        for part in sorted(large, key=sizes.__getitem__, reverse=True):
             listed.append((shortened(part[len(module) + 1 if module else 0 :], _NAME_LENGTH), row, sizes[part]))
+            modules.append(part)
     return Modules(*map(tuple, zip(*listed, strict=True)))

@@ -82,8 +82,12 @@ class SaveQueue:
         with self._changed:
             return sum(not future.done() for future in self._under_way)
 
-    def wait(self, *, below: int = 1, timeout_seconds: float | None = None) -> bool:
+    def wait(self, *, below: int = 1, timeout_seconds: float | None = None, callbacks: bool = False) -> bool:
         """Wait until fewer than ``below`` saves are under way.
+
+        Args:
+            callbacks: wait until none is, and the callbacks of the last one have run, such as the removal of old
+                checkpoints. A callback that waits does not wait for itself.
 
         Returns:
             Whether that is so. ``False`` means that the time is up.
@@ -91,25 +95,16 @@ class SaveQueue:
         Raises:
             RuntimeError: the saves run on the thread that calls this, so they would never end.
         """
-        if self._thread == threading.get_ident() and self.n_under_way >= below:
+        is_own_thread = self._thread == threading.get_ident()
+        if is_own_thread and self.n_under_way >= below:
             raise RuntimeError(
                 f"a listener or callback of an {self.what} saves or waits for saves, and they wait for it to return; "
                 "do that in a thread of your own"
             )
         with self._changed:
+            if callbacks and not is_own_thread:
+                return self._changed.wait_for(lambda: not self._under_way, timeout_seconds)
             return self._changed.wait_for(lambda: self.n_under_way < below, timeout_seconds)
-
-    def wait_for_callbacks(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until no save is under way, and the callbacks of the last one have run, such as the removal of old
-        checkpoints.
-
-        Returns:
-            Whether that is so. ``False`` means that the time is up.
-        """
-        if self._thread == threading.get_ident():  # a callback waits, which would wait for itself
-            return self.wait(timeout_seconds=timeout_seconds)
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._under_way, timeout_seconds)
 
     def raise_unreported(self) -> None:
         """Raise the error of an earlier save, if nobody has asked for its outcome."""
@@ -195,7 +190,8 @@ def finish_async_saves(timeout_seconds: float | None = None) -> bool:
     ends_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     queues = _all_queues()
     are_over = all(
-        queue.wait_for_callbacks(None if ends_at is None else max(0.0, ends_at - time.monotonic())) for queue in queues
+        queue.wait(timeout_seconds=None if ends_at is None else max(0.0, ends_at - time.monotonic()), callbacks=True)
+        for queue in queues
     )
     for queue in queues:
         queue.raise_unreported()
@@ -206,7 +202,7 @@ def _finish_at_exit() -> None:
     if any(queue.n_under_way for queue in _all_queues()):
         logger.warning("this process ends after the async saves and drains that are under way")
     for queue in _all_queues():
-        queue.wait_for_callbacks()
+        queue.wait(callbacks=True)
 
 
 def _end_with_unreported() -> None:

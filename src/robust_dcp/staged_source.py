@@ -173,8 +173,7 @@ class StagedSource(HeldItems):
 
     def _say(self, how: str) -> None:
         self.how = (*self.how, how)
-        kind = how.partition(":")[0]
-        if kind not in _LOGGED:
+        if (kind := how.partition(":")[0]) not in _LOGGED:
             _LOGGED.add(kind)
             logger.warning("an async save has not gone as it should; said once: %s", how)
 

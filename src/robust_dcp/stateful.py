@@ -8,8 +8,9 @@ checkpoint. They are those of ``get_model_state_dict`` and ``get_optimizer_state
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,11 +110,18 @@ class OptimizerStates:
         for optimizer, module in optimizers:
             if stored is not None:
                 _make_missing_state(optimizer)
-            if stored is not None or optimizer.state:
-                own = self._named(optimizer, module)
-            else:
-                own = _without_state(self._named(optimizer, module))
-            _merge(self.values, own)
+            is_empty = stored is None and not optimizer.state
+            own = self._named(optimizer, module)
+            if is_empty:  # leave out the state that get_optimizer_state_dict has made
+                own = {name: value for name, value in own.items() if not name.startswith("state.")}
+                own.update({"state": {}} if "state" in own else {})
+            for name, value in own.items():  # add it to that of the other optimizers
+                if name == "state" and name in self.values:
+                    self.values[name].update(value)
+                elif name == "param_groups" and name in self.values:
+                    self.values[name].extend(value)
+                else:
+                    self.values[name] = value
         if stored is not None:
             self._choose_names(key, stored)
         for (optimizer, _), had in zip(optimizers, before, strict=True):
@@ -131,16 +139,22 @@ class OptimizerStates:
 
     def _choose_names(self, key: str, stored: Container[str]) -> None:
         """Use the names that the checkpoint has: those of parameters, or numbers. Ask for no state that it lacks."""
-        if not _any_stored(key, _names_of_states(self.values), stored):
+        if not _any_stored(key, self.values, stored, "state."):
             as_held = dict(self._optimizers[0][0].state_dict())
-            if _any_stored(key, _names_of_states(as_held), stored):  # stock saved {"optimizer": optimizer}
+            if _any_stored(key, as_held, stored, "state."):  # stock saved {"optimizer": optimizer}
                 self._is_as_held, self.values = True, as_held
         for optimizer, module in self._optimizers:
             for name, parameter in self._parameters_by_name(optimizer, module):
                 leaves = [f"state.{name}.{leaf}" for leaf in _leaf_names(optimizer.state.get(parameter, {}))]
-                if leaves and not _any_stored(key, leaves, stored):
-                    self._leave_out(name, leaves)
-                    self._without_state.append((optimizer, parameter))
+                if not leaves or any(f"{key}.{leaf}" in stored for leaf in leaves):
+                    continue
+                # Keep the state for torch, which sets the states of all parameters.
+                self._without_state.append((optimizer, parameter))
+                if "state" in self.values:
+                    self.values["state"] = dict(self.values["state"])
+                    self._unstored[name] = self.values["state"].pop(name)  # type: ignore[index]
+                else:
+                    self._unstored.update({leaf: self.values.pop(leaf) for leaf in leaves})
 
     def _parameters_by_name(
         self, optimizer: Optimizer, module: nn.Module | None
@@ -155,14 +169,6 @@ class OptimizerStates:
         groups: Any = named.get_optimizer_state_dict(module, optimizer)["param_groups"]
         names = [name for group in groups for name in group["params"]]
         return list(zip(names, parameters, strict=True)) if len(names) == len(parameters) else []
-
-    def _leave_out(self, name: str | int, leaves: list[str]) -> None:
-        """Do not ask for the state of a parameter, and keep it for torch, which sets the states of all parameters."""
-        if "state" in self.values:
-            self.values["state"] = dict(self.values["state"])
-            self._unstored[name] = self.values["state"].pop(name)  # type: ignore[index]
-        else:
-            self._unstored.update({leaf: self.values.pop(leaf) for leaf in leaves})
 
     def put_back(self, loaded: StateDict) -> None:
         """Load the state into the optimizers."""
@@ -241,29 +247,9 @@ def _with_modules(
     return found
 
 
-def _merge(values: StateDict, more: StateDict) -> None:
-    """Add the state dict of another optimizer to ``values``."""
-    for name, value in more.items():
-        if name == "state" and name in values:
-            values[name].update(value)
-        elif name == "param_groups" and name in values:
-            values[name].extend(value)
-        else:
-            values[name] = value
-
-
-def _without_state(values: StateDict) -> StateDict:
-    if "state" in values:
-        return {**values, "state": {}}
-    return {name: value for name, value in values.items() if not name.startswith("state.")}
-
-
-def _names_of_states(values: StateDict) -> Iterator[str]:
-    return (name for name in _leaf_names(values) if name.startswith("state."))
-
-
-def _any_stored(key: str, names: Iterable[str], stored: Container[str]) -> bool:
-    return any(f"{key}.{name}" in stored for name in names)
+def _any_stored(key: str, values: StateDict, stored: Container[str], prefix: str = "") -> bool:
+    """Whether a leaf of ``values`` with a name that begins with ``prefix`` is stored below ``key``."""
+    return any(name.startswith(prefix) and f"{key}.{name}" in stored for name in _leaf_names(values))
 
 
 def _leaf_names(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
@@ -276,11 +262,17 @@ def _leaf_names(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 
 class AsStock:
-    """The stand-in for a ``Stateful`` value. As in stock, the names are those of its ``state_dict``."""
+    """The stand-in for a ``Stateful`` value. As in stock, the names are those of its ``state_dict``.
+
+    A state dict may hold one for a module or an optimizer, which is then saved and loaded under these names too.
+    """
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
-        self.values = value.state_dict()
+
+    @cached_property
+    def values(self) -> Any:
+        return self._value.state_dict()
 
     def put_back(self, loaded: Any) -> None:
         self._value.load_state_dict(loaded)
@@ -291,24 +283,11 @@ StandIn = ModuleStates | OptimizerStates | AsStock
 the state dict, and ``put_back`` loads what was read into them."""
 
 
-class KeepsItsNames:
-    """Wraps a module or an optimizer, so that it is saved and loaded under the names of its own ``state_dict``."""
-
-    def __init__(self, value: Stateful) -> None:
-        self._value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._value.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._value.load_state_dict(state_dict)
-
-
 def with_names_of_stock(state_dict: Any) -> Any:
     """Make modules and optimizers keep the names that stock gives them. Without any, return the state dict itself."""
     if not isinstance(state_dict, Mapping):
         return state_dict  # all ranks refuse it later in the same way
-    kept = {key: KeepsItsNames(value) for key, value in state_dict.items() if isinstance(value, nn.Module | Optimizer)}
+    kept = {key: AsStock(value) for key, value in state_dict.items() if isinstance(value, nn.Module | Optimizer)}
     return {**state_dict, **kept} if kept else state_dict
 
 
@@ -352,8 +331,8 @@ def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None =
         elif optimizers := _all_of(value, Optimizer):
             owned = _with_modules(key, optimizers, all_modules)
             found[key] = OptimizerStates(key, owned, by_parameter=has_stages, stored=stored)
-        elif _is_stateful(value):
-            found[key] = AsStock(value)
+        elif isinstance(value, AsStock) or _is_stateful(value):
+            found[key] = value if isinstance(value, AsStock) else AsStock(value)
     return found
 
 

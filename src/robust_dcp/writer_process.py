@@ -24,8 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Final, NoReturn
@@ -35,7 +34,6 @@ import torch
 from robust_dcp.errors import RobustCheckpointError, failure_of
 from robust_dcp.staged_source import HeldItems, StagedSource
 from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_near
-from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
@@ -80,15 +78,6 @@ class _Job:
     copied: list[int]
     forms: list[TensorForm]
     cpus: frozenset[int]
-
-    @classmethod
-    def of(cls, files: FilesOfRank, source: StagedSource, memory: StagingBuffer) -> _Job:
-        data = list(source.data)
-        for place in source.copied:
-            data[place] = io.BytesIO()
-        items = HeldItems(source.names, source.expected, source.offsets)
-        items.data = data
-        return cls(files, items, memory.nbytes, source.copied, source.forms, memory.cpus)
 
 
 class WriterProcess:
@@ -179,14 +168,8 @@ _WRITER: Final[list[WriterProcess]] = []
 _LOCK: Final = threading.Lock()
 
 
-def start_writer() -> None:
-    """Start the writer process if there is none, so that it is ready when it is needed. If this fails, the save will
-    raise the error on all ranks."""
-    with suppress(OSError):
-        _living()
-
-
-def _living() -> WriterProcess:
+def living_writer() -> WriterProcess:
+    """The writer process. It is started if there is none."""
     with _LOCK:
         if not _WRITER or not (_WRITER[0].job.locked() or _WRITER[0].is_alive):
             _WRITER[:] = [WriterProcess()]
@@ -221,11 +204,16 @@ def write_in_process(
     memory = source.shared if isinstance(source, StagedSource) else None
     if not isinstance(source, StagedSource) or memory is None or memory.fd is None:
         return write_files(files, source, check_stop, not_removed)
-    writer = _living()
+    writer = living_writer()
     if not writer.job.acquire(blocking=False):
         return write_files(files, source, check_stop, not_removed)
     try:
-        return writer.write(_Job.of(files, source, memory), memory.fd, check_stop, look)
+        items = HeldItems(source.names, source.expected, source.offsets)
+        items.data = list(source.data)
+        for place in source.copied:
+            items.data[place] = io.BytesIO()
+        job = _Job(files, items, memory.nbytes, source.copied, source.forms, memory.cpus)
+        return writer.write(job, memory.fd, check_stop, look)
     except BaseException:
         not_removed += files.remove()
         raise
@@ -292,8 +280,7 @@ def _do(connection: Connection, job: _Job, fd: int) -> WrittenFiles | RobustChec
         try:
             for place, tensor in zip(job.copied, memory.tensors(job.forms), strict=True):
                 job.items.data[place] = tensor
-            files = replace(job.files, placements=_one_object(pickle.dumps(job.files.placements)))
-            return write_files(files, job.items, tell, [])
+            return write_files(job.files, job.items, tell, [])
         finally:
             memory.release()
     except RobustCheckpointError as error:
@@ -302,10 +289,3 @@ def _do(connection: Connection, job: _Job, fd: int) -> WrittenFiles | RobustChec
         failure = failure_of(job.files.rank, error)
         message = f"in the writer process: {failure.type_name}: {failure.message}\n{failure.traceback_text}".rstrip()
         return RobustCheckpointError(message)
-
-
-@lru_cache(maxsize=4)
-def _one_object(pickled: bytes) -> Placements:
-    """The same object for the same placements, by which the engine remembers the order of writes."""
-    placements: Placements = pickle.loads(pickled)  # noqa: S301 (this process made it)
-    return placements

@@ -15,8 +15,8 @@ from megatron.core import dist_checkpointing
 
 from robust_dcp.megatron import dcp_formats
 from robust_dcp.megatron import save as torch_dist_save
-from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.writer import RobustWriter
 from tests.harness.disks import GatedDisk
 from tests.megatron.torch_dist import chosen, cut, queue_option, replicated_object, save
 from tests.megatron.training_job import children

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from robust_dcp.megatron import save as torch_dist_save
-from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.writer import RobustWriter
 from tests.harness.disks import FullDisk, GatedDisk
 
 __all__ = ["TrainingLoop"]

@@ -46,7 +46,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "zeros": (bytes(5000), "no report of a save"),
     "no JSON": (b"\xff\xfe<html>", "no report of a save"),
     "nested": (b"[" * 200_000, "no report of a save"),
-    "newer": (_changed(lambda document: document.update(version=VERSION + 1)), "update robust_dcp"),
+    "newer": (_changed(lambda document: document.update(version=VERSION + 1)), "that this robust_dcp knows"),
     "uneven": (_in("ranks", "nbytes", [1, 2]), "ranks.nbytes has 2 rows"),
     "negative": (_in("ranks", "write_seconds", [1, 1, 1, -1]), "write_seconds"),
     "no node": (_in("ranks", "node", [0, 0, 0, 9]), "node without a name"),

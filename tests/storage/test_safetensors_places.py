@@ -66,7 +66,7 @@ class Described:
         self.table = table(*items)
         rows = range(len(self.table))
         self.names = [self.table.names[self.table.name[n]] for n in rows]
-        self.dtypes = [self.table.dtypes[self.table.dtype[n]] for n in rows]
+        self.dtypes = [self.table.properties[self.table.properties_of[n]][0] for n in rows]
         self.dims = [chunk_of(self.table, n) for n in rows]
 
     def placed(self, files: int, layout: Any = SAFETENSORS) -> Placements:

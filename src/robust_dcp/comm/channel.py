@@ -329,6 +329,11 @@ class Channel:
         """
         self._operation.stop_if_announced()
 
+    def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
+        """Between blocks of data, report how far this rank is, and leave its work if another rank has failed."""
+        self.note_progress(done_nbytes, total_nbytes)
+        self.stop_if_announced()
+
     def _run(self, verb: str, phase: str, work: Work) -> tuple[Agreement, Payload]:
         self.last_agreement, payload = self._operation.run(verb, phase, self.coordinator_rank, work)
         return self.last_agreement, payload

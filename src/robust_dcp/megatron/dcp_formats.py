@@ -14,7 +14,7 @@ from robust_dcp.megatron import versions
 from robust_dcp.megatron.async_requests import BackgroundSave, log_report, request_for
 from robust_dcp.megatron.failures import meet_before_saving
 from robust_dcp.megatron.options import current_options
-from robust_dcp.storage import RobustWriter
+from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.switch import dcp_calls
 
 Function = Callable[..., Any]

@@ -37,9 +37,9 @@ from robust_dcp.megatron.access import Verdict, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.versions import MCoreLoadPlanner, ShardedObject, ShardedTensor
-from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.load_items import plan_reads
 from robust_dcp.plan.load_planner import check_filled, local_numel
+from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.committing.saving_file import remove_data_files
 from robust_dcp.storage.files.disk import Disk

@@ -32,7 +32,8 @@ from robust_dcp.structure_cache import Cache
 
 logger = logging.getLogger(__name__)
 
-_NAMED: Final = "="
+NAMED: Final = "="
+"""A kind that the caller has named begins with this. Others are called by the identity of their first plan."""
 
 GroupKey = tuple[int, ...]
 """The global ranks of a process group, in group order. A plan depends on nothing else of its group."""
@@ -91,23 +92,6 @@ def plan_of(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -
     return fitting or _plan_of_loaded(group, rank, local, leads=leads) or next(iter(plans), None)
 
 
-def keep_plan(group: GroupKey, known: KnownPlan) -> None:
-    """Keep a plan as the latest of its group."""
-    PLANS.put((group, known.share.plan_id, known.kind), known)
-
-
-def forget_plan(group: GroupKey, plan_id: bytes) -> None:
-    """Drop a plan, if it is there."""
-    for key, _ in PLANS.latest_first():
-        if key[:2] == (group, plan_id):
-            PLANS.forget(key)
-
-
-def kind_called(name: str) -> str:
-    """The kind that the caller has given ``name``. Other kinds are called by the identity of their first plan."""
-    return _NAMED + name
-
-
 def last_of_kind(group: GroupKey, named: str | None, ranks: Sequence[Items]) -> KnownPlan | None:
     """On the coordinator, the last plan of the kind of these items of all ranks; ``None`` for a new kind.
 
@@ -122,12 +106,12 @@ def last_of_kind(group: GroupKey, named: str | None, ranks: Sequence[Items]) -> 
     for known in plans_of(group):
         if known.plan is not None:
             last.setdefault(known.kind, known)
-    if named is not None and kind_called(named) in last:
-        return last[kind_called(named)]
+    if named is not None and NAMED + named in last:
+        return last[NAMED + named]
     n_now = sum(len(items.names) for items in ranks)
     best, most = None, 0
     for kind, known in last.items():
-        if known.plan is None or kind.startswith(_NAMED):
+        if known.plan is None or kind.startswith(NAMED):
             continue
         before = known.plan.items
         n_shared = sum(
@@ -158,6 +142,6 @@ def _plan_of_loaded(group: GroupKey, rank: int, local: LocalStructure, *, leads:
         LOADED.forget(directory)
         signature, kind = local.signature.value, share.plan_id.hex()
         known = KnownPlan(share, placements, signature, plan, loaded_from=directory, kind=kind)
-        keep_plan(group, known)
+        PLANS.put((group, share.plan_id, kind), known)
         return known
     return None

@@ -54,8 +54,8 @@ def refuse_contradictions(items: Items, order: Rows) -> None:
     same_name = names[1:] == names[:-1]
     for column, what in (
         (items.kind == ItemKind.BYTES, "a tensor on some ranks and an object on others"),
-        (items.dtype, "of different dtypes"),
-        (items.layout, "of different layouts"),
+        (items.numbered(0), "of different dtypes"),
+        (items.numbered(1), "of different layouts"),
         (items.ndim, "of different numbers of dimensions"),
         (items.shape, "of different global sizes"),
     ):
@@ -65,25 +65,21 @@ def refuse_contradictions(items: Items, order: Rows) -> None:
             differs |= sorted_values[1:] != sorted_values[:-1]
         differs &= same_name
         if differs.any():
-            raise _contradiction(items, int(names[np.flatnonzero(differs)[0]]), what)
-
-
-def _contradiction(items: Items, name: int, what: str) -> PlanConflict:
-    rows = np.flatnonzero(items.name == name)
-    holders: dict[str, list[int]] = defaultdict(list)
-    for row in rows.tolist():
-        # Leave out the chunk, which never contradicts. Otherwise one odd rank would hide among a thousand shards.
-        holders[items.describe_whole(row)].append(int(items.rank[row]))
-    held = "; ".join(f"{whole} on {ranks_in_words(ranks)}" for whole, ranks in list(holders.items())[:_SHOWN])
-    if len(holders) > _SHOWN:
-        held += f" and {len(holders) - _SHOWN} more"
-    key = items.names[name]
-    return PlanConflict(
-        f"key {key!r} is {what}: {held}. A name must mean the same tensor on every rank of the group: give them "
-        "different names, or pass a sharded tensor (DTensor, ShardedTensor)",
-        key=key,
-        ranks=sorted(set(items.rank[rows].tolist())),
-    )
+            name = int(names[np.flatnonzero(differs)[0]])
+            rows = np.flatnonzero(items.name == name)
+            holders: dict[str, list[int]] = defaultdict(list)
+            for row in rows.tolist():
+                # Leave out the chunk, which never contradicts. One odd rank would hide among a thousand shards.
+                holders[items.describe_whole(row)].append(int(items.rank[row]))
+            held = "; ".join(f"{whole} on {ranks_in_words(ranks)}" for whole, ranks in list(holders.items())[:_SHOWN])
+            if len(holders) > _SHOWN:
+                held += f" and {len(holders) - _SHOWN} more"
+            raise PlanConflict(
+                f"key {items.names[name]!r} is {what}: {held}. A name must mean the same tensor on every rank of the "
+                "group: give them different names, or pass a sharded tensor (DTensor, ShardedTensor)",
+                key=items.names[name],
+                ranks=sorted(set(items.rank[rows].tolist())),
+            )
 
 
 def merged_paths(ranks: Sequence[Items], items: Items) -> tuple[Path, ...] | None:

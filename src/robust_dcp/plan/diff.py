@@ -51,13 +51,8 @@ def bounded(diff: StructureDiff) -> StructureDiff:
 def _hashes_of_names(items: Items) -> npt.NDArray[np.uint64]:
     """uint64 ``[names]``: a hash over the items and the path of each name. It is for words only, so equal hashes are
     taken as equal."""
-    dtypes, layouts = (
-        np.array([hash(text) for text in texts], dtype=np.int64) for texts in (items.dtypes, items.layouts)
-    )
-    hashes = hashes_of_rows(
-        *(items.kind, items.form, items.requires_grad, items.ndim, items.replica),
-        *(dtypes[items.dtype], layouts[items.layout]),
-    )
+    properties = np.array([hash(each) for each in items.properties], dtype=np.int64)
+    hashes = hashes_of_rows(items.kind, items.form, items.ndim, items.replica, properties[items.properties_of])
     for dim in range(items.shape.shape[1]):  # the other structure may have columns for fewer dimensions, or for more
         of_dim = hashes_of_rows(hashes, items.shape[:, dim], items.offset[:, dim], items.size[:, dim])
         hashes = np.where(items.ndim > dim, of_dim, hashes)

@@ -62,11 +62,6 @@ class GlobalPlan:
     contested: Rows
     unclaimed: tuple[str, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensor data that all ranks write together."""
-        return int(self.items.nbytes[self.written].sum())
-
 
 def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> GlobalPlan:
     """Deduplicate replicas, balance the rest, and check that every tensor is saved exactly once.

@@ -271,17 +271,12 @@ def _flat(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] |
     ``None`` for other state dicts: there it has to allocate tensors on the meta device, or take lists and shards apart.
     """
     flat, mappings = flatten_state_dict(state_dict)
-    if not _FLAT.issuperset(map(type, flat.values())) or any(map(_is_on_meta, flat.values())):
+    if not _FLAT.issuperset(map(type, flat.values())) or any(
+        value.is_meta for value in flat.values() if isinstance(value, torch.Tensor)
+    ):
         return None
     has_lists = any(type(part) is int for path in mappings.values() if len(path) > 1 for part in path)
     return None if has_lists else (flat, mappings)
-
-
-def _is_on_meta(value: Any) -> bool:
-    kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return bool(value.is_meta)
-    return kind is DTensor and value.device.type == "meta"
 
 
 def check_filled(items: Iterable[ReadItem], wanted: Mapping[str, int], checkpoint: str = "the checkpoint") -> None:

@@ -7,7 +7,6 @@ plan is encoded once and kept with it. File names and the places of items of var
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -18,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from robust_dcp.items import ItemKind, Items, unique_rows
+from robust_dcp.items import ItemKind, unique_rows
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.report import Modules
 from robust_dcp.report_rows import module_sizes
@@ -35,7 +34,6 @@ T = TypeVar("T")
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
-Places = npt.NDArray[np.intp]
 
 logger = logging.getLogger(__name__)
 
@@ -55,25 +53,24 @@ class MetadataTemplate:
         self._head_nbytes = [placement.head_nbytes for placement in placements]
         self._n_variable = [len(placement.variable) for placement in placements]
         self._layout = layout
-        self._lock = threading.Lock()
         self._uncompiled: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
         self._variable_places: Int64 = np.empty((0, 2), dtype=np.int64)
 
     def _compile(self) -> None:
-        with self._lock:
-            if self._uncompiled is None:
-                return
-            _, placements = self._uncompiled
-            self._columns = columns = _metadata_columns(*self._uncompiled)
-            # Ranks report items of variable size rank after rank, in plan order. Within a file that is the order of the
-            # columns, too. So `order` has, for each such item in the columns, its place in the list of all ranks.
-            rank_of_file = np.repeat(np.arange(len(placements)), [placement.n_files for placement in placements])
-            files = columns.file[columns.start < 0]
-            self._order = np.empty(len(files), dtype=np.intp)
-            self._order[np.argsort(rank_of_file[files], kind="stable")] = np.arange(len(files))
-            self._pickled = MetadataPickle(columns)
-            self._index = _index_if_possible(lambda: IndexTemplate(columns))
-            self._uncompiled = None
+        if (made_of := self._uncompiled) is None:
+            return
+        placements = made_of[1]
+        self._columns = columns = _metadata_columns(*made_of)
+        # Ranks report items of variable size rank after rank, in plan order. Within a file that is the order of the
+        # columns, too. So `order` has, for each such item in the columns, its place in the list of all ranks.
+        rank_of_file = np.repeat(np.arange(len(placements)), [placement.n_files for placement in placements])
+        files = columns.file[columns.start < 0]
+        order = np.empty(len(files), dtype=np.intp)
+        order[np.argsort(rank_of_file[files], kind="stable")] = np.arange(len(files))
+        self._order = order
+        self._pickled = MetadataPickle(columns)
+        self._index = _index_if_possible(lambda: IndexTemplate(columns))
+        self._uncompiled = None
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +162,10 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
     is_object = items.kind[written] == ItemKind.BYTES
     name = items.name[written]
     first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # this works because every name is written
-    properties, which_properties = _properties(items, written[first_of_name])
+    # A rank may hold replicas with other properties than the one that is written.
+    used, which_properties = np.unique(items.properties_of[written[first_of_name]], return_inverse=True)
+    has_objects = int(bool(len(used)) and not items.properties[used[0]][0])  # their properties are the first
+    properties = [items.properties[each] for each in used[has_objects:].tolist()]
     ndims = items.ndim[written]
     # The distinct sizes and offsets of names and chunks are in one table.
     tables = [items.shape[written[first_of_name]], items.offset[written], items.size[written]]
@@ -178,8 +178,8 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
     return MetadataColumns(
         names=items.names,
         paths=plan.paths,
-        properties=properties,
-        name_properties=np.where(is_object[first_of_name], -1, which_properties).astype(np.int32),
+        properties=[(getattr(torch, dtype), getattr(torch, layout), grad) for dtype, layout, grad in properties],
+        name_properties=(which_properties - has_objects).astype(np.int32),
         name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
         sizes=rows[first],
         size_ndims=ndims[first],
@@ -191,22 +191,3 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
         nbytes=np.concatenate([p.nbytes for p in placements])[place],
         n_files=int(ends[-1]),
     )
-
-
-Properties = list[tuple[torch.dtype, torch.layout, bool]]
-
-
-def _properties(items: Items, rows: Places) -> tuple[Properties, Places]:
-    """The distinct properties of ``rows``, and for each row the place of its own. For objects it means nothing."""
-    is_object = items.kind[rows] == ItemKind.BYTES
-    which = np.zeros(len(rows), dtype=np.intp)
-    if is_object.all():
-        return [], which
-    tensors = np.flatnonzero(~is_object)
-    keys = [column[rows[tensors]] for column in (items.dtype, items.layout, items.requires_grad)]
-    first, which[tensors] = unique_rows(*keys)
-    distinct = [
-        (getattr(torch, items.dtypes[dtype]), getattr(torch, items.layouts[layout]), bool(requires_grad))
-        for dtype, layout, requires_grad in zip(*(key[first].tolist() for key in keys), strict=True)
-    ]
-    return distinct, which

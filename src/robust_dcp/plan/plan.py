@@ -160,7 +160,17 @@ class Plan:
             is_kept = np.zeros(len(items), dtype=np.bool_)
             is_kept[kept] = True
             bits.append(np.packbits(is_kept, bitorder="little").tobytes())
-        plan_id = _plan_id_of(signatures, bits, placements)
+        placed: dict[int, bytes] = {}  # many ranks share one object
+        digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan")
+        for signature, of_rank, places in zip(signatures, bits, placements, strict=True):
+            digest.update(signature + len(of_rank).to_bytes(8, "little") + of_rank)
+            if id(places) not in placed:
+                columns = hashlib.blake2b(digest_size=SIGNATURE_NBYTES)
+                for column in (places.file, places.offset, places.nbytes, np.array(places.head_nbytes, dtype=np.int64)):
+                    columns.update(len(column).to_bytes(8, "little") + column.tobytes())
+                placed[id(places)] = columns.digest()
+            digest.update(placed[id(places)])
+        plan_id = digest.digest()
         total_nbytes = sum(sum(each.file_nbytes) for each in placements)
         return cls(
             group=tuple(group),
@@ -169,7 +179,7 @@ class Plan:
             shares=tuple(
                 Share(plan_id, len(items), each, total_nbytes) for items, each in zip(decided.ranks, bits, strict=True)
             ),
-            nbytes=decided.nbytes,
+            nbytes=int(decided.items.nbytes[decided.written].sum()),
             context=local.context,
             metadata=MetadataTemplate(decided, placements, local.layout),
             is_contested=bool(len(decided.contested)),
@@ -197,21 +207,6 @@ class Plan:
         columns = {id(column): column.nbytes for items in self.items for column in items.columns}
         stored = sum(len(section.data) for section in vars(self).get("sections", {}).values())
         return sum(columns.values()) + sum(len(share.bits) for share in self.shares) + self.metadata.nbytes + stored
-
-
-def _plan_id_of(signatures: Sequence[bytes], kept_bits: Sequence[bytes], placements: Sequence[Placements]) -> bytes:
-    placed: dict[int, bytes] = {}  # many ranks share one object
-    digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan")
-    for signature, bits, places in zip(signatures, kept_bits, placements, strict=True):
-        digest.update(signature + len(bits).to_bytes(8, "little") + bits)
-        if id(places) not in placed:
-            columns = (places.file, places.offset, places.nbytes, np.array(places.head_nbytes, dtype=np.int64))
-            of_rank = hashlib.blake2b(digest_size=SIGNATURE_NBYTES)
-            for column in columns:
-                of_rank.update(len(column).to_bytes(8, "little") + column.tobytes())
-            placed[id(places)] = of_rank.digest()
-        digest.update(placed[id(places)])
-    return digest.digest()
 
 
 def structures_of_all(

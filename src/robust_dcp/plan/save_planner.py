@@ -7,6 +7,7 @@ plans itself. ``api.save`` calls it, and stock ``torch.distributed.checkpoint.sa
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,9 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
-from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.plan import LocalStructure
-from robust_dcp.plan.session import OnReplicaMismatch, OnStructureChange, SaveSession
+from robust_dcp.plan.session import OnReplicaMismatch, OnStructureChange, SaveOptions, SaveSession
 from robust_dcp.plan.signature import OptionValue, encode_context
 from robust_dcp.plan.state_dict import (
     DescribedItems,
@@ -38,12 +38,21 @@ from robust_dcp.plan.state_dict import (
 )
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.staging.tensor_bytes import host_address
+from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
+from robust_dcp.storage.remote import place_of
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, WriteItemSource
 from robust_dcp.version import __version__
+
+
+def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
+    """The name of a checkpoint in exchanges and messages. Ranks with another name are in another operation."""
+    if checkpoint_id is None:
+        return ""
+    return place_of(checkpoint_id) if is_url(checkpoint_id) else os.path.normpath(os.fspath(checkpoint_id))
 
 
 class RobustPlanner(DefaultSavePlanner):
@@ -112,51 +121,40 @@ class RobustPlanner(DefaultSavePlanner):
             if value not in words:
                 *first, last = (f'"{word}"' for word in words)
                 raise ValueError(f"{option} is {', '.join(first)} or {last}, not {value!r}")
-        self.process_group = process_group
-        self.timeout_seconds = timeout_seconds
-        self.on_structure_change: OnStructureChange = on_structure_change
-        self.on_replica_mismatch: OnReplicaMismatch = on_replica_mismatch
-        self.on_unloadable_object: OnUnloadableObject = on_unloadable_object
-        self.no_dist = no_dist
-        self.kind = kind
+        self.options = SaveOptions(
+            process_group=process_group,
+            no_dist=no_dist,
+            timeout_seconds=timeout_seconds,
+            on_structure_change=on_structure_change,
+            on_replica_mismatch=on_replica_mismatch,
+            on_unloadable_object=on_unloadable_object,
+            kind=kind,
+        )
         self._items = DescribedItems([], [], [])
-        self._structure: KnownStructure | None = None
+        self._structure = KnownStructure(([], [], None, ()))
         self._writer: RobustWriter | None = None
         self._checkpoint = ""
         self._set_up_error: Exception | None = None
         self._session: SaveSession | None = None
 
-    def open_session(
-        self,
-        checkpoint: str,
-        writer: RobustWriter | None = None,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        timeout_seconds: float | None = None,
-        deadline_seconds: float | None = None,
-        no_dist: bool = False,
-        kind: str | None = None,
-    ) -> SaveSession:
-        """Begin a save. Nothing is exchanged yet. Arguments that are not given have this planner's values."""
-        group, no_dist = self.process_group if process_group is None else process_group, self.no_dist or no_dist
+    def open_session(self, checkpoint: str, writer: RobustWriter | None = None, **given: Any) -> SaveSession:
+        """Begin a save. Nothing is exchanged yet.
+
+        Args:
+            given: options in the place of this planner's, as in :class:`SaveOptions`. ``None`` and ``False`` are none.
+        """
+        given = {name: value for name, value in given.items() if value is not None and value is not False}
+        options = replace(self.options, **given)
         channel = Channel.for_group(
-            group,
+            options.process_group,
             operation=f"save {checkpoint}",
-            timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
-            deadline_seconds=deadline_seconds,
-            no_dist=no_dist,
+            timeout_seconds=options.timeout_seconds,
+            deadline_seconds=options.deadline_seconds,
+            no_dist=options.no_dist,
         )
+        unloadable = UnloadableObjects(options.on_unloadable_object, self.refused_before())
         return SaveSession(
-            channel,
-            checkpoint,
-            writer,
-            on_structure_change=self.on_structure_change,
-            on_replica_mismatch=self.on_replica_mismatch,
-            kind=self.kind if kind is None else kind,
-            process_group=group,
-            no_dist=no_dist,
-            unloadable=UnloadableObjects(self.on_unloadable_object, self.refused_before()),
-            needs_one_directory=self.needs_one_directory,
+            channel, checkpoint, writer, options, unloadable, needs_one_directory=self.needs_one_directory
         )
 
     def refused_before(self) -> Mapping[str, NotData]:
@@ -185,7 +183,7 @@ class RobustPlanner(DefaultSavePlanner):
             "flatten_state_dict": self.flatten_state_dict,
             "flatten_sharded_tensors": self.flatten_sharded_tensors,
             "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
-            "on_replica_mismatch": self.on_replica_mismatch,
+            "on_replica_mismatch": self.options.on_replica_mismatch,
             "torch": str(torch.__version__),
             "robust_dcp": __version__,
             "version of the layout": layout.version,
@@ -198,7 +196,7 @@ class RobustPlanner(DefaultSavePlanner):
             files=1 if writer is None else writer.options.n_files,
             lowest_rank=self.dedup_save_to_lowest_rank,
             layout=layout,
-            digests_of=None if channel.size == 1 or self.on_replica_mismatch == "ignore" else self._digests_of,
+            digests_of=None if channel.size == 1 or self.options.on_replica_mismatch == "ignore" else self._digests_of,
         )
 
     def items_of_state_dict(self, *, is_coordinator: bool) -> DescribedItems:
@@ -228,7 +226,7 @@ class RobustPlanner(DefaultSavePlanner):
         def lookup(index: MetadataIndex) -> Any:
             return session.unloadable.take(index.fqn, self.lookup_object(index))
 
-        return StateDictSource(self._items, self._described(), kept, lookup, session.watched(self.resolve_data))
+        return StateDictSource(self._items, self._structure, kept, lookup, session.watched(self.resolve_data))
 
     def forget_state_dict(self) -> None:
         """Drop the state dict after everything to write has been copied, because its memory may be needed."""
@@ -237,16 +235,11 @@ class RobustPlanner(DefaultSavePlanner):
 
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
-        return [self._items.write_item(place) for place in self._described().order[session.known.share.kept].tolist()]
-
-    def _described(self) -> KnownStructure:
-        if self._structure is None:
-            raise RobustCheckpointError("describe() must be called before the data of a plan is requested")
-        return self._structure
+        return [self._items.write_item(place) for place in self._structure.order[session.known.share.kept].tolist()]
 
     def _digests_of(self, places: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
         """Digests of what would be written for some items. 0 means that it cannot be read."""
-        source = StateDictSource(self._items, self._described(), places, self.lookup_object, self.resolve_data)
+        source = StateDictSource(self._items, self._structure, places, self.lookup_object, self.resolve_data)
         digests = np.zeros(len(places), dtype=np.uint64)
         with torch.no_grad(), NamedErrors(source, 0) as errors:
             for place in range(len(places)):
@@ -288,7 +281,13 @@ class RobustPlanner(DefaultSavePlanner):
         self._session = None
         self._set_up_error = None
         try:
-            self._take_state_dict(state_dict, storage_meta, is_coordinator)
+            # What DefaultSavePlanner.set_up_planner sets. It is called only if flattening has to handle ShardedTensor.
+            flat, mappings = flatten_state_dict(state_dict) if self.flatten_state_dict else (state_dict, None)
+            has_shards = mappings is None or any(map(holds_shards, set(map(type, flat.values()))))
+            if self.flatten_sharded_tensors and has_shards:
+                super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            else:
+                self.state_dict, self.mappings = flat, mappings or {}
         except Exception as error:  # describe raises it inside the exchange, so that no rank waits for this one
             self._set_up_error = error
             found = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
@@ -298,20 +297,6 @@ class RobustPlanner(DefaultSavePlanner):
                     "nested dict); rename one of them",
                     key=found[1],
                 )
-
-    def _take_state_dict(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, is_coordinator: bool
-    ) -> None:
-        """Set what ``DefaultSavePlanner.set_up_planner`` sets. Call that method only if flattening has to handle
-        ``ShardedTensor``."""
-        flat, mappings = flatten_state_dict(state_dict) if self.flatten_state_dict else (state_dict, None)
-        has_shards = mappings is None or any(map(holds_shards, set(map(type, flat.values()))))
-        if self.flatten_sharded_tensors and has_shards:
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
-            return
-        self.state_dict = flat
-        if mappings is not None:
-            self.mappings = mappings
 
     @entry_point
     def create_local_plan(self) -> SavePlan:

@@ -29,18 +29,18 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 from robust_dcp.items import ItemsMessage
-from robust_dcp.plan.cache import KnownPlan, forget_plan, keep_plan, kind_called, last_of_kind, plan_of, plans_of
+from robust_dcp.plan.cache import NAMED, PLANS, KnownPlan, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
-from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
+from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import LEADS_DIRECTORY, Places, Written, places_of_all, written_message, written_offer
 from robust_dcp.report import PlanReport, SavedReport, SaveReport
 from robust_dcp.report_rows import PhaseClock, make_report, said_of_rank
-from robust_dcp.save_queue import SaveQueue, queue_of
+from robust_dcp.save_queue import SaveQueue
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.layouts.places import Placements
@@ -77,6 +77,20 @@ _SAME_VERDICT_SECONDS: Final = 5.0
 """All ranks hear within that time that a drain has failed."""
 
 
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a save is planned, and with whom; as in ``RobustPlanner`` and ``robust_dcp.save``."""
+
+    process_group: dist.ProcessGroup | None = None
+    no_dist: bool = False
+    timeout_seconds: float = 300.0
+    deadline_seconds: float | None = None
+    on_structure_change: OnStructureChange = "rebuild"
+    on_replica_mismatch: OnReplicaMismatch = "warn"
+    on_unloadable_object: OnUnloadableObject = "warn"
+    kind: str | None = None
+
+
 @dataclass(eq=False)
 class SaveSession:
     """The state of one save on one rank. Call ``agree``, ``write`` and ``commit`` in this order.
@@ -85,7 +99,6 @@ class SaveSession:
         channel: the channel to the other ranks. After :meth:`agree` its coordinator is the rank that plans and commits.
         checkpoint: the checkpoint's name. It is part of every phase's name, so saves to different places are noticed.
         writer: writes and commits. If it is ``None``, stock calls another writer, and the session only plans.
-        on_structure_change, on_replica_mismatch, kind, process_group, no_dist: as in the planner.
         unloadable: the objects on this rank that a load would refuse, and what to do about them.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator does, and stock tells the others.
@@ -107,11 +120,7 @@ class SaveSession:
     channel: Channel
     checkpoint: str
     writer: RobustWriter | None = None
-    on_structure_change: OnStructureChange = "rebuild"
-    on_replica_mismatch: OnReplicaMismatch = "warn"
-    kind: str | None = None
-    process_group: dist.ProcessGroup | None = None
-    no_dist: bool = False
+    options: SaveOptions = field(default_factory=SaveOptions)
     unloadable: UnloadableObjects = field(default_factory=UnloadableObjects)
     commits_together: bool = False
     needs_one_directory: str = ""
@@ -141,12 +150,6 @@ class SaveSession:
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.channel, tells=False)
-
-    def joins_queues(self) -> None:
-        """Note that this is a call of ``save`` or ``async_save``: it comes after the async saves and drains of its
-        group, all ranks commit, and listeners hear of it."""
-        self.queues = (queue_of(self.channel.ranks), queue_of(self.channel.ranks, "drain"))
-        self.commits_together = self.clock.tells = True
 
     @property
     def known(self) -> KnownPlan:
@@ -298,13 +301,13 @@ class SaveSession:
                     "reused", "the structures are those of an earlier save, which some ranks had not offered"
                 )
                 return [PlanReply(share, how) for share in known.plan.shares]
-        last = last_of_kind(group, self.kind, items) if plans else None
+        last = last_of_kind(group, self.options.kind, items) if plans else None
         how = PlanReport("built", "the coordinator has no plan of a committed save of this kind by this group")
         if last is not None and last.plan is not None:
             senders = ranks_in_words([rank for rank, message in enumerate(messages) if message is not None])
             changes = diff_items(last.plan.items, items)
             first = bounded(changes)
-            if changes and self.on_structure_change == "error":
+            if changes and self.options.on_structure_change == "error":
                 raise StructureChanged(
                     f"the structure of the state dict is not that of the last committed save: {changes}; "
                     'on_structure_change="error" forbids that',
@@ -314,7 +317,7 @@ class SaveSession:
                 )
             unchanged = f"no key has changed; {senders} did not have the plan, or options have changed"
             how = PlanReport("rebuilt", f"on {senders}: {changes}" if changes else unchanged, first)
-            if self.on_structure_change != "quiet":
+            if self.options.on_structure_change != "quiet":
                 logger.warning("%s: plan %s, %s", self.checkpoint, how.outcome, how.reason)
         decided = make_global_plan(items, lowest_rank=local.lowest_rank)
         differing = self._compare(decided, [b"" if each is None else each.digests for each in messages])
@@ -336,7 +339,7 @@ class SaveSession:
         found = find_differing(plan.items, plan.order, plan.contested, digests)
         differing = [each for each in found if not each.is_contested]
         ranks = {each.key: tuple(sorted(sum(each.ranks, ()))) for each in differing[:_MAX_DIFFERING]}
-        if differing and self.on_replica_mismatch == "error":
+        if differing and self.options.on_replica_mismatch == "error":
             key = differing[0].key
             raise PlanConflict(
                 f'{_in_words(differing)}; on_replica_mismatch="error" forbids that', key=key, ranks=list(ranks[key])
@@ -351,7 +354,7 @@ class SaveSession:
 
         Args:
             source: gives the data of this rank's share, in plan order. If it fails, or if writing fails, the other
-                ranks hear of it while they still write (:meth:`check_stop`), and all ranks raise.
+                ranks hear of it while they still write (:meth:`Channel.check_stop`), and all ranks raise.
         """
         with self._cleaned_up_after_failure(), self.clock.phase("write"):
             if self._checks_room:
@@ -395,7 +398,7 @@ class SaveSession:
         known_places = self.known.variable_places
         with self.clock.own_write():
             self.written = written = writer.write(
-                self.channel.rank, source(), placements, self.check_stop, known_places
+                self.channel.rank, source(), placements, self.channel.check_stop, known_places
             )
         self.unloadable.raise_if_forbidden(self.checkpoint)
         said = None
@@ -433,11 +436,6 @@ class SaveSession:
         load."""
         return lambda write_item: self.unloadable.take(write_item.index.fqn, resolve(write_item))
 
-    def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Between blocks of data, report how far this rank is. Raise if another rank announced that the save failed."""
-        self.channel.note_progress(done_nbytes, total_nbytes)
-        self.channel.stop_if_announced()
-
     def commit(self) -> None:
         """Make the checkpoint visible, keep the plan for the next save, and do what follows a commit.
 
@@ -466,7 +464,9 @@ class SaveSession:
                     self._publish(writer)
         except BaseException as error:
             # Only some ranks may know how the commit ended.
-            forget_plan(self.channel.ranks, self.known.share.plan_id)
+            for key, _ in PLANS.latest_first():
+                if key[:2] == (self.channel.ranks, self.known.share.plan_id):
+                    PLANS.forget(key)
             directory, phase = writer.directory, self.phase("clean up")
             if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
                 directory.roll_back(error)
@@ -520,10 +520,10 @@ class SaveSession:
             names=() if self.written is None else self.written.names,
             options=writer.drain_options,
             open_channel=lambda: Channel.for_group(
-                self.process_group,
+                self.options.process_group,
                 operation=f"drain {self.checkpoint}",
                 timeout_seconds=max(self.channel.timeout_seconds, least_timeout_seconds),
-                no_dist=self.no_dist,
+                no_dist=self.options.no_dist,
             ),
             is_coordinator=self.channel.is_coordinator,
             disk=writer.disk,
@@ -598,9 +598,11 @@ class SaveSession:
             variable_places=self.written.variable_places if confirmed else None,
             places_of_all=None if known.plan is None else self._places_of_all,
             loaded_from="",
-            kind=kind_called(self.kind) if self.kind is not None else known.kind or known.share.plan_id.hex(),
+            kind=NAMED + self.options.kind
+            if self.options.kind is not None
+            else known.kind or known.share.plan_id.hex(),
         )
-        keep_plan(self.channel.ranks, kept)
+        PLANS.put((self.channel.ranks, known.share.plan_id, kept.kind), kept)
 
     def report(self, *, blocked_seconds: float) -> SaveReport:
         """The report of the save, which is over. Listeners are told that it has ended."""

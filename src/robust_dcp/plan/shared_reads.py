@@ -15,7 +15,6 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -69,8 +68,8 @@ _SHOWN: Final = 8
 _NOTHING: Final = Offer().plan_id
 
 _CAN: Final = 1
-_WISHES: Final = {True: 2, False: 4, None: 8}
-"""Flags of an offer. A rank without any of them reads by itself."""
+WISHES: Final = {True: 2, False: 4, None: 8}
+"""Flags of an offer. A rank that offers none of them has no index to plan by."""
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -91,13 +90,8 @@ def sharing_offer(share_reads: bool | None, rank: int, items: Sequence[ReadItem]
     Raises:
         ValueError: the environment variable for nodes has a value without meaning.
     """
-    flags = _WISHES[share_reads] | (_CAN if can_share else 0)
+    flags = WISHES[share_reads] | (_CAN if can_share else 0)
     return Offer(plan_id=_digest(items), value=node_of(rank), flags=flags)
-
-
-def all_have_plans(agreement: Agreement) -> bool:
-    """Whether all ranks have made a :func:`sharing_offer`. A rank that offers nothing has no index to plan by."""
-    return sum(agreement.count(wish) for wish in _WISHES.values()) == agreement.n_ranks
 
 
 def node_reads_the_same(agreement: Agreement) -> bool:
@@ -129,7 +123,7 @@ def ranks_share(agreement: Agreement) -> bool:
     Raises:
         PlanConflict: the ranks have different values of ``share_reads``. The error names the first rank of each.
     """
-    wishes = {wish: agreement.first_rank(flag) for wish, flag in _WISHES.items() if agreement.count(flag)}
+    wishes = {wish: agreement.first_rank(flag) for wish, flag in WISHES.items() if agreement.count(flag)}
     if len(wishes) > 1:
         found = ", ".join(
             f"{wish} on rank {rank}" for wish, rank in sorted(wishes.items(), key=lambda each: each[1] or 0)
@@ -211,7 +205,6 @@ class ReadShare(msgspec.Struct, frozen=True):
             bucket holds several whole needs, or some bytes of one.
         any_on_device: whether any transfer of any rank stays on devices.
         to_read: for each transfer of which this rank needs nothing, what it has to read.
-        n_rounds: the number of rounds, if ranks read for others what they do not need; all ranks take part in each.
     """
 
     groups: dict[int, tuple[int, ...]] = {}
@@ -220,7 +213,6 @@ class ReadShare(msgspec.Struct, frozen=True):
     buckets: bytes = b""
     any_on_device: bool = False
     to_read: dict[int, tuple[Box, ...]] = {}
-    n_rounds: int = 0
 
 
 class _Transfer(NamedTuple):
@@ -275,39 +267,32 @@ def assign_readers(
                 by_readers[tuple(holders[needs.boxes[need].file])].append(need)
         for readers, members in by_readers.items():
             members, some = np.array(members, dtype=np.intp), np.array(readers, dtype=np.intp)
-            reader, load[some] = _balanced(needs.nbytes[members], load[some])
+            nbytes = needs.nbytes[members]
+            large, reader = nbytes >= _LARGE_NBYTES, np.zeros(len(members), dtype=np.intp)
+            reader[large], load[some] = deal(nbytes[large], load[some])
+            if not large.all():
+                reader[~large] = fill_up(nbytes[~large], load[some])
+                np.add.at(load, some[reader[~large]], nbytes[~large])
             for place, rank in enumerate(readers):
                 for on_device in (False, True):
                     mine = members[(reader == place) & (needs.on_device[members] == on_device)]
                     if len(mine):
                         transfer_of_need[mine] = len(transfers)
-                        transfers.append(_Transfer(len(groups), rank, on_device, needs.as_ranks_sort(mine)))
+                        mine = mine[np.lexsort((needs.box[mine], needs.item[mine]))]  # as in `Needs`
+                        transfers.append(_Transfer(len(groups), rank, on_device, mine))
         groups.append(tuple(ranks.tolist()))
     buckets = _in_rounds(needs.nbytes, groups, transfers, len(needs_of_ranks))
-    n_rounds = int(buckets[-1, 0]) + 1 if holders is not None and len(buckets) else 0
-    return _shares(needs, groups, transfers, transfer_of_need, buckets, n_rounds)
-
-
-def _shares(
-    needs: _AllNeeds,
-    groups: Sequence[tuple[int, ...]],
-    transfers: Sequence[_Transfer],
-    transfer_of_need: Int32,
-    buckets: Int64,
-    n_rounds: int,
-) -> list[ReadShare | None]:
-    """The share of each rank. Replicas get one and the same share."""
     read_by: dict[int, list[int]] = defaultdict(list)
     for number, transfer in enumerate(transfers):
         read_by[transfer.reader].append(number)
     any_on_device = any(each.on_device for each in transfers)
-    known: dict[tuple[bytes, bytes], ReadShare | None] = {}
+    known: dict[tuple[bytes, bytes], ReadShare | None] = {}  # replicas get one and the same share
     shares: list[ReadShare | None] = []
     for rank, of_rank in enumerate(needs.of_rank):
         transfer_of = transfer_of_need[of_rank]
         held = np.unique(np.append(transfer_of[transfer_of >= 0], np.array(read_by[rank], dtype=np.int32)))
         key = transfer_of.tobytes(), held.tobytes()
-        if key not in known and not len(held) and not any_on_device and not n_rounds:
+        if key not in known and not len(held) and not any_on_device:
             known[key] = None
         elif key not in known:
             of_held = {number: transfers[number] for number in held.tolist()}
@@ -322,7 +307,6 @@ def _shares(
                     for number, each in of_held.items()
                     if rank not in groups[each.group]
                 },
-                n_rounds=n_rounds,
             )
         shares.append(known[key])
     return shares
@@ -335,6 +319,7 @@ class _AllNeeds:
         ranks: int32 ``[K]``, the ranks that need each need, need after need; they ascend within a need.
         starts: int64 ``[G + 1]``, where each need begins in ``ranks``.
         counts, nbytes: int64 ``[G]``.
+        item, box: as in :class:`Needs`.
         is_shared, on_device: bool ``[G]``.
         of_rank: for each rank int64 ``[n]``, the need of each of its rows.
         boxes: each need as a box, if ranks do not see the files.
@@ -356,8 +341,8 @@ class _AllNeeds:
         self.starts = np.append(first, len(order)).astype(np.intp)
         self.counts = np.diff(self.starts)
         self.nbytes = nbytes[order[first]]
-        self._items, self._boxes = items[order[first]], boxes[order[first]]
-        self.on_device = self._boxes >= np.uint64(ON_DEVICE)
+        self.item, self.box = items[order[first]], boxes[order[first]]
+        self.on_device = self.box >= np.uint64(ON_DEVICE)
         need_of_row = np.empty(len(order), dtype=np.intp)
         need_of_row[order] = need = np.cumsum(differs) - 1
         # A rank that needs something twice, or in another size than others, reads it itself.
@@ -368,10 +353,6 @@ class _AllNeeds:
         odd[need[nbytes[order] != self.nbytes[need]]] = True
         self.is_shared = ((self.counts > 1) | is_unseen) & ~odd
         self.of_rank = np.split(need_of_row, np.cumsum(sizes)[:-1])
-
-    def as_ranks_sort(self, needs: Rows) -> Rows:
-        """``needs`` in the order of :class:`Needs`, which all ranks know."""
-        return needs[np.lexsort((self._boxes[needs], self._items[needs]))]
 
 
 def _decoded(
@@ -393,16 +374,6 @@ def _decoded(
             f"the reads of rank {rank} do not fit the checkpoint's {n_stored} stored items", ranks=[rank]
         )
     return items, boxes, nbytes
-
-
-def _balanced(nbytes: Int64, load: Int64) -> tuple[Rows, Int64]:
-    large = nbytes >= _LARGE_NBYTES
-    chosen = np.zeros(len(nbytes), dtype=np.intp)
-    chosen[large], load = deal(nbytes[large], load)
-    if not large.all():
-        chosen[~large] = fill_up(nbytes[~large], load)
-        np.add.at(load, chosen[~large], nbytes[~large])
-    return chosen, load
 
 
 def _in_rounds(nbytes: Int64, groups: Sequence[tuple[int, ...]], transfers: Sequence[_Transfer], n_ranks: int) -> Int64:
@@ -488,7 +459,13 @@ def share_reads(
     Raises:
         RobustCheckpointError: the same on all ranks.
     """
-    device_type = _type_of_devices(process_group) if channel.size > 1 else None
+    device_type, group = None, dist.group.WORLD if process_group is None else process_group
+    if channel.size > 1:
+        backends = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
+        # The type of device between which the training group moves bytes directly: "cuda" for NCCL. gloo also copies
+        # through the host, but its errors do not name ranks. The channel's own connections do that.
+        direct = (device for device, backend in backends.items() if device != "cpu" and backend != "gloo")
+        device_type = next(direct, None)
     needed: list[_Needed] = []
 
     def tell() -> Needs | None:
@@ -517,30 +494,14 @@ def share_reads(
     share = channel.scatter(f"load {checkpoint}: readers", assign, ReadShare)
     mover = None
     if device_type is not None and share is not None and share.any_on_device:
-        mover = GroupMover(dist.group.WORLD if process_group is None else process_group, device_type)
+        mover = GroupMover(group, device_type)
     return SharedReads(channel.rank, reader, plan.items, needed[0], share, mover)
-
-
-def _type_of_devices(process_group: dist.ProcessGroup | None) -> str | None:
-    """The type of device between which the training group moves bytes directly: ``"cuda"`` for NCCL; ``None`` for
-    gloo."""
-    group: Any = dist.group.WORLD if process_group is None else process_group
-    backends = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
-    # gloo also copies through the host, but its errors do not name ranks. The channel's own connections do that.
-    direct = (device for device, backend in backends.items() if device != "cpu" and backend != "gloo")
-    return next(direct, None)
-
-
-class _Committed(msgspec.Struct, frozen=True):
-    """The digest of the ``.metadata`` that a rank sees; empty if it sees none."""
-
-    fit: bytes
 
 
 def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader) -> list[int]:
     """For each ``.metadata`` that some rank sees, the first rank that sees it; the coordinator comes first."""
     told = channel.all_gather(
-        f"load {checkpoint}: who has .metadata", lambda: _Committed(reader.source.fit()), _Committed
+        f"load {checkpoint}: who has .metadata", lambda: _Missing((), fit=reader.source.fit()), _Missing
     )
     first: dict[bytes, int] = {}
     for rank in sorted(range(channel.size), key=lambda rank: rank != channel.coordinator_rank):
@@ -552,11 +513,13 @@ def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader)
 class _Missing(msgspec.Struct, frozen=True):
     """Data files that a rank needs or was asked for, and does not see.
 
-    ``nodes`` are those that wrote the checkpoint, if they do not share its directory and this rank knows them.
+    ``nodes`` are those that wrote the checkpoint, if they do not share its directory and this rank knows them. ``fit``
+    is the digest of the ``.metadata`` that the rank sees; empty if it sees none, or is not asked.
     """
 
     files: tuple[str, ...]
     nodes: tuple[NodeOfSave, ...] = ()
+    fit: bytes = b""
 
 
 def find_elsewhere(
@@ -680,12 +643,16 @@ def _lost(
 ) -> RobustCheckpointError:
     """The error for files that no rank of the load sees."""
     keys = reader.keys_in(lost)
-    files = ", ".join(f"{name}{_written_on(name, nodes)}" for name in lost[:_SHOWN])
+    files = []
+    for name in lost[:_SHOWN]:
+        writer = writer_of(name)
+        host = next((node.host for node in nodes if writer is not None and writer.rank in node.ranks), None)
+        files.append(name if host is None or writer is None else f"{name} (written by rank {writer.rank} on {host})")
     return CorruptCheckpoint(
-        f"{reader.path} has its files on several nodes, and {len(lost)} of them are on no node of this load: {files}"
-        f"{_more(lost)}. They are wanted by {ranks_in_words(ranks)} and hold parts of {len(keys)} keys: "
-        f"{', '.join(map(repr, keys[:_SHOWN]))}{_more(keys)}. Load with a rank on each node that has files, copy the "
-        "files of all nodes into one directory, or take another checkpoint",
+        f"{reader.path} has its files on several nodes, and {len(lost)} of them are on no node of this load: "
+        f"{', '.join(files)}{_more(lost)}. They are wanted by {ranks_in_words(ranks)} and hold parts of {len(keys)} "
+        f"keys: {', '.join(map(repr, keys[:_SHOWN]))}{_more(keys)}. Load with a rank on each node that has files, copy "
+        "the files of all nodes into one directory, or take another checkpoint",
         file=lost[0],
         item=keys[0] if keys else None,
         expected="the file on a node of this load",
@@ -695,12 +662,6 @@ def _lost(
 
 def _more(things: Collection[str]) -> str:
     return f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
-
-
-def _written_on(name: str, nodes: Sequence[NodeOfSave]) -> str:
-    writer = writer_of(name)
-    host = next((node.host for node in nodes if writer is not None and writer.rank in node.ranks), None)
-    return "" if host is None or writer is None else f" (written by rank {writer.rank} on {host})"
 
 
 # Reading, and passing on.
@@ -730,13 +691,12 @@ class SharedReads:
         self._items = items
         self._move_on_device = move_on_device
         share = share or ReadShare()
-        self._n_rounds = share.n_rounds
         self._received: set[int] = set(needed.elsewhere)
         self._objects: dict[int, torch.Tensor] = {}  # by the place of the item
         self._buckets: list[Bucket] = []
         self._parts: list[list[torch.Tensor]] = []  # of each bucket: the tensors that it holds, or the parts of one
         self._to_read: dict[int, Sequence[Box]] = {}
-        self._first = 0
+        self._check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None
         # Find out what each bucket holds: needs of this rank (or a piece of one), or what it only reads.
         transfer_of = np.frombuffer(share.transfer_of, dtype="<i4")
         members = {number: np.flatnonzero(transfer_of == number).tolist() for number in share.transfers}
@@ -778,35 +738,14 @@ class SharedReads:
     def share(self, channel: Channel, phase: str, check_stop: Callable[[int, int], None]) -> None:
         """Pass on what this rank has read, and get what others have. All ranks call this together.
 
-        Where ranks read for others what they do not need, each round is read just before it is passed on, so that the
-        memory for what is on its way is bounded, however much a rank lacks.
+        What a rank passes on without needing it, it reads just before that, so that the memory for what is on its way
+        is bounded, however much other ranks lack.
 
         Raises:
             RobustCheckpointError: the same on all ranks.
         """
-        if not self._n_rounds:
-            channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived, self._move_on_device))
-        for number in range(self._n_rounds):
-            self._first = sum(bucket.round < number for bucket in self._buckets)  # they are in the order of rounds
-            buckets = [bucket for bucket in self._buckets if bucket.round == number]
-            of_round = range(self._first, self._first + len(buckets))
-            channel.barrier(f"{phase}: read for other nodes", partial(self._read_for_others, of_round, check_stop))
-            channel.relay(phase, Relay(buckets, self.outgoing, self.incoming, self.arrived))
-            for each in of_round:
-                self._parts[each] = []
-
-    def _read_for_others(self, of_round: range, check_stop: Callable[[int, int], None]) -> None:
-        """Read what this rank passes on in a round without needing it."""
-        slots: dict[ReadItem, torch.Tensor] = {}
-        for number in of_round:
-            for box in self._to_read.get(number, ()):
-                dtype = getattr(torch, box.dtype) if box.dtype else torch.uint8
-                slot = torch.empty(box.lengths if box.dtype else box.nbytes, dtype=dtype)
-                slots[box.read_item(len(slots))] = slot
-                self._parts[number].append(slot)
-        if slots:
-            with self._reader.checking(check_stop):
-                self._reader.read_data(LoadPlan(list(slots)), _IntoSlots(slots)).wait()
+        self._check_stop = check_stop
+        channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived, self._move_on_device))
 
     def load_objects(self, planner: LoadPlanner, directory: str) -> None:
         """Pass the objects that came from other ranks to ``planner``.
@@ -821,26 +760,29 @@ class SharedReads:
                     check_object(data, file=directory, item=item.dest_index.fqn)
                 planner.load_bytes(item, data)
 
-    # The functions of a relay. Buckets are counted from the first of the round.
+    # The functions of a relay.
 
     def outgoing(self, number: int) -> torch.Tensor:
-        buffer, parts = self.incoming(number), self._parts[self._first + number]
+        bucket, parts = self._buckets[number], self._parts[number]
+        if number in self._to_read:
+            slots: dict[ReadItem, torch.Tensor] = {}
+            for box in self._to_read[number]:
+                dtype = getattr(torch, box.dtype) if box.dtype else torch.uint8
+                slots[box.read_item(len(slots))] = torch.empty(box.lengths if box.dtype else box.nbytes, dtype=dtype)
+            with self._reader.checking(self._check_stop):
+                self._reader.read_data(LoadPlan(list(slots)), _IntoSlots(slots)).wait()
+            parts = list(slots.values())
+        buffer = _buffer_for(bucket, parts)
         if len(parts) > 1 or buffer.data_ptr() != parts[0].data_ptr():
             for part, where in _side_by_side(parts, buffer):
                 where.copy_(flat_bytes(part))
         return buffer
 
     def incoming(self, number: int) -> torch.Tensor:
-        """Where a bucket's bytes are while they travel. This is their target itself, if it can be sent from there."""
-        bucket, parts = self._buckets[self._first + number], self._parts[self._first + number]
-        first = parts[0]
-        if len(parts) == 1 and is_plain(first) and first.is_contiguous() and (bucket.on_device or first.is_cpu):
-            return flat_bytes(first)
-        device = first.device if bucket.on_device else torch.device("cpu")
-        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+        return _buffer_for(self._buckets[number], self._parts[number])
 
     def arrived(self, number: int, received: torch.Tensor) -> None:
-        parts = self._parts[self._first + number]
+        parts = self._parts[number]
         if len(parts) == 1 and received.data_ptr() == parts[0].data_ptr():
             return
         for part, where in _side_by_side(parts, received):
@@ -870,6 +812,15 @@ class _IntoSlots(DefaultLoadPlanner):
             self._slots[read_item].copy_(torch.frombuffer(value.getbuffer(), dtype=torch.uint8))
         if self._planner is not None:
             self._planner.load_bytes(read_item, value)
+
+
+def _buffer_for(bucket: Bucket, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where a bucket's bytes are while they travel. This is their target itself, if it can be sent from there."""
+    first = parts[0]
+    if len(parts) == 1 and is_plain(first) and first.is_contiguous() and (bucket.on_device or first.is_cpu):
+        return flat_bytes(first)
+    device = first.device if bucket.on_device else torch.device("cpu")
+    return torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
 
 
 def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -72,7 +72,8 @@ class StructureSignature:
         digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-structure")
         for part in (
             context,
-            *map(_encoded, (items.names, items.dtypes, items.layouts)),
+            _encoded(items.names),
+            msgspec.msgpack.encode(items.properties),
             # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
             msgspec.msgpack.encode(items.paths),
             *(column.tobytes() for column in items.columns),

@@ -70,16 +70,12 @@ class DescribedItems:
     structures: list[ItemStructure]
     data: list[ItemData]
 
-    def index(self, place: int) -> MetadataIndex:
-        """The index that DCP's planners use for an item."""
-        data, structure = self.data[place], self.structures[place]
-        if isinstance(data, MetadataIndex):
-            return data
-        return MetadataIndex(self.names[place], None if structure.kind == ItemKind.BYTES else structure.offsets)
-
     def write_item(self, place: int) -> WriteItem:
-        """The write item that stock's planner would make."""
-        return write_item_of(self.index(place), self.structures[place])
+        """The write item that stock's planner would make, with the index that it uses."""
+        data, structure = self.data[place], self.structures[place]
+        if not isinstance(data, MetadataIndex):
+            data = MetadataIndex(self.names[place], None if structure.kind == ItemKind.BYTES else structure.offsets)
+        return write_item_of(data, structure)
 
 
 def describe_items(
@@ -171,7 +167,12 @@ class HeldStructures:
             return UNKNOWN
         if key in self._found:
             return self._found[key]
-        structures = [each for _, each, _ in self.by_stock(name, value)] if _may_repeat(value) else [UNKNOWN]
+        # We do not know whether other people's placement classes compare everything that matters. Stock refuses pending
+        # reductions (``Partial``).
+        may_repeat = kind is not DTensor or (
+            not _is_pending(value) and all(type(each).__module__.startswith("torch.") for each in value.placements)
+        )
+        structures = [each for _, each, _ in self.by_stock(name, value)] if may_repeat else [UNKNOWN]
         if len(structures) > 1:
             raise RobustCheckpointError(
                 f"torch's save planner makes {len(structures)} write items for the tensor {name!r}, not one"
@@ -207,9 +208,17 @@ class HeldStructures:
             and is_fixed_size(data)
             and framed_record(tensor_data.properties.dtype, tuple(tensor_data.chunk.sizes)) is not None
         )
-        structure = _structure_of(item, Form.FIXED if is_fixed else Form.VARIABLE)
-        if isinstance(value, DTensor):
-            structure = structure._replace(requires_grad=value.requires_grad)
+        properties = tensor_data.properties
+        structure = ItemStructure(
+            kind=_KINDS[item.type],
+            form=Form.FIXED if is_fixed else Form.VARIABLE,
+            dtype=str(properties.dtype).removeprefix("torch."),
+            layout=str(properties.layout).removeprefix("torch."),
+            requires_grad=bool(value.requires_grad if isinstance(value, DTensor) else properties.requires_grad),
+            shape=tuple(tensor_data.size),
+            offsets=tuple(tensor_data.chunk.offsets),
+            sizes=tuple(tensor_data.chunk.sizes),
+        )
         return index, structure, data
 
 
@@ -234,35 +243,8 @@ def holds_shards(kind: type) -> bool:
     return issubclass(kind, torch.Tensor) and hasattr(kind, "local_shards")
 
 
-def _may_repeat(value: torch.Tensor) -> bool:
-    """Whether tensors of one dtype and size that are spread alike have one structure.
-
-    We do not know whether other people's placement classes compare everything that matters. Stock refuses pending
-    reductions (``Partial``)."""
-    return not isinstance(value, DTensor) or (
-        not _is_pending(value) and all(type(each).__module__.startswith("torch.") for each in value.placements)
-    )
-
-
 def _is_pending(value: DTensor) -> bool:
     return any(placement.is_partial() for placement in value.placements)
-
-
-def _structure_of(item: WriteItem, form: Form) -> ItemStructure:
-    """The structure in ``item``, without its name."""
-    data = item.tensor_data
-    if data is None:
-        return ItemStructure(kind=_KINDS[item.type], form=form)
-    return ItemStructure(
-        kind=_KINDS[item.type],
-        form=form,
-        dtype=str(data.properties.dtype).removeprefix("torch."),
-        layout=str(data.properties.layout).removeprefix("torch."),
-        requires_grad=bool(data.properties.requires_grad),
-        shape=tuple(data.size),
-        offsets=tuple(data.chunk.offsets),
-        sizes=tuple(data.chunk.sizes),
-    )
 
 
 def write_item_of(index: MetadataIndex, structure: ItemStructure) -> WriteItem:
@@ -334,14 +316,8 @@ def _is_checkpointable(value: Any) -> bool:
 Resolved = torch.Tensor | io.BytesIO
 _Parts = tuple[list[str], list[ItemStructure], list[Path] | None, tuple[int, ...]]
 
-_CONTEXTS: Final = 8
-"""How many signatures one structure keeps. Several groups may save it, or it may be saved with other options."""
-
 _ITEM_NBYTES: Final = 500
 """Roughly how many bytes the lists, names and paths of one item take."""
-
-_PIECE_NBYTES: Final = 16 << 20
-"""How many bytes of a device tensor are copied to the host at a time."""
 
 
 class KnownStructure:
@@ -379,13 +355,9 @@ class KnownStructure:
 
     def signature(self, context: bytes) -> StructureSignature:
         """The signature of the items in an encoded context. It is hashed once for each context."""
-        signature = self._signatures.get(context)
-        if signature is None:
-            signature = StructureSignature.of(self.items, context)
-            if len(self._signatures) >= _CONTEXTS:
-                self._signatures = {}
-            self._signatures[context] = signature
-        return signature
+        if context not in self._signatures:
+            self._signatures[context] = StructureSignature.of(self.items, context)
+        return self._signatures[context]
 
 
 _STRUCTURES: Final[Cache[KnownStructure, None]] = Cache(
@@ -407,16 +379,9 @@ def structure_of(
         peers: as in :class:`~robust_dcp.items.Items`.
 
     Raises:
-        PlanConflict: a name belongs to two items.
-        RobustCheckpointError: a name has no path.
+        PlanConflict: a name belongs to two items, or has no path.
     """
-    try:
-        paths = None if mappings is None else [mappings[name] for name in described.names]
-    except KeyError as missing:
-        raise RobustCheckpointError(
-            f"the planner's mappings have no path for {missing.args[0]!r}; a planner that adds items to the flattened "
-            "state dict must add their paths too, or be made with flatten_state_dict=False"
-        ) from None
+    paths = None if mappings is None else [mappings.get(name, ()) for name in described.names]
     parts = (described.names, described.structures, paths, peers)
     found = next((known for known, _ in _STRUCTURES.latest_first() if known.parts == parts), None)
     if found is None:
@@ -471,15 +436,15 @@ class StateDictSource(ItemSource):
         return data
 
     def versions(self, places: Sequence[int]) -> list[int]:
-        return [_version_of(self._data[place]) for place in places]
-
-
-def _version_of(data: ItemData) -> int:
-    if type(data) is DTensor:
-        # A change of a DTensor counts there only, and a change of its local tensor only here.
-        local = version_of(data._local_tensor)
-        return -1 if local < 0 else local + data._version
-    return -1 if isinstance(data, MetadataIndex) else version_of(data)
+        found = []
+        for data in map(self._data.__getitem__, places):
+            if type(data) is DTensor:
+                # A change of a DTensor counts there only, and a change of its local tensor only here.
+                local = version_of(data._local_tensor)
+                found.append(-1 if local < 0 else local + data._version)
+            else:
+                found.append(-1 if isinstance(data, MetadataIndex) else version_of(data))
+        return found
 
 
 def digest_of(data: torch.Tensor | io.BytesIO) -> int:
@@ -493,12 +458,7 @@ def digest_of(data: torch.Tensor | io.BytesIO) -> int:
     """
     if isinstance(data, io.BytesIO):
         return int.from_bytes(hashlib.blake2b(data.getbuffer(), digest_size=8).digest(), "little") or 1
-    if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.layout is not torch.strided or data.is_meta:
+    if type(data) not in _PLAIN or not _is_plain(data):
         return 0
-    if data.is_quantized or data.is_nested or data.is_conj() or data.is_neg():
-        return 0
-    flat = data.detach().reshape(-1)
-    checksum = 0
-    for piece in flat.split(max(1, _PIECE_NBYTES // flat.element_size())):
-        checksum = crc32(on_cpu(piece).contiguous().view(torch.uint8).numpy().data, checksum)
-    return 1 << 32 | checksum
+    values = on_cpu(data.detach()).reshape(-1).contiguous().view(torch.uint8)
+    return 1 << 32 | crc32(values.numpy().data)

@@ -55,8 +55,7 @@ def written_message(
         unloadable: as in :class:`Written`.
         said: this rank's row, node and ways of writing; ``None`` if there is to be no report.
     """
-    is_known = known is not None and np.array_equal(known, places)
-    new = b"" if is_known else places.astype("<i8").tobytes()
+    new = b"" if known is not None and np.array_equal(known, places) else places.astype("<i8").tobytes()
     if not new and not unloadable and said is None:
         return None
     row = {} if said is None else msgspec.structs.asdict(said)

@@ -25,9 +25,10 @@ from robust_dcp.errors import StorageError
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import SaveReport
-from robust_dcp.stateful import KeepsItsNames, with_names_of_stock
-from robust_dcp.storage import RobustReader, RobustWriter
+from robust_dcp.stateful import AsStock, with_names_of_stock
 from robust_dcp.storage.files.paths import is_url
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.switch.patching import log_left_to_stock
 
 Function = Callable[..., Any]
@@ -99,7 +100,7 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
         log_left_to_stock("the planning of a load", reason)
         return stock(state_dict, **arguments)
     if named is not state_dict:
-        state_dict.update({key: value for key, value in named.items() if not isinstance(value, KeepsItsNames)})
+        state_dict.update({key: value for key, value in named.items() if not isinstance(value, AsStock)})
     return None
 
 

@@ -186,14 +186,16 @@ def kinds_of(items: Items, rows: npt.NDArray[np.intp]) -> tuple[Kinds, Int32]:
     """The distinct kinds of some items, and for each of ``rows`` the place of its kind in them; -1 for an item of
     variable size.
     """
-    dtype, ndim, size = items.dtype[rows], items.ndim[rows], items.size[rows]
+    properties, ndim, size = items.properties_of[rows], items.ndim[rows], items.size[rows]
     kind_ids: Int32 = np.full(len(rows), -1, dtype=np.int32)
     fixed = np.flatnonzero((items.form[rows] == Form.FIXED) & (items.kind[rows] != ItemKind.BYTES))
     if not len(fixed):
         return [], kind_ids
-    first, kind_ids[fixed] = unique_rows(dtype[fixed], ndim[fixed], *size[fixed].T)
+    first, kind_ids[fixed] = unique_rows(properties[fixed], ndim[fixed], *size[fixed].T)
     distinct = fixed[first].tolist()
-    return [(items.dtypes[dtype[row]], tuple(size[row, : ndim[row]].tolist())) for row in distinct], kind_ids
+    return [
+        (items.properties[properties[row]][0], tuple(size[row, : ndim[row]].tolist())) for row in distinct
+    ], kind_ids
 
 
 @dataclass(frozen=True)
