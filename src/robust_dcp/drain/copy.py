@@ -5,9 +5,9 @@ files, makes sure that nothing has changed at either end, writes ``.metadata``, 
 verified at the target after it was sent. A place that holds anything else than this checkpoint is refused.
 
 Data files of our saves have names that no other save gives. So two copies of different saves to one place do not touch
-each other's files, and the one that commits second finds ``.metadata`` and fails. Where two would write the same names
-(checkpoints of stock or Megatron), their claims say so, and one of them gives way. A copy that goes on after a kill
-finds its own claim, and sends what has not arrived.
+each other's files, and the one that commits second finds ``.metadata`` and fails. A checkpoint of stock or Megatron has
+names that others have, so its copy gives way to any other claim. A copy that goes on after a kill finds its own claim,
+and sends what has not arrived.
 
 A step that is saved again into its directory goes to the same place again. There it replaces the copy of the checkpoint
 that it has replaced here, and no other: first all new files arrive, then ``.metadata`` is replaced, then the old data
@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import msgspec
-
 from robust_dcp.drain.places import Content, Place, open_place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
@@ -44,6 +42,7 @@ from robust_dcp.storage.files.paths import (
     committed_name,
     holds_raw_bytes,
     is_data_file,
+    writer_of,
 )
 from robust_dcp.storage.layouts.footer import footer_in
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _CLAIM_PREFIX: Final = ".robust_dcp.copying."
-"""16 hexadecimal digits that tell the checkpoint from others follow."""
+"""16 hexadecimal digits that tell the checkpoint from others follow. The file says that its copy is not over."""
 
 _NOT_COPIED: Final = (SAVING_PREFIX, _CLAIM_PREFIX, REMOVING_PREFIX, DRAIN_RECORD_NAME)
 _CLAIM_TRIES: Final = 5
@@ -135,10 +134,10 @@ def copy_checkpoint(
         copy.replaces = () if awaited is None else awaited.replaces
         copy.begin()
         copy.send_data(copy.manifest.data)
-        result = copy.commit()
+        copy.commit()
         if path is not None and awaited is not None:
             note_arrival(local, path, awaited)  # this was the copy that a drain has begun
-    return result
+    return copy.result
 
 
 @dataclass(frozen=True)
@@ -178,12 +177,22 @@ class _Manifest:
     @property
     def digest(self) -> str:
         """Tells this checkpoint from others, as ``digest_at`` does."""
-        return digest_of(self.metadata)
+        return digest_of(len(self.metadata), self.metadata)
 
     @property
     def names(self) -> set[str]:
         """The names of all its files."""
         return {METADATA_NAME, *self.data, *self.extras}
+
+
+def _is_claim(name: str) -> bool:
+    return name.startswith(_CLAIM_PREFIX)
+
+
+def _has_mark(name: str) -> bool:
+    """Whether a data file has the mark of a save of ours in its name, which no other save gives."""
+    writer = writer_of(name.rpartition("/")[2])
+    return writer is not None and bool(writer.mark)
 
 
 def _is_extra(name: str) -> bool:
@@ -209,6 +218,7 @@ class Copy:
 
     Attributes:
         manifest: what is copied, on the rank that has begun the copy.
+        there: the sizes of files that were at the target when it was begun. On other ranks set by the caller.
         result: what this process has done so far.
     """
 
@@ -225,6 +235,7 @@ class Copy:
     ) -> None:
         self.replaces = replaces
         self.manifest = _Manifest(b"", {}, {})
+        self.there: Mapping[str, int] = {}
         self.result = CopyResult(place_of(source), place_of(target))
         source_url, target_url = self.result.source, self.result.target
         if os.path.join(_real(target_url), "").startswith(os.path.join(_real(source_url), "")):
@@ -237,7 +248,6 @@ class Copy:
         )
         self._source = open_place(source_url, self._calls, disk)
         self._target = open_place(target_url, self._calls, disk)
-        self._there: Mapping[str, int] = {}
         self._total_nbytes = 0
         self._done_nbytes = 0
         self._lock = threading.Lock()
@@ -249,7 +259,7 @@ class Copy:
         """Look at both ends, and put the claim of this copy at the target.
 
         Returns:
-            The sizes of the data files that are at the target, for :meth:`follow`.
+            The sizes of the data files that are at the target.
 
         Raises:
             StorageError: there is no checkpoint at the source, or something else at the target; or a call failed.
@@ -257,12 +267,8 @@ class Copy:
         """
         manifest = self.manifest = _Manifest.read(self._source)
         self._total_nbytes = sum(nbytes or 0 for nbytes in (*manifest.data.values(), *manifest.extras.values()))
-        self._there = self._put_claim()
-        return {name: nbytes for name, nbytes in self._there.items() if name in manifest.data}
-
-    def follow(self, there: Mapping[str, int]) -> None:
-        """Take part in a copy that another rank has begun."""
-        self._there = there
+        self.there = self._put_claim()
+        return {name: nbytes for name, nbytes in self.there.items() if name in manifest.data}
 
     def send_data(self, names: Collection[str]) -> None:
         """Send data files, several at once, and make sure that they arrive.
@@ -274,7 +280,7 @@ class Copy:
         self._send_each(names)
         self._target.sync()
 
-    def commit(self) -> CopyResult:
+    def commit(self) -> None:
         """Send all other files, and ``.metadata`` last. Called when all data files have arrived.
 
         Raises:
@@ -299,10 +305,6 @@ class Copy:
                 "replaced them. The copy is not committed. Copy again when nothing else writes there"
             )
         if committed != manifest.metadata:
-            if committed is not None and digest_of(committed) in self.replaces:
-                # If we are killed after the commit, the next copy removes the files of what it replaces.
-                files = referenced_files(decode_metadata(committed, target.path_of(METADATA_NAME)))
-                self._claim(digest_of(committed), files)
             target.put(METADATA_NAME, manifest.metadata)
             arrived, expected = target.read(METADATA_NAME) or b"", manifest.metadata
             if arrived != expected:
@@ -310,64 +312,45 @@ class Copy:
                 raise self._not_as_sent(METADATA_NAME, len(expected), crc32(expected), found)
             self._count(files=1, nbytes=len(expected))
         self._clean_up()
-        return self.result
 
     # The target.
 
     def _put_claim(self) -> dict[str, int]:
-        """Put the claim at the target, unless another copy is about to put the same names there.
+        """Put the claim at the target, unless another copy may put the same names there.
 
         Returns:
             What is there.
         """
-        target, manifest = self._target, self.manifest
+        target, manifest, claim = self._target, self.manifest, _CLAIM_PREFIX + self.manifest.digest
         others: list[str] = []
         for n_tries in range(_CLAIM_TRIES):
             there = target.files()
-            is_new = _CLAIM_PREFIX + manifest.digest not in there
-            claimed = {name for names in self._other_claims(there).values() for name in names}
-            strangers = [name for name in there if not name.startswith(_CLAIM_PREFIX) and name not in claimed]
+            is_new = claim not in there
+            ours = manifest.names if any(map(_is_claim, there)) else set()
+            strangers = [name for name in there if not (_is_claim(name) or _has_mark(name) or name in ours)]
             if self._metadata_at_target(there) is None and is_new and strangers:
                 raise self._refused(
                     f"{target.url} holds what is not of this checkpoint: {_shown(strangers)}; copy to an empty place, "
                     "or remove it first"
                 )
-            self._claim(manifest.digest, manifest.names)
+            target.put(claim, b"")
             there = target.files()
-            # The data files of our saves have names of their own. What else has one name in both is small, and sent
-            # again.
-            others = [
-                digest
-                for digest, names in self._other_claims(there).items()
-                if digest not in self.replaces and not manifest.data.keys().isdisjoint(names)
-            ]
-            if not others:
+            others = self._claims_of_others(there)
+            # What else has one name in several checkpoints is small, and sent again.
+            if not others or all(map(_has_mark, manifest.data)):
                 return there
             if is_new:
-                target.remove(_CLAIM_PREFIX + manifest.digest)
+                target.remove(claim)
             threading.Event().wait(random.uniform(0, 0.2 * 2**n_tries))  # two that began together do not meet again
         raise self._refused(
             f"another copy has begun at {target.url} that is not over, and would write the same files: copy to another "
-            f"place. If that copy was killed, remove {target.path_of(_CLAIM_PREFIX + others[0])} and what it has sent"
+            f"place. If that copy was killed, remove {target.path_of(others[0])} and what it has sent"
         )
 
-    def _claim(self, digest: str, names: Collection[str]) -> None:
-        """Say at the target that these files are of a copy of a checkpoint that is not over."""
-        self._target.put(_CLAIM_PREFIX + digest, msgspec.json.encode(sorted(names)))
-
-    def _other_claims(self, there: Collection[str]) -> dict[str, Collection[str]]:
-        """The files that other copies may put at the target, by the digests of their checkpoints."""
-        claims: dict[str, Collection[str]] = {}
-        for name in there:
-            digest = name.removeprefix(_CLAIM_PREFIX)
-            is_other = name.startswith(_CLAIM_PREFIX) and digest != self.manifest.digest
-            data = self._target.read(name) if is_other else None
-            if data is not None:
-                try:
-                    claims[digest] = msgspec.json.decode(data, type=tuple[str, ...])
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    claims[digest] = self.manifest.names  # nobody knows what it puts there
-        return claims
+    def _claims_of_others(self, there: Collection[str]) -> list[str]:
+        """The claims of copies that may still run. Those of what this checkpoint replaces are over."""
+        over = {_CLAIM_PREFIX + digest for digest in (self.manifest.digest, *self.replaces)}
+        return [name for name in there if _is_claim(name) and name not in over]
 
     def _metadata_at_target(self, there: Collection[str]) -> bytes | None:
         """The metadata at the target: of this checkpoint, or of one that it replaces; ``None`` if there is none.
@@ -379,7 +362,7 @@ class Copy:
         # A store that writes bit by bit holds a part of it if this copy was killed meanwhile.
         has_begun = _CLAIM_PREFIX + self.manifest.digest in there
         is_ours = data == self.manifest.metadata or (has_begun and self.manifest.metadata.startswith(data or b""))
-        if data is not None and not is_ours and digest_of(data) not in self.replaces:
+        if data is not None and not is_ours and digest_of(len(data), data) not in self.replaces:
             raise self._refused(
                 f"there is another checkpoint at {self._target.url}, which is not known to be an earlier save of this "
                 "one: copy to another place, or remove it first"
@@ -387,18 +370,16 @@ class Copy:
         return data
 
     def _clean_up(self) -> None:
-        """Remove the claim, and what is left of the checkpoints that this one replaces. This one has arrived, so an
-        error costs space only."""
+        """Remove what is left of the checkpoints that this one replaces, and the claims last: they say that there is
+        something left. This one has arrived, so an error costs space only."""
         target, own = self._target, self.manifest.names
         try:
             target.remove_unfinished()
             there = target.files()
-            for digest, names in self._other_claims(there).items():
-                if digest in self.replaces:
-                    # While the claim is there, it says whose the files are.
-                    for name in (*sorted(set(names) & there.keys() - own), _CLAIM_PREFIX + digest):
-                        target.remove(name)
-            target.remove(_CLAIM_PREFIX + self.manifest.digest)
+            others = self._claims_of_others(there)
+            left = [] if others else [name for name in there if _has_mark(name) and name not in own]
+            for name in (*left, *(name for name in there if _is_claim(name) and name not in others)):
+                target.remove(name)
             target.sync()
         except RobustCheckpointError as error:
             logger.warning("%s has arrived, but files of copies that are over stay: %s", target.url, error.message)
@@ -430,7 +411,7 @@ class Copy:
         """Make sure that a file of the source is at the target. It is sent twice at most."""
         with self._source.reading(name) as file:
             content = Content(self._source.disk, file, self._options.part_bytes, wants_md5=self._target.gives_etags)
-            is_there = self._there.get(name) == content.nbytes
+            is_there = self.there.get(name) == content.nbytes
             difference: str | None = ""
             for n_sent in range(0 if is_there else 1, 3):
                 if n_sent:

@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 _STAGING_PREFIX: Final = "robust_dcp-"
 
 
-class _Target(msgspec.Struct, frozen=True):
-    """What ``Copy.follow`` takes; ``None`` if the directory holds a later save by now."""
+class _Told(msgspec.Struct, frozen=True):
+    """The sizes of data files at the target, and whether a later save is in the directory. The coordinator tells."""
 
-    there: dict[str, int] | None
+    there: dict[str, int] = {}
+    is_replaced: bool = False
 
 
 @dataclass(kw_only=True)
@@ -112,27 +113,23 @@ class Drain:
             )
             with channel.together():
                 try:
-                    begun = channel.broadcast(f"{name}: begin", lambda: self._unless_replaced(copy.begin), _Target)
-                    if begun.there is None:
-                        logger.info("%s was replaced before it was copied to %s", self.path, self.target)
-                        return copy.result
+                    begun = channel.broadcast(f"{name}: begin", lambda: _Told(copy.begin()), _Told)
                     if not self.is_coordinator:
-                        copy.follow(begun.there)
+                        copy.there = begun.there
                     channel.barrier(f"{name}: send", lambda: copy.send_data(self.names))
                     # As the coordinator's own work, not after the others': they then hear of its progress.
                     channel.barrier(f"{name}: commit", lambda: self._commit(copy) if self.is_coordinator else None)
                 except (CorruptCheckpoint, StorageError):
-                    found = channel.broadcast(f"{name}: is it replaced", lambda: self._unless_replaced(dict), _Target)
-                    if found.there is not None:
+                    if not channel.broadcast(f"{name}: is it replaced", self._look, _Told).is_replaced:
                         raise  # otherwise the copy of the later save removes what this one has sent
+                    logger.info("%s was replaced before it was copied to %s", self.path, self.target)
                 return copy.result
 
-    def _unless_replaced(self, begin: Callable[[], dict[str, int]]) -> _Target:
-        """What ``begin`` gives, unless the directory holds a later save by now. If it was removed, it does not."""
-        is_replaced = False
+    def _look(self) -> _Told:
+        """Whether the directory holds a later save by now. If it was removed, it does not."""
         with suppress(StorageError):
-            is_replaced = self._record.digest not in ("", digest_at(self.disk, self.path))
-        return _Target(None if is_replaced else begin())
+            return _Told(is_replaced=self._record.digest not in ("", digest_at(self.disk, self.path)))
+        return _Told()
 
     def _commit(self, copy: Copy) -> None:
         copy.commit()

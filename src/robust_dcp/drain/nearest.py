@@ -15,7 +15,7 @@ from robust_dcp.drain.record import is_awaited
 from robust_dcp.errors import RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
-from robust_dcp.storage.remote import Calls, local_path_of, place_of
+from robust_dcp.storage.remote import Calls, place_of
 
 
 class _Copy(msgspec.Struct, frozen=True):
@@ -25,17 +25,15 @@ class _Copy(msgspec.Struct, frozen=True):
         save_id: of the checkpoint; empty if its writer gave none.
         problem: why it cannot be taken; empty if it is whole.
         is_awaited: whether it is local, and its copy elsewhere is not complete yet.
-        file: what tells the ``.metadata`` there from all others, also on other nodes; empty in a store.
     """
 
     save_id: str = ""
     problem: str = ""
     is_awaited: bool = False
-    file: str = ""
 
 
 class _Copies(msgspec.Struct, frozen=True):
-    copies: tuple[_Copy, ...]
+    copies: tuple[_Copy | None, ...]
 
 
 @entry_point
@@ -49,8 +47,8 @@ def nearest_copy(
     """The first of ``places`` that holds a whole copy of the checkpoint, for ``load``.
 
     A copy is whole if ``.metadata`` is there, and so are all data files that it names, as long as they must be and of
-    the same save. On several ranks a local directory is taken only if it is whole for all of them. If they all see the
-    same directory, the coordinator alone looks into it. Data is not read.
+    the same save. A directory of a machine's own is taken only if it is whole for all ranks; into what all machines
+    share the coordinator alone looks. Data is not read.
 
     The last whole place says which save is meant: a directory that still holds another save is not taken. The exception
     is a local one that is newer, because its copy has not arrived yet (``drain_to``).
@@ -77,18 +75,11 @@ def nearest_copy(
         process_group, operation=f"look for {asked[-1]}", timeout_seconds=timeout_seconds, no_dist=no_dist
     )
 
-    # One rank is enough to look into a store, or into a directory that all share: thousands of ranks that each open
-    # all files of a checkpoint would keep a file system busy for minutes.
-    of_coordinator = channel.broadcast("copies", lambda: _Copies(tuple(map(_look_at, asked))), _Copies).copies
-
     def look() -> _Copies:
-        pairs = zip(asked, of_coordinator, strict=True)
-        return _Copies(tuple(copy if copy.file == _file_at(place) else _look_at(place) for place, copy in pairs))
+        return _Copies(tuple(_look_at(place, is_coordinator=channel.is_coordinator) for place in asked))
 
-    def join(one: _Copies, other: _Copies) -> _Copies:
-        return _Copies(tuple(map(_joined, one.copies, other.copies)))
-
-    found = reduce(join, channel.all_gather("copies of all ranks", look, _Copies)).copies
+    of_ranks = [each.copies for each in channel.all_gather("copies", look, _Copies)]
+    found = [reduce(_joined, filter(None, of_place)) for of_place in zip(*of_ranks, strict=True)]
     whole = [(place, copy) for place, copy in zip(asked, found, strict=True) if not copy.problem]
     if not whole:
         each = "\n".join(f"  {place}: {copy.problem}" for place, copy in zip(asked, found, strict=True))
@@ -99,18 +90,6 @@ def nearest_copy(
     return next(place for place, copy in whole if copy.save_id == meant or copy.is_awaited)
 
 
-def _file_at(place: str) -> str:
-    path = local_path_of(place)
-    try:
-        status = None if path is None else os.stat(os.path.join(path, METADATA_NAME))
-    except OSError:
-        status = None
-    if status is None:
-        return ""
-    # The time of the last change, too: a copy on the drive of each node can have all else in common.
-    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-
-
 def _joined(one: _Copy, other: _Copy) -> _Copy:
     if one.problem or other.problem:
         return one if one.problem else other
@@ -119,10 +98,15 @@ def _joined(one: _Copy, other: _Copy) -> _Copy:
     return _Copy(one.save_id, is_awaited=one.is_awaited or other.is_awaited)
 
 
-def _look_at(place: str) -> _Copy:
-    """What a place holds: whether all files that ``.metadata`` names are there, long enough and of its save."""
+def _look_at(place: str, *, is_coordinator: bool) -> _Copy | None:
+    """What a place holds: whether all files that ``.metadata`` names are there, long enough and of its save.
+
+    ``None`` if the coordinator looks: thousands of ranks that each open all files would keep a file system busy.
+    """
     try:
         end = open_place(place, Calls())
+        if not is_coordinator and not end.disk.is_of_this_machine(end.url):
+            return None
         data, metadata_path = end.read(METADATA_NAME), end.path_of(METADATA_NAME)
         if data is None:
             return _Copy(problem=f"no {METADATA_NAME} is there")
@@ -136,6 +120,6 @@ def _look_at(place: str) -> _Copy:
             _, nbytes, _ = end.disk.fingerprint(path)
             if nbytes < named_nbytes:
                 return _Copy(problem=f"{path} has {nbytes} bytes, and {METADATA_NAME} names {named_nbytes}")
-        return _Copy(save_id, is_awaited=not is_url(end.url) and is_awaited(end.disk, end.url), file=_file_at(place))
+        return _Copy(save_id, is_awaited=not is_url(end.url) and is_awaited(end.disk, end.url))
     except (RobustCheckpointError, ValueError) as error:
         return _Copy(problem=error.message if isinstance(error, RobustCheckpointError) else str(error))

@@ -44,12 +44,12 @@ class DrainRecord(msgspec.Struct, frozen=True):
     replaces: tuple[str, ...] = ()
 
 
-def digest_of(metadata: bytes) -> str:
+def digest_of(nbytes: int, end: bytes) -> str:
     """16 hexadecimal digits that tell a checkpoint from others.
 
     They are a digest of the length and the end of ``.metadata``, which holds the id of the save.
     """
-    return _digest_of_end(len(metadata), metadata[-_TAIL_NBYTES:])
+    return hashlib.blake2b(nbytes.to_bytes(8, "little") + end[-_TAIL_NBYTES:], digest_size=8).hexdigest()
 
 
 def digest_at(disk: Disk, path: str) -> str:
@@ -58,11 +58,7 @@ def digest_at(disk: Disk, path: str) -> str:
     Raises:
         StorageError: it cannot be read.
     """
-    return _digest_of_end(*disk.read_end(os.path.join(path, METADATA_NAME), _TAIL_NBYTES))
-
-
-def _digest_of_end(nbytes: int, tail: bytes) -> str:
-    return hashlib.blake2b(nbytes.to_bytes(8, "little") + tail, digest_size=8).hexdigest()
+    return digest_of(*disk.read_end(os.path.join(path, METADATA_NAME), _TAIL_NBYTES))
 
 
 def awaited_copy(disk: Disk, path: str) -> DrainRecord | None:
