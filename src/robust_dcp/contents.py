@@ -511,18 +511,24 @@ class _Load:
             findings.checked_nbytes += nbytes
             findings.unverified_nbytes += unverified_nbytes
             findings.verified_nbytes += nbytes - unverified_nbytes
-        except RobustCheckpointError as error:
+        except Exception as error:
             (first, *others), middle = batch, len(batch) // 2
+            # A tensor of a class of the user may raise anything when it is copied. Its bytes tell whether it is whole.
+            has_own_copy = are_plain and not isinstance(error, RobustCheckpointError)
             if others:
                 self.read(batch[:middle], metadata, mark)
                 self.read(batch[middle:], metadata, mark)
-            elif isinstance(error, UnsafeCheckpoint) and are_plain:  # perhaps a tensor of a class of the user
+            elif has_own_copy or (isinstance(error, UnsafeCheckpoint) and are_plain):
                 unverified_nbytes = findings.unverified_nbytes
                 self.read([first._replace(kind=None)], metadata, mark)
+                if not isinstance(error, UnsafeCheckpoint):
+                    return
                 if mark is not None and findings.unverified_nbytes > unverified_nbytes:
                     findings.add(error, first.file, first.at.fqn)  # all that we save has checksums: it is damaged
                 else:
                     findings.notes.append(f"a load has to trust {first.at.fqn}: {error.message}")
+            elif not isinstance(error, RobustCheckpointError):
+                raise
             else:
                 findings.add(error, first.file, first.at.fqn)
                 self.n_problems[first.file] += 1 if getattr(error, "item", None) else _MOST_OF_FILE

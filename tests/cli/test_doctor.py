@@ -47,13 +47,6 @@ def variables(**values: str) -> Callable[[Patch], None]:
     return set_up
 
 
-def no_entry_point(patch: Patch) -> None:
-    """As in a source tree."""
-    patch.setattr(metadata, "entry_points", lambda group: [])
-    patch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
-    patch.setenv("ROBUST_DCP", "1")
-
-
 def addresses(*found: str) -> Callable[[Patch], None]:
     """Those that the name of this machine has."""
 
@@ -91,19 +84,12 @@ def no_locks(patch: Patch) -> None:
     patch.setattr(Disk, "lock", lambda *_, **__: None)
 
 
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 CASES: list[tuple[Callable[[Patch], None], str, str, str]] = [
     (package("msgspec", None), "msgspec", "problem", "is not installed"),
     (package("torch", None), "torch", "problem", "is not installed"),
     (package("torch", "2.6.1+cu124"), "torch", "problem", "2.6.1"),
     (package("torch", "2.7.0"), "torch", "ok", "2.7.0"),
     (package("torch", "2.15.0a0+git1"), "torch", "ok", "2.15"),
-    (variables(ROBUST_DCP="1", **{AUTOLOAD: "0"}), "taken over", "problem", "AUTOLOAD is off"),
-    (variables(ROBUST_DCP="1", **{AUTOLOAD: "1"}), "taken over", "ok", "because ROBUST_DCP is set"),
-    (no_entry_point, "taken over", "problem", "entry point of group torch.backends is missing"),
-    (variables(ROBUST_DCP_LAYOT="torch"), "ROBUST_DCP_LAYOT", "warning", "no such option"),
-    (variables(ROBUST_DCP_SAVE_FAILURE="log"), "ROBUST_DCP_SAVE_FAILURE", "problem", "one of raise, warn"),
-    (variables(ROBUST_DCP_TRUSTED="1"), "ROBUST_DCP_TRUSTED", "warning", "whatever code"),
     (variables(GLOO_SOCKET_IFNAME="nosuch0"), "gloo", "problem", "there is no nosuch0"),
     (variables(GLOO_SOCKET_IFNAME="lo"), "gloo", "ok", "lo"),
     (addresses("127.0.1.1"), "gloo", "warning", "which other nodes cannot reach"),

@@ -9,7 +9,6 @@ Examples:
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import platform
@@ -26,7 +25,6 @@ from typing import Final, NamedTuple
 from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import FOUND, Output, number, size
-from robust_dcp.environment import VARIABLES, value_of
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import is_of_this_machine, mount_of
@@ -67,7 +65,7 @@ def run(options: Namespace) -> int:
     if path is not None:
         check_directory(path)
     Output.note(f"robust-dcp {__version__}: versions, network and limits" + (f", and {path}" if path else ""))
-    findings = [*_versions(), *_variables(), _gloo(), _open_files()]
+    findings = [*_versions(), _gloo(), _open_files()]
     if path is not None:
         with Output.cleaning_up():
             findings += _file_system(path)
@@ -92,37 +90,6 @@ def _versions() -> Iterator[Finding]:
             yield Finding("problem", name, version, "robust_dcp needs PyTorch 2.7 or newer")
         else:
             yield Finding("ok", name, version)
-
-
-def _variables() -> Iterator[Finding]:
-    """The environment variables of robust_dcp, and whether the switch works."""
-    name = "taken over"
-    is_on = False
-    with contextlib.suppress(ValueError):  # it is told below
-        is_on = bool(value_of("ROBUST_DCP"))
-    if not is_on:
-        yield Finding("ok", name, "nothing, unless a program calls robust_dcp or passes --ckpt-planner (ROBUST_DCP=1)")
-    elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        advice = "unset it, or call robust_dcp.install() yourself"
-        yield Finding("problem", name, "nothing: TORCH_DEVICE_BACKEND_AUTOLOAD is off", advice)
-    elif not [each for each in metadata.entry_points(group="torch.backends") if each.name == "robust_dcp"]:
-        advice = "install robust-dcp with pip; a source tree on PYTHONPATH has no entry points"
-        yield Finding("problem", name, "nothing: the entry point of group torch.backends is missing", advice)
-    else:
-        yield Finding("ok", name, "torch.distributed.checkpoint and Megatron's checkpoints, because ROBUST_DCP is set")
-    for variable in sorted({each for each in os.environ if each.startswith("ROBUST_DCP_")} | VARIABLES.keys()):
-        try:
-            value = value_of(variable) if variable in VARIABLES else None
-        except ValueError as error:
-            advice = "set it to that, or unset it: a process that imports torch ends"
-            yield Finding("problem", variable, str(error), advice)
-            continue
-        if variable not in VARIABLES:
-            advice = "look for its right name in docs/operations.md and docs/megatron.md"
-            yield Finding("warning", variable, "no such option", advice)
-        elif variable == "ROBUST_DCP_TRUSTED" and value:
-            what = "loads run whatever code a checkpoint names"
-            yield Finding("warning", variable, what, "unset it, unless you trust the files")
 
 
 def _gloo() -> Finding:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from robust_dcp.report import Modules, Ranks, SavedReport, StructureDiff, shortened
+from robust_dcp.report import Modules, Ranks, shortened
 from robust_dcp.report_page.reading import FoundReport, Reports
 from robust_dcp.version import __version__
 
@@ -25,9 +25,8 @@ _SCRIPTS: Final = (
 )
 
 # The bounds of the page. Reports that are older than these reach keep their place in the history.
+_MOST_FULL: Final = 40
 _MOST_ROWS: Final = 40_000
-_MOST_TREES: Final = 40
-_MOST_KEYS: Final = 3000
 _MOST_MODULES: Final = 500
 _MOST: Final = 100
 _LENGTH: Final = 400
@@ -36,7 +35,7 @@ _LENGTH: Final = 400
 def render_page(reports: Reports) -> str:
     """One HTML page that shows ``reports`` and loads nothing.
 
-    It has a few megabytes at most. If there are many ranks and checkpoints, only the newest are shown rank by rank.
+    It has a few megabytes at most. Only the newest checkpoints are shown rank by rank.
     """
     style = _file("page.css")
     script = "".join(f"// {name}\n{_file(name)}\n" for name in _SCRIPTS)
@@ -76,12 +75,25 @@ def _data_block(data: object) -> str:
 
 
 def _page_data(reports: Reports) -> dict[str, Any]:
-    budget = _Budget()
-    saves = [_save(each, budget) for each in reversed(reports.found)]
+    trees: dict[Modules, int] = {}  # checkpoints of one model share theirs
+    saves: list[dict[str, Any]] = []
+    left = _MOST_ROWS
+    for found in reversed(reports.found):
+        n_ranks = min(len(found.report.ranks), _MOST_ROWS)
+        is_full = len(saves) < _MOST_FULL and n_ranks <= left
+        left -= n_ranks if is_full else 0
+        saves.append(_save(found, n_ranks if is_full else 0, trees if is_full else None))
     return {
         "path": _bounded(reports.path),
         "version": __version__,
-        "trees": budget.trees,
+        "trees": [
+            {
+                "name": [shortened(name, 100) for name in each.name[:_MOST_MODULES]],
+                "parent": each.parent[:_MOST_MODULES],
+                "nbytes": each.nbytes[:_MOST_MODULES],
+            }
+            for each in trees
+        ],
         "saves": saves[::-1],
         "n_skipped": len(reports.skipped),
         "skipped": _bounded([each._asdict() for each in reports.skipped[:_MOST]]),
@@ -98,69 +110,29 @@ def _bounded(value: Any) -> Any:
     return value
 
 
-class _Budget:
-    """What may still go into the page. The newest report is asked for first."""
+def _save(found: FoundReport, n_rows: int, trees: dict[Modules, int] | None) -> dict[str, Any]:
+    """A report as it was saved, but for what there is no room for.
 
-    def __init__(self) -> None:
-        self.rows = _MOST_ROWS
-        self.keys = _MOST_KEYS
-        self.trees: list[Any] = []
-        self._places: dict[Modules, int] = {}
-
-    def tree(self, modules: Modules | None) -> int | None:
-        """The place of a tree among those of the page. Checkpoints of one model share theirs."""
-        if modules is None:
-            return None
-        if modules not in self._places:
-            if len(self.trees) == _MOST_TREES:
-                return None
-            self._places[modules] = len(self.trees)
-            n_rows = min(len(modules.name), _MOST_MODULES)
-            self.trees.append(
-                {
-                    "name": [shortened(name, 100) for name in modules.name[:n_rows]],
-                    "parent": modules.parent[:n_rows],
-                    "nbytes": modules.nbytes[:n_rows],
-                }
-            )
-        return self._places[modules]
-
-
-def _save(found: FoundReport, budget: _Budget) -> dict[str, Any]:
-    """A report as it was saved, but for what there is no room for."""
+    Args:
+        n_rows: how many ranks are shown.
+        trees: the places of the trees of the page. ``None``: no tree and no changed keys are shown.
+    """
     report = found.report
     shown = _bounded(msgspec.to_builtins(replace(report, ranks=Ranks(), nodes=(), ways=(), modules=None)))
-    shown["plan"]["changes"] = _changes(report.plan.changes, budget)
+    if report.plan.changes is not None:
+        changes = msgspec.to_builtins(report.plan.changes)
+        counts = {f"n_{kind}": len(keys) for kind, keys in changes.items()}
+        shown["plan"]["changes"] = {**_bounded(changes if trees is not None else dict.fromkeys(changes, ())), **counts}
+    ranks = {name: column[:n_rows] for name, column in msgspec.structs.asdict(report.ranks).items()}
+    texts = {
+        "nodes": [shortened(node, 64) for node in report.nodes],
+        "ways": _bounded(["; ".join(way) for way in report.ways]),
+    }
+    modules = report.modules
     return {
         **shown,
         "name": _bounded(found.name),
         "n_nodes": len(report.nodes),
-        "ranks": _ranks(report, budget),
-        "tree": budget.tree(report.modules),
+        "ranks": {**ranks, **texts} if n_rows else None,
+        "tree": None if modules is None or trees is None else trees.setdefault(modules, len(trees)),
     }
-
-
-def _changes(changes: StructureDiff | None, budget: _Budget) -> dict[str, Any] | None:
-    """How many keys were changed, and the first of them if there is room for them."""
-    if changes is None:
-        return None
-    shown = msgspec.to_builtins(changes)
-    counts = {f"n_{kind}": len(keys) for kind, keys in shown.items()}
-    n_shown = sum(min(count, _MOST) for count in counts.values())
-    if n_shown > budget.keys:
-        shown = dict.fromkeys(shown, ())
-    else:
-        budget.keys -= n_shown
-    return {**_bounded(shown), **counts}
-
-
-def _ranks(report: SavedReport, budget: _Budget) -> dict[str, Any] | None:
-    """The columns of ranks, if there is room for them. Of the newest report as many as there is room for."""
-    n_ranks = len(report.ranks)
-    if not n_ranks or (n_ranks > budget.rows and budget.rows < _MOST_ROWS):
-        return None
-    n_rows = min(n_ranks, _MOST_ROWS)
-    budget.rows -= n_rows
-    columns = {name: column[:n_rows] for name, column in msgspec.structs.asdict(report.ranks).items()}
-    nodes = [shortened(node, 64) for node in report.nodes]
-    return {**columns, "nodes": nodes, "ways": _bounded(["; ".join(way) for way in report.ways])}

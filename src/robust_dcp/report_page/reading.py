@@ -59,7 +59,7 @@ class Reports:
 def read_reports(path: str | os.PathLike[str]) -> Reports:
     """Read the report of a checkpoint, or those of all checkpoints that lie up to two levels below a directory.
 
-    If there are more than 2000, the newest are read.
+    If there are more than 2000, the newest count.
 
     Raises:
         NoReports: no report can be shown. The message has the reason of each checkpoint that was skipped.
@@ -71,26 +71,22 @@ def read_reports(path: str | os.PathLike[str]) -> Reports:
             f"{root} is {'no directory' if is_there else 'not there'}: pass the directory of a checkpoint, or one that "
             "holds several"
         )
-    directories = list(_checkpoints(root))
-    newest = sorted(directories, key=_modified_seconds, reverse=True)
-    found, skipped = [], []
-    for directory in newest[:_MOST_REPORTS]:
+    found: list[FoundReport] = []
+    skipped: list[Skipped] = []
+    for directory in _checkpoints(root):
         name = os.path.basename(root) if directory == root else os.path.relpath(directory, root)
         try:
             found.append(FoundReport(name, _read(directory)))
         except ValueError as error:
             skipped.append(Skipped(name, str(error)))
-    skipped += [
-        Skipped(os.path.relpath(each, root), f"only the newest {_MOST_REPORTS} are read")
-        for each in newest[_MOST_REPORTS:]
-    ]
     if not found:
         nothing = f"no checkpoint lies there, or up to {_DEPTH} levels below: pass the directory of one, or of several"
         told = "; ".join(f"{each.name}: {each.reason}" for each in skipped[:5]) or nothing
         more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
         raise NoReports(f"{root} has no report that can be shown. {told}{more}")
     found.sort(key=lambda each: (each.report.saved_at_seconds, each.name))
-    return Reports(root, tuple(found), tuple(sorted(skipped, key=lambda each: each.name)))
+    skipped += [Skipped(each.name, f"only the newest {_MOST_REPORTS} are shown") for each in found[:-_MOST_REPORTS]]
+    return Reports(root, tuple(found[-_MOST_REPORTS:]), tuple(sorted(skipped, key=lambda each: each.name)))
 
 
 def _checkpoints(root: str) -> Iterator[str]:
@@ -106,13 +102,6 @@ def _checkpoints(root: str) -> Iterator[str]:
             if there.isdisjoint({real, os.path.dirname(real), os.path.dirname(os.path.dirname(real))}):
                 there.add(real)
                 yield directory
-
-
-def _modified_seconds(directory: str) -> float:
-    try:
-        return os.lstat(os.path.join(directory, REPORT_NAME)).st_mtime
-    except OSError:  # without a report it is only named, so its place does not matter
-        return 0.0
 
 
 def _read(directory: str) -> SavedReport:
