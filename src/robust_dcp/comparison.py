@@ -22,7 +22,6 @@ from robust_dcp.storage.pieces import PieceReader, batches_of
 from robust_dcp.storage.records.objects import load_object
 
 _MEMORY_NBYTES: Final = 32 << 20
-_UNSIGNED: Final = {torch.uint16: np.uint16, torch.uint32: np.uint32, torch.uint64: np.uint64}
 _CACHED_NUMEL: Final = 1 << 15
 """So many elements stay in the cache, and torch does not divide them among threads, which would wait for each other."""
 
@@ -155,11 +154,7 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
 
 
 def _of_integers(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
-    kind = _UNSIGNED.get(first.dtype)
-    one, other = (
-        each.to(torch.int64).numpy() if kind is None else np.frombuffer(each.view(torch.uint8).numpy(), dtype=kind)
-        for each in (first, second)
-    )
+    one, other = first.numpy(), second.numpy()
     differs = one != other
     if not differs.any():
         return TensorDifference(one.size)

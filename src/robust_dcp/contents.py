@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from robust_dcp.errors import RobustCheckpointError, UnsafeCheckpoint
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint
 from robust_dcp.plan.conflicts import first_overlap
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
@@ -118,25 +118,21 @@ class StoredFile(NamedTuple):
     Attributes:
         name: its path relative to the checkpoint.
         nbytes: its size; ``None`` if there is no such file.
-        held: what it holds, in the order of the file. What several ranks have saved for themselves is in several.
+        needed_nbytes: how long it must be to hold what ``.metadata`` says it holds.
+        n_chunks: how many chunks that is. What several ranks have saved for themselves is in several files.
     """
 
     name: str
     nbytes: int | None
-    held: list[tuple[Item, Chunk]]
-
-    @property
-    def needed_nbytes(self) -> int:
-        """How long it must be to hold what ``.metadata`` says it holds."""
-        return max(chunk.start + chunk.stored_nbytes for _, chunk in self.held)
+    needed_nbytes: int
+    n_chunks: int
 
     @property
     def problem(self) -> str | None:
         """What is wrong with it, as far as its size says."""
         if self.nbytes is None:
             return "no such file"
-        needed = self.needed_nbytes
-        return f"{self.nbytes} bytes instead of {needed}" if self.nbytes < needed else None
+        return f"{self.nbytes} bytes instead of {self.needed_nbytes}" if self.nbytes < self.needed_nbytes else None
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ def read_contents(disk: Disk, path: str) -> Contents:
         ranks = [*found] or [None]
     of_ranks = [source.decode_metadata(source.metadata_bytes(rank), rank) for rank in ranks]
     items: dict[str, Item] = {}
-    held: dict[str, list[tuple[Item, Chunk]]] = defaultdict(list)
+    ends: dict[str, list[int]] = defaultdict(list)
     for item in (each for metadata in of_ranks for each in _items(metadata)):
         known = items.get(item.name)
         there = () if known is None else {chunk.offsets for chunk in known.chunks}
@@ -204,12 +200,12 @@ def read_contents(disk: Disk, path: str) -> Contents:
         items[item.name] = item if known is None else replace(known, chunks=known.chunks + more)
         for chunk in item.chunks:
             if chunk.file is not None:
-                held[chunk.file].append((item, chunk))
+                ends[chunk.file].append(chunk.start + chunk.stored_nbytes)
     files = []
-    for name in sorted(held):
+    for name, of_chunks in sorted(ends.items()):
         file = os.path.join(path, name)
-        in_order = sorted(held[name], key=lambda each: (each[1].start, each[1].stored_nbytes))
-        files.append(StoredFile(name, disk.fingerprint(file)[1] if disk.exists(file) else None, in_order))
+        nbytes = disk.fingerprint(file)[1] if disk.exists(file) else None
+        files.append(StoredFile(name, nbytes, max(of_chunks), len(of_chunks)))
     has_metadata = any(metadata_name(rank) in names for rank in ranks)
     dated = [metadata_name(rank) for rank in ranks] if has_metadata else [file.name for file in files]
     save_id = getattr(of_ranks[0].storage_meta, "save_id", None)
@@ -513,19 +509,17 @@ class _Load:
             findings.verified_nbytes += nbytes - unverified_nbytes
         except Exception as error:
             (first, *others), middle = batch, len(batch) // 2
-            # A tensor of a class of the user may raise anything when it is copied. Its bytes tell whether it is whole.
-            has_own_copy = are_plain and not isinstance(error, RobustCheckpointError)
             if others:
                 self.read(batch[:middle], metadata, mark)
                 self.read(batch[middle:], metadata, mark)
-            elif has_own_copy or (isinstance(error, UnsafeCheckpoint) and are_plain):
+            elif are_plain and not isinstance(error, (CorruptCheckpoint, StorageError)):
+                # Perhaps a tensor of a class of the user, whose copy may raise anything. Its bytes tell whether it is
+                # whole.
                 unverified_nbytes = findings.unverified_nbytes
                 self.read([first._replace(kind=None)], metadata, mark)
-                if not isinstance(error, UnsafeCheckpoint):
-                    return
-                if mark is not None and findings.unverified_nbytes > unverified_nbytes:
+                if isinstance(error, UnsafeCheckpoint) and mark and findings.unverified_nbytes > unverified_nbytes:
                     findings.add(error, first.file, first.at.fqn)  # all that we save has checksums: it is damaged
-                else:
+                elif isinstance(error, UnsafeCheckpoint):
                     findings.notes.append(f"a load has to trust {first.at.fqn}: {error.message}")
             elif not isinstance(error, RobustCheckpointError):
                 raise

@@ -130,7 +130,6 @@ PATCHES: tuple[Patch, ...] = (
         load="load.strategy_load",
         load_tensors_metadata="load.load_tensors_metadata",
         load_sharded_metadata="load.load_sharded_metadata",
-        remove_sharded_tensors="load.remove_sharded_tensors",
     ),
     *_of_class(
         f"{_CORE}.strategies.fully_parallel",

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 import robust_dcp
-from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_of_any_checkpoint_is_equal_and_made_once(
-    kind: str, originals: Path, tmp_path: Path, shell: Shell
-) -> None:
-    first = shell("copy", originals / kind, f"file://{tmp_path}/copied", "--json")
-    assert first.code == 0 and first.json["files"] > 0 and first.json["skipped_files"] == 0
-    assert shell("diff", originals / kind, tmp_path / "copied", "--values").code == 0
-    assert shell("verify", tmp_path / "copied").code == 0
-    assert shell("copy", originals / kind, tmp_path / "copied", "--json").json["files"] == 0
-
-
-@pytest.mark.parametrize(
-    ("target", "said"), [("there/inside", "to a place in itself"), ("nosuch://x/y", "Protocol not known: nosuch")]
-)
-def test_a_target_that_makes_no_sense_is_refused(
-    target: str, said: str, copy_of: Callable[[str], Path], tmp_path: Path, shell: Shell
-) -> None:
-    copy_of("ours").rename(tmp_path / "there")
-    ended = shell("copy", tmp_path / "there", target if "://" in target else tmp_path / target)
-    assert ended.code == 2 and said in ended.err
-    assert not (tmp_path / "there" / "inside").exists()
-
-
-@pytest.mark.parametrize("rate", ["500MB", "1.5GiB", "100000000", "200000 k", "300MB/s"])
-def test_a_rate_is_written_as_people_do(rate: str, originals: Path, tmp_path: Path, shell: Shell) -> None:
-    assert shell("copy", originals / "ours", tmp_path / "copied", "--limit", rate).code == 0
-
-
-@pytest.mark.parametrize("rate", ["fast", "0", "-1MB", "1XB", ""])
-def test_a_rate_that_is_none_is_refused(rate: str, originals: Path, tmp_path: Path, shell: Shell) -> None:
-    ended = shell("copy", originals / "ours", tmp_path / "copied", f"--limit={rate}")
-    assert ended.code == 2 and "is no size" in ended.err
+def test_a_rate_is_written_as_people_do(originals: Path, tmp_path: Path, shell: Shell) -> None:
+    for rate, code in {"500MB": 0, "1.5GiB": 0, "200000 k": 0, "300MB/s": 0, "fast": 2, "0": 2, "1XB": 2}.items():
+        ended = shell("copy", originals / "ours", tmp_path / "copied", f"--limit={rate}")
+        assert ended.code == code and ("is no size" in ended.err) == (code == 2)
 
 
 def test_a_copy_says_how_much_it_has_sent(originals: Path, shell: Shell) -> None:
@@ -73,5 +42,5 @@ def test_a_page_that_cannot_be_made_is_an_error_and_leaves_nothing(tmp_path: Pat
     robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "run")
     (tmp_path / "taken").mkdir()
     ended = shell("report", tmp_path / "run", "--output", tmp_path / "taken")
-    assert ended.code == 2 and "cannot be written" in ended.err
+    assert ended.code == 2 and str(tmp_path / "taken") in ended.err
     assert {path.name for path in tmp_path.iterdir()} == {"run", "taken"}

@@ -230,24 +230,6 @@ class TestLatest:
         (tmp_path / TRACKER_NAME).write_text("200")  # the job has gone on without the manager
         assert load_what_is_there_in(manager) == 200
 
-    def test_what_was_to_become_it_when_its_job_was_killed_is_swept(self, tmp_path: Path) -> None:
-        left = tmp_path / "latest.0123456789abcdef.tmp"
-        left.write_text("step_1")
-        save_steps(CheckpointManager(tmp_path, keep_last=1), 2)
-        assert left.exists()  # the job may still run
-        os.utime(left, (0, 0))
-        save_steps(CheckpointManager(tmp_path, keep_last=1), 3)
-        assert not left.exists()
-
-    def test_a_step_that_another_manager_removes_as_soon_as_it_is_committed_fails_no_save(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        save_steps(CheckpointManager(tmp_path), 5)
-        disk = Acts("rename", f"step_1/{RECORD_NAME}", lambda path: shutil.rmtree(os.path.dirname(path)))
-        assert save_steps(CheckpointManager(tmp_path, disk=disk), 1) == [5]
-        assert "step_1 was removed as soon as it was committed: another manager does not keep it" in caplog.text
-        assert (tmp_path / "latest").read_text() == "step_5"
-
 
 def load_what_is_there_in(manager: CheckpointManager) -> int:
     """The step of the latest, after a load that has to give the same."""

@@ -204,25 +204,6 @@ def what_is_told_of_a_checkpoint_is_what_stock_tells(directory: Path) -> None:
     assert ours == look() and ours[3] == {"a": 1}
 
 
-@SCENARIOS.add
-def tensors_can_be_removed_from_a_checkpoint_and_the_others_still_load(directory: Path) -> None:
-    with chosen():
-        save(_state(), directory / "1")
-        dist.barrier()
-        if dist.get_rank() == 0:
-            before = (directory / "1" / METADATA_NAME).read_bytes()
-            RobustLoadStrategy().remove_sharded_tensors(str(directory / "1"), "nothing.")
-            assert (directory / "1" / METADATA_NAME).read_bytes() == before
-            try:
-                dist_checkpointing.remove_sharded_tensors(str(directory / "1"), "many.")
-            except AttributeError:  # 0.18 asks the save strategy, which cannot
-                RobustLoadStrategy().remove_sharded_tensors(str(directory / "1"), "many.")
-        dist.barrier()
-    assert sorted(dist_checkpointing.load_tensors_metadata(str(directory / "1"))) == ["cut", "flag", "small"]
-    kept = _load(directory / "1", lambda: {key: value for key, value in _template().items() if key != "many"})
-    assert kept["small"][1] == [1.0, 1.0, 1.0]
-
-
 class _Evil:
     def __init__(self, path: Path) -> None:
         self.path = path

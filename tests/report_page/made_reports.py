@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 
@@ -26,15 +25,15 @@ HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 _MIB = 1 << 20
 
 
-def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tuple[int, ...] = ()) -> SavedReport:
-    """The report of one save, in which the ranks in ``slow`` write at a fifth of the others' rate."""
+def made_report(step: int, world_size: int, *, slow: tuple[int, ...] = ()) -> SavedReport:
+    """The report of one save by nodes of 8 ranks; those in ``slow`` write at a fifth of the others' rate."""
     draw = random.Random(step)
     nbytes = tuple(256 * _MIB + draw.randrange(8 * _MIB) for _ in range(world_size))
     rates = [1.6e9 * draw.lognormvariate(0, 0.08) / (5 if rank in slow else 1) for rank in range(world_size)]
     write = tuple(round(size / rate, 6) for size, rate in zip(nbytes, rates, strict=True))
     ranks = Ranks(
         rank=tuple(range(world_size)),
-        node=tuple(rank // ranks_per_node for rank in range(world_size)),
+        node=tuple(rank // 8 for rank in range(world_size)),
         plan_seconds=tuple(round(0.03 + 0.02 * draw.random(), 6) for _ in range(world_size)),
         stage_seconds=(0.0,) * world_size,
         write_seconds=write,
@@ -42,12 +41,10 @@ def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tu
         files=(2,) * world_size,
         how=tuple(int(rank in slow) for rank in range(world_size)),
     )
-    nodes = tuple(f"gpu-{number:04d}.cluster.example" for number in range(math.ceil(world_size / ranks_per_node)))
-    changes = StructureDiff(
-        added=(f"model.layers.{step}.lora.a", HOSTILE),
-        changed={"model.head.weight": "float32[32000, 4096] -> bfloat16[32000, 4096]"},
-    )
-    outcome = "built" if step == 100 else "rebuilt" if step % 500 == 0 else "reused"
+    nodes = tuple(f"gpu-{number:04d}.cluster.example" for number in range(-(-world_size // 8)))
+    added = (f"model.layers.{step}.lora.a", HOSTILE)
+    changes = StructureDiff(added=added, changed={"model.head.weight": "float32[32000, 4096] -> bfloat16[32000, 4096]"})
+    plan = PlanReport("reused", "no rank's structure has changed")
     return SavedReport(
         save_id=f"{step:08d}-0000-4000-8000-000000000000",
         checkpoint=f"/checkpoints/run/step_{step}",
@@ -57,11 +54,7 @@ def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tu
         total_nbytes=sum(nbytes),
         versions={"robust_dcp": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
         phases=(PhaseReport("plan", 0.05), PhaseReport("write", max(write)), PhaseReport("commit", 0.02)),
-        plan=PlanReport(
-            outcome, "no rank's structure has changed" if outcome == "reused" else "2 ranks have changed", changes
-        )
-        if outcome == "rebuilt"
-        else PlanReport(outcome, "no rank's structure has changed"),
+        plan=PlanReport("rebuilt", "2 ranks have changed", changes) if step % 500 == 0 else plan,
         nodes=nodes,
         ways=(("direct",), ("buffered: the file system refuses O_DIRECT: Invalid argument",)),
         ranks=ranks,

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws on a screen and on a phone, and what its button and keys do.
+"""The page in a real browser: what it draws on a screen and on a phone, and that names stay text.
 
 ``make test-browser`` runs it. Chromium must be there. ``test_page`` holds that the page asks for nothing else.
 """
@@ -21,7 +21,6 @@ from tests.report_page.made_reports import hostile_reports, put_run
 pytestmark = pytest.mark.compat
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --enable-logging=stderr --dump-dom"
-LIGHT, DARK = "rgb(244, 245, 247)", "rgb(16, 20, 27)"
 
 WITH_SCRIPT = """<script>
 const $ = (which) => document.querySelector(which), press = (which, ...keys) => keys.forEach((key) =>
@@ -64,34 +63,6 @@ def test_all_ranks_are_drawn(world_size: int, n_checkpoints: int, width: int, tm
     lines = min(world_size, 512)
     assert timeline in (4 * lines - 1, 4 * lines)  # its times are rounded, so it may wait for 0.1 ms
     assert min(colours) > 4 and "waited for" in notices and sticks_out <= 0
-
-
-def test_the_button_changes_the_colours_and_keys_reach_checkpoints_ranks_and_modules(tmp_path: Path) -> None:
-    script = """
-        const found = [];
-        for (let n = 0; n < 3; n++) {
-          $("#theme").click();
-          found.push(getComputedStyle(document.body).backgroundColor);
-        }
-        press("#timeline", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowDown");
-        found.push($("#said").textContent);
-        press("#heatmap", "End");
-        found.push($("#tip").innerText);
-        press("#heatmap", "Escape");
-        found.push($("#tip").hidden);
-        $(".tree button").click();
-        found.push([...document.querySelectorAll("#treemap-crumbs button")].map((each) => each.textContent).join());
-        const chosen = () => $("#choice").selectedOptions[0].text;
-        $("#older").click();
-        found.push(chosen());
-        press("#history", "Home", "ArrowRight", "Enter");
-        found.push(chosen());
-        return found;
-    """
-    found = shown(read_reports(put_run(tmp_path / "run", 16, 5)), tmp_path, script)
-    assert found[:3] == [LIGHT, DARK, LIGHT]  # light, dark, and as the system has it
-    assert found[3].startswith("Rank 3: node gpu-0000") and found[4].startswith("Rank 15")
-    assert found[5:] == [True, "checkpoint,optimizer", "step_400", "step_200"]
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:

@@ -50,9 +50,8 @@ def test_the_page_loads_nothing_and_allows_only_its_own_script_and_style(tmp_pat
     page = render_page(read_reports(put_run(tmp_path, 4, 6)))
     elements = Elements(page)
     for tag, attributes in elements.found:
-        assert not {"src", "onerror", "onload", "style", "srcset"} & set(attributes), tag
         assert tag not in ("link", "iframe", "img", "object", "embed") and attributes.get("href", "#").startswith("#")
-        assert not [name for name in attributes if name.startswith("on")]
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "style", "srcset")]
     (policy,) = [at["content"] for _, at in elements.found if at.get("http-equiv") == "Content-Security-Policy"]
     assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-")
     for kind, text in (("script", elements.texts["script"]), ("style", elements.texts["style"])):
@@ -80,8 +79,3 @@ def test_the_page_has_a_bounded_size(world_size: int, n_checkpoints: int) -> Non
     assert len(saves) == n_checkpoints
     assert len(saves[-1]["ranks"]["rank"]) == world_size
     assert saves[-1]["stragglers"][0]["rank"] == 3
-
-
-def test_hostile_numbers_of_texts_are_cut() -> None:
-    report = msgspec.structs.replace(made_report(500, 4), waits=("x" * 100_000,) * 1000, checkpoint="y" * 1_000_000)
-    assert len(render_page(Reports("/run", (FoundReport("z" * 1_000_000, report),)))) < 200_000

@@ -77,8 +77,6 @@ def run(options: Namespace) -> None:
     Output.put(asdict(report))
     for name in report.left_out:
         Output.say(f"Left out, because safetensors holds tensors only: {name}")
-    for glob in report.unused:
-        Output.note(f"No item has a name that fits {glob}")
     Output.say(
         f"Made {report.target}: {number(report.tensors, 'tensor')}, {number(report.objects, 'object')}, "
         f"{size(report.nbytes)}"

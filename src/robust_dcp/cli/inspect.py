@@ -41,7 +41,7 @@ def run(options: Namespace) -> int:
         Output.put(_as_json(contents, items))
     elif options.files:
         rows = [
-            (file.name, None if file.nbytes is None else size(file.nbytes), len(file.held), file.problem)
+            (file.name, None if file.nbytes is None else size(file.nbytes), file.n_chunks, file.problem)
             for file in contents.files
         ]
         Output.table(("file", "size", "chunks", "problem"), rows, right=("size", "chunks"))
@@ -120,7 +120,7 @@ def _as_json(contents: Contents, items: Sequence[Item]) -> dict[str, Any]:
                 "name": file.name,
                 "nbytes": file.nbytes,
                 "needed_nbytes": file.needed_nbytes,
-                "chunks": len(file.held),
+                "chunks": file.n_chunks,
                 "problem": file.problem,
             }
             for file in contents.files

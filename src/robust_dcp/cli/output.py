@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +22,6 @@ FOUND: Final = 1
 """The exit code of a command that did its work and found a problem or a difference."""
 
 _JSON_VERSION: Final = 1
-_NARROWEST: Final = 12  # a column of a table in a terminal
 
 
 class CommandFailed(Exception):
@@ -108,18 +105,10 @@ class Output:
             print("\n".join(map("\t".join, lines)))
             return
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        room = shutil.get_terminal_size().columns - 2 * (len(columns) - 1)
-        while sum(widths) > room and max(widths) > _NARROWEST:
-            widths[widths.index(max(widths))] -= 1
         for line in lines:
-            cells = [textwrap.wrap(text, width) or [""] for text, width in zip(line, widths, strict=True)]
-            for place in range(max(map(len, cells))):
-                texts = [cell[place] if place < len(cell) else "" for cell in cells]
-                aligned = (
-                    text.rjust(width) if column in right else text.ljust(width)
-                    for text, width, column in zip(texts, widths, columns, strict=True)
-                )
-                print("  ".join(aligned).rstrip())
+            cells = zip(line, widths, columns, strict=True)
+            aligned = (text.rjust(width) if name in right else text.ljust(width) for text, width, name in cells)
+            print("  ".join(aligned).rstrip())
 
 
 def _without_nan(value: Any) -> Any:

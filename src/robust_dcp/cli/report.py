@@ -10,8 +10,6 @@ Examples:
 
 from __future__ import annotations
 
-import os
-import secrets
 from argparse import ArgumentParser, Namespace
 
 import msgspec
@@ -19,6 +17,7 @@ import msgspec
 from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.output import CommandFailed, Output
 from robust_dcp.report_page import NoReports, read_reports, render_page
+from robust_dcp.storage.files.disk import Disk
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -38,17 +37,7 @@ def run(options: Namespace) -> None:
         skipped = [{"name": name, "reason": reason} for name, reason in reports.skipped]
         Output.put({"path": reports.path, "reports": of_saves, "skipped": skipped})
         return
-    output = options.output
-    temporary = f"{output}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(render_page(reports))
-        os.replace(temporary, output)  # an old page is there until the new one is whole
-    except OSError as error:
-        raise CommandFailed(f"the page cannot be written to {output}: {error.strerror}") from error
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+    Disk().replace_file(options.output, render_page(reports).encode(), durable=False)  # an old page is there until then
     for name, reason in reports.skipped:
         Output.say(f"Skipped {name}: {reason}")
-    Output.say(f"The page is {output}")
+    Output.say(f"The page is {options.output}")

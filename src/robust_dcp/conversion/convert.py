@@ -103,15 +103,6 @@ class Rules:
         """The name of the dtype that a floating tensor with this new name is cast to; ``None`` for its own."""
         return next((dtype for glob, dtype in reversed(self.dtypes) if _fits(name, (glob,))), None)
 
-    def unused(self, names: Mapping[str, str]) -> list[str]:
-        """The patterns of renames and dtypes that no item has fitted, which may be mistyped.
-
-        Args:
-            names: the old names by the new ones, as :meth:`names` gives them.
-        """
-        renames = [left for left, _ in self.rename if not any(map(_pattern(left).fullmatch, names.values()))]
-        return renames + [glob for glob, _ in self.dtypes if not any(_fits(name, (glob,)) for name in names)]
-
 
 @cache
 def _pattern(glob: str) -> re.Pattern[str]:
@@ -127,7 +118,6 @@ class ConversionReport:
         tensors, objects: how many of each.
         nbytes: bytes of tensors.
         left_out: objects that the form cannot hold.
-        unused: patterns of the rules that no item has fitted. They may be mistyped.
     """
 
     target: str
@@ -135,7 +125,6 @@ class ConversionReport:
     objects: int
     nbytes: int
     left_out: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
 
 
 @entry_point
@@ -174,7 +163,7 @@ def convert(
 
     Raises:
         ValueError: the rules do not fit the source, the form cannot hold an item, or there is no such layout.
-        StorageError: the target exists, there is no room, or a call failed.
+        StorageError: the target exists, or a call failed.
         CorruptCheckpoint, UnsafeCheckpoint: the source is damaged, or no data.
     """
     layout_named(layout)
@@ -190,11 +179,6 @@ def convert(
     beside = _beside(config, form)
     with _made_beside(disk, path) as made:
         _check_target(path, form, overwrite=overwrite)
-        unmapped = [] if is_model else [each for each in plan.tensors.values() if plan.mapped(each) is None]
-        needed_nbytes = plan.nbytes + sum(tensor.nbytes for tensor in unmapped)
-        _, free_nbytes = disk.room(os.path.dirname(path))
-        if free_nbytes < needed_nbytes:
-            raise StorageError(f"{path} needs about {needed_nbytes} bytes, and {free_nbytes} are free there", path=path)
         if is_model:
             disk.mkdirs(made)
             # A piece is read, cast and written, and the next one is there by then.
@@ -220,7 +204,6 @@ def convert(
         objects=0 if is_model else len(plan.objects),
         nbytes=plan.nbytes,
         left_out=plan.objects if is_model else (),
-        unused=tuple(rules.unused(plan.names)),
     )
 
 

@@ -292,9 +292,7 @@ class Copy:
         last = {name for name in manifest.extras if name.endswith(METADATA_NAME)}
         self._send_each(manifest.extras.keys() - last)
         self._send_each(last)
-        changed = self._source_changed()
-        if changed is not None:
-            raise changed
+        self._check_source()
         target.sync()
         there = target.files()
         committed = self._metadata_at_target(there)
@@ -401,9 +399,8 @@ class Copy:
                 self._failed.set()
                 pool.shutdown(cancel_futures=True)
                 self._failed.clear()
-                changed = self._source_changed() if isinstance(error, Exception) else None
-                if changed is not None:  # that shows in many ways: files are gone, shorter, or have other checksums
-                    raise changed from error
+                if isinstance(error, Exception):
+                    self._check_source()  # that shows in many ways: files are gone, shorter, or have other checksums
                 raise
         self._count()
 
@@ -475,18 +472,21 @@ class Copy:
             return _words_of(content.nbytes, arrived.crc32)
         return None
 
-    def _source_changed(self) -> StorageError | None:
-        """The error for a checkpoint that is no longer there as :meth:`begin` has seen it; ``None`` if it is."""
+    def _check_source(self) -> None:
+        """Make sure that the checkpoint is still as :meth:`begin` has seen it.
+
+        Raises:
+            StorageError: it was removed or replaced.
+        """
         metadata = self._source.read(METADATA_NAME) if self.manifest.metadata else b""
-        if metadata == self.manifest.metadata:
-            return None
-        url, what = self.result.source, "removed" if metadata is None else "replaced by another save"
-        return StorageError(
-            f"{url} was {what} while it was copied, and nothing is committed at the target; save each step into a "
-            "directory of its own, and remove it only after its copy has arrived",
-            path=url,
-            operation="copy",
-        )
+        if metadata != self.manifest.metadata:
+            url, what = self.result.source, "removed" if metadata is None else "replaced by another save"
+            raise StorageError(
+                f"{url} was {what} while it was copied, and nothing is committed at the target; save each step into a "
+                "directory of its own, and remove it only after its copy has arrived",
+                path=url,
+                operation="copy",
+            )
 
     def _not_as_sent(self, name: str, nbytes: int, crc: int, found: str) -> CorruptCheckpoint:
         advice = "look whether another program writes there, and copy to a place of its own"

@@ -29,7 +29,7 @@ from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writer import RobustWriter
@@ -323,13 +323,7 @@ class CheckpointManager:
         record = msgspec.json.encode(Checkpoint(operator.index(step), metrics=_noted(metrics or {})))
 
         def note() -> None:
-            try:
-                self._disk.replace_file(os.path.join(path, RECORD_NAME), record)
-            except StorageError:
-                if self._disk.exists(os.path.join(path, METADATA_NAME)):
-                    raise
-                logger.warning("%s was removed as soon as it was committed: another manager does not keep it", path)
-                return
+            self._disk.replace_file(os.path.join(path, RECORD_NAME), record)
             self._series.move_latest(path)
 
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)

@@ -35,7 +35,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
 from typing import Any, Final, Literal, Protocol
@@ -67,9 +66,6 @@ RECORD_NAME: Final = ".robust_dcp.step.json"
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_LATEST_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
-_OLD_SECONDS: Final = 60.0
-"""Nothing tells whether the save still runs that was about to name its checkpoint as the latest. One that is older than
-this does not."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
@@ -435,18 +431,10 @@ def prune(
     pruned: dict[str, list[str]] = {"removed": [], "in_use": [], "swept": [], "failed": []}
     if not disk.exists(root):  # nothing was saved yet
         return pruned
-    # Files that were about to become ``latest`` or the tracker when their job was killed.
-    named = map(re.escape, filter(None, (series.latest_name, series.tracker_name)))
-    unfinished = re.compile(rf"(?:{'|'.join(named)})\.[0-9a-f]{{16}}\.tmp")
-    now_seconds = disk.modified_seconds(root)
     for name in disk.list_directory(root):
         path = os.path.join(root, name)
         if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
             _attempt(path, _remove_tree, disk, path)
-        elif unfinished.fullmatch(name):
-            with suppress(FileNotFoundError):  # another manager has just renamed it
-                if os.lstat(path).st_mtime < now_seconds - _OLD_SECONDS:
-                    is_gone(disk.unlink, path, tells=True)
     for path in series.directories():
         if _attempt(f"what a crashed save has left in {path}", _sweep, disk, path):
             pruned["swept"].append(path)

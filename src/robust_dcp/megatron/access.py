@@ -16,12 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, is_main_replica
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError, entry_point, ranks_in_words
 from robust_dcp.megatron.failures import InvalidAccess
 from robust_dcp.megatron.shards import ShardFacts
-from robust_dcp.megatron.versions import KeyOnly, ShardedBase, ShardedObject, is_main_replica
+from robust_dcp.megatron.versions import KeyOnly
 from robust_dcp.structure_cache import Cache
 
 _OBJECT, _REGULAR, _MAIN = 1, 2, 4

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import enum
 import hashlib
 import io
 import logging
@@ -18,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from robust_dcp.comm import Channel
@@ -48,7 +46,7 @@ class LeafDigests(msgspec.Struct, frozen=True):
 
 
 def leaf_digests(common: Any) -> LeafDigests:
-    """Digest every leaf. Tensors and arrays count by dtype, shape and bytes, other values by their pickle.
+    """Digest every leaf: tensors as ``torch.save`` writes them, other values by their pickle.
 
     A value that cannot be pickled counts by its class only. In rare cases equal values pickle differently. Therefore a
     difference is only logged and is never an error, as in stock.
@@ -75,30 +73,16 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _digest(value: Any) -> int:
-    hashed = hashlib.blake2b(digest_size=8)
-    hashed.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta):
-        value = value.resolve_conj().resolve_neg()
-        data = on_cpu(value.detach()).contiguous()
-        hashed.update(f"{data.dtype}{list(data.shape)}".encode())
-        hashed.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        hashed.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.Size, enum.Enum)):
-        hashed.update(repr(value).encode(errors="replace"))
-    else:
-        try:
-            hashed.update(_saved(value) if isinstance(value, torch.Tensor) else pickle.dumps(value, protocol=4))
-        except Exception:  # a user's __reduce__ may raise anything; the save raises it again if it saves this
-            hashed.update(b"")
-    return int.from_bytes(hashed.digest(), "little")
-
-
-def _saved(tensor: torch.Tensor) -> bytes:
-    """A sparse or nested tensor as ``torch.save`` writes it. Its pickle would name addresses of this process."""
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    return file.getvalue()
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()  # a clone has only its own memory, and torch.save writes all of it
+            data = encode_common(value if value.is_meta else on_cpu(value).clone())
+        else:
+            data = pickle.dumps(value, protocol=4)
+    except Exception:  # a user's __reduce__ may raise anything; the save raises it again if it saves this
+        data = b""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return int.from_bytes(hashlib.blake2b(kind.encode() + data, digest_size=8).digest(), "little")
 
 
 def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:

@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from robust_dcp.comm import Channel, Stopped
 from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError
 from robust_dcp.megatron.options import FORMATS, current_options, megatron_arguments
-from robust_dcp.megatron.versions import CheckpointingException
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.switch.patching import log_left_to_stock
 

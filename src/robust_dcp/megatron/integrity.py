@@ -12,10 +12,11 @@ import os
 from collections.abc import Callable, Iterable
 
 import msgspec
+from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.common_state import MAX_NBYTES
-from robust_dcp.megatron.versions import CheckpointingException, backend_of
+from robust_dcp.megatron.versions import backend_of
 from robust_dcp.storage.files.disk import Disk
 
 MANIFEST_FILE = "integrity.json"

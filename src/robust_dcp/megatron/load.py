@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import inspect
 import io
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner, TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -36,21 +39,16 @@ from robust_dcp.megatron import common_state, integrity, versions
 from robust_dcp.megatron.access import Verdict, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
 from robust_dcp.megatron.options import current_options
-from robust_dcp.megatron.versions import MCoreLoadPlanner, ShardedObject, ShardedTensor
 from robust_dcp.plan.load_items import plan_reads
 from robust_dcp.plan.load_planner import check_filled, local_numel
 from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.report import LoadReport
-from robust_dcp.storage.committing.saving_file import remove_data_files
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, directory_path
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.index.stored_index import look_up
-from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.switch.patching import log_left_to_stock
-
-logger = logging.getLogger(__name__)
 
 CheckpointDir = str | os.PathLike[str]
 
@@ -172,7 +170,7 @@ def _read_sharded(
     options = {} if stream_dequantize is None else {"stream_ckpt_dequant": stream_dequantize}
     with as_megatron_raises():
         channel.barrier(f"load {name}: translate", translate)
-        shards = [shard for shard in versions.nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
+        shards = [shard for shard in nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
         make = _QuantizedLoadPlanner if any(map(versions.has_quantized_data, shards)) else MegatronLoadPlanner
         planner = make(name, shards, trusted=current_options().trusted, **options)
         report = api.load(
@@ -183,7 +181,7 @@ def _read_sharded(
             no_dist=no_dist,
             timeout_seconds=timeout_seconds,
         )
-    if isinstance(strategy, versions.TorchDistLoadShardedStrategy):
+    if isinstance(strategy, TorchDistLoadShardedStrategy):
         strategy.cached_global_metadata = planner.metadata
         strategy.last_report = report
     return restore(targets)
@@ -210,7 +208,7 @@ def _load_in_parallel(
     return loaded
 
 
-class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
+class RobustLoadStrategy(TorchDistLoadShardedStrategy):
     """Loads Megatron checkpoints that robust_dcp or stock has saved.
 
     It verifies checksums, reads in parallel, and runs no code from the checkpoint.
@@ -251,7 +249,7 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
     # A load of stock with this strategy calls these two, and stock's own would run code that `.metadata` names.
     def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
         """The tensors of a checkpoint, without data. Asks no other rank."""
-        stock = versions.TorchDistLoadShardedStrategy.load_tensors_metadata
+        stock = TorchDistLoadShardedStrategy.load_tensors_metadata
         return load_tensors_metadata(stock, self, checkpoint_dir, metadata)
 
     def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> dict[str, Any]:
@@ -309,39 +307,6 @@ def load_sharded_metadata(_: Any, strategy: Any, checkpoint_dir: CheckpointDir) 
     return {**objects, **strategy.load_tensors_metadata(checkpoint_dir, metadata)}
 
 
-def remove_sharded_tensors(_: Any, strategy: Any, checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
-    """Remove every item with a key that starts with ``key_prefix``, and the files that hold only such items.
-
-    This selects items by their keys. Stock selects files by their names, and only a save with ``separation_hint``
-    makes files with such a prefix. If the process is killed at any time, the checkpoint loads with all items or without
-    the removed ones: the new ``.metadata`` is durable before any data file is removed.
-
-    Raises:
-        ValueError: ``checkpoint_dir`` is a URL.
-        StorageError, CorruptCheckpoint, UnsafeCheckpoint: there is no checkpoint, or it cannot be read or written.
-    """
-    directory = directory_path(checkpoint_dir)
-    reader = RobustReader(directory)
-    metadata = reader.source.decode_metadata(reader.source.metadata_bytes())
-    before = set(referenced_files(metadata))
-    items = metadata.state_dict_metadata
-    kept = {key: value for key, value in items.items() if not key.startswith(key_prefix)}
-    if len(kept) == len(items):
-        logger.warning("no item of %s begins with %r: nothing is removed", directory, key_prefix)
-        return
-    metadata.state_dict_metadata = kept
-    if metadata.planner_data is not None:
-        metadata.planner_data = {k: v for k, v in metadata.planner_data.items() if not k.startswith(key_prefix)}
-    metadata.storage_data = {
-        index: place for index, place in metadata.storage_data.items() if not index.fqn.startswith(key_prefix)
-    }
-    after = set(referenced_files(metadata))
-    disk = Disk()
-    disk.replace_file(os.path.join(directory, METADATA_NAME), encode_metadata(metadata))
-    # The index describes the replaced `.metadata`. Nobody would use or remove it later.
-    remove_data_files(disk, directory, (before - after) | {INDEX_NAME}, keep=after)
-
-
 class _Opened(msgspec.Struct, frozen=True):
     """What rank 0 found in the directory. ``common`` has the bytes of the common state, in ``torch.save``'s format.
     ``is_file`` says whether they came from ``common.pt``."""
@@ -389,8 +354,8 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal result, sharded, factories
             result = _decoded(opened, directory)
             sharded, not_persistent, factories = versions.prepare_to_load(call["sharded_state_dict"], strategy)
-            versions.merge(result, not_persistent)
-            return list(versions.nested_values(sharded))
+            merge(result, not_persistent)
+            return list(nested_values(sharded))
 
         check = agree_on_access(channel, f"{phase}: prepare", prepare)
         verdict, validates = Verdict(), call["validate_access_integrity"]
@@ -413,12 +378,12 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
         loaded = _read(sharded, directory, strategy, group, channel, phase)
 
-        def merge() -> None:
+        def merge_loaded() -> None:
             nonlocal result
-            versions.merge(result, loaded)
-            result = versions.apply_factory_merges(result, factories)
+            merge(result, loaded)
+            result = apply_factory_merges(result, factories)
 
-        channel.barrier(f"{phase}: merge", merge)
+        channel.barrier(f"{phase}: merge", merge_loaded)
     return (result, missing, unexpected) if returns_mismatch else result
 
 
@@ -489,7 +454,7 @@ def _read_common(directory: str) -> _Opened:
     key = ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key
     reader, planner = _reader(directory), _KeepsBytes()
     if key not in reader.read_metadata().state_dict_metadata:
-        raise versions.CheckpointingException(f"Common file {path} does not exist")
+        raise CheckpointingException(f"Common file {path} does not exist")
     with failure_sent_to_all(0):
         api.load({key: None}, storage_reader=reader, planner=planner, no_dist=True)
     return _Opened("torch_dist", planner.data, is_file=False)

@@ -27,6 +27,9 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from robust_dcp import api
 from robust_dcp.asynchronous import async_save
@@ -84,7 +87,7 @@ def _save_shards(
         )
 
 
-class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
+class RobustSaveStrategy(TorchDistSaveShardedStrategy):
     """Saves Megatron sharded state dicts with robust_dcp; stock Megatron loads them.
 
     It derives from the stock strategy because Megatron requires that. Up to 0.16 Megatron refuses another class, and
@@ -119,7 +122,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             RobustCheckpointError: any rank failed. Every rank raises it.
             ValueError: ``checkpoint_dir`` is a URL.
         """
-        strategy_save(versions.TorchDistSaveShardedStrategy.save, self, sharded_state_dict, checkpoint_dir)
+        strategy_save(TorchDistSaveShardedStrategy.save, self, sharded_state_dict, checkpoint_dir)
 
     @entry_point
     def async_save(
@@ -135,7 +138,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             async_strategy: the package that owns the queue (Megatron-Core 0.17 and newer).
         """
         return strategy_async_save(
-            versions.TorchDistSaveShardedStrategy.async_save, self, sharded_state_dict, checkpoint_dir, async_strategy
+            TorchDistSaveShardedStrategy.async_save, self, sharded_state_dict, checkpoint_dir, async_strategy
         )
 
 
@@ -259,13 +262,13 @@ def _prepare_and_validate(
             # Stock warns too and does not raise: queued jobs have nobody to remove it.
             logger.warning("Overwriting old incomplete / corrupted checkpoint...")
         prepared.sharded, common = versions.prepare_to_save(call["sharded_state_dict"], call.get("content_metadata"))
-        shards = prepared.facts = ShardFacts(versions.nested_values(prepared.sharded))
+        shards = prepared.facts = ShardFacts(nested_values(prepared.sharded))
         if validates:
             preprocess = call["preprocess_common_before_consistancy_check"]
             prepared.digests = common_state.leaf_digests(preprocess(common) if preprocess else common)
         if versions.common_state_is_a_sharded_object():
             replica_id = 0 if channel.is_coordinator else 1 + channel.rank
-            common_object = versions.ShardedObject(versions.COMMON_STATE_KEY, common, (1,), (0,), replica_id)
+            common_object = ShardedObject(versions.COMMON_STATE_KEY, common, (1,), (0,), replica_id)
             prepared.sharded[versions.COMMON_STATE_KEY] = common_object
             prepared.facts = shards.plus(common_object)
         elif channel.is_coordinator:

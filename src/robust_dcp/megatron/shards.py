@@ -20,19 +20,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.items import Form, ItemKind, ItemStructure, Replica
-from robust_dcp.megatron.versions import (
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    is_main_replica,
-    nested_values,
-    to_dcp_values,
-)
+from robust_dcp.megatron.versions import to_dcp_values
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.state_dict import DescribedItems, describe_items
 from robust_dcp.storage.records.kinds import NotData

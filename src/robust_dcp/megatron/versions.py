@@ -19,41 +19,14 @@ import torch
 from megatron.core.dist_checkpointing import core, serialization, state_dict_utils, validation
 from megatron.core.dist_checkpointing import utils as dist_checkpointing_utils
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    apply_factory_merges,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.disk import Disk
-
-__all__ = [
-    "COMMON_STATE_KEY",
-    "AsyncRequest",
-    "CheckpointingException",
-    "MCoreLoadPlanner",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedTensor",
-    "TorchDistLoadShardedStrategy",
-    "TorchDistSaveShardedStrategy",
-    "apply_factory_merges",
-    "is_main_replica",
-    "merge",
-    "nested_values",
-]
-"""What other modules import from here though it is Megatron's. All other names of this module are its own."""
 
 _MAX_CONFIG_NBYTES = 1 << 20
 
