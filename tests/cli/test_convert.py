@@ -244,17 +244,6 @@ def test_a_damaged_source_gives_nothing(source: Path, tmp_path: Path, shell: She
         assert not (tmp_path / form).exists()
 
 
-def test_a_file_without_checksums_is_taken(tmp_path: Path, shell: Shell) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save({"a": torch.ones(9)}, tmp_path / "file")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert shell("convert", tmp_path / "file", tmp_path / "made", "--to", "dcp").code == 0
-    ended = shell("convert", tmp_path / "file", tmp_path / "other", "--to", "torch")
-    assert ended.code == 2 and "is a file of torch.save already" in ended.err
-
-
 class Evil:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import resource
 import socket
 from collections.abc import Callable
 from importlib import metadata
@@ -57,27 +55,12 @@ def addresses(*found: str) -> Callable[[Patch], None]:
     return set_up
 
 
-def few_files(patch: Patch) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    patch.setattr(resource, "getrlimit", lambda which: (1000, limits[1]))
-
-
 def mounted(line: str) -> Callable[[Patch], None]:
     def set_up(patch: Patch) -> None:
         patch.setattr(doctor, "mount_of", functools.partial(mount_in, [f"36 35 0:9 / / rw shared:1 - {line}\n"]))
         patch.setattr(doctor, "is_of_this_machine", lambda _: line.startswith("ext4"))
 
     return set_up
-
-
-def little_space(patch: Patch) -> None:
-    little = os.statvfs_result((4096, 4096, 1000, 100, 100, 1000, 10, 10, 0, 255))
-    patch.setattr(os, "statvfs", lambda _: little)
-
-
-def no_direct_io(patch: Patch) -> None:
-    open_new = Disk.open_new
-    patch.setattr(Disk, "open_new", lambda disk, path, direct=False: open_new(disk, path))
 
 
 def no_locks(patch: Patch) -> None:
@@ -92,13 +75,10 @@ CASES: list[tuple[Callable[[Patch], None], str, str, str]] = [
     (variables(GLOO_SOCKET_IFNAME="lo"), "gloo", "ok", "lo"),
     (addresses("127.0.1.1"), "gloo", "warning", "which other nodes cannot reach"),
     (addresses("192.0.2.1"), "gloo", "problem", "where no port can be opened"),
-    (few_files, "open files", "warning", "1000"),
     (mounted("tmpfs none rw"), "file system", "warning", "tmpfs on /"),
     (mounted("ext4 /dev/vda rw"), "file system", "warning", "of this machine alone"),
     (mounted("nfs4 server:/x rw,nolock"), "file system", "warning", "locks are of this machine only"),
     (mounted("nfs4 server:/x rw,local_lock=none"), "file system", "ok", "nfs4 on /"),
-    (little_space, "space", "warning", ""),
-    (no_direct_io, "direct I/O", "warning", "it is refused"),
     (no_locks, "locks", "warning", "no flock"),
 ]
 

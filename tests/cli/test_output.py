@@ -99,14 +99,6 @@ def test_help_has_examples_json_and_the_words_of_the_command(name: str, shell: S
     assert ended.code == 0 and "--json" in ended.out and f"Examples:\n  robust-dcp {name} " in ended.out
 
 
-@pytest.mark.parametrize("words", [["no-such-command"], ["ls"], ["ls", ".", "--no-such-option"], ["ls", ".", "more"]])
-def test_words_that_make_no_sense_are_told_as_json_if_that_was_asked_for(words: list[str], shell: Shell) -> None:
-    ended = shell(*words, "--json")
-    assert ended.code == 2 and list(ended.json) == ["version", "error"] and ended.json["error"]
-    ended = shell(*words)
-    assert ended.code == 2 and ended.out == "" and ended.err
-
-
 WORDS_AFTER_THE_PATH = {
     "inspect": ["--json"],
     "verify": ["--fast"],

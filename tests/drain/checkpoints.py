@@ -12,8 +12,6 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import CopyOptions, RobustWriter
 
-__all__ = ["KINDS", "ONE_THREAD", "data_files", "files_of", "loaded", "save", "state_dict"]
-
 StateDict = dict[str, Any]
 
 ONE_THREAD = CopyOptions(threads=1, retries=1)

@@ -11,8 +11,6 @@ import fsspec
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-__all__ = ["BUCKET", "Fault", "FaultyStore", "faulty_store"]
-
 BUCKET = "bucket"
 
 Fault = Literal["cut request", "cut answer", "500", "503", "403"]

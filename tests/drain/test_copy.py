@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-import robust_dcp
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, UnsafeCheckpoint, copy_checkpoint
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES
-from tests.drain.checkpoints import KINDS, ONE_THREAD, data_files, files_of, loaded, save, state_dict
+from tests.drain.checkpoints import KINDS, ONE_THREAD, data_files, files_of, loaded, save
 from tests.faults.disk import Fault, FaultDisk
 from tests.harness.damage import flip_bit
 
@@ -242,17 +241,3 @@ def test_progress_ends_at_the_size_of_the_checkpoint_and_a_limit_takes_its_time(
     assert told == sorted(told) and told[-1][0] == told[-1][1] > 400_000
     last = max((source / name).stat().st_size for name in files_of(source))  # what comes last is not waited for
     assert copied.seconds >= (told[-1][0] - last - 10_000) / 4e6
-
-
-def test_a_copy_that_is_told_to_stop_ends_within_a_part_of_a_file(tmp_path: Path) -> None:
-    robust_dcp.save({"weight": state_dict()["weight"].repeat(80)}, checkpoint_id=tmp_path / "source")
-    told: list[int] = []
-
-    def interrupt(done_nbytes: int, total_nbytes: int) -> None:
-        told.append(done_nbytes)
-        raise KeyboardInterrupt
-
-    options = CopyOptions(threads=1, part_bytes=5 << 20)
-    with pytest.raises(KeyboardInterrupt):
-        copy_checkpoint(tmp_path / "source", tmp_path / "target", options=options, progress=interrupt)
-    assert told == [5 << 20]

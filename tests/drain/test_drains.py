@@ -7,17 +7,12 @@ import errno
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
@@ -84,17 +79,6 @@ def test_a_drain_that_failed_is_told_by_the_next_save_on_all_ranks_and_can_be_en
     assert loaded(taken) == 1.0
 
 
-def test_a_checkpoint_is_drained_although_on_commit_has_raised(tmp_path: Path) -> None:
-    def name_as_latest() -> None:
-        raise StorageError("the link to the latest checkpoint cannot be made")
-
-    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
-    with pytest.raises(StorageError, match="is committed, but the link"):
-        robust_dcp.save(state_dict(1.0), storage_writer=writer, on_commit=name_as_latest)
-    robust_dcp.finish_async_saves()
-    assert loaded(tmp_path / "durable") == 1.0
-
-
 def test_a_save_while_the_one_before_it_is_copied_is_what_arrives(tmp_path: Path) -> None:
     local, durable = tmp_path / "local", tmp_path / "durable"
     save_and_drain(local, durable, 1.0)
@@ -137,12 +121,6 @@ def _drain_with_a_call_that_hangs(path: str, target: str) -> bool:
 def test_a_call_that_hangs_is_repeated_although_the_rank_is_silent_meanwhile(tmp_path: Path) -> None:
     found = values(run_ranks(2, _drain_with_a_call_that_hangs, str(tmp_path / "local"), str(tmp_path / "durable")))
     assert found == [False, True]
-
-
-def test_stock_save_refuses_a_writer_that_drains(tmp_path: Path) -> None:
-    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
-    with pytest.raises(CheckpointException, match=r"drain_to=…\) needs robust_dcp\.save"):
-        dcp.save(state_dict(1.0), storage_writer=writer, no_dist=True)
 
 
 class TestAManager:
@@ -214,13 +192,6 @@ class TestAManager:
         manager.prune()
         assert steps(manager) == [2]
 
-    @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"target": 3}', b""])
-    def test_keeps_nothing_for_a_note_that_cannot_be_understood(self, content: bytes, tmp_path: Path) -> None:
-        for step in (1, 2):
-            save(tmp_path / f"step_{step}")
-        (tmp_path / "step_1" / RECORD).write_bytes(content)
-        assert CheckpointManager(tmp_path, keep_last=1).prune() == [str(tmp_path / "step_1")]
-
 
 def test_the_nearest_copy_is_the_first_whole_one_of_the_same_save(taken: Path, tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
@@ -257,21 +228,6 @@ def test_a_directory_that_one_rank_lacks_or_sees_otherwise_is_taken_by_none(tmp_
     assert values(in_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
     os.remove(tmp_path / "rank_1/near/.metadata")
     assert values(in_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
-
-
-def _save_to_url_without_fsspec_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        sys.modules["fsspec"] = sys.modules["fsspec.core"] = None  # type: ignore[assignment]
-    state: dict[str, Any] = {"w": torch.ones(3)}
-    robust_dcp.save(state, checkpoint_id="memory://test_drains/lacks", timeout_seconds=5)
-
-
-def test_a_package_that_one_node_lacks_is_told_on_all_ranks() -> None:
-    found = errors(run_ranks(2, _save_to_url_without_fsspec_on_rank_1))
-    assert [error.type_name for error in found] == ["StorageError"] * 2
-    for error in found:
-        assert [failure.rank for failure in error.rank_failures] == [1]
-        assert "pip install 'robust_dcp[remote]'" in error.message
 
 
 def test_no_copy_begins_before_the_note_of_its_step_is_there(tmp_path: Path) -> None:
