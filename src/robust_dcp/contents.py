@@ -75,7 +75,6 @@ class Item:
 
     Attributes:
         name: its FQN.
-        path: its keys in the nested state dict; empty where the checkpoint does not say them.
         dtype: for example ``"bfloat16"``; ``None`` for an object.
         itemsize: bytes of an element of the tensor.
         shape: of the whole tensor; empty for an object.
@@ -83,7 +82,6 @@ class Item:
     """
 
     name: str
-    path: tuple[str | int, ...]
     dtype: str | None
     itemsize: int
     shape: tuple[int, ...]
@@ -236,18 +234,15 @@ def _items(metadata: Metadata) -> Iterator[Item]:
         )
         for index, info in (metadata.storage_data or {}).items()
     }
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     for name, entry in metadata.state_dict_metadata.items():
-        keys = paths.get(name)
-        path = keys if isinstance(keys, tuple) and all(isinstance(key, (str, int)) for key in keys) else ()
         whole = places.get((name, None), ())
         if isinstance(entry, TensorStorageMetadata):
             dtype = entry.properties.dtype
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
             chunks = tuple(Chunk(*box, *places.get((name, box[0]), whole)) for box in boxes)
-            yield Item(name, path, str(dtype).removeprefix("torch."), dtype.itemsize, tuple(entry.size), chunks)
+            yield Item(name, str(dtype).removeprefix("torch."), dtype.itemsize, tuple(entry.size), chunks)
         else:
-            yield Item(name, path, None, 1, (), (Chunk((), (), *whole),))
+            yield Item(name, None, 1, (), (Chunk((), (), *whole),))
 
 
 def is_plain(tensor: torch.Tensor | TensorProperties) -> bool:

@@ -76,8 +76,7 @@ class _Branch:
 def _show_tree(items: Sequence[Item], depth: int) -> None:
     root = _Branch()
     for item in items:
-        # A key of the nested dict may be an FQN itself: {"model": {"layers.0.weight": …}}.
-        parts = [part for key in item.path or (item.name,) for part in str(key).split(".")]
+        parts = item.name.split(".")
         branch = root
         for part in parts[:-1]:
             branch = branch.branches.setdefault(part, _Branch())

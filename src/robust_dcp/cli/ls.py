@@ -20,7 +20,7 @@ from typing import Any, Final
 from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import Output, age, number, size
-from robust_dcp.manager.series import Checkpoint, Series, parse_name, series_in
+from robust_dcp.manager.series import Checkpoint, parse_name, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
@@ -41,28 +41,20 @@ def run(options: Namespace) -> None:
     check_directory(root)
     now_seconds = time.time()
     removals = [name for name in disk.list_directory(root) if name.startswith(REMOVING_PREFIX)]
-    others = [_other(os.path.join(root, each), "being removed") for each in removals]
+    others = [_row(os.path.join(root, each), "being removed") for each in removals]
     checkpoints: list[Checkpoint] = []
     latest: list[Checkpoint | None] = []
     for series in series_in(disk, root):
-        committed = series.look()
-        paths = {each.path for each in committed}
-        uncommitted = sorted(path for path in series.directories() if path not in paths)
-        by_ranks = [each for path in uncommitted if (each := _saved_by_each_rank(disk, series, path))]
-        paths |= {each.path for each in by_ranks}
-        committed = sorted([*committed, *by_ranks])
+        committed = series.look(by_ranks=True)
         checkpoints += committed
         latest.append(series.latest_of(committed))
-        others += [_other(path, state_of(disk, path, now_seconds)) for path in uncommitted if path not in paths]
+        uncommitted = sorted(set(series.directories()) - {each.path for each in committed})
+        others += [_row(path, state_of(disk, path, now_seconds)) for path in uncommitted]
 
     def row(checkpoint: Checkpoint) -> dict[str, Any]:
         return {
-            "step": checkpoint.step,
-            "name": checkpoint.name,
-            "path": checkpoint.path,
-            "nbytes": sum(_sizes_in(checkpoint.path)),
+            **_row(checkpoint.path, state_of(disk, checkpoint.path, now_seconds)),
             "saved_seconds": checkpoint.saved_seconds,
-            "state": state_of(disk, checkpoint.path, now_seconds),
             "is_latest": checkpoint in latest,
             "metrics": dict(checkpoint.metrics),
         }
@@ -88,15 +80,7 @@ def run(options: Namespace) -> None:
     Output.table(("step", "name", "size", "age", "state", *metrics), shown, right=("step", "size", *metrics))
 
 
-def _saved_by_each_rank(disk: Disk, series: Series, path: str) -> Checkpoint | None:
-    """A checkpoint that DCP has saved with ``use_collectives=False``: each rank has left a file of its own."""
-    metadata = os.path.join(path, metadata_name(0))
-    if not disk.exists(metadata):
-        return None
-    return Checkpoint(series.step_of(os.path.basename(path)) or 0, path, disk.modified_seconds(metadata))
-
-
-def _other(path: str, state: str) -> dict[str, Any]:
+def _row(path: str, state: str) -> dict[str, Any]:
     name = os.path.basename(path).removeprefix(REMOVING_PREFIX)
     step = (parse_name(name) or ("", None))[1]
     return {"step": step, "name": name, "path": path, "nbytes": sum(_sizes_in(path)), "state": state}

@@ -53,7 +53,7 @@ from robust_dcp.storage.committing.saving_file import (
     saving_files_in,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 
@@ -254,11 +254,12 @@ class Series:
         names = [name for name in self.disk.list_directory(self.root) if self.step_of(name) is not None]
         return [path for path in (os.path.join(self.root, name) for name in names) if os.path.isdir(path)]
 
-    def look(self, *, skips_unknown: bool = True) -> list[Checkpoint]:
+    def look(self, *, skips_unknown: bool = True, by_ranks: bool = False) -> list[Checkpoint]:
         """The committed checkpoints, by step, without those that vanish meanwhile.
 
         Args:
             skips_unknown: leave out directories that cannot be looked into, too.
+            by_ranks: with those that DCP has saved with ``use_collectives=False``, where each rank leaves a file.
 
         Raises:
             StorageError: the root cannot be looked at, or a directory of a step, which may hold a checkpoint.
@@ -267,6 +268,8 @@ class Series:
         for path in self.directories():
             metadata = os.path.join(path, METADATA_NAME)
             try:
+                if by_ranks and not self.disk.exists(metadata):
+                    metadata = os.path.join(path, metadata_name(0))
                 if not self.disk.exists(metadata):  # not by an error, because our errors need torch
                     continue
                 saved_seconds = self.disk.modified_seconds(metadata)
@@ -285,11 +288,7 @@ class Series:
         try:
             data = self.disk.read_file(path, _MOST_RECORD_NBYTES) if self.disk.exists(path) else None
             return Checkpoint(0) if data is None else msgspec.json.decode(data, type=Checkpoint)
-        except (
-            errors.CorruptCheckpoint,
-            msgspec.DecodeError,
-            UnicodeDecodeError,
-        ):  # it imports torch
+        except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):  # it imports torch
             return Checkpoint(0)
 
     def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:

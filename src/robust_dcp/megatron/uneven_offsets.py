@@ -51,7 +51,7 @@ def solve(columns: Sequence[ShardColumns | None], ranks: Sequence[int]) -> list[
         for (index, nth, _), place, rows in zip(held, table.places, table.rows, strict=True):
             offsets[index][nth] = by_place[place][rows].astype("<i8").tobytes()
     if wrong:
-        raise _conflict(wrong, columns, ranks)
+        raise _conflict(wrong)
     return [PlacedOffsets(each) for each in offsets]
 
 
@@ -192,16 +192,9 @@ def _refuse_overlap(covered: Bool, offsets: Int64, sizes: Int64, cut_axes: Seque
         covered[group[clash[0]] // n_replicas] = False
 
 
-def _conflict(
-    wrong: Sequence[tuple[_Table, int]], columns: Sequence[ShardColumns | None], ranks: Sequence[int]
-) -> PlanConflict:
+def _conflict(wrong: Sequence[tuple[_Table, int]]) -> PlanConflict:
     keys = [table.keys[row] for table, row in wrong]
-    spreads: dict[tuple[str, int], Spread] = {}
-    for rank, each in zip(ranks, columns, strict=True):
-        for spread_columns in each.spreads if each is not None else ():
-            for key in set(keys).intersection(spread_columns.keys):
-                spreads.setdefault((key, rank), spread_columns.spread)
-    lines = [_told(table, row, spreads, set(ranks)) for table, row in wrong[:_SHOWN]]
+    lines = [_told(table, row) for table, row in wrong[:_SHOWN]]
     if len(wrong) > _SHOWN:
         lines.append(f"and {len(wrong) - _SHOWN} more keys, among them {keys[_SHOWN:][:_SHOWN]}")
     return PlanConflict(
@@ -214,13 +207,8 @@ def _conflict(
     )
 
 
-def _told(table: _Table, row: int, spreads: dict[tuple[str, int], Spread], came: set[int]) -> str:
-    """Say of one tensor which parts its ranks hold, and how the other ranks of the mesh hold it, if they do.
-
-    Args:
-        spreads: how each rank holds each key.
-        came: the ranks of the group.
-    """
+def _told(table: _Table, row: int) -> str:
+    """Say of one tensor which parts its ranks hold, and which ranks of the mesh do not hold it so."""
     key, spread = table.keys[row], table.spread
     places = np.flatnonzero(table.present[..., row])
     sizes = table.sizes[..., row, :].reshape(-1, spread.ndim)
@@ -234,13 +222,4 @@ def _told(table: _Table, row: int, spreads: dict[tuple[str, int], Spread], came:
         what = f"has global shape {shape}, which these local shapes do not make up: {parts}"
     text = f"{key!r} (ranks {list(spread.mesh_ranks)[: _SHOWN * 4]}) {what}"
     missing = sorted(set(spread.mesh_ranks) - set(table.ranks[places].tolist()))
-    lacking = [rank for rank in missing if (key, rank) not in spreads]
-    if lacking:
-        text += f"; ranks {lacking} do not hold this key"
-        absent = [rank for rank in lacking if rank not in came]
-        if absent:
-            text += f" (ranks {absent} are not in the group that saves)"
-    for rank in missing:
-        if (key, rank) in spreads:
-            text += f"; rank {rank} holds it with {spreads[key, rank]}, and the others with {spread}"
-    return text
+    return text + (f"; ranks {missing} do not hold this key with {spread}" if missing else "")
