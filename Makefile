@@ -165,8 +165,7 @@ bench: $(INSTALLED)
 
 torture: $(INSTALLED)
 	@set -e; for name in $(CAMPAIGNS); do echo "== $$name"; $(BIN)/python -W ignore -m torture.$$name --seed $(SEED); done
-	LONG_TESTS=1 $(BIN)/python -m pytest --timeout 0 tests/promises/test_kills.py tests/promises/test_refusals.py \
-	  tests/promises/test_power_cuts.py
+	LONG_TESTS=1 $(BIN)/python -m pytest --timeout 0 tests/promises/test_kills.py tests/promises/test_refusals.py
 
 gpu:
 	GPU_PYTHON=$(GPU_PYTHON) scripts/gpu.sh

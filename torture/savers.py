@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter
 from tests.faults.disk import CHANGES, Call, FaultDisk
-from tests.harness.ranks import RanksOverran, in_ranks
+from tests.harness.ranks import RanksOverran, run_ranks
 from tests.support.waiting import wait_until
 from torture.generations import is_stopped
 from torture.trials import Result, Trial, main
@@ -74,10 +74,10 @@ def _run(made: Round) -> Result:
             robust_dcp.save(_state(0), checkpoint_id=path, no_dist=True)
             told[0] = "saved"
         try:
-            told |= {outcome.rank + 1: outcome.value for outcome in in_ranks(2, _be_job, made, path)}
+            told |= {outcome.rank + 1: outcome.value for outcome in run_ranks(2, _be_job, made, path)}
         except RanksOverran as error:
             return Result([f"unexpected: they did not end: {error!s:.3000}"])
-        (loaded,) = in_ranks(1, _load, path)
+        (loaded,) = run_ranks(1, _load, path)
         return Result(_complaints(told, loaded.value))
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from tests.cli.checkpoints import make_all
 from tests.cli.commands import Shell, shell
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 @pytest.fixture(scope="session")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
-    values(in_ranks(1, make_all, str(root)))
+    values(run_ranks(1, make_all, str(root)))
     return root
 
 

@@ -27,7 +27,7 @@ from robust_dcp.storage.pieces import Piece, PieceReader
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 from tests.harness.fingerprints import differences
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.support.torch_versions import needs_consolidation
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -139,7 +139,7 @@ def save_shards(path: str) -> dict[str, torch.Tensor]:
 
 
 def test_what_ranks_hold_in_shards_becomes_whole_tensors(tmp_path: Path) -> None:
-    expected, *_ = values(in_ranks(4, save_shards, str(tmp_path)))
+    expected, *_ = values(run_ranks(4, save_shards, str(tmp_path)))
     for layout in LAYOUTS:
         model = tmp_path / f"model {layout.name}"
         convert(tmp_path / layout.name, model, form="safetensors", buffer_nbytes=1 << 15)
@@ -150,7 +150,7 @@ def test_what_ranks_hold_in_shards_becomes_whole_tensors(tmp_path: Path) -> None
 def test_stock_s_own_tool_consolidates_our_shards(tmp_path: Path) -> None:
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-    expected, *_ = values(in_ranks(2, save_shards, str(tmp_path)))
+    expected, *_ = values(run_ranks(2, save_shards, str(tmp_path)))
     (tmp_path / "model").mkdir()
     names = dict.fromkeys(expected, 1)
     consolidate_safetensors_files(str(tmp_path / "safetensors"), str(tmp_path / "model"), fqn_to_index_mapping=names)

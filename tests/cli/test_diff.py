@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import robust_dcp
 from tests.cli.commands import Shell
 from tests.cli.commands import shell as run_command
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 def state() -> dict[str, Any]:
@@ -77,8 +77,8 @@ def save_sharded(path: str, by_rows: bool) -> None:
 
 
 def test_tensors_that_are_sharded_otherwise_are_compared(tmp_path: Path) -> None:
-    values(in_ranks(3, save_sharded, str(tmp_path / "rows"), True))
-    values(in_ranks(2, save_sharded, str(tmp_path / "columns"), False))
+    values(run_ranks(3, save_sharded, str(tmp_path / "rows"), True))
+    values(run_ranks(2, save_sharded, str(tmp_path / "columns"), False))
     assert diff(tmp_path / "rows", tmp_path / "columns", "--values")[0] == 0
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import robust_dcp
 from tests.cli.commands import Shell
 from tests.harness.names import data_file, unmarked
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 FILES = {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp"}
 """The tensors of each rank, and the object of rank 0."""
@@ -38,7 +38,7 @@ def save_on_two_ranks(path: str) -> None:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("inspected") / "step_7"
-    values(in_ranks(2, save_on_two_ranks, str(path)))
+    values(run_ranks(2, save_on_two_ranks, str(path)))
     return path
 
 

@@ -10,7 +10,8 @@ import pytest
 from robust_dcp.comm import Channel, Offer, Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
 from tests.comm.messages import Note
-from tests.harness.ranks import RankError, errors, run_ranks, values
+from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.verdicts import Verdict
 
 
 def _fail_on(ranks: list[int], verb: str) -> None:
@@ -36,7 +37,7 @@ def _fail_on(ranks: list[int], verb: str) -> None:
     raise caught.value
 
 
-def _the_one_error(caught: list[RankError]) -> RankError:
+def _the_one_error(caught: list[Verdict]) -> Verdict:
     assert len({(error.type_name, error.message, error.rank_failures) for error in caught}) == 1
     return caught[0]
 
@@ -67,8 +68,8 @@ def test_one_of_our_exceptions_keeps_class_and_fields_on_every_rank() -> None:
     error = _the_one_error(errors(run_ranks(3, _fail_with_own_classes)))
     assert error.type_name == "StorageError"
     assert error.is_a(OSError)
+    assert error.message == "no space left on /ckpt/__1_0.distcp"
     assert error.fields == {
-        "message": "no space left on /ckpt/__1_0.distcp",
         "path": "/ckpt",
         "errno": 28,
         "operation": "write",

@@ -20,7 +20,8 @@ import robust_dcp
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError
 from tests.comm.messages import Note
-from tests.harness.ranks import RankError, errors, run_ranks, values
+from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.verdicts import Verdict
 
 
 class OfPython(dist.Store):
@@ -106,7 +107,7 @@ def test_after_an_error_the_others_name_the_rank_at_fault_though_the_host_of_the
         failed_ranks_stay_seconds=0,
     )
     assert "rank 0 raised [2]" in outcomes[0].output
-    found: list[RankError] = errors(outcomes, [1, 3, 4])
+    found: list[Verdict] = errors(outcomes, [1, 3, 4])
     assert [error.fields["missing_ranks"] for error in found] == [[2]] * 3
 
 

@@ -18,7 +18,7 @@ import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
 from tests.drain.checkpoints import data_files, files_of, loaded, save, state_dict
 from tests.faults.disk import Call, FaultDisk
-from tests.harness.ranks import errors, in_ranks, run_ranks, values
+from tests.harness.ranks import errors, run_ranks, values
 
 RECORD = ".robust_dcp.drain.json"
 
@@ -222,12 +222,12 @@ def test_a_directory_that_one_rank_lacks_or_sees_otherwise_is_taken_by_none(tmp_
     save(tmp_path / "far")
     for rank in range(2):
         copy_checkpoint(tmp_path / "far", tmp_path / f"rank_{rank}/near")
-    assert values(in_ranks(2, _nearest, str(tmp_path))) == ["near"] * 2
+    assert values(run_ranks(2, _nearest, str(tmp_path))) == ["near"] * 2
     shutil.rmtree(tmp_path / "rank_1/near")
     save(tmp_path / "rank_1/near")
-    assert values(in_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
+    assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
     os.remove(tmp_path / "rank_1/near/.metadata")
-    assert values(in_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
+    assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
 
 
 def test_no_copy_begins_before_the_note_of_its_step_is_there(tmp_path: Path) -> None:

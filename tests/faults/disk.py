@@ -39,10 +39,7 @@ __all__ = [
     "Fault",
     "FaultDisk",
     "Full",
-    "chosen",
-    "count_calls",
     "each_call",
-    "each_kill",
     "kill",
     "short",
 ]
@@ -235,103 +232,66 @@ class _Rule:
 # --- the loop over n-th calls -----------------------------------------------------------------------------------------
 
 
-def count_calls(
-    scenario: Callable[[], object], directory: str | os.PathLike[str], counted: Collection[str] = CHANGES
-) -> int:
-    """How many calls a clean run makes."""
-    with FaultDisk(directory, counted=counted) as disk:
-        scenario()
-    return disk.n_counted
-
-
-def chosen(n_calls: int, every: int = 1, seed: int | None = None) -> list[int]:
-    """The numbers of the calls to try: each ``every``-th one, from a place that ``seed`` draws and prints.
-
-    With ``LONG_TESTS=1`` in the environment all are tried.
-    """
-    if every == 1 or LONG_TESTS:
-        return list(range(n_calls))
-    seed = random.randrange(1 << 30) if seed is None else seed
-    print(f"every {every}-th of {n_calls} calls, seed {seed}")
-    return list(range(random.Random(seed).randrange(every), n_calls, every))
-
-
 def each_call(
-    scenario: Callable[[str], object],
+    act: Callable[[str], object],
     root: str | os.PathLike[str],
+    fault: Callable[[int], Fault] | None,
     *,
-    prepare: Callable[[str], object] = lambda directory: None,
-    fault: Callable[[int], Fault],
+    prepare: Callable[[str], object] = os.makedirs,
     counted: Collection[str] = CHANGES,
     every: int = 1,
-    seed: int | None = None,
-) -> Iterator[tuple[int, Call, str, BaseException | None]]:
-    """Run a scenario once for each call that it makes, with a fault at that call. First it is run without one.
+) -> Iterator[tuple[int, Call | None, str, BaseException | None]]:
+    """Act once for each call that it makes to files, with a fault at that call. First it is done without one.
 
     Args:
-        scenario: is given a directory of its own below ``root``.
+        act: is given a directory of its own below ``root``.
+        fault: what happens at the call of a number; ``None``: it is done in a forked process that is killed there.
         prepare: makes what is there before, without faults.
-        fault: what happens at the call of a number.
         counted: which operations count.
-        every: try each so many-th call only.
-        seed: draws which; printed.
+        every: try each so many-th call only, from a place that is drawn and printed; all with ``LONG_TESTS=1``.
 
     Yields:
-        the number of the call, the call, the directory as it was left, and what the scenario raised.
+        the number of the call, the call, the directory as it was left, and what was raised.
     """
-    root = os.fspath(root)
     clean = os.path.join(root, "clean")
     prepare(clean)
-    n_calls = count_calls(lambda: scenario(clean), clean, counted)
-    assert n_calls > 0, "the scenario makes no call that counts"
-    for number in chosen(n_calls, every, seed):
+    with FaultDisk(clean, counted=counted) as disk:
+        act(clean)
+    assert disk.n_counted > 0, "it makes no call that counts"
+    begin = random.randrange(1 if LONG_TESTS else every)
+    print(f"every {every}-th of {disk.n_counted} calls, from {begin}")
+    for number in range(begin, disk.n_counted, 1 if LONG_TESTS else every):
         directory = os.path.join(root, f"call-{number}")
         prepare(directory)
+        if fault is None:
+            if _is_killed(act, directory, counted, number):
+                yield number, None, directory, None
+            continue
         raised: BaseException | None = None
-        with FaultDisk(directory, counted=counted, at=(number, fault(number))) as disk:
+        with FaultDisk(directory, counted=counted, at=(number, fault(number))) as disk_that_fails:
             try:
-                scenario(directory)
+                act(directory)
             except BaseException as error:  # the CheckpointException of torch is no Exception
                 raised = error
-        if disk.struck:  # threads may make a call less
-            at = [call for call in disk.calls if call.operation in counted][number]
+        if disk_that_fails.struck:  # threads may make a call less
+            at = [call for call in disk_that_fails.calls if call.operation in counted][number]
             yield number, at, directory, raised
 
 
-def each_kill(
-    act: Callable[[str], object],
-    root: str | os.PathLike[str],
-    *,
-    prepare: Callable[[str], object],
-    counted: Collection[str] = CHANGES,
-    every: int = 1,
-    seed: int | None = None,
-) -> Iterator[tuple[int, str]]:
-    """Kill a process that acts before each call that counts. Call it in a process of one thread: it forks.
-
-    Yields:
-        the number of the call, and the directory as it was left.
-    """
-    root = os.fspath(root)
-    clean = os.path.join(root, "clean")
-    prepare(clean)
-    n_calls = count_calls(lambda: act(clean), clean, counted)
-    for number in chosen(n_calls, every, seed):
-        directory = os.path.join(root, f"call-{number}")
-        prepare(directory)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                with FaultDisk(directory, counted=counted, at=(number, kill)):
-                    act(directory)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code in (0, -signal.SIGKILL), f"call {number}: ended with {code}"
-        if code:  # threads may make a call less
-            yield number, directory
+def _is_killed(act: Callable[[str], object], directory: str, counted: Collection[str], number: int) -> bool:
+    """Act in a process that is forked, so this one may have no other thread. Whether it got to the call."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with FaultDisk(directory, counted=counted, at=(number, kill)):
+                act(directory)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL), f"call {number}: ended with {code}"
+    return code != 0
 
 
 # --- functions in place of those of os --------------------------------------------------------------------------------

@@ -18,25 +18,10 @@ def data_files(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def flip_bit(path: str | os.PathLike[str], offset: int, bit: int = 0) -> None:
-    """Flip one bit of a file, as a disk or a network may. A second call undoes it.
-
-    Args:
-        path: the file.
-        offset: the number of the byte. A negative number counts from the end.
-        bit: the number of the bit in that byte, 0 to 7.
-
-    Raises:
-        ValueError: the file has no such byte, or a byte has no such bit.
-    """
-    with open(path, "r+b") as file:
-        nbytes = file.seek(0, os.SEEK_END)
-        place = offset if offset >= 0 else nbytes + offset
-        if not 0 <= place < nbytes or not 0 <= bit < 8:
-            raise ValueError(f"{os.fspath(path)} has {nbytes} bytes of 8 bits: there is no bit {bit} of byte {offset}")
-        file.seek(place)
-        (value,) = file.read(1)
-        file.seek(place)
-        file.write(bytes([value ^ (1 << bit)]))
+    """Flip one bit of a file. A second call undoes it. A negative offset counts from the end."""
+    data = bytearray(Path(path).read_bytes())
+    data[offset] ^= 1 << bit
+    Path(path).write_bytes(data)
 
 
 def cut_short(path: str | os.PathLike[str], nbytes: int) -> None:

@@ -7,15 +7,19 @@ from itself, and 0.0 equals -0.0.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-__all__ = ["differences", "fingerprint", "raw_bytes"]
+import robust_dcp
+
+__all__ = ["blank", "differences", "fingerprint", "raw_bytes", "wrongly_loaded"]
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -55,6 +59,23 @@ def differences(expected: Any, found: Any) -> list[str]:
         for key in sorted({*left, *right})
         if left.get(key) != right.get(key)
     ]
+
+
+def blank(value: Any) -> Any:
+    """The same structure with other contents: what is saved as ``value`` can be loaded into it."""
+    if isinstance(value, dict):
+        return {key: blank(each) for key, each in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else f"not {value}"
+
+
+def wrongly_loaded(expected: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> list[str]:
+    """What robust_dcp's or stock's load finds otherwise in a checkpoint than it is expected, in words."""
+    found: list[str] = []
+    for load in (robust_dcp.load, dcp.load):
+        target = blank(expected)
+        load(target, checkpoint_id=os.fspath(path), **options)
+        found += differences(expected, target)
+    return found
 
 
 def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,23 +1,13 @@
 """Ranks on pretended machines: with directories of their own under the same path, and with networks of their own.
 
 A rank that calls :func:`become_node` gets a mount namespace of its own, in which another directory lies over a path,
-and a host name. Linux only; it needs the right to make namespaces, which root has, and others where the kernel allows
-user namespaces.
+and a host name. That takes root, or a kernel that allows user namespaces.
 
-    def save_on_two_nodes(path: str, nodes: str) -> None:
-        node = int(os.environ["RANK"]) // 2
-        become_node(f"node{node}", path, f"{nodes}/{node}")      # before any thread is started
-        dist.init_process_group("gloo")
-
-    values(run_ranks(4, save_on_two_nodes, str(path), str(nodes), init=False))
-
-Hosts of a :class:`Cluster` are network namespaces, which takes root:
+Hosts of a :class:`Cluster` are network namespaces, which takes root. Each has ``lo``, ``eth0`` in a network that joins
+all hosts, and ``eth1`` in a network of its own. Its name stands for 127.0.1.1, as Debian's installer writes it.
 
     with Cluster(2) as cluster:
         run_program(script, directory, size=4, become_host=cluster.host_of(2), env=cluster.env())
-
-Each host has ``lo``, ``eth0`` in a network that joins all hosts, and ``eth1`` in a network of its own. Its name stands
-for 127.0.1.1, as Debian's installer writes it.
 """
 
 from __future__ import annotations
@@ -165,9 +155,9 @@ class Cluster:
             (self._hosts_file.parent / f"drive{host}").mkdir(exist_ok=True)
         return functools.partial(_become_host, self._name(""), ranks_per_host, str(self._hosts_file), drives)
 
-    def env(self, **more: str) -> dict[str, str]:
+    def env(self, **more: str | None) -> dict[str, str | None]:
         """What the ranks find in their environment."""
-        return {"MASTER_ADDR": self.address(0), "LOCAL_WORLD_SIZE": "1", **more}
+        return {"MASTER_ADDR": self.address(0), "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": None, **more}
 
     def plug(self, host: int, *, into_network: bool) -> None:
         """Plug the cable of a host in, or pull it out."""

@@ -1,8 +1,7 @@
-"""Real ranks for tests. :func:`run_ranks` starts processes, makes each a rank on gloo, and collects their outcomes.
+"""Real ranks for tests: starts, watches and ends processes, each a rank on gloo, and collects their outcomes.
 
-This module starts, watches and ends the processes. :mod:`tests.harness.rank_process` runs inside each of them. No
-process is left behind, and nobody waits longer than the timeout. If the timeout passes, the test fails with the stacks
-of all ranks.
+:mod:`tests.harness.rank_process` runs inside each of them. No process is left behind, and nobody waits longer than the
+timeout. If the timeout passes, the test fails with the stacks of all ranks.
 
     def save_something(path: str) -> int:              # top level of a test module: ranks import it by name
         ...
@@ -14,7 +13,6 @@ of all ranks.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -23,8 +21,10 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +36,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.harness.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, serve
+from tests.harness.rank_process import STACK_SIGNAL, RankTask, be_program, serve
+from tests.harness.verdicts import Verdict
 
-__all__ = ["Job", "Outcome", "RankError", "RanksOverran", "errors", "fork_server", "in_ranks", "run_ranks", "values"]
+__all__ = [
+    "Job",
+    "Outcome",
+    "RanksOverran",
+    "errors",
+    "run_alone",
+    "run_program",
+    "run_ranks",
+    "values",
+]
 
 _STACKS_WITHIN_SECONDS = 2.0
 _GONE_WITHIN_SECONDS = 10.0
-_BACK_WITHIN_SECONDS = 20.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -60,7 +69,7 @@ class Outcome:
 
     rank: int
     value: Any
-    error: RankError | None
+    error: Verdict | None
     exitcode: int
     output: str
 
@@ -79,72 +88,107 @@ class RanksOverran(AssertionError):
 
 
 def run_ranks(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout_seconds: float = 60,
-    init: bool = True,
-    group_timeout_seconds: float | None = None,
-    env: Mapping[str, str] | None = None,
-    failed_ranks_stay_seconds: float = 1.0,
+    world_size: int, function: Callable[..., Any], *args: Any, failed_ranks_stay_seconds: float = 1.0, **options: Any
 ) -> list[Outcome]:
     """Call ``function(*args)`` in ``world_size`` new processes, one for each rank, and return their outcomes in order.
 
-    The ranks have the environment and directory that the caller has now (``monkeypatch.setenv`` works), and the
-    variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...). As with
-    ``torchrun``, the rendezvous store is outside of the ranks, so it survives the end of any rank.
-
-    Args:
-        world_size: the number of ranks.
-        function: a function at the top level of an importable module. It is pickled together with ``args``.
-        args: the same for all ranks. The function finds its rank by ``dist.get_rank()`` or ``RANK``.
-        timeout_seconds: the limit for all of it. Loading torch into the server, once a session, does not count.
-        init: whether to call ``init_process_group("gloo")`` first. With ``False`` the function may do that itself.
-        group_timeout_seconds: the timeout of the default group; ``timeout_seconds`` if not given.
-        env: more environment variables, the same for all ranks.
-        failed_ranks_stay_seconds: how long a rank that raised keeps its process and its connections while others
-            still run. A rank that returned keeps them until all ranks have ended.
+    A process is forked in milliseconds from a server that has imported torch. The options are those of :class:`Job`.
+    The function is pickled together with ``args``, so it stands at the top level of a module. It finds its rank by
+    ``dist.get_rank()`` or ``RANK``.
 
     Raises:
         RanksOverran: some rank was still running after ``timeout_seconds``.
     """
-    job = Job(
-        world_size,
-        timeout_seconds=timeout_seconds,
-        init=init,
-        group_timeout_seconds=group_timeout_seconds,
-        env=env,
-        is_new=True,
-        failed_ranks_stay_seconds=failed_ranks_stay_seconds,
-    )
-    with job:
+    with Job(world_size, failed_ranks_stay_seconds=failed_ranks_stay_seconds, **options) as job:
         return job.outcomes(function, *args)
 
 
-def in_ranks(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout_seconds: float = 60,
-    env: Mapping[str, str] | None = None,
+_PROGRAM = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import robust_dcp
+
+rank, size, path = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+
+
+def state(value, n=1000):
+    return {"shared": torch.full((n,), float(value)), f"own{rank}": torch.full((n,), float(value + rank))}
+
+
+def store_of_rank_0():
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
+
+
+def stay_until_all_are_done(store):
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < size:
+        time.sleep(0.05)
+
+"""
+
+
+def run_program(
+    script: str,
+    directory: Path,
+    *,
+    size: int = 4,
+    env: Mapping[str, str | None] | None = None,
+    become_host: Callable[[int], object] | None = None,
+    in_new_interpreter: bool = False,
+    timeout_seconds: float = 120,
 ) -> list[Outcome]:
-    """As :func:`run_ranks`, in processes that have been other ranks before, and will be again.
+    """Run ``script`` on ``size`` ranks that end as Python does. It finds what is defined above.
 
-    Each call has a process group of its own. What a scenario saved, loaded and said before is forgotten. A process that
-    was killed, or that has other functions, threads, signal handlers, limits or children than before, is replaced.
+    Rank 0 has the store of the group, and takes it along when it ends.
+
+    Args:
+        become_host: is called first in each process, with its rank.
+        in_new_interpreter: takes seconds more, and a child that a rank forks may end as Python does, too.
     """
-    with Job(world_size, timeout_seconds=timeout_seconds, env=env) as job:
-        return job.outcomes(function, *args)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    source, arguments = _PROGRAM + textwrap.dedent(script), [str(directory / "checkpoint")]
+    return run_ranks(
+        size,
+        be_program,
+        source,
+        arguments,
+        become_host,
+        in_new_interpreter,
+        init=False,
+        env={"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": None, **(env or {})},
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def run_alone(source: str, *arguments: object, **environment: str) -> Outcome:
+    """Run a program that begins by ``import torch``. Of the variables of robust_dcp it has only those given."""
+    env = {**{name: None for name in os.environ if name.startswith("ROBUST_DCP")}, **environment}
+    words = [str(each) for each in arguments]
+    return run_ranks(1, be_program, textwrap.dedent(source), words, init=False, env=env, timeout_seconds=120)[0]
 
 
 class Job:
-    """Ranks that stay in one group, and run one function after the other. The arguments are those of `run_ranks`.
+    """Ranks that stay in one group and run one function after the other, in new processes.
 
     .. code-block:: python
 
         with Job(2) as job:
             assert job.run(save_something, path) == [0, 1]
             job.restart()
+
+    The ranks have the environment and directory that the caller has now (``monkeypatch.setenv`` works), and the
+    variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...). As with
+    ``torchrun``, the rendezvous store is outside of the ranks, so it survives the end of any rank.
+
+    Args:
+        timeout_seconds: the limit for one function. Loading torch into the server, once a session, does not count.
+        init: whether to call ``init_process_group("gloo")`` first. With ``False`` the function may do that itself.
+        group_timeout_seconds: the timeout of the default group; ``timeout_seconds`` if not given.
+        env: more environment variables, the same for all ranks. What is ``None`` they do not have.
+        failed_ranks_stay_seconds: how long a rank that raised keeps its process and its connections while others
+            still run. A rank that returned keeps them until all ranks have ended.
     """
 
     def __init__(
@@ -154,16 +198,13 @@ class Job:
         timeout_seconds: float = 60,
         init: bool = True,
         group_timeout_seconds: float | None = None,
-        env: Mapping[str, str] | None = None,
-        is_new: bool = False,
+        env: Mapping[str, str | None] | None = None,
         failed_ranks_stay_seconds: float = float("inf"),
     ) -> None:
-        self._n_ranks, self._timeout_seconds, self._is_new = n_ranks, timeout_seconds, is_new
+        self._timeout_seconds = timeout_seconds
         self._failed_ranks_stay_seconds = failed_ranks_stay_seconds
         group_seconds = timeout_seconds if group_timeout_seconds is None else group_timeout_seconds
-        self._make_tasks = functools.partial(
-            _tasks, n_ranks, timeout_seconds, group_seconds, init, env or {}, comes_back=not is_new
-        )
+        self._make_tasks = functools.partial(_tasks, n_ranks, timeout_seconds, group_seconds, init, env or {})
         self.restart()
 
     def restart(self) -> None:
@@ -171,8 +212,9 @@ class Job:
         self.end()
         self._stack = contextlib.ExitStack()
         self._tasks = self._stack.enter_context(self._make_tasks())
-        self._ranks = [_idle.pop() if _idle and not self._is_new else _Rank() for _ in self._tasks]
-        self._stack.callback(_end_all, self._ranks)
+        self._ranks = [_Rank() for _ in self._tasks]
+        for rank in self._ranks:
+            self._stack.callback(rank.end)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``function(*args)`` returned on each rank."""
@@ -208,27 +250,9 @@ class Job:
         self.end()
 
     def end(self) -> None:
-        """End the group. Processes that are as they were will be ranks again, others are killed."""
+        """Kill what still runs, and all that it has started."""
         if hasattr(self, "_stack"):
             self._stack.close()
-
-
-_idle: list[_Rank] = []
-
-
-@atexit.register
-def _end_the_idle() -> None:
-    while _idle:
-        _idle.pop().end()
-
-
-def _end_all(ranks: Sequence[_Rank]) -> None:
-    can_come_back = [rank for rank in ranks if rank.ask_back()]
-    for rank in ranks:
-        if rank in can_come_back and rank.has_come_back():
-            _idle.append(rank)
-        else:
-            rank.end()
 
 
 @contextlib.contextmanager
@@ -237,8 +261,7 @@ def _tasks(
     timeout_seconds: float,
     group_timeout_seconds: float,
     init: bool,
-    env: Mapping[str, str],
-    comes_back: bool,
+    env: Mapping[str, str | None],
 ) -> Iterator[list[RankTask]]:
     """What each rank is to do. Their outputs and the store of their group last as long as the block."""
     fork_server()
@@ -252,7 +275,6 @@ def _tasks(
                 output_path=os.path.join(directory, f"rank{rank}.txt"),
                 init=init,
                 group_timeout_seconds=group_timeout_seconds,
-                comes_back=comes_back,
             )
             for rank in range(world_size)
         ]
@@ -270,7 +292,7 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def errors(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> list[RankError]:
+def errors(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> list[Verdict]:
     """The exceptions that ended ``ranks`` (default: all), in that order.
 
     Raises:
@@ -286,7 +308,7 @@ class _Rank:
     """One process, and the connection over which it gets tasks and sends outcomes. It exits when that is closed."""
 
     task: RankTask
-    result: tuple[Any, RankError | None] | None = None
+    result: Verdict | None = None
 
     def __init__(self) -> None:
         context = fork_server()
@@ -320,31 +342,16 @@ class _Rank:
 
     @property
     def has_raised(self) -> bool:
-        return self.result is not None and self.result[1] is not None
-
-    def ask_back(self) -> bool:
-        """Ask the process to leave its group. Returns whether it can: one that still runs something cannot."""
-        if self.is_running or not self.task.comes_back:
-            return False
-        with contextlib.suppress(OSError):
-            self.connection.send_bytes(b"")
-        return True
-
-    def has_come_back(self) -> bool:
-        """Whether the process has left its group, and is as it was."""
-        try:
-            return self.connection.poll(_BACK_WITHIN_SECONDS) and bool(pickle.loads(self.connection.recv_bytes()))
-        except (EOFError, OSError):
-            return False
+        return self.result is not None and self.result.type_name != ""
 
     def output(self) -> str:
         path = Path(self.task.output_path)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def outcome(self) -> Outcome:
-        value, error = self.result or (None, None)
-        exitcode = self.process.exitcode if self.result is None else int(error is not None)
-        return Outcome(self.task.rank, value, error, exitcode or 0, self.output())
+        exitcode = self.process.exitcode if self.result is None else int(self.has_raised)
+        value = None if self.result is None else self.result.value
+        return Outcome(self.task.rank, value, self.result if self.has_raised else None, exitcode or 0, self.output())
 
     def end(self) -> None:
         """Kill the rank and all processes that it started. They may still run after the rank itself has ended."""
@@ -360,17 +367,16 @@ class _Rank:
 
 def _dump_stacks(ranks: Sequence[_Rank]) -> None:
     """Make every living rank write its stacks to its output, and wait until they have arrived."""
-    for stacks_signal in (STACK_SIGNAL, ALL_STACKS_SIGNAL):
-        waiting = []
-        for rank in ranks:
-            if rank.process.is_alive() and rank.process.pid is not None:
-                waiting.append((rank, len(rank.output())))
-                os.kill(rank.process.pid, stacks_signal)
-                os.kill(rank.process.pid, signal.SIGCONT)  # a test may have stopped the process
-        deadline = time.monotonic() + _STACKS_WITHIN_SECONDS
-        while time.monotonic() < deadline and any(len(rank.output()) == before for rank, before in waiting):
-            time.sleep(0.01)
-        time.sleep(0.05)  # the signal handler writes line by line
+    waiting = []
+    for rank in ranks:
+        if rank.process.is_alive() and rank.process.pid is not None:
+            waiting.append((rank, len(rank.output())))
+            os.kill(rank.process.pid, STACK_SIGNAL)
+            os.kill(rank.process.pid, signal.SIGCONT)  # a test may have stopped the process
+    deadline = time.monotonic() + _STACKS_WITHIN_SECONDS
+    while time.monotonic() < deadline and any(len(rank.output()) == before for rank, before in waiting):
+        time.sleep(0.01)
+    time.sleep(0.2)  # the signal handler writes line by line
 
 
 def _overrun_message(ranks: Sequence[_Rank], timeout_seconds: float) -> str:
@@ -381,7 +387,7 @@ def _overrun_message(ranks: Sequence[_Rank], timeout_seconds: float) -> str:
         elif rank.result is None:
             what = f"ended with exit code {rank.exitcode}"
         else:
-            what = f"raised {rank.result[1]}" if rank.result[1] is not None else "returned"
+            what = f"raised {rank.result}" if rank.has_raised else "returned"
         lines.append(f"--- rank {rank.task.rank} {what}\n" + _indented("output", rank.output()))
     running = [rank.task.rank for rank in ranks if rank.is_running]
     return f"ranks {running} were still running after {timeout_seconds:g} seconds\n" + "\n".join(lines)
@@ -396,9 +402,9 @@ def _indented(title: str, text: str) -> str:
     return f"  {title}:\n" + "".join(f"    {line}\n" for line in text.splitlines()) if text else ""
 
 
-def _rank_environment(rank: int, world_size: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
+def _rank_environment(rank: int, world_size: int, port: int, more: Mapping[str, str | None]) -> dict[str, str]:
     """The caller's environment and what ``torchrun`` would add on one node."""
-    return {
+    found = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -413,6 +419,7 @@ def _rank_environment(rank: int, world_size: int, port: int, more: Mapping[str, 
         "TORCHELASTIC_RESTART_COUNT": "0",
         **more,
     }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -196,6 +197,19 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]
 }
 
 
+def own_shards(seed: int) -> StateDict:
+    """A plain tensor that says which shards it holds, as of torch 2.15: rows of two places, with padding between."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    full = full_tensor("own shards", (4 * world, 3), seed)
+    begin, later = 2 * rank, 2 * (world + rank)
+    tensor: Any = torch.cat([full[begin : begin + 2], torch.zeros(1, 3), full[later : later + 2]])
+    tensor.global_shape = (4 * world, 3)
+    tensor.global_offsets = ((begin, 0), (later, 0))
+    tensor.local_offsets = ((0, 0), (3, 0))
+    tensor.local_sizes = ((2, 3), (2, 3))
+    return {"w": tensor, "whole": torch.tensor(seed)}
+
+
 def dtensors(seed: int) -> StateDict:
     """A DTensor of each of :data:`LAYOUTS`."""
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
@@ -317,5 +331,6 @@ KINDS: dict[str, Callable[[int], StateDict]] = {
         dtensors,
         fsdp2,
         fsdp2_and_tensor_parallel,
+        *((own_shards,) if hasattr(dcp, "CheckpointableTensor") else ()),
     )
 }

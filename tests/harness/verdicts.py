@@ -1,38 +1,69 @@
-"""How a call on one rank ended, as plain values, so that one run of ranks can try many cases."""
+"""How a call on one rank ended, as plain values that can be sent and compared."""
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from robust_dcp import RobustCheckpointError
-
-__all__ = ["Verdict", "verdict_of"]
+__all__ = ["Verdict", "lines_of_the_log", "verdict_of"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The exception of a call: ``type_name`` is ``""`` if there was none, and then ``value`` is what it returned."""
+    """The exception of a call: ``type_name`` is ``""`` if there was none, and then ``value`` is what it returned.
+
+    Attributes:
+        message: the attribute ``message`` of robust_dcp's exceptions, else ``str(error)``.
+        fields: ``to_fields()`` of robust_dcp's exceptions, without the message. Empty for others.
+        rank_failures: the ``RankFailure`` entries of robust_dcp's exceptions. Empty for others.
+        mro_names: the names of the class and all its bases, for :meth:`is_a`.
+        traceback_text: what Python would have printed.
+    """
 
     type_name: str = ""
     message: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    failed_ranks: tuple[int, ...] = ()
-    failures: str = ""
+    rank_failures: tuple[Any, ...] = ()
+    mro_names: tuple[str, ...] = ()
+    traceback_text: str = field(default="", compare=False, repr=False)
     value: Any = None
+
+    @property
+    def failed_ranks(self) -> tuple[int, ...]:
+        return tuple(failure.rank for failure in self.rank_failures)
+
+    def is_a(self, cls: type[BaseException]) -> bool:
+        """Whether ``except cls`` would have caught the exception."""
+        return cls.__name__ in self.mro_names
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.type_name}: {self.message}", *map(str, self.rank_failures)])
 
 
 def verdict_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
     """Call, and catch whatever comes: stock's ``CheckpointException`` is no ``Exception``."""
     try:
         return Verdict(value=call(*args, **kwargs))
-    except RobustCheckpointError as error:
-        fields = error.to_fields()
-        message = fields.pop("message")
-        failures = "\n".join(map(str, error.rank_failures))
-        return Verdict(type(error).__name__, message, fields, tuple(f.rank for f in error.rank_failures), failures)
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:
-        return Verdict(type(error).__name__, str(error))
+        to_fields = getattr(error, "to_fields", None)
+        fields = dict(to_fields()) if callable(to_fields) else {}
+        return Verdict(
+            type_name=type(error).__name__,
+            message=str(fields.pop("message", error)),
+            fields=fields,
+            rank_failures=tuple(getattr(error, "rank_failures", ())),
+            mro_names=tuple(cls.__name__ for cls in type(error).__mro__),
+            traceback_text="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        )
+
+
+def lines_of_the_log(level: int = logging.WARNING) -> list[str]:
+    """What robust_dcp says from now on."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("robust_dcp").addHandler(handler)
+    return lines

@@ -37,7 +37,7 @@ from tests.cli.commands import shell
 from tests.harness.damage import cut_short, data_files
 from tests.harness.disks import Acts
 from tests.harness.faults import kill_in
-from tests.harness.ranks import errors, in_ranks, run_ranks, values
+from tests.harness.ranks import errors, run_ranks, values
 
 
 def state(step: int) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def save_all(root: str, options: dict[str, Any], is_async: bool) -> list[int]:
 def test_what_a_policy_keeps_stays_and_so_does_the_newest(
     options: dict[str, Any], kept: list[int], is_async: bool, tmp_path: Path
 ) -> None:
-    assert values(in_ranks(2, save_all, str(tmp_path), options, is_async)) == [kept, kept]
+    assert values(run_ranks(2, save_all, str(tmp_path), options, is_async)) == [kept, kept]
 
 
 @pytest.mark.parametrize(
@@ -168,16 +168,16 @@ class TestLoads:
     def test_if_the_latest_is_damaged_the_newest_whole_one_is_loaded_and_the_others_are_named(
         self, tmp_path: Path
     ) -> None:
-        values(in_ranks(2, save_on_all_ranks, str(tmp_path), 10, 20, 30))
+        values(run_ranks(2, save_on_all_ranks, str(tmp_path), 10, 20, 30))
         cut_short(data_files(tmp_path / "step_30")[1], 3000)
         (tmp_path / "step_20" / ".metadata").write_bytes(b"nonsense")
         (tmp_path / "step_20" / ".robust_dcp.index").unlink()
-        for step, value, reasons in values(in_ranks(2, load_what_is_there, str(tmp_path))):
+        for step, value, reasons in values(run_ranks(2, load_what_is_there, str(tmp_path))):
             assert (step, value) == (10, 10.0)
             assert "__" in reasons[0] and ".metadata" in reasons[1]
         for path in data_files(tmp_path / "step_10"):
             path.unlink()
-        for error in errors(in_ranks(2, load_what_is_there, str(tmp_path))):
+        for error in errors(run_ranks(2, load_what_is_there, str(tmp_path))):
             assert error.type_name == "CorruptCheckpoint" and "none of the 3 checkpoints" in error.message
             assert all(f"step_{step}" in error.message for step in (10, 20, 30))
 
@@ -214,7 +214,7 @@ def fail_to_move_latest(root: str) -> str:
 
 class TestLatest:
     def test_if_it_cannot_move_all_ranks_are_told(self, tmp_path: Path) -> None:
-        for told in values(in_ranks(2, fail_to_move_latest, str(tmp_path))):
+        for told in values(run_ranks(2, fail_to_move_latest, str(tmp_path))):
             assert "is committed" in told and "latest" in told
 
     def test_it_is_what_megatrons_tracker_names_where_there_is_one(self, tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ class TestRemovals:
         assert manager.prune() == [str(tmp_path / "step_1")]
 
     def test_two_managers_on_one_root_lose_nothing_that_both_keep(self, tmp_path: Path) -> None:
-        values(in_ranks(2, save_with_two_managers, str(tmp_path)))
+        values(run_ranks(2, save_with_two_managers, str(tmp_path)))
         manager = CheckpointManager(tmp_path, keep_last=2)
         assert [each.step for each in manager.checkpoints()][-2:] == [18, 19]
         found = {"shared": torch.zeros(100)}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.integrity import MANIFEST_FILE, hashes_of, save_manifest, verify_files
 from tests.harness.damage import flip_bit
-from tests.harness.ranks import errors, in_ranks, values
+from tests.harness.ranks import errors, run_ranks, values
 
 NOBODYS = "common.pt"
 """The file that no rank has written in this save."""
@@ -47,7 +47,7 @@ def verify(directory: str) -> None:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     made = checkpoint(tmp_path)
-    values(in_ranks(2, save, str(made)))
+    values(run_ranks(2, save, str(made)))
     return made
 
 
@@ -57,13 +57,13 @@ def test_the_manifest_names_each_file_with_its_sha256(directory: Path) -> None:
     assert manifest["algorithm"] == "sha256"
     assert manifest["files"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     (directory / NOBODYS).write_bytes(b"changed")
-    values(in_ranks(2, save, str(directory)))  # replaces the manifest
-    values(in_ranks(3, verify, str(directory)))
+    values(run_ranks(2, save, str(directory)))  # replaces the manifest
+    values(run_ranks(3, verify, str(directory)))
 
 
 def test_a_file_that_a_rank_cannot_hash_fails_all_ranks_and_leaves_no_manifest(tmp_path: Path) -> None:
     made = checkpoint(tmp_path)
-    for message in map(str, errors(in_ranks(2, save, str(made), "is_not_there"))):
+    for message in map(str, errors(run_ranks(2, save, str(made), "is_not_there"))):
         assert "rank 1" in message and "is_not_there" in message and "hash files" in message
     assert not (made / MANIFEST_FILE).exists()
 
@@ -90,5 +90,5 @@ def test_all_ranks_are_told_what_is_not_as_it_was_saved(
     directory: Path, name: str, damage: Callable[[Path], object], told: str
 ) -> None:
     damage(directory / name)
-    for message in map(str, errors(in_ranks(2, verify, str(directory)))):
+    for message in map(str, errors(run_ranks(2, verify, str(directory)))):
         assert told in message and "CheckpointingException" in message

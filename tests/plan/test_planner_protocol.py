@@ -17,7 +17,7 @@ from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustRea
 from robust_dcp.plan.save_planner import CommittedMetadata
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.build import MAX_NAME_NBYTES
-from tests.harness.ranks import errors, in_ranks, run_ranks, values
+from tests.harness.ranks import errors, run_ranks, values
 from tests.support.torch_versions import needs_use_collectives
 
 
@@ -41,7 +41,7 @@ def metadata_of_a_stock_save(path: str) -> Any:
 
 
 def test_the_metadata_that_stocks_save_returns_is_that_of_the_checkpoint_and_small_to_send(tmp_path: Path) -> None:
-    for names, nbytes in values(in_ranks(2, metadata_of_a_stock_save, str(tmp_path / "1"))):
+    for names, nbytes in values(run_ranks(2, metadata_of_a_stock_save, str(tmp_path / "1"))):
         assert names == ["own0", "own1", "shared", "step"]
         assert nbytes < 500
 
@@ -51,7 +51,7 @@ def alone_among_others(path: str) -> None:
 
 
 def test_ranks_that_each_save_for_themselves_may_not_overwrite_each_others_metadata(tmp_path: Path) -> None:
-    for error in errors(in_ranks(2, alone_among_others, str(tmp_path / "1"))):
+    for error in errors(run_ranks(2, alone_among_others, str(tmp_path / "1"))):
         assert "no_dist=True in a job of 2 ranks needs RobustWriter" in error.message
     assert not (tmp_path / "1" / ".metadata").exists()
 

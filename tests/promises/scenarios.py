@@ -26,10 +26,9 @@ import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, CorruptCheckpoint, RobustWriter, StorageError
 from robust_dcp.cli.app import main
 from tests.faults.disk import CHANGES
+from tests.harness.fingerprints import differences
 
-__all__ = ["SAVES", "SCENARIOS", "Scenario", "command", "generation", "make", "save", "state", "where"]
-
-_KEYS = ("w", "nested", "step", "words", "more")
+__all__ = ["SAVES", "SCENARIOS", "Scenario", "command", "generation", "save", "state", "where"]
 
 
 def state(value: int, *, more: bool = False) -> dict[str, Any]:
@@ -69,19 +68,7 @@ def generation(path: str) -> int | None:
 
 
 def is_generation(found: dict[str, Any], value: int) -> bool:
-    wanted = state(value, more="more" in found)
-    return all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(_leaves(found), _leaves(wanted), strict=True)
-    )
-
-
-def _leaves(found: dict[str, Any]) -> list[Any]:
-    return [leaf for key in _KEYS if key in found for leaf in _within(found[key])]
-
-
-def _within(value: Any) -> list[Any]:
-    return [value[key] for key in sorted(value)] if isinstance(value, dict) else [value]
+    return differences(state(value, more="more" in found), found) == []
 
 
 def command(*words: object) -> int:
@@ -96,13 +83,6 @@ def command(*words: object) -> int:
         except SystemExit as ended:
             return int(ended.code or 0)
     raise AssertionError("a command ends by an exit code")
-
-
-def make(*words: object) -> None:
-    """A command that has to succeed."""
-    code = command(*words)
-    if code:
-        raise OSError(f"exit code {code} of {words}")
 
 
 @contextlib.contextmanager
@@ -288,7 +268,9 @@ def _of_convert(form: str) -> Scenario:
         return f"{directory}/target"
 
     def convert(directory: str, source: str = "c") -> None:
-        make("convert", f"{directory}/{source}", target(directory), "--to", form, "--force")
+        words = ("convert", f"{directory}/{source}", target(directory), "--to", form, "--force")
+        if code := command(*words):
+            raise OSError(f"exit code {code} of {words}")
 
     def prepare(directory: str) -> None:
         save(f"{directory}/older", 0)

@@ -21,10 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, StorageError
-from tests.faults.disk import FaultDisk
-from tests.harness.ranks import in_ranks, run_ranks, values
-from tests.harness.verdicts import verdict_of
-from tests.promises.programs import run_program
+from tests.faults.disk import LONG_TESTS, FaultDisk
+from tests.harness.ranks import run_program, run_ranks, values
 from tests.support.torch_versions import needs_response
 from torture.async_kills import Kill
 from torture.async_kills import judge as judge_kill
@@ -101,14 +99,22 @@ def save_and_overwrite(directory: str, staging: Any, executor: Any, limit_nbytes
     return told
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
-@pytest.mark.parametrize("staging", ["full", "lazy"])
-@pytest.mark.parametrize("limit_nbytes", [None, 0, 9 * MEGABYTE])
+@pytest.mark.parametrize(
+    ("staging", "executor", "limit_nbytes"),
+    [
+        ("full", "thread", None),
+        ("full", "process", 0),
+        ("full", "thread", 9 * MEGABYTE),
+        ("lazy", "process", None),
+        ("lazy", "thread", 0),
+        ("lazy", "process", 9 * MEGABYTE),
+    ],
+)
 def test_what_is_saved_is_what_the_state_dict_held_at_the_call(
     tmp_path: Path, staging: str, executor: str, limit_nbytes: int | None
 ) -> None:
     """What the host cannot hold is written while the caller waits; each rank has its own limit."""
-    for told in values(in_ranks(2, save_and_overwrite, str(tmp_path), staging, executor, limit_nbytes)):
+    for told in values(run_ranks(2, save_and_overwrite, str(tmp_path), staging, executor, limit_nbytes)):
         assert told == [("built", limit_nbytes is not None), ("reused", limit_nbytes is not None)]
 
 
@@ -267,78 +273,6 @@ def test_a_synchronous_save_comes_after_the_async_ones_and_raises_their_error(tm
     robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "2")
 
 
-def fail_to_copy_on_one_rank(directory: str) -> str:
-    weight = torch.ones(9)
-    if dist.get_rank() == 1:
-        weight.untyped_storage().resize_(0)
-    with pytest.raises(RobustCheckpointError) as caught:
-        robust_dcp.async_save({f"w{dist.get_rank()}": weight}, checkpoint_id=directory).result(timeout=60)
-    return str(caught.value)
-
-
-def test_a_tensor_that_cannot_be_copied_is_named_on_all_ranks(tmp_path: Path) -> None:
-    for told in values(in_ranks(2, fail_to_copy_on_one_rank, str(tmp_path / "checkpoint"))):
-        assert "cannot save 'w1'" in told and "its memory was freed" in told and "rank 1" in told
-
-
-def new(directory: str, before: list[str]) -> set[str]:
-    return {*os.listdir(directory)} - {*before}
-
-
-def kill_the_writer(directory: str) -> str:
-    """That of rank 1, while it writes. Where it has been too quick, once more."""
-    rank = dist.get_rank()
-
-    def save(value: float, numel: int = 9) -> Any:
-        state = {f"w{rank}": torch.full((numel,), value)}
-        return robust_dcp.async_save(state, checkpoint_id=directory, executor="process")
-
-    for attempt in range(20):
-        save(float(attempt)).result(timeout=60)
-        dist.barrier()
-        before, (writer,) = sorted(os.listdir(directory)), children()
-        dist.barrier()
-        saving = save(-1.0, 16 * MEGABYTE)
-        if rank == 1:
-            while not saving.done() and not any(
-                name.startswith("__1_") for name in {*os.listdir(directory)} - {*before}
-            ):
-                threading.Event().wait(0.001)
-            os.kill(writer, signal.SIGKILL)
-        verdict = verdict_of(saving.result, timeout=60)
-        dist.barrier()
-        if verdict.type_name:
-            break
-    assert sorted(os.listdir(directory)) == before
-    assert value_at(Path(directory), f"w{rank}") == attempt
-    dist.barrier()
-    save(100.0).result(timeout=60)
-    assert value_at(Path(directory), f"w{rank}") == 100.0
-    return verdict.message
-
-
-def save_often_in_a_process(directory: str) -> tuple[int, int]:
-    """The writer's memory after a few saves and after many, in bytes."""
-    state = {f"layers.{number}.weight": torch.full((16,), float(number)) for number in range(10_000)}
-    nbytes = []
-    for _ in range(14):
-        robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result(timeout=120)
-        (writer,) = children()
-        pages = Path(f"/proc/{writer}/statm").read_text().split()[1]
-        nbytes.append(int(pages) * resource.getpagesize())
-    return nbytes[3], nbytes[-1]
-
-
-def test_the_memory_of_a_writer_process_does_not_grow_from_save_to_save(tmp_path: Path) -> None:
-    ((few, many),) = values(run_ranks(1, save_often_in_a_process, str(tmp_path / "checkpoint"), timeout_seconds=150))
-    assert many - few < 7 * MEGABYTE
-
-
-def test_a_writer_process_that_is_killed_costs_its_save_alone(tmp_path: Path) -> None:
-    for told in values(run_ranks(2, kill_the_writer, str(tmp_path / "checkpoint"), timeout_seconds=150)):
-        assert "the writer process of rank 1" in told and "killed by SIGKILL" in told
-
-
 def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) -> str:
     """Rank 1's writer has no room, and rank 0's does not hear that it is to stop."""
     writer_process: Any = importlib.import_module("robust_dcp.writer_process")
@@ -433,40 +367,34 @@ def end(tmp_path: Path, executor: str, calls: str, ending: str) -> tuple[int, st
     return ended.exitcode, ended.output
 
 
-@pytest.mark.parametrize(
-    ("executor", "calls"), [("thread", "write:*.distcp"), ("thread", "rename:.metadata"), ("process", "none")]
-)
-@pytest.mark.parametrize(
-    ("ending", "code"),
-    [
-        ("pass", 0),
-        ("raise KeyError('of the user')", 1),
-        (_TERMINATED, -signal.SIGTERM),
-        (_TERMINATED_WHILE_IT_SAVES, -signal.SIGTERM),
-        (f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); {_TERMINATED}", 7),
-    ],
-    ids=["end", "exception", "SIGTERM", "SIGTERM in a call", "own handler"],
-)
-def test_a_process_that_ends_finishes_its_save(
-    tmp_path: Path, executor: str, calls: str, ending: str, code: int
+ENDINGS = {
+    # what the process does, its exit code, and whether its save is finished
+    "end": (_WITHIN_GRACE + "pass", 0, True),
+    "exception": (_WITHIN_GRACE + "raise KeyError('of the user')", 1, True),
+    "SIGTERM": (_WITHIN_GRACE + _TERMINATED, -signal.SIGTERM, True),
+    "SIGTERM in a call": (_WITHIN_GRACE + _TERMINATED_WHILE_IT_SAVES, -signal.SIGTERM, True),
+    "own handler": (f"{_WITHIN_GRACE}signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); {_TERMINATED}", 7, True),
+    "out of grace": (_OUT_OF_GRACE + _TERMINATED, -signal.SIGTERM, False),
+    "SIGKILL": (_OUT_OF_GRACE + _TERMINATED.replace("SIGTERM", "SIGKILL"), -signal.SIGKILL, False),
+}
+WRITING, COMMITTING, IN_A_PROCESS = ("thread", "write:*.distcp"), ("thread", "rename:.metadata"), ("process", "none")
+SHORT = [
+    *((WRITING, ending) for ending in ("end", "SIGTERM in a call", "own handler", "out of grace")),
+    *((COMMITTING, ending) for ending in ("exception", "SIGTERM", "SIGKILL")),
+    *((IN_A_PROCESS, ending) for ending in ("end", "SIGTERM", "out of grace", "SIGKILL")),
+]
+WHOLE = [(when, ending) for when in (WRITING, COMMITTING, IN_A_PROCESS) for ending in ENDINGS]
+
+
+@pytest.mark.parametrize(("when", "ending"), WHOLE if LONG_TESTS else SHORT)
+def test_a_process_that_ends_finishes_its_save_within_the_time_of_grace(
+    tmp_path: Path, when: tuple[str, str], ending: str
 ) -> None:
-    exitcode, _ = end(tmp_path, executor, calls, _WITHIN_GRACE + ending)
+    script, code, is_finished = ENDINGS[ending]
+    exitcode, output = end(tmp_path, *when, script)
     assert exitcode == code
-    assert value_at(tmp_path / "checkpoint") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("executor", "calls"), [("thread", "write:*.distcp"), ("thread", "rename:.metadata"), ("process", "none")]
-)
-@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL"])
-def test_after_the_time_of_grace_or_killed_it_ends_without_its_save(
-    tmp_path: Path, executor: str, calls: str, signal_name: str
-) -> None:
-    ending = _OUT_OF_GRACE + _TERMINATED.replace("SIGTERM", signal_name)
-    exitcode, output = end(tmp_path, executor, calls, ending)
-    assert exitcode == -getattr(signal, signal_name)
-    assert output.count("the checkpoint before it is still there") == (signal_name == "SIGTERM")
-    assert value_at(tmp_path / "checkpoint") == 0.0
+    assert output.count("the checkpoint before it is still there") == (ending == "out of grace")
+    assert value_at(tmp_path / "checkpoint") == float(is_finished)
     robust_dcp.save({"w": torch.full((9,), 2.0)}, checkpoint_id=tmp_path / "checkpoint")
     assert value_at(tmp_path / "checkpoint") == 2.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.hosts import Cluster, why_no_cluster
-from tests.promises.programs import run_program
+from tests.harness.ranks import run_program
 
 _WHY_NOT = why_no_cluster()
 pytestmark = pytest.mark.skipif(_WHY_NOT != "", reason=_WHY_NOT)
@@ -31,15 +31,13 @@ print("all is well", int(total), flush=True)
 # The store alone is used, and no collective of torch, which looks for its own address.
 _WITHOUT_COLLECTIVES = """
 from torch.testing._internal.distributed import fake_pg
-store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
+store = store_of_rank_0()
 dist.init_process_group("fake", store=store, rank=rank, world_size=size)
 try:
     robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=20)
     print("all is well", flush=True)
 finally:  # rank 0 hosts the store, and stays until nobody needs it
-    store.add("done", 1)
-    while rank == 0 and store.add("done", 0) < size:
-        time.sleep(0.05)
+    stay_until_all_are_done(store)
 """
 
 
@@ -75,7 +73,7 @@ def test_hosts_whose_names_stand_for_127_0_1_1_find_each_other_or_say_what_is_wr
     tmp_path: Path,
 ) -> None:
     with Cluster(n_hosts, ipv6=ipv6) as cluster:
-        env = cluster.env(**({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}))
+        env = cluster.env(GLOO_SOCKET_IFNAME=interface)
         ended = run_program(script, tmp_path, size=size, become_host=cluster.host_of(size // n_hosts), env=env)
     assert all(each.exitcode == exitcode and words in each.output for each in ended)
 
@@ -89,64 +87,48 @@ def meanwhile(act: Callable[[], object]) -> Iterator[None]:
     thread.join()
 
 
-def test_a_cable_that_is_pulled_out_for_two_seconds_is_waited_for(tmp_path: Path) -> None:
+def test_a_cable_that_is_out_for_two_seconds_is_waited_for_and_a_host_that_stays_cut_off_is_named(
+    tmp_path: Path,
+) -> None:
+    """And its ranks save again when it is back."""
     script = """
     dist.init_process_group("gloo")
-    for turn in range(2):
-        robust_dcp.save(state(turn), checkpoint_id=f"{path}/{turn}", timeout_seconds=30)
-    channel = robust_dcp.Channel.for_group(operation="work", timeout_seconds=30)
-    open(f"{path}/ready{rank}", "w").close()
-    def work():
-        while not os.path.exists(f"{path}/again"):
+    def reach(place):
+        open(f"{path}/{place}{rank}", "w").close()
+        while not os.path.exists(f"{path}/after {place}"):
             channel.note_progress()
             time.sleep(0.05)
-    channel.barrier("while the cable is out", work)
-    robust_dcp.save(state(7), checkpoint_id=f"{path}/7", timeout_seconds=30)
-    print("all is well", flush=True)
-    """
-    with Cluster(2) as cluster:
-        checkpoints = tmp_path / "checkpoint"
-
-        def pull() -> None:
-            _await(checkpoints / "ready0", checkpoints / "ready1")
-            cluster.plug(1, into_network=False)
-            time.sleep(2)
-            cluster.plug(1, into_network=True)
-            (checkpoints / "again").touch()
-
-        env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
-        with meanwhile(pull):
-            ended = run_program(script, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
-    assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
-
-
-def test_a_host_that_is_cut_off_is_named_and_its_ranks_save_again_when_it_is_back(tmp_path: Path) -> None:
-    script = """
-    dist.init_process_group("gloo")
     robust_dcp.save(state(0), checkpoint_id=f"{path}/0", timeout_seconds=30)
-    open(f"{path}/ready{rank}", "w").close()
-    while not os.path.exists(f"{path}/out"):
-        time.sleep(0.05)
+    channel = robust_dcp.Channel.for_group(operation="work", timeout_seconds=30)
+    channel.barrier("while the cable is out", lambda: reach("ready"))
+    robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=30)
+    reach("saved")
     try:
-        robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=4)
+        robust_dcp.save(state(2), checkpoint_id=f"{path}/2", timeout_seconds=4)
     except robust_dcp.ExchangeError as error:
         print("named", error.ranks, flush=True)
-    open(f"{path}/named{rank}", "w").close()
-    while not os.path.exists(f"{path}/again"):
-        time.sleep(0.05)
+    reach("told")
     robust_dcp.save(state(7), checkpoint_id=f"{path}/7", timeout_seconds=60)
     print("saved again", flush=True)
     """
     with Cluster(3) as cluster:
         checkpoints = tmp_path / "checkpoint"
 
+        def await_all(place: str) -> None:
+            _await(*(checkpoints / f"{place}{rank}" for rank in range(3)))
+
         def pull() -> None:
-            _await(*(checkpoints / f"ready{rank}" for rank in range(3)))
+            await_all("ready")
             cluster.plug(2, into_network=False)
-            (checkpoints / "out").touch()
-            _await(*(checkpoints / f"named{rank}" for rank in range(3)))
+            time.sleep(2)
             cluster.plug(2, into_network=True)
-            (checkpoints / "again").touch()
+            (checkpoints / "after ready").touch()
+            await_all("saved")
+            cluster.plug(2, into_network=False)
+            (checkpoints / "after saved").touch()
+            await_all("told")
+            cluster.plug(2, into_network=True)
+            (checkpoints / "after told").touch()
 
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
         with meanwhile(pull):
@@ -159,7 +141,7 @@ def test_a_firewall_that_drops_is_named_and_the_ranks_save_once_it_is_open(tmp_p
     """Hosts 2 and 3, which are neighbours in the tree, reach the store and all other hosts, but not each other."""
     script = """
     from torch.testing._internal.distributed import fake_pg
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
+    store = store_of_rank_0()
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     began = time.monotonic()
     try:
@@ -171,9 +153,7 @@ def test_a_firewall_that_drops_is_named_and_the_ranks_save_once_it_is_open(tmp_p
         time.sleep(0.05)
     robust_dcp.save(state(2), checkpoint_id=f"{path}/2", timeout_seconds=60)
     print("all is well", flush=True)
-    store.add("done", 1)
-    while rank == 0 and store.add("done", 0) < size:
-        time.sleep(0.05)
+    stay_until_all_are_done(store)
     """
     with Cluster(4) as cluster:
         checkpoints = tmp_path / "checkpoint"

@@ -1,10 +1,12 @@
-"""No damage makes a load wrong: it raises, or what it loads is right; and ``robust-dcp verify`` finds the damage."""
+"""No damage makes a load wrong: it raises, or what it loads is right, nothing is run, and ``verify`` finds it."""
 
 from __future__ import annotations
 
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, LoadReport, RobustReader, RobustWriter, StorageError, UnsafeCheckpoint
+from tests.faults.disk import LONG_TESTS
 from tests.harness.damage import DAMAGES, data_files, flip_bit
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.promises.scenarios import command, where
 from tests.promises.test_mixes import Boxes
 
@@ -103,13 +106,6 @@ def check(path: Path, *, has_harm: bool = True) -> None:
     assert is_right, f"verify ends with {code}, and the loads: {found}"
 
 
-def test_undamaged_checkpoints_are_loaded_and_verified(checkpoints: tuple[Path, Path]) -> None:
-    path, other = checkpoints
-    check(path, has_harm=False)
-    assert len(files_of(path)) == len(files_of(other)) >= 4
-    assert not is_found(load_whole, path) and not is_found(load_sliced, path)
-
-
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_to_bytes_of_any_file_is_found_or_does_no_harm(
     kind: str, checkpoints: tuple[Path, Path], memory_path: Path
@@ -179,7 +175,7 @@ def test_a_record_of_another_item_is_found(checkpoints: tuple[Path, Path], memor
     assert is_found(load_whole, path) and is_found(load_sliced, path)
 
 
-@pytest.mark.parametrize("text", [b"I0x10\n0cos\nsystem\n.", b"\x80\x02cposix\nmkdir\n", b"(lp0\n."])
+@pytest.mark.parametrize("text", [b"I0x10\n0cos\nsystem\n.", b"\x80\x02cposix\nmkdir\n"])
 def test_a_record_that_begins_as_a_pickle_of_other_times_is_damaged(text: bytes, memory_path: Path) -> None:
     """A load refuses it as unsafe. It has no checksum that could be compared, as all that we save has."""
     save(memory_path, 1, "torch")
@@ -188,39 +184,6 @@ def test_a_record_that_begins_as_a_pickle_of_other_times_is_damaged(text: bytes,
     data[one : one + len(text)] = text
     file.write_bytes(data)
     assert is_found(load_whole, memory_path) and command("verify", memory_path) == 1
-
-
-def test_data_files_that_are_exchanged_are_found(checkpoints: tuple[Path, Path], memory_path: Path) -> None:
-    path = memory_path / "c"
-    shutil.copytree(checkpoints[0], path)
-    first, second = [file for file in files_of(path) if file.suffix in (".distcp", ".safetensors")][:2]
-    whole = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(whole)
-    check(path)
-
-
-def test_a_flipped_bit_in_a_record_of_stock_is_found_or_does_no_harm(memory_path: Path) -> None:
-    """Stock writes no checksums but those of the zip of a tensor."""
-    path = memory_path / "c"
-    dcp.save(saved(1), checkpoint_id=path, no_dist=True)
-    seed = random.randrange(1 << 30)
-    dice = random.Random(seed)
-    places = [
-        info for index, info in FileSystemReader(path).read_metadata().storage_data.items() if index.fqn != "text"
-    ]
-    n_found = 0
-    for number in range(20):
-        info = dice.choice(places)
-        file = path / info.relative_path
-        whole = file.read_bytes()
-        data = bytearray(whole)
-        data[info.offset + dice.randrange(info.length)] ^= 1 << dice.randrange(8)
-        file.write_bytes(data)
-        with where(f"number {number} of seed {seed}"):
-            n_found += is_found(load_whole, path)
-        file.write_bytes(whole)
-    assert n_found > 0
 
 
 # --- places that are exchanged in the metadata ------------------------------------------------------------------------
@@ -247,7 +210,7 @@ ITEMS |= {"one": ("an", "object"), "two": ("an", "object")}
 def test_two_items_whose_places_are_swapped_are_found(layout: Any, one: str, two: str, tmp_path: Path) -> None:
     robust_dcp.save(dict(ITEMS), storage_writer=RobustWriter(tmp_path, layout=layout))
     swap(tmp_path, *(MetadataIndex(name, torch.Size([0]) if name[-1].isdigit() else None) for name in (one, two)))
-    for names in ([one], [one, two], list(ITEMS)):
+    for names in ([one], list(ITEMS)):
         state = {name: torch.zeros_like(ITEMS[name]) if name[-1].isdigit() else None for name in names}
         with pytest.raises(CorruptCheckpoint, match=f"{one}|{two}"):
             robust_dcp.load(state, checkpoint_id=tmp_path)
@@ -264,7 +227,7 @@ def save_shards(directory: Path) -> None:
 
 
 def test_two_shards_of_one_tensor_whose_places_are_swapped_are_found(tmp_path: Path) -> None:
-    values(in_ranks(2, save_shards, tmp_path))
+    values(run_ranks(2, save_shards, tmp_path))
     swap(tmp_path, MetadataIndex("w", torch.Size([0, 0])), MetadataIndex("w", torch.Size([2, 0])))
     with pytest.raises(CorruptCheckpoint, match="w"):
         robust_dcp.load({"w": torch.zeros(4, 30_000)}, checkpoint_id=tmp_path)
@@ -324,8 +287,9 @@ def cut(value: torch.Tensor, box: Box) -> torch.Tensor:
     return value[row : row + rows, column : column + columns]
 
 
-@pytest.mark.parametrize("layout", ["torch", "safetensors"])
-@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+@pytest.mark.parametrize(
+    ("box", "layout"), [(box, layout) for box in BOXES.values() for layout in ("torch", "safetensors")], ids=str
+)
 def test_a_flipped_bit_anywhere_in_a_slice_is_found(tmp_path: Path, layout: str, box: Box) -> None:
     value = torch.rand(N_ROWS, WIDTH)
     path = save_alone(tmp_path, layout, value)
@@ -371,8 +335,24 @@ def test_what_stock_has_written_is_verified_as_a_whole_and_counted_where_it_is_n
         assert load(tmp_path, BOXES[box], verify)[1].unverified_nbytes == unverified_nbytes
 
 
-def test_with_checksums_a_report_says_that_all_was_verified(tmp_path: Path) -> None:
-    state = {"large": torch.rand(1 << 20), "small": torch.rand(10), "object": {"step": 3}}
-    robust_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    report = robust_dcp.load(state, storage_reader=RobustReader(tmp_path, verify_checksums="all"), no_dist=True)
-    assert report.unverified_nbytes == 0 and "not verified" not in str(report)
+# --- forged files -----------------------------------------------------------------------------------------------------
+
+
+def test_no_hostile_input_is_lost() -> None:
+    """The campaign of ``make torture``, with another seed each time; in a process of its own, because it forks."""
+    pytest.importorskip("megatron.core")
+    seed = random.randrange(1 << 30)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torture.hostile",
+        "--trials",
+        "1000" if LONG_TESTS else "50",
+        "--seed",
+        str(seed),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
+    assert " trials, 0 broke a promise" in ended.stdout.splitlines()[-1]

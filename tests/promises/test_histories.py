@@ -8,7 +8,6 @@ stock's reader and ours read what was saved.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -24,7 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from tests.faults.disk import Fault, FaultDisk
+from tests.faults.disk import LONG_TESTS, Fault, FaultDisk
+from tests.harness.fingerprints import blank, differences, wrongly_loaded
 from tests.harness.ranks import Job
 
 N_RANKS = 2
@@ -47,24 +47,6 @@ def _state(structure: Structure, value: float) -> dict[str, Any]:
     return state
 
 
-def _blank(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.zeros_like(each) if isinstance(each, torch.Tensor) else -1 for key, each in state.items()}
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
-
-
-def _wrong_keys(path: Path, structure: Structure, value: float) -> list[str]:
-    expected = _state(structure, value)
-    wrong = set()
-    for load in (robust_dcp.load, dcp.load):
-        found = _blank(expected)
-        load(found, checkpoint_id=os.fspath(path))
-        wrong |= {key for key, each in expected.items() if not _is_equal(found[key], each)}
-    return sorted(wrong)
-
-
 _REFUSED: dict[str, dict[str, Fault]] = {
     "commit": {"rename:.metadata": OSError(errno.ENOSPC, "")},
     "write": {"allocate": OSError(errno.EIO, "")},
@@ -81,7 +63,7 @@ def save(path: Path, structure: Structure, value: float, way: str) -> list[str]:
     else:
         dcp.save(state, storage_writer=RobustWriter(path), planner=RobustPlanner())
     dist.barrier()
-    return _wrong_keys(path, structure, value)
+    return wrongly_loaded(state, path)
 
 
 def save_and_fail(path: Path, structure: Structure, value: float, way: str, rank: int, operation: str) -> None:
@@ -99,11 +81,11 @@ def save_and_fail(path: Path, structure: Structure, value: float, way: str, rank
 def load(paths: list[Path], structures: list[Structure], values: list[float]) -> list[str]:
     """Load a checkpoint on each rank for itself: ranks may know different ones."""
     rank = dist.get_rank()
-    found = _blank(_state(structures[rank], 0.0))
+    expected = _state(structures[rank], values[rank])
+    found = blank(expected)
     robust_dcp.load(found, checkpoint_id=paths[rank], no_dist=True)
     dist.barrier()
-    expected = _state(structures[rank], values[rank])
-    return [key for key, each in expected.items() if not _is_equal(found[key], each)]
+    return differences(expected, found)
 
 
 def save_alone(directory: Path, structure: Structure, value: float) -> None:
@@ -184,7 +166,7 @@ def test_every_load_equals_what_was_saved_in_histories() -> None:
     run_state_machine_as_test(
         Histories,
         settings=settings(
-            max_examples=6,
+            max_examples=20 if LONG_TESTS else 4,
             stateful_step_count=12,
             deadline=None,
             suppress_health_check=list(HealthCheck),

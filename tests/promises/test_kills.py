@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.disk import CHANGES, LONG_TESTS, FaultDisk, each_kill
+from tests.faults.disk import CHANGES, LONG_TESTS, FaultDisk, each_call
 from tests.faults.power import cut_power
 from tests.promises.scenarios import SCENARIOS, Scenario, where
 
@@ -31,8 +31,8 @@ def left_by_kills(scenario_name: str, root: str) -> list[int | None]:
     torch.set_num_threads(1)
     (scenario,) = (each for each in SCENARIOS if each.name == scenario_name)
     every, left = EVERY.get(scenario_name, 5), []
-    for number, directory in each_kill(
-        scenario.act, root, prepare=scenario.prepare, counted=scenario.counted, every=every
+    for number, _, directory, _ in each_call(
+        scenario.act, root, None, prepare=scenario.prepare, counted=scenario.counted, every=every
     ):
         with where(f"killed before call {number}"):
             left.append(scenario.check(directory))

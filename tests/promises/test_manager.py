@@ -1,32 +1,40 @@
-"""A manager sees its own series and no other, keeps what it says, and touches nothing that is not its own."""
+"""A manager sees its own series and no other, keeps what it says, touches nothing else, and saves on a signal."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils.data import DataLoader
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CorruptCheckpoint, StorageError
+from robust_dcp.manager.preemption import _signals
 from robust_dcp.storage.files.disk import storage_error
 from tests.cli.commands import shell
 from tests.drain.checkpoints import ONE_THREAD
 from tests.faults.disk import CHANGES, FaultDisk, kill
 from tests.harness.damage import data_files
 from tests.harness.disks import Acts
-from tests.harness.ranks import in_ranks
+from tests.harness.faults import fail_in
+from tests.harness.ranks import errors, run_ranks, values
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -56,30 +64,6 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 class TestSeries:
-    def test_what_others_have_put_into_the_root_is_never_removed(self, tmp_path: Path) -> None:
-        for name in ("pretrained7", "base_model_13", "step_4"):
-            save_by_stock(tmp_path / name, 7)
-        robust_dcp.save(state(8), checkpoint_id=tmp_path / "finetuned8")
-        for name in ("wandb-2024", "worker0", "step_3"):
-            (tmp_path / name).mkdir()
-            os.utime(tmp_path / name, (0, 0))
-        before = {path.name: content(path) for path in tmp_path.iterdir()}
-        manager = CheckpointManager(tmp_path, keep_last=2)
-        assert save_steps(manager, 5, 6, 7, 8) == [4, 7, 8]  # step_4 is stock's
-        assert {name: content(tmp_path / name) for name in before} == before
-        assert all((tmp_path / name).is_dir() for name in before)
-
-    def test_managers_of_several_series_share_a_root_and_each_has_its_own_latest(self, tmp_path: Path) -> None:
-        model = CheckpointManager(tmp_path, keep_last=2)
-        ema = CheckpointManager(tmp_path, name="ema_{step}", keep_last=1)
-        for step in (1, 2, 3):
-            assert save_steps(model, step)[-1] == save_steps(ema, step, value=0.5)[-1] == step
-        for manager, steps, value in ((model, [2, 3], 3.0), (ema, [3], 3.5)):
-            assert [each.step for each in manager.checkpoints()] == steps
-            found = state(-1)
-            one = manager.load_latest(found)
-            assert one is not None and one.checkpoint == manager.latest() and found["weight"][0] == value
-
     def test_a_name_may_hold_anything_before_the_step_but_a_digit_right_before_it(self, tmp_path: Path) -> None:
         for name in ("run 7, v1.2-{step}", "{{x}}_{step}", "{step}", "2024-01-{step}"):
             manager = CheckpointManager(tmp_path, name=name, keep_last=1)
@@ -105,33 +89,33 @@ class TestSeries:
         assert not (tmp_path / ".robust_dcp.removing.ema_1").exists()
 
 
-class TestPruneCommand:
+class TestCommands:
     def test_a_root_with_several_series_is_refused_until_one_is_named(self, tmp_path: Path) -> None:
+        save_by_stock(tmp_path / "base_model_13", 1)
+        save_by_stock(tmp_path / "actor_50", 1)
         for step in (100, 200):
             for name in ("actor", "critic"):
                 save_steps(CheckpointManager(tmp_path, name=name + "_{step}"), step)
+        states = {row[1]: row[4] for row in shell("ls", tmp_path).rows}
+        assert states["actor_200"] == states["critic_200"] == "committed, latest" != states["actor_100"]
         ended = shell("prune", tmp_path, "--keep-last", 1, "--yes")
         assert ended.code == 2 and "holds 2 series of checkpoints" in ended.err and "--name 'actor_{step}'" in ended.err
-        assert len(list(tmp_path.glob("*_?00"))) == 4
         ended = shell("prune", tmp_path, "--keep-last", 1, "--yes", "--name", "actor_{step}")
         assert ended.code == 0
-        assert sorted(path.name for path in tmp_path.glob("*_?00")) == ["actor_200", "critic_100", "critic_200"]
+        assert (ended.rows[0][1], ended.rows[0][3]) == ("actor_50", "keep, robust_dcp has not saved it")
+        assert sorted(path.name for path in tmp_path.glob("*_*0")) == [
+            "actor_200",
+            "actor_50",
+            "critic_100",
+            "critic_200",
+        ]
 
-    def test_checkpoints_of_others_stay_and_are_no_series_to_choose_from(self, tmp_path: Path) -> None:
-        for name in ("base_model_13", "step_1", "step_2"):
+    def test_checkpoints_of_others_are_no_series_to_choose_from(self, tmp_path: Path) -> None:
+        for name in ("base_model_13", "step_1"):
             save_by_stock(tmp_path / name, 1)
         save_steps(CheckpointManager(tmp_path), 3, 4)
-        ended = shell("prune", tmp_path, "--keep-last", 1, "--yes")
-        assert ended.code == 0
-        assert (ended.rows[0][1], ended.rows[0][3]) == ("step_1", "keep, robust_dcp has not saved it")
-        assert {path.name for path in tmp_path.iterdir()} == {"base_model_13", "step_1", "step_2", "step_4", "latest"}
-
-    def test_ls_shows_each_series_with_its_latest(self, tmp_path: Path) -> None:
-        save_steps(CheckpointManager(tmp_path), 10, 9)
-        save_steps(CheckpointManager(tmp_path, name="ema_{step}"), 8)
-        (tmp_path / "worker0").mkdir()
-        rows = [(row[1], row[4]) for row in shell("ls", tmp_path).rows]
-        assert rows == [("ema_8", "committed, latest"), ("step_9", "committed, latest"), ("step_10", "committed")]
+        assert shell("prune", tmp_path, "--keep-last", 1, "--yes").code == 0
+        assert {path.name for path in tmp_path.iterdir()} == {"base_model_13", "step_1", "step_4", "latest"}
 
 
 def refuses(call: str, end: str, number: int, n_times: int) -> Acts:
@@ -307,7 +291,7 @@ class Roots(RuleBasedStateMachine):
         series, value = self.series[which], self.value()
         arguments = (str(self.root), series.name, series.keep_last, step, value, number)
         self.n_kills += 1
-        (outcome,) = in_ranks(1, save_and_be_killed, *arguments)
+        (outcome,) = run_ranks(1, save_and_be_killed, *arguments)
         assert outcome.error is None, str(outcome)
         steps = {each.step for each in self.manager(series).checkpoints()}
         before = set(series.values)
@@ -412,3 +396,150 @@ WITHOUT_SHRINKING = [phase for phase in Phase if phase is not Phase.shrink]
 @pytest.mark.timeout(900)
 class TestRoots(Roots.TestCase):  # type: ignore[misc]
     settings = settings(max_examples=15, stateful_step_count=15, deadline=None, phases=WITHOUT_SHRINKING)
+
+
+# --- a signal makes all ranks save at the same step -------------------------------------------------------------------
+
+LAST_STEP = 10_000
+
+
+def state_of_rank(step: int) -> dict[str, Any]:
+    return {f"weight {dist.get_rank()}": torch.full((10,), float(step)), "step": step}
+
+
+def train(root: str, signals: dict[int, int], every: int | None, is_async: bool, own_handler: bool) -> list[int]:
+    """Train until a save was asked for. Some ranks are signalled meanwhile, each at a moment of its own."""
+    rank = dist.get_rank()
+    told: list[int] = []
+    if own_handler:
+        for number in set(signals.values()):
+            signal.signal(number, lambda number, frame: told.append(number))
+    manager = CheckpointManager(root)
+    for step in range(LAST_STEP):
+        if step == 5 and rank in signals:
+            # A thread that sleeps does not know what the ranks do. Two signals are to come in one step.
+            delay_seconds = 0.05 if len(signals) == 1 else 0
+            threading.Timer(delay_seconds, os.kill, (os.getpid(), signals[rank])).start()
+            while len(signals) > 1 and not _signals.noted:
+                time.sleep(0.001)
+        time.sleep(0.002)
+        if manager.should_save(step, every=every):
+            Path(root, f"asked.{rank}").write_text(str(step))
+            if is_async:
+                manager.async_save(step, state_of_rank(step)).result()
+                robust_dcp.finish_async_saves()
+            else:
+                manager.save(step, state_of_rank(step))
+            # The signal is delivered by now or soon. Without a handler of its own it ends this process.
+            while rank in signals and not told:
+                time.sleep(0.01)
+            return told
+    raise AssertionError("no step was asked for")
+
+
+@pytest.mark.parametrize(
+    ("signals", "every", "is_async", "own_handler"),
+    [
+        ({2: signal.SIGTERM}, 1, False, False),
+        ({0: signal.SIGUSR1}, None, True, False),
+        ({1: signal.SIGTERM, 3: signal.SIGUSR1}, 1, False, False),
+        ({3: signal.SIGUSR1}, 7, True, True),
+    ],
+)
+def test_all_ranks_save_at_the_same_step_and_who_was_signalled_ends_by_the_signal_or_has_its_handler_called(
+    signals: dict[int, int], every: int | None, is_async: bool, own_handler: bool, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(4, train, str(tmp_path), signals, every, is_async, own_handler, timeout_seconds=150)
+    (step,) = {int(path.read_text()) for path in tmp_path.glob("asked.*")}
+    assert len(list(tmp_path.glob("asked.*"))) == 4 and step % (every or 1) == 0
+    ended = {outcome.rank: -outcome.exitcode for outcome in outcomes if outcome.exitcode != 0}
+    called = {outcome.rank: outcome.value[0] for outcome in outcomes if outcome.value}
+    signalled = {rank: int(number) for rank, number in signals.items()}
+    assert (ended, called) == (({}, signalled) if own_handler else (signalled, {}))
+    found = {f"weight {rank}": torch.zeros(10) for rank in range(4)}
+    robust_dcp.load(found, checkpoint_id=tmp_path / f"step_{step}")
+    assert all((tensor == step).all() for tensor in found.values())
+
+
+def train_where_the_first_save_fails(root: str, is_async: bool) -> list[int]:
+    manager, steps = CheckpointManager(root), []
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for step in range(6):
+        if step == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if manager.should_save(step, every=1):
+            steps.append(step)
+            try:
+                fault = fail_in("plan", rank=0) if len(steps) == 1 else contextlib.nullcontext()
+                with fault:
+                    if is_async:
+                        manager.async_save(step, state_of_rank(step)).result()
+                    else:
+                        manager.save(step, state_of_rank(step))
+            except robust_dcp.RobustCheckpointError:
+                continue
+    return steps
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_that_fails_is_asked_for_again_and_one_that_succeeds_is_not(is_async: bool, tmp_path: Path) -> None:
+    assert values(run_ranks(2, train_where_the_first_save_fails, str(tmp_path), is_async)) == [[2, 3], [2, 3]]
+
+
+def save_before_and_after_the_signal(root: str) -> None:
+    """``step_1`` is committed only once ``step_2`` is under way."""
+    manager = CheckpointManager(root)
+    manager.should_save(0)
+    with FaultDisk(root, on={"rename:step_1/.metadata": lambda call: time.sleep(1.0)}):
+        manager.async_save(1, state_of_rank(1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.should_save(2, every=1)
+        manager.async_save(2, state_of_rank(2))
+        robust_dcp.finish_async_saves()
+    signal.pause()  # until the signal is delivered
+
+
+def test_an_earlier_async_save_that_ends_meanwhile_does_not_end_the_process(tmp_path: Path) -> None:
+    (outcome,) = run_ranks(1, save_before_and_after_the_signal, str(tmp_path), timeout_seconds=150)
+    assert outcome.exitcode == -signal.SIGTERM, str(outcome)
+    assert (tmp_path / "step_2/.metadata").exists()
+
+
+def ask_for_different_steps(root: str) -> bool:
+    return CheckpointManager(root).should_save(dist.get_rank())
+
+
+def test_ranks_that_ask_for_different_steps_are_told(tmp_path: Path) -> None:
+    for error in errors(run_ranks(2, ask_for_different_steps, str(tmp_path))):
+        assert error.type_name == "ExchangeError" and "and for another step on another rank" in error.message
+
+
+def use_workers(root: str) -> list[int]:
+    """Workers of a DataLoader are forked, and ended by SIGTERM."""
+    CheckpointManager(root).should_save(0)
+    loader = DataLoader(list(range(8)), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+    found = [int(each) for each in loader]
+    iterator = loader._iterator
+    assert iterator is not None
+    workers = list(iterator._workers)  # type: ignore[attr-defined]
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGTERM] * 2
+    os._exit(0 if found == list(range(8)) else 1)  # the loader would complain of workers that were ended
+
+
+def test_forked_children_end_by_the_signal_as_ever(tmp_path: Path) -> None:
+    (outcome,) = run_ranks(1, use_workers, str(tmp_path))
+    assert outcome.exitcode == 0, str(outcome)
+
+
+def test_the_first_call_comes_from_the_main_thread(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="has to be called from the main thread"):
+        thread.submit(CheckpointManager(tmp_path).should_save, 0).result()
+
+
+@pytest.mark.parametrize(("step", "every"), [(-1, 1), (1, 0)])
+def test_what_makes_no_sense_is_refused(step: int, every: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"from 0 on|at least 1"):
+        CheckpointManager(tmp_path).should_save(step, every=every)

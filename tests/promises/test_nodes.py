@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from robust_dcp import CheckpointManager, CorruptCheckpoint, RobustPlanner, Robu
 from tests.faults.disk import Fault, FaultDisk, kill
 from tests.harness.faults import kill_in
 from tests.harness.hosts import become_node, can_become_node
-from tests.harness.ranks import errors, in_ranks, run_ranks, values
+from tests.harness.ranks import Outcome, errors, run_ranks, values
 
 ROWS = 24
 AABB = ("a", "a", "b", "b")
@@ -41,6 +42,11 @@ def places(tmp_path: Path) -> Places:
 def names(places: Places, node: str) -> set[str]:
     """The names of the files on a node, without the marks of their saves."""
     return {re.sub(r"\.[0-9a-f]{16}", "", each.name) for each in Path(places[1], node, "ckpt").iterdir()}
+
+
+def on(places: Places, nodes: Sequence[str], function: Callable[..., Any], *args: Any) -> list[Outcome]:
+    """Run a function on ranks, each on the node that ``nodes`` gives for it."""
+    return run_ranks(len(nodes), function, *places, nodes, *args, init=False)
 
 
 def in_the_way(places: Places) -> list[str]:
@@ -94,10 +100,6 @@ def save(path: str, nodes: str, placing: Sequence[str], *steps: tuple[int, int],
         writer = RobustWriter(f"{path}/ckpt", files_per_rank=files_per_rank)
         plans.append(robust_dcp.save(sharded(step, more), storage_writer=writer).plan)
     return plans
-
-
-def save_many_files(path: str, nodes: str, placing: Sequence[str]) -> None:
-    save(path, nodes, placing, (1, 80), files_per_rank=40)
 
 
 def load(path: str, nodes: str, placing: Sequence[str], step: int, more: int = 0) -> tuple[int, int]:
@@ -183,44 +185,44 @@ def go_on(path: str, nodes: str, placing: Sequence[str]) -> int:
 def test_each_node_has_the_files_of_its_ranks_and_what_a_rank_does_not_see_comes_from_a_node_that_has_it(
     places: Places, placing: tuple[str, ...]
 ) -> None:
-    values(run_ranks(4, save, *places, AABB, (1, 0), init=False))
+    values(on(places, AABB, save, (1, 0)))
     of_all = {".metadata", ".robust_dcp.index", ".robust_dcp.nodes"}
     of_ranks = [{f"__{rank}_{number}.distcp" for number in (0, 1)} for rank in range(4)]
     of_rank_0 = {"__0_2.distcp", ".robust_dcp.report.json"}  # it has the objects, and writes the report
     assert names(places, "a") == of_all | of_ranks[0] | of_ranks[1] | of_rank_0
     assert names(places, "b") == of_all | of_ranks[2] | of_ranks[3]
-    fetched = values(run_ranks(len(placing), load, *places, placing, 1, init=False))
+    fetched = values(on(places, placing, load, 1))
     assert all(0 < nbytes <= of_all_nbytes for nbytes, of_all_nbytes in fetched)
 
 
 def test_repeated_saves_by_ranks_that_are_placed_otherwise_leave_one_checkpoint(places: Places) -> None:
-    plans = values(run_ranks(3, save, *places, ("a", "b", "c"), (1, 0), (2, 0), (3, 30), init=False))
+    plans = values(on(places, ("a", "b", "c"), save, (1, 0), (2, 0), (3, 30)))
     assert plans[1] == ["built", "reused", "rebuilt"]
-    values(run_ranks(3, load, *places, ("a", "b", "c"), 3, 30, init=False))
-    values(run_ranks(3, save, *places, ("b", "c", "a"), (4, 0), init=False))
+    values(on(places, ("a", "b", "c"), load, 3, 30))
+    values(on(places, ("b", "c", "a"), save, (4, 0)))
     for node, rank in zip("bca", range(3), strict=True):
         data = [each.name for each in Path(places[1], node, "ckpt").glob("*.distcp")]
         assert {name[:4] for name in data} == {f"__{rank}_"} and len({name.split(".")[1] for name in data}) == 1
-    values(run_ranks(3, load, *places, ("a", "b", "c"), 4, init=False))
+    values(on(places, ("a", "b", "c"), load, 4))
 
 
 def test_more_than_64_files_on_nodes_of_their_own_are_noticed_and_saved(places: Places) -> None:
-    values(run_ranks(2, save_many_files, *places, ("a", "b"), init=False))
+    values(on(places, ("a", "b"), partial(save, files_per_rank=40), (1, 80)))
     assert all(sum(name.endswith(".distcp") for name in names(places, node)) > 32 for node in "ab")
-    values(run_ranks(2, load, *places, ("b", "a"), 1, 80, init=False))
+    values(on(places, ("b", "a"), load, 1, 80))
 
 
 def test_a_file_that_no_node_of_the_load_has_is_named_and_so_is_a_rank_that_dies_reading_for_others(
     places: Places,
 ) -> None:
-    values(run_ranks(2, save, *places, ("a", "b"), (1, 0), init=False))
+    values(on(places, ("a", "b"), save, (1, 0)))
     for placing in (("a", "a"), ("a", "empty")):
-        for error in errors(run_ranks(2, load, *places, placing, 1, init=False)):
+        for error in errors(on(places, placing, load, 1)):
             assert error.is_a(CorruptCheckpoint) and "'embedding'" in error.message and "'weight'" in error.message
             assert re.search(
                 r"are on no node of this load: __1_0\.\w+\.distcp \(written by rank 1 on host-b\)", str(error)
             )
-    outcomes = run_ranks(2, load_killed, *places, ("b", "a"), init=False)
+    outcomes = on(places, ("b", "a"), load_killed)
     (error,) = errors(outcomes, [0])
     assert outcomes[1].exitcode == -9 and error.fields["missing_ranks"] == [1]
 
@@ -231,9 +233,9 @@ def test_a_file_that_no_node_of_the_load_has_is_named_and_so_is_a_rank_that_dies
 def test_a_rank_killed_between_the_commits_of_two_nodes_leaves_a_checkpoint_that_is_whole(
     places: Places, killed: int, key: str, steps: tuple[int, ...]
 ) -> None:
-    outcomes = run_ranks(2, save_with_a_fault, *places, ("a", "b"), killed, key, kill, init=False)
+    outcomes = on(places, ("a", "b"), save_with_a_fault, killed, key, kill)
     assert outcomes[killed].exitcode == -9
-    one, other = values(run_ranks(2, load_either, *places, ("a", "b"), init=False))
+    one, other = values(on(places, ("a", "b"), load_either))
     assert one == other and one in steps and in_the_way(places) == []
 
 
@@ -244,9 +246,9 @@ def test_a_rank_killed_between_the_commits_of_two_nodes_leaves_a_checkpoint_that
 def test_a_failure_on_one_node_is_raised_on_all_ranks_and_loses_nothing(places: Places, key: str, step: int) -> None:
     """Rank 2 leads on its node. If it is the rename that fails, another node may have renamed before."""
     fault = OSError(errno.EIO, "")
-    found = errors(run_ranks(3, save_with_a_fault, *places, ("a", "a", "b"), 2, key, fault, init=False))
+    found = errors(on(places, ("a", "a", "b"), save_with_a_fault, 2, key, fault))
     assert {failure.rank for error in found for failure in error.rank_failures} == {2}
-    assert set(values(run_ranks(3, load_either, *places, ("a", "a", "b"), init=False))) == {step}
+    assert set(values(on(places, ("a", "a", "b"), load_either))) == {step}
     assert in_the_way(places) == []
 
 
@@ -262,12 +264,12 @@ def save_late(path: str) -> bool:
 
 
 def test_a_shared_directory_that_is_seen_late_is_not_taken_for_another_one(tmp_path: Path) -> None:
-    assert values(in_ranks(2, save_late, str(tmp_path / "ckpt"))) == [False, False]
+    assert values(run_ranks(2, save_late, str(tmp_path / "ckpt"))) == [False, False]
     assert not (tmp_path / "ckpt" / ".robust_dcp.nodes").exists()
 
 
 def test_saves_that_need_one_directory_refuse_several(places: Places) -> None:
-    for safetensors, *stock in values(run_ranks(2, refuse_what_needs_one_directory, *places, ("a", "b"), init=False)):
+    for safetensors, *stock in values(on(places, ("a", "b"), refuse_what_needs_one_directory)):
         assert "layout='safetensors' commits on one node only" in safetensors
         assert all("is not one directory for all ranks: rank 1 does not see" in each for each in stock)
     assert not any(Path(places[1], node, "ckpt", ".metadata").exists() for node in "ab")
@@ -275,5 +277,5 @@ def test_saves_that_need_one_directory_refuse_several(places: Places) -> None:
 
 @pytest.mark.parametrize("executor", [None, "thread", "process"])
 def test_a_manager_keeps_and_removes_the_same_steps_on_every_node(places: Places, executor: str | None) -> None:
-    assert values(run_ranks(2, manage, *places, ("a", "b"), executor, init=False)) == [[2, 4], [2, 4]]
-    assert values(run_ranks(3, go_on, *places, ("new", "b", "a"), init=False)) == [4, 4, 4]
+    assert values(on(places, ("a", "b"), manage, executor)) == [[2, 4], [2, 4]]
+    assert values(on(places, ("new", "b", "a"), go_on)) == [4, 4, 4]

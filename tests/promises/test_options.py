@@ -1,23 +1,18 @@
-"""An option counts as it was given: two different values are an error, one of them the default or on another rank."""
+"""An option counts as it was given: two different values are an error, also if one of them is the default."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import robust_dcp
 from robust_dcp import ReadOptions, RobustReader, RobustWriter, WriteOptions
 from robust_dcp.storage.reading.read_options import ReadKeywords
 from robust_dcp.storage.writing.write_options import WriteKeywords
-from tests.harness.ranks import in_ranks, values
 
 OTHER_VALUES: list[tuple[Any, Any, str, Any]] = [
     (RobustReader, ReadOptions, "trusted", True),
@@ -34,7 +29,7 @@ OTHER_VALUES: list[tuple[Any, Any, str, Any]] = [
 
 
 @pytest.mark.parametrize(("made", "kind", "name", "value"), OTHER_VALUES)
-def test_two_different_values_are_an_error_also_if_one_is_the_default(
+def test_what_was_given_in_options_cannot_be_another_keyword_and_what_was_not_can(
     made: Any, kind: Any, name: str, value: Any, tmp_path: Path
 ) -> None:
     default = getattr(kind(), name)
@@ -42,12 +37,6 @@ def test_two_different_values_are_an_error_also_if_one_is_the_default(
         with pytest.raises(ValueError, match=rf"{name}={second!r} contradicts options, which has {name}={first!r}"):
             made(tmp_path, options=kind(**{name: first}), **{name: second})
         assert getattr(made(tmp_path, options=kind(**{name: first}), **{name: first}).options, name) == first
-
-
-@pytest.mark.parametrize(("made", "kind", "name", "value"), OTHER_VALUES)
-def test_what_was_not_given_in_options_is_free_to_be_a_keyword(
-    made: Any, kind: Any, name: str, value: Any, tmp_path: Path
-) -> None:
     assert getattr(made(tmp_path, options=kind(), **{name: value}).options, name) == value
     assert getattr(made(tmp_path, options=kind(**{name: value})).options, name) == value
 
@@ -85,28 +74,3 @@ def test_an_option_out_of_range_is_named(kind: Any, options: dict[str, Any], wor
 def test_each_option_is_a_keyword_that_type_checkers_know() -> None:
     for keywords, options in ((ReadKeywords, ReadOptions), (WriteKeywords, WriteOptions)):
         assert list(get_type_hints(keywords)) == [field.name for field in dataclasses.fields(options)]
-
-
-# --- on_commit on some ranks only -------------------------------------------------------------------------------------
-
-
-def _give_it_on(rank: int, directory: str, call: str) -> tuple[str, list[int] | None, list[str]]:
-    state = {f"w{dist.get_rank()}": torch.ones(5)}
-    names: list[str] = []
-    given = (lambda: names.append("committed")) if dist.get_rank() == rank else None
-    save: Callable[..., Any] = getattr(robust_dcp, call)
-    with pytest.raises(robust_dcp.ExchangeError) as caught:
-        save(state, checkpoint_id=f"{directory}/1", on_commit=given)
-    robust_dcp.save(state, checkpoint_id=f"{directory}/2", on_commit=lambda: names.append("committed"))
-    return caught.value.message, caught.value.ranks, names
-
-
-@pytest.mark.parametrize(("call", "rank"), [("save", 0), ("save", 2), ("async_save", 0)])
-def test_on_commit_on_one_rank_only_is_refused_with_the_ranks(tmp_path: Path, call: str, rank: int) -> None:
-    other = 1 if rank == 0 else 0
-    outcomes = values(in_ranks(3, _give_it_on, rank, str(tmp_path), call))
-    for message, ranks, _ in outcomes:
-        assert f"on_commit was given on rank {rank}, and not on rank {other}: give it on all ranks" in message
-        assert ranks == sorted((rank, other))
-    assert [names for _, _, names in outcomes] == [["committed"], [], []]
-    assert not (tmp_path / "1" / ".metadata").exists()

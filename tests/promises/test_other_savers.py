@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,9 +17,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import CorruptCheckpoint, RobustPlanner, RobustReader, RobustWriter
-from tests.faults.disk import CHANGES, Fault, FaultDisk, each_kill
-from tests.harness.ranks import in_ranks, run_ranks, values
+from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
+from tests.faults.disk import Fault, FaultDisk, each_call
+from tests.harness.ranks import run_ranks, values
 from tests.harness.verdicts import Verdict, verdict_of
 from tests.support.torch_versions import needs_use_collectives
 
@@ -99,7 +98,7 @@ def leave_after_kills(root: str, layout: str) -> list[str]:
     def act(directory: str) -> None:
         robust_dcp.save(state(1), storage_writer=RobustWriter(directory, layout=layout), no_dist=True)
 
-    return [path for _, path in each_kill(act, root, prepare=lambda path: None, counted=CHANGES, every=4)]
+    return [path for _, _, path, _ in each_call(act, root, None, prepare=lambda path: None, every=4)]
 
 
 @pytest.mark.parametrize("layout", ["torch", "safetensors"])
@@ -150,7 +149,7 @@ def save_alone(directory: str, step: int) -> None:
 
 @needs_use_collectives
 def test_a_stock_checkpoint_without_collectives_stays(tmp_path: Path) -> None:
-    values(in_ranks(2, save_alone, str(tmp_path), 1))
+    values(run_ranks(2, save_alone, str(tmp_path), 1))
     before = sorted(os.listdir(tmp_path))
     stock = contents(tmp_path, before)
     assert "__0.metadata" in before and "__1.metadata" in before
@@ -201,7 +200,7 @@ def test_a_failed_save_leaves_no_file_and_no_directory_that_was_not_there_before
     faults: Faults, layout: str, tmp_path: Path
 ) -> None:
     (tmp_path / "there").mkdir()
-    for verdict, left, after in values(in_ranks(2, fail_with, str(tmp_path), faults, layout)):
+    for verdict, left, after in values(run_ranks(2, fail_with, str(tmp_path), faults, layout)):
         assert verdict.type_name == "StorageError" and verdict.fields["errno"] == errno.ENOSPC
         assert (left, after) == (["there"], [])
 
@@ -209,27 +208,22 @@ def test_a_failed_save_leaves_no_file_and_no_directory_that_was_not_there_before
 def test_what_cannot_be_removed_is_named_on_all_ranks_and_removed_by_the_next_save(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     faults = {"write:__1_1*": (1, OSError(errno.EIO, "")), "unlink:__1_0*": (1, OSError(errno.EACCES, ""))}
-    for verdict, left, after in values(in_ranks(2, fail_with, str(tmp_path), faults, "torch")):
+    for verdict, left, after in values(run_ranks(2, fail_with, str(tmp_path), faults, "torch")):
         assert verdict.type_name == "StorageError" and verdict.fields["errno"] == errno.EIO
         (stuck,) = [name for name in left if name.startswith("there/__1_0.")]
         assert f"could not remove: {tmp_path}/{stuck}; the next save" in verdict.message
         assert after == [] and not (tmp_path / stuck).exists()
 
 
-class Puts(RobustPlanner):
-    """Fails after somebody has put a file beside the save's."""
-
-    def resolve_data(self, write_item: Any) -> Any:
-        Path("checkpoint", "notes.txt").write_text("a user's")
+def test_a_directory_in_which_others_have_put_something_stays(tmp_path: Path) -> None:
+    def put_a_file(call: object) -> None:
+        (tmp_path / "c" / "notes.txt").write_text("a user's")
         raise LookupError
 
-
-def test_a_directory_in_which_others_have_put_something_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(robust_dcp.RobustCheckpointError, match="LookupError") as caught:
-        robust_dcp.save({"w": torch.ones(3)}, checkpoint_id="checkpoint", planner=Puts())
-    assert "could not remove" not in str(caught.value)
-    assert os.listdir(tmp_path / "checkpoint") == ["notes.txt"]
+    with FaultDisk(tmp_path, on={"write:c/*.distcp": put_a_file}):
+        verdict = verdict_of(robust_dcp.save, state(1), checkpoint_id=tmp_path / "c")
+    assert "LookupError" in verdict.message and "could not remove" not in verdict.message
+    assert os.listdir(tmp_path / "c") == ["notes.txt"]
 
 
 def save_where_removing_is_slow(directory: str) -> None:
@@ -242,7 +236,7 @@ def save_where_removing_is_slow(directory: str) -> None:
 
 
 def test_nobody_waits_for_the_removal_of_what_a_committed_checkpoint_replaces(tmp_path: Path) -> None:
-    values(in_ranks(2, save_where_removing_is_slow, str(tmp_path)))
+    values(run_ranks(2, save_where_removing_is_slow, str(tmp_path)))
     check(tmp_path, 2)
     assert len({mark_of(name) for name in data_files(tmp_path)}) == 1
 
@@ -303,7 +297,7 @@ def test_a_save_commits_nothing_over_what_others_did_meanwhile(
     tmp_path: Path, meanwhile: Callable[[str], None], exists: bool
 ) -> None:
     directory = str(tmp_path / "checkpoint")
-    for verdict, left in values(in_ranks(2, save_while, directory, meanwhile, exists)):
+    for verdict, left in values(run_ranks(2, save_while, directory, meanwhile, exists)):
         assert verdict.type_name == "StorageError" and "nothing is committed" in verdict.message
         assert left == []
     if meanwhile is not somebody_removes_a_file:
@@ -327,33 +321,18 @@ def save_twice_at_once(directory: str, locks: bool) -> list[str]:
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_of_two_jobs_that_save_at_once_each_is_told_the_truth(tmp_path: Path, locks: bool) -> None:
-    one, other = values(in_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks))
+    one, other = values(run_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks))
     assert {*one, *other} <= {"", "StorageError", "replaced"}
     assert all("" in pair for pair in zip(one, other, strict=True))  # what is there one of them was told it has saved
 
 
-class Waits(dcp.DefaultSavePlanner):
-    """A planner of stock's that stops in the middle of its data until it is told to go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_there, self.may_go_on = threading.Event(), threading.Event()
-
-    def resolve_data(self, write_item: Any) -> Any:
-        self.is_there.set()
-        assert self.may_go_on.wait(60)
-        return super().resolve_data(write_item)
-
-
 def test_a_stock_save_that_is_running_keeps_its_files(tmp_path: Path) -> None:
-    planner = Waits()
-    stock = threading.Thread(target=lambda: dcp.save(state(1), checkpoint_id=tmp_path, planner=planner))
-    stock.start()
-    assert planner.is_there.wait(60)
-    robust_dcp.save(state(2), checkpoint_id=tmp_path)
-    check(tmp_path, 2)
-    planner.may_go_on.set()
-    stock.join()
+    def save_within(call: object) -> None:
+        robust_dcp.save(state(2), checkpoint_id=tmp_path)
+        check(tmp_path, 2)
+
+    with FaultDisk(tmp_path, on={"create:.metadata.tmp": save_within}):
+        dcp.save(state(1), checkpoint_id=tmp_path, no_dist=True)
     check(tmp_path, 1)  # it was the last to commit
 
 
@@ -408,9 +387,9 @@ def load_while_it_is_overwritten(directory: str, saves: int) -> Verdict:
 
 
 def test_a_load_whose_files_are_replaced_starts_over_and_says_so_if_that_happens_again(tmp_path: Path) -> None:
-    for verdict in values(in_ranks(2, load_while_it_is_overwritten, str(tmp_path / "1"), 1)):
+    for verdict in values(run_ranks(2, load_while_it_is_overwritten, str(tmp_path / "1"), 1)):
         assert (verdict.type_name, verdict.value) == ("", 50)
-    for verdict in values(in_ranks(2, load_while_it_is_overwritten, str(tmp_path / "2"), 2)):
+    for verdict in values(run_ranks(2, load_while_it_is_overwritten, str(tmp_path / "2"), 2)):
         assert verdict.type_name == "StorageError" and "was overwritten while it was loaded" in verdict.message
 
 
@@ -421,7 +400,7 @@ LONG = {f"layer.{number}": torch.full((40,), float(number)) for number in range(
 SHORT = {"layer.0": torch.full((4,), 7.0)}
 
 
-def replaced_at_each_open(path: Path, has_index: bool, load: Callable[[], object]) -> Iterator[object]:
+def replaced_at_each_open(path: Path, has_index: bool, load: Callable[[], bool]) -> Iterator[bool]:
     """What came of a load, once for each file that it opens: a shorter checkpoint comes right before."""
     for number in range(1, 40):
         robust_dcp.save(dict(LONG), checkpoint_id=path)
@@ -444,29 +423,20 @@ def replaced_at_each_open(path: Path, has_index: bool, load: Callable[[], object
     raise AssertionError("a load opens more files than this test knows of")
 
 
-@pytest.mark.parametrize("is_stocks", [False, True])
 @pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize("how", ["ours", "stock with our reader", "metadata"])
 def test_a_checkpoint_that_is_replaced_by_a_shorter_one_while_it_is_read_is_never_called_corrupt(
-    has_index: bool, is_stocks: bool, tmp_path: Path
+    how: str, has_index: bool, tmp_path: Path
 ) -> None:
-    def load() -> dict[str, Any]:
+    def load() -> bool:
+        if how == "metadata":
+            return set(RobustReader(tmp_path).read_metadata().state_dict_metadata) in (set(LONG), set(SHORT))
         state = {name: torch.zeros_like(tensor) for name, tensor in LONG.items()}
-        if is_stocks:
-            dcp.load(state, storage_reader=RobustReader(tmp_path), no_dist=True)
-        else:
+        if how == "ours":
             robust_dcp.load(state, checkpoint_id=tmp_path)
-        assert all(torch.equal(state[name], LONG[name]) for name in LONG)
-        return state
+        else:
+            dcp.load(state, storage_reader=RobustReader(tmp_path), no_dist=True)
+        return all(torch.equal(state[name], LONG[name]) for name in LONG)
 
-    assert list(replaced_at_each_open(tmp_path, has_index, load)) != []
-
-
-@pytest.mark.parametrize("has_index", [True, False])
-def test_metadata_that_is_replaced_by_a_shorter_one_while_it_is_read_is_the_old_or_the_new(
-    has_index: bool, tmp_path: Path
-) -> None:
-    def load() -> set[str]:
-        return set(RobustReader(tmp_path).read_metadata().state_dict_metadata)
-
-    for keys in replaced_at_each_open(tmp_path, has_index, load):
-        assert keys in (set(LONG), set(SHORT))
+    outcomes = list(replaced_at_each_open(tmp_path, has_index, load))
+    assert outcomes and all(outcomes)

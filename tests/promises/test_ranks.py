@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
-from tests.faults.disk import CHANGES, Call, FaultDisk, kill
-from tests.harness.faults import delay_in, fail_in, kill_in
-from tests.harness.ranks import errors, in_ranks, values
+from tests.faults.disk import CHANGES, LONG_TESTS, Call, FaultDisk, kill
+from tests.harness.faults import fail_in, kill_in
+from tests.harness.ranks import errors, run_program, run_ranks, values
 from tests.harness.verdicts import Verdict, verdict_of
 
 SAVE_PHASES = ("plan", "write", "commit")
@@ -36,29 +35,31 @@ def step_in(path: str) -> float:
     return float(loaded["shared"][0])
 
 
-def save_with_a_fault(path: str, phase: str) -> tuple[str, float]:
+def save_with_a_fault(path: str, phase: str, error: BaseException) -> tuple[str, float]:
     robust_dcp.save(state(1), checkpoint_id=path)
-    message = ""
-    with fail_in(phase, rank=1, error=LookupError("lost"), operation="save"):
-        try:
-            robust_dcp.save(state(2), checkpoint_id=path)
-        except robust_dcp.RobustCheckpointError as error:
-            message = str(error)
+    with fail_in(phase, rank=1, error=error, operation="save"):
+        verdict = verdict_of(robust_dcp.save, state(2), checkpoint_id=path)
     dist.barrier()
     assert not [name for name in os.listdir(path) if "saving" in name], "the claim on the directory is left"
     before = step_in(path)
     robust_dcp.save(state(3), checkpoint_id=path)
     assert step_in(path) == 3.0
-    return message, before
+    return f"{verdict.type_name} {verdict.message}", before
 
 
-@pytest.mark.parametrize("phase", SAVE_PHASES)
+@pytest.mark.parametrize(
+    ("phase", "error"),
+    [*((phase, LookupError("lost")) for phase in SAVE_PHASES), ("write", KeyboardInterrupt("lost"))],
+    ids=["plan", "write", "commit", "Ctrl-C"],
+)
 def test_a_rank_that_fails_in_a_phase_fails_the_save_on_all_ranks_and_the_checkpoint_stays(
-    phase: str, tmp_path: Path
+    phase: str, error: BaseException, tmp_path: Path
 ) -> None:
-    for message, before in values(in_ranks(2, save_with_a_fault, str(tmp_path), phase)):
-        assert "lost" in message and "rank 1" in message
-        assert before == 1.0
+    found = values(run_ranks(2, save_with_a_fault, str(tmp_path), phase, error))
+    assert [before for _, before in found] == [1.0, 1.0]
+    (told, _), (by_itself, _) = found
+    assert "lost" in told and "rank 1" in told and type(error).__name__ in told
+    assert by_itself == ("KeyboardInterrupt lost" if isinstance(error, KeyboardInterrupt) else told)
 
 
 def load_with_a_fault(path: str, phase: str) -> None:
@@ -69,7 +70,7 @@ def load_with_a_fault(path: str, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", LOAD_PHASES)
 def test_a_rank_that_fails_in_a_phase_fails_the_load_on_all_ranks(phase: str, tmp_path: Path) -> None:
-    for error in errors(in_ranks(2, load_with_a_fault, str(tmp_path), phase)):
+    for error in errors(run_ranks(2, load_with_a_fault, str(tmp_path), phase)):
         assert "as the test asked for" in error.message
 
 
@@ -88,19 +89,11 @@ def save_while_one_is_killed(path: str, phase: str, is_async: bool) -> str:
 
 @pytest.mark.parametrize(("phase", "is_async"), [*((phase, False) for phase in SAVE_PHASES), ("stage", True)])
 def test_a_rank_that_is_killed_in_a_phase_is_named_by_the_others(phase: str, is_async: bool, tmp_path: Path) -> None:
-    survivor, killed, other = in_ranks(3, save_while_one_is_killed, str(tmp_path), phase, is_async)
+    survivor, killed, other = run_ranks(3, save_while_one_is_killed, str(tmp_path), phase, is_async)
     assert killed.exitcode == -signal.SIGKILL
     for outcome in (survivor, other):
         assert "rank 1" in values([outcome])[0]
-    assert values(in_ranks(1, step_in, str(tmp_path))) == [1.0]
-
-
-def save_with_a_late_rank(path: str) -> str:
-    arrived = threading.Event()
-    threading.Timer(0.2, arrived.set).start()
-    with delay_in("write", rank=1, until=arrived.wait):
-        robust_dcp.save(state(1), checkpoint_id=path)
-    return "late" if arrived.is_set() or dist.get_rank() != 1 else "not late"
+    assert values(run_ranks(1, step_in, str(tmp_path))) == [1.0]
 
 
 def come_too_late(path: str, late: int) -> Verdict:
@@ -118,13 +111,9 @@ def come_too_late(path: str, late: int) -> Verdict:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_works(late: int, tmp_path: Path) -> None:
-    for rank, verdict in enumerate(values(in_ranks(2, come_too_late, str(tmp_path / "checkpoint"), late))):
+    for rank, verdict in enumerate(values(run_ranks(2, come_too_late, str(tmp_path / "checkpoint"), late))):
         assert verdict.type_name == "ExchangeTimeout" and verdict.fields["missing_ranks"] == [late]
         assert verdict.message.startswith(f"this rank ({late}) came after the others had given up") == (rank == late)
-
-
-def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
-    assert values(in_ranks(2, save_with_a_late_rank, str(tmp_path))) == ["late", "late"]
 
 
 class CannotBePickled:
@@ -143,7 +132,7 @@ def fail_while_the_others_write(path: str) -> tuple[str, int]:
 
 
 def test_ranks_that_still_write_stop_when_another_has_failed(tmp_path: Path) -> None:
-    (message, nbytes), (other, _) = values(in_ranks(2, fail_while_the_others_write, str(tmp_path)))
+    (message, nbytes), (other, _) = values(run_ranks(2, fail_while_the_others_write, str(tmp_path)))
     assert "lost" in message and "rank 1" in message and "lost" in other
     assert nbytes < 100 * (8 << 20)
     assert os.listdir(tmp_path) == []
@@ -157,20 +146,20 @@ def go_slowly(path: str) -> tuple[Any, Any]:
     """Rank 1's disk takes longer for a save, and for a load, than the timeout."""
 
     def slow(call: Call) -> None:
-        time.sleep(0.7 * call.nbytes / (1 << 20))
+        time.sleep(0.5 * call.nbytes / (1 << 20))
 
-    reader = RobustReader(path, threads=1, buffer_bytes=4 << 20)
+    reader = RobustReader(path, threads=1, buffer_bytes=2 << 20)
     with FaultDisk(path, on={"write|read:__*": slow} if dist.get_rank() == 1 else {}):
-        writer = RobustWriter(path, threads=1, buffer_bytes=2 << 20)
-        saved = robust_dcp.save(tensors(1), storage_writer=writer, timeout_seconds=4)
+        writer = RobustWriter(path, threads=1, buffer_bytes=1 << 20)
+        saved = robust_dcp.save(tensors(1), storage_writer=writer, timeout_seconds=2.5)
         found = tensors(0)
-        loaded = robust_dcp.load(found, storage_reader=reader, timeout_seconds=4)
+        loaded = robust_dcp.load(found, storage_reader=reader, timeout_seconds=2.5)
     assert all(torch.equal(found[key], value) for key, value in tensors(1).items())
     return saved.stragglers, loaded.stragglers
 
 
 def test_a_rank_that_writes_or_reads_slowly_is_waited_for(tmp_path: Path) -> None:
-    assert len(values(in_ranks(3, go_slowly, str(tmp_path / "checkpoint"), timeout_seconds=150))) == 3
+    assert len(values(run_ranks(3, go_slowly, str(tmp_path / "checkpoint"), timeout_seconds=150))) == 3
 
 
 def save_as_another_version(path: str, where: str) -> Verdict:
@@ -184,7 +173,7 @@ def save_as_another_version(path: str, where: str) -> Verdict:
     "where", ["robust_dcp.comm.frames.PROTOCOL_VERSION", "robust_dcp.plan.save_planner.__version__"]
 )
 def test_a_rank_of_another_version_is_an_error_on_all_ranks_that_names_it(where: str, tmp_path: Path) -> None:
-    for verdict in values(in_ranks(3, save_as_another_version, str(tmp_path), where)):
+    for verdict in values(run_ranks(3, save_as_another_version, str(tmp_path), where)):
         assert verdict.type_name in ("ExchangeError", "PlanConflict", "ExchangeTimeout"), verdict
         assert "version" in str(verdict) and "1" in str(verdict)
     assert list(tmp_path.iterdir()) == []
@@ -205,43 +194,18 @@ def save_first(path: str) -> None:
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_of_two_ranks_may_be_killed_at_any_call(killed: int, memory_path: Path) -> None:
     path = memory_path / "0"
-    values(in_ranks(2, save_first, str(path)))
+    values(run_ranks(2, save_first, str(path)))
     shutil.copytree(path, memory_path / "whole")
-    n_calls = values(in_ranks(2, save_and_be_killed, str(memory_path / "whole"), killed, -1))[killed]
+    n_calls = values(run_ranks(2, save_and_be_killed, str(memory_path / "whole"), killed, -1))[killed]
     left = []
-    for number in range(killed, n_calls, 5):
+    for number in range(killed, n_calls, 1 if LONG_TESTS else 8):
         directory = str(memory_path / f"call{number}")
         shutil.copytree(path, directory)
-        outcomes = in_ranks(2, save_and_be_killed, directory, killed, number)
+        outcomes = run_ranks(2, save_and_be_killed, directory, killed, number)
         assert outcomes[killed].exitcode == -signal.SIGKILL
-        left.append(values(in_ranks(1, step_in, directory))[0])
-        values(in_ranks(2, save_first, directory))  # what was left behind is in nobody's way
+        left.append(values(run_ranks(1, step_in, directory))[0])
+        values(run_ranks(2, save_first, directory))  # what was left behind is in nobody's way
     assert left == sorted(left) and set(left) <= {1.0, 2.0} and left[0] == 1.0
-
-
-def save_or_load(path: str) -> None:
-    robust_dcp.save(state(1), checkpoint_id=path)
-    if dist.get_rank() == 1:
-        step_in(path)
-    else:
-        robust_dcp.save(state(2), checkpoint_id=path)
-
-
-def test_ranks_in_different_operations_are_told_who_does_what(tmp_path: Path) -> None:
-    for error in errors(in_ranks(3, save_or_load, str(tmp_path))):
-        assert error.is_a(robust_dcp.ExchangeError) and "save" in error.message and "load" in error.message
-    assert values(in_ranks(1, step_in, str(tmp_path))) == [1.0]
-
-
-def save_with_other_options(path: str) -> None:
-    layout: Any = "safetensors" if dist.get_rank() == 1 else "torch"
-    robust_dcp.save(state(1), storage_writer=robust_dcp.RobustWriter(path, layout=layout))
-
-
-def test_ranks_with_other_options_are_named_with_the_options(tmp_path: Path) -> None:
-    for error in errors(in_ranks(3, save_with_other_options, str(tmp_path))):
-        assert "rank 1" in error.message and "layout" in error.message
-    assert list(tmp_path.iterdir()) == []
 
 
 def save_at_once(path: str) -> list[float]:
@@ -255,7 +219,7 @@ def save_at_once(path: str) -> list[float]:
 
 
 def test_operations_that_overlap_on_one_group_do_not_disturb_each_other(tmp_path: Path) -> None:
-    assert values(in_ranks(3, save_at_once, str(tmp_path))) == [[7.0, 1.0, 2.0]] * 3
+    assert values(run_ranks(3, save_at_once, str(tmp_path))) == [[7.0, 1.0, 2.0]] * 3
 
 
 def stop_in_a_save(path: str) -> str:
@@ -273,7 +237,60 @@ def stop_in_a_save(path: str) -> str:
 
 
 def test_a_rank_that_is_stopped_is_named_within_the_timeout(tmp_path: Path) -> None:
-    first, stopped = in_ranks(2, stop_in_a_save, str(tmp_path / "checkpoint"))
+    first, stopped = run_ranks(2, stop_in_a_save, str(tmp_path / "checkpoint"))
     assert "rank 1" in values([first])[0]
     assert stopped.exitcode == -signal.SIGKILL
-    assert values(in_ranks(1, step_in, str(tmp_path / "checkpoint"))) == [1.0]
+    assert values(run_ranks(1, step_in, str(tmp_path / "checkpoint"))) == [1.0]
+
+
+_DISTURBED = """
+import random, socket, struct, threading
+from torch.testing._internal.distributed import fake_pg
+from robust_dcp.comm.frames import Frame, Kind, operation_id, phase_id
+
+store = store_of_rank_0()
+dist.init_process_group("fake", store=store, rank=rank, world_size=size)  # so the ports are those of our own group
+ended, sent = threading.Event(), set()
+
+
+def ports():
+    own = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            pass  # closed meanwhile
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+    listening = {int(line[1].split(":")[1], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
+    return listening - {int(os.environ["MASTER_PORT"])}
+
+
+def disturb():
+    rng = random.Random(rank)
+    noise = rng.randbytes(200)
+    name = f"save {path}/0"
+    guess = Frame(Kind.GONE, operation_id(name), 0, 0, phase_id("agree"), body=struct.pack("<2I", 1, 0)).encode()
+    while not ended.wait(0.02):
+        for port in ports():
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                    sized = struct.pack("<q", rng.randrange(8)) + guess
+                    stranger.sendall(rng.choice([b"", noise, sized, b"GET / HTTP/1.1\\r\\n\\r\\n"]))
+                    sent.add(port)
+            except OSError:
+                pass
+
+
+threading.Thread(target=disturb, daemon=True).start()
+for turn in range(5):
+    robust_dcp.save(state(turn), checkpoint_id=f"{path}/{turn}", timeout_seconds=30)
+    time.sleep(0.1)
+ended.set()
+print("saved", len(sent) > 0, flush=True)
+stay_until_all_are_done(store)
+"""
+
+
+def test_strangers_who_connect_to_the_ports_of_ranks_and_send_what_they_like_fail_no_save(tmp_path: Path) -> None:
+    ended = run_program(_DISTURBED, tmp_path, size=3)
+    assert all(each.exitcode == 0 and "saved True" in each.output for each in ended)

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import Event, RobustCheckpointError, RobustPlanner, RobustWriter, WriteOptions, on_event
 from tests.faults.disk import FaultDisk
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 REPORT_NAME = ".robust_dcp.report.json"
 
@@ -58,30 +58,27 @@ def test_saves_and_loads_tell_their_start_their_phases_and_their_report(tmp_path
     assert "phase_ended stage" in names_of(events)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_failed_save_tells_its_error_and_no_other_end(is_async: bool, tmp_path: Path) -> None:
+def fail_on_both(path: str) -> list[str]:
+    """Only one rank finds what is wrong, or both do; ours, and async."""
+    state_dicts = [{"w": torch.ones(9), "rank": torch.ones(2 + dist.get_rank())}, {"w": torch.ones(9)}]
+    found = []
+    for state_dict in state_dicts:
+        for call in (robust_dcp.save, robust_dcp.async_save):
+
+            def save(call: Any = call, state_dict: Any = state_dict) -> None:
+                with pytest.raises(RobustCheckpointError):
+                    getattr(call(state_dict, checkpoint_id=f"{path}/file"), "result", lambda: None)()
+
+            events = [event for event in told(save) if event.name in ("started", "ended", "failed")]
+            assert all(event.rank == dist.get_rank() for event in events)
+            assert isinstance(events[-1].error, RobustCheckpointError)
+            found.append(" ".join(event.name for event in events))
+    return found
+
+
+def test_all_ranks_tell_of_a_failed_save_and_of_no_other_end(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
-
-    def save() -> None:
-        call: Any = robust_dcp.async_save if is_async else robust_dcp.save
-        with pytest.raises(RobustCheckpointError):
-            getattr(call({"w": torch.ones(9)}, checkpoint_id=tmp_path / "file"), "result", lambda: None)()
-
-    ends = [event for event in told(save) if event.name in ("ended", "failed")]
-    assert [end.name for end in ends] == ["failed"] and isinstance(ends[0].error, RobustCheckpointError)
-
-
-def fail_on_both(path: str) -> list[tuple[str, int]]:
-    events: list[Event] = []
-    state_dict = {"w": torch.ones(9), "rank": torch.ones(2 + dist.get_rank())}
-    with on_event(events.append), pytest.raises(RobustCheckpointError):
-        robust_dcp.save(state_dict, checkpoint_id=path)
-    return [(event.name, event.rank) for event in events if event.name in ("started", "ended", "failed")]
-
-
-def test_all_ranks_tell_of_a_failure_that_one_of_them_finds(tmp_path: Path) -> None:
-    found = values(in_ranks(2, fail_on_both, str(tmp_path)))
-    assert found == [[("started", rank), ("failed", rank)] for rank in (0, 1)]
+    assert values(run_ranks(2, fail_on_both, str(tmp_path))) == [["started failed"] * 4] * 2
 
 
 def test_listeners_cannot_disturb_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +130,7 @@ def save_in_every_way(path: str) -> None:
 
 
 def test_every_way_of_saving_leaves_a_report_of_all_ranks(tmp_path: Path) -> None:
-    values(in_ranks(2, save_in_every_way, str(tmp_path)))
+    values(run_ranks(2, save_in_every_way, str(tmp_path)))
     found = {path.parent.name: json.loads(path.read_bytes()) for path in tmp_path.glob(f"*/{REPORT_NAME}")}
     assert set(found) == {"save", "again", "async", "process", "planner", "stock planner", "switch"}
     for name, report in found.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from pathlib import Path
@@ -16,36 +15,17 @@ from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from tests.harness.fingerprints import differences
-from tests.harness.ranks import in_ranks, values
-from tests.harness.verdicts import verdict_of
-from tests.harness.ways import LOADERS, SAVERS
+from tests.harness.fingerprints import blank, differences, wrongly_loaded
+from tests.harness.ranks import run_ranks, values
+from tests.harness.verdicts import lines_of_the_log, verdict_of
+from tests.harness.ways import SAVERS
 
 StateDict = dict[str, Any]
 
 
-def blank(value: Any) -> Any:
-    """The same structure, with other contents."""
-    if isinstance(value, dict):
-        return {key: blank(each) for key, each in value.items()}
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else f"not {value}"
-
-
 def check_loads(state_dict: StateDict, path: str) -> None:
-    for loader in ("ours", "stock"):
-        target = blank(state_dict)
-        LOADERS[loader](target, path)
-        assert differences(state_dict, target) == [], (loader, path)
-        dist.barrier()
-
-
-def lines_of(logger: str = "robust_dcp") -> list[str]:
-    """What a logger says from now on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(logger).addHandler(handler)
-    return lines
+    assert wrongly_loaded(state_dict, path) == []
+    dist.barrier()
 
 
 def model(step: int, more: int = 0, prefix: str = "") -> StateDict:
@@ -90,13 +70,13 @@ def save_in_turn(directory: str, saver: str) -> None:
 
 @pytest.mark.parametrize("saver", ["ours", "stock + both", "stock no_dist + both"])
 def test_every_change_of_structure_is_saved_as_it_is(saver: str, tmp_path: Path) -> None:
-    values(in_ranks(2, save_in_turn, str(tmp_path), saver, timeout_seconds=90))
+    values(run_ranks(2, save_in_turn, str(tmp_path), saver, timeout_seconds=90))
 
 
 def change_one_rank(directory: str, changed_rank: int) -> tuple[str, str, Any, list[str]]:
     state_dict = model(0)
     robust_dcp.save(state_dict, checkpoint_id=f"{directory}/0")
-    lines = lines_of()
+    lines = lines_of_the_log()
     if dist.get_rank() == changed_rank:
         state_dict["new"] = torch.ones(3)
     report = robust_dcp.save(state_dict, checkpoint_id=f"{directory}/1")
@@ -112,7 +92,7 @@ def change_one_rank(directory: str, changed_rank: int) -> tuple[str, str, Any, l
 def test_a_change_on_one_rank_is_named_in_the_report_and_in_one_line_of_the_log(
     changed_rank: int, tmp_path: Path
 ) -> None:
-    outcomes = values(in_ranks(3, change_one_rank, str(tmp_path), changed_rank))
+    outcomes = values(run_ranks(3, change_one_rank, str(tmp_path), changed_rank))
     for plan, reason, changes, _ in outcomes:
         assert plan == "rebuilt" and "new" in reason and f"rank {changed_rank}" in reason
         assert changes.added == ("new",) and not changes.removed and not changes.changed
@@ -137,7 +117,7 @@ def refuse_changes(directory: str) -> tuple[Any, str]:
 
 
 def test_a_refused_change_is_the_same_error_everywhere_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    outcomes = values(in_ranks(2, refuse_changes, str(tmp_path / "checkpoint")))
+    outcomes = values(run_ranks(2, refuse_changes, str(tmp_path / "checkpoint")))
     for refused, again in outcomes:
         assert refused.type_name == "StructureChanged" and refused == outcomes[0][0]
         assert refused.fields == {"added": ["added"], "removed": ["own 1"], "changed": ["layer0"]}
@@ -149,7 +129,7 @@ def test_a_refused_change_is_the_same_error_everywhere_and_the_old_checkpoint_st
 
 def save_kinds_in_turn(directory: str, way: str, named: bool) -> tuple[list[str], list[str]]:
     """A model, its EMA and a loader in turn; another order of the same keys is the same structure."""
-    lines, outcomes = lines_of(), []
+    lines, outcomes = lines_of_the_log(), []
     for step in range(4):
         for kind, state in (("model", model(step)), ("ema", model(step, prefix="ema.")), ("loader", loader(step))):
             state = dict(reversed(state.items())) if step == 2 else state
@@ -167,12 +147,11 @@ def save_kinds_in_turn(directory: str, way: str, named: bool) -> tuple[list[str]
     return outcomes, lines
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("way", ["ours", "stock", "stock no_dist"])
+@pytest.mark.parametrize(("way", "named"), [("ours", True), ("ours", False), ("stock", False), ("stock no_dist", True)])
 def test_kinds_that_are_saved_in_turn_never_look_like_changes_of_each_other(
     way: str, named: bool, tmp_path: Path
 ) -> None:
-    for outcomes, lines in values(in_ranks(3, save_kinds_in_turn, str(tmp_path), way, named)):
+    for outcomes, lines in values(run_ranks(3, save_kinds_in_turn, str(tmp_path), way, named)):
         if outcomes:  # stock tells of no report
             assert outcomes[0::3] == outcomes[1::3] == ["built", "reused", "reused", "reused"]
             assert outcomes[2] == "built" and "reused" not in outcomes[2::3]
@@ -197,7 +176,7 @@ def same_names(directory: str, alike: int) -> list[str]:
 def test_kinds_are_told_apart_by_the_callers_word_and_a_rank_that_holds_nothing_goes_with_the_others(
     alike: int, tmp_path: Path
 ) -> None:
-    for outcomes in values(in_ranks(3, same_names, str(tmp_path), alike)):
+    for outcomes in values(run_ranks(3, same_names, str(tmp_path), alike)):
         assert outcomes == ["built", "built", *["reused"] * 4] * 2
 
 
@@ -223,7 +202,7 @@ def save_in_other_groups(directory: str) -> list[str]:
 
 
 def test_plans_of_one_group_are_never_used_in_another(tmp_path: Path) -> None:
-    outcomes = values(in_ranks(4, save_in_other_groups, str(tmp_path)))
+    outcomes = values(run_ranks(4, save_in_other_groups, str(tmp_path)))
     # The world, a half, the world, [0, 3] (ranks 0 and 3 only), the half again; and all of it once more.
     inner = ["built", "built", "reused", "reused"] + ["reused"] * 4
     outer = ["built", "built", "reused", "built", "reused"] + ["reused"] * 5
@@ -257,7 +236,7 @@ def save_with_other_options(directory: str) -> list[str]:
 
 
 def test_a_plan_is_not_used_with_other_options_of_planner_or_writer(tmp_path: Path) -> None:
-    for outcomes in values(in_ranks(2, save_with_other_options, str(tmp_path))):
+    for outcomes in values(run_ranks(2, save_with_other_options, str(tmp_path))):
         assert outcomes == ["built", "rebuilt", "rebuilt", "rebuilt", "reused"]
 
 
@@ -274,7 +253,7 @@ def save_from_each_coordinator(path: str) -> None:
 
 
 def test_a_save_whose_coordinator_is_not_rank_0_is_committed_and_so_is_the_next_with_another(tmp_path: Path) -> None:
-    values(in_ranks(3, save_from_each_coordinator, str(tmp_path)))
+    values(run_ranks(3, save_from_each_coordinator, str(tmp_path)))
 
 
 def messages_of_repeated_saves(directory: str, n_items: int) -> tuple[int, int]:
@@ -287,8 +266,8 @@ def messages_of_repeated_saves(directory: str, n_items: int) -> tuple[int, int]:
 
 
 def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(tmp_path: Path) -> None:
-    few = values(in_ranks(4, messages_of_repeated_saves, str(tmp_path), 10))
-    many = values(in_ranks(4, messages_of_repeated_saves, str(tmp_path), 1000))
+    few = values(run_ranks(4, messages_of_repeated_saves, str(tmp_path), 10))
+    many = values(run_ranks(4, messages_of_repeated_saves, str(tmp_path), 1000))
     for (n_few, few_nbytes), (n_many, many_nbytes) in zip(few, many, strict=True):
         assert n_few == n_many < 20
         assert abs(few_nbytes - many_nbytes) <= 96 and many_nbytes < 1500  # a larger number has more digits
@@ -297,16 +276,31 @@ def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(tmp_path
 # --- a job that begins anew -------------------------------------------------------------------------------------------
 
 
+def replicas(value: float, *, n_more: int = 0) -> StateDict:
+    """Replicated tensors, whose writers a plan chooses, and what only rank 0 has."""
+    state: StateDict = {f"t{n:02}": torch.full((30_000 + n,), value + n) for n in range(40)}
+    return state | ({f"more{n}": torch.full((75_000,), value) for n in range(n_more)} if dist.get_rank() == 0 else {})
+
+
 def save_first(directory: str) -> None:
-    robust_dcp.save(model(1), checkpoint_id=f"{directory}/1")
+    robust_dcp.save(replicas(1.0), checkpoint_id=f"{directory}/1")
+
+
+def save_after_a_change(directory: str) -> None:
+    """Rank 1 knows the plan of the change when rank 0 goes back to the plan before."""
+    for name, n_more in (("again", 0), ("changed", 1), ("as before", 0)):
+        state = replicas(2.0, n_more=n_more)
+        robust_dcp.save(state, checkpoint_id=f"{directory}/{name}")
+        check_loads(state, f"{directory}/{name}")
 
 
 def resume(directory: str, how: str) -> tuple[str, str]:
-    rank, state = dist.get_rank(), model(0)
+    rank, state = dist.get_rank(), replicas(0.0)
     if how != f"rank {rank} has loaded nothing":
-        robust_dcp.load(state, checkpoint_id=f"{directory}/1", no_dist=True)
+        mine = "again" if how == f"rank {rank} has loaded another" else "1"
+        robust_dcp.load(state, checkpoint_id=f"{directory}/{mine}", no_dist=True)
     dist.barrier()
-    state = model(1) | ({"new": torch.ones(3)} if how == "rank 1 holds more" and rank == 1 else {})
+    state = replicas(4.0) | ({"new": torch.ones(3)} if how == "rank 1 holds more" and rank == 1 else {})
     report = robust_dcp.save(state, checkpoint_id=f"{directory}/2")
     check_loads(state, f"{directory}/2")
     return report.plan, report.reason
@@ -319,62 +313,17 @@ def resume(directory: str, how: str) -> tuple[str, str]:
         ("rank 1 holds more", "rebuilt"),
         ("rank 1 has loaded nothing", "reused"),
         ("rank 0 has loaded nothing", "built"),
+        ("rank 0 has loaded another", "reused"),
         ("its plan is damaged", "built"),
     ],
 )
 def test_a_job_that_loads_a_checkpoint_saves_by_the_plan_that_lies_in_it(
     how: str, outcome: str, tmp_path: Path
 ) -> None:
-    values(in_ranks(2, save_first, str(tmp_path)))
+    for job in (save_first, save_after_a_change):
+        values(run_ranks(2, job, str(tmp_path)))
     if how == "its plan is damaged":
         (tmp_path / "1" / ".robust_dcp.index").unlink()
-    for plan, reason in values(in_ranks(2, resume, str(tmp_path), how)):
+    for plan, reason in values(run_ranks(2, resume, str(tmp_path), how)):
         assert plan == outcome
-        assert plan != "reused" or f"since {tmp_path}/1" in reason or "loaded nothing" in how
-
-
-# --- whatever plans the ranks have in mind ----------------------------------------------------------------------------
-
-
-_N_TENSORS = 40
-
-
-def _state(value: float, *, n_more: int = 0) -> dict[str, Any]:
-    """Replicated tensors, whose writers a plan chooses, and what only one rank has."""
-    state: dict[str, Any] = {f"t{n:02}": torch.full((30_000 + n,), value + n) for n in range(_N_TENSORS)}
-    if dist.get_rank() == 0:
-        state |= {f"more{n}": torch.full((75_000,), value) for n in range(n_more)}
-    return state
-
-
-def _wrong_keys(directory: Path, value: float) -> list[str]:
-    """The keys that our reader or stock's loads with other values than were saved."""
-    wrong = set()
-    for load in (robust_dcp.load, dcp.load):
-        state = _state(-1.0)
-        load(state, checkpoint_id=os.fspath(directory))
-        wrong |= {key for key, tensor in _state(value).items() if not torch.equal(state[key], tensor)}
-    return sorted(wrong)
-
-
-def _save_first(directory: Path) -> None:
-    robust_dcp.save(_state(1.0), checkpoint_id=directory / "first")
-
-
-def _save_after_a_change(directory: Path) -> None:
-    robust_dcp.save(_state(2.0, n_more=1), checkpoint_id=directory / "changed")
-    robust_dcp.save(_state(3.0), checkpoint_id=directory / "again")
-
-
-def _resume_from_different_checkpoints(directory: Path) -> tuple[str, list[str]]:
-    """Each rank knows another one of two checkpoints with the same structure."""
-    mine = directory / ("again" if dist.get_rank() == 0 else "first")
-    robust_dcp.load(_state(0.0), checkpoint_id=mine, no_dist=True)
-    report = robust_dcp.save(_state(4.0), checkpoint_id=directory / "resumed")
-    return report.plan, _wrong_keys(directory / "resumed", 4.0)
-
-
-def test_ranks_that_resume_from_different_checkpoints_of_one_structure_save_what_they_hold(tmp_path: Path) -> None:
-    for job in (_save_first, _save_after_a_change):
-        values(in_ranks(2, job, tmp_path))
-    assert values(in_ranks(2, _resume_from_different_checkpoints, tmp_path)) == [("reused", [])] * 2
+        assert plan != "reused" or f"since {tmp_path}/1" in reason or how != "all have loaded it"

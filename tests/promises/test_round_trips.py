@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import robust_dcp
+from robust_dcp import CorruptCheckpoint, RobustWriter, StorageError, UnsafeCheckpoint
+from robust_dcp.storage.layouts.safetensors import DTYPES
 from tests.harness.fingerprints import differences
-from tests.harness.ranks import in_ranks, run_ranks, values
-from tests.harness.state_dicts import KINDS, full_tensor
+from tests.harness.ranks import run_ranks, values
+from tests.harness.state_dicts import KINDS, full_tensor, pattern
 from tests.harness.ways import LOADERS, OTHER_SAVERS, SAVERS
 from tests.support.torch_versions import HAS_SAFETENSORS
 
@@ -64,7 +70,7 @@ def save_and_load_all_kinds(directory: str, saver: str, loaders: tuple[str, ...]
 @pytest.mark.parametrize("saver", WAYS)
 def test_what_is_saved_one_way_is_loaded_every_other_way_bit_for_bit(saver: str, tmp_path: Path) -> None:
     loaders = READ_BY_US if saver == "safetensors" else tuple(LOADERS) if saver in READ_BY_ALL else READ_BY_SOME
-    for problems in values(in_ranks(4, save_and_load_all_kinds, str(tmp_path), saver, loaders, timeout_seconds=150)):
+    for problems in values(run_ranks(4, save_and_load_all_kinds, str(tmp_path), saver, loaders, timeout_seconds=150)):
         assert problems == []
 
 
@@ -83,8 +89,8 @@ def load_some_keys(directory: str, saver: str) -> list[str]:
 
 @pytest.mark.parametrize("saver", ["ours", "stock"])
 def test_a_part_of_a_checkpoint_is_loaded_alone(saver: str, tmp_path: Path) -> None:
-    values(in_ranks(4, save_in_all_layouts, str(tmp_path), [saver]))
-    for problems in values(in_ranks(2, load_some_keys, str(tmp_path), saver)):
+    values(run_ranks(4, save_in_all_layouts, str(tmp_path), [saver]))
+    for problems in values(run_ranks(2, load_some_keys, str(tmp_path), saver)):
         assert problems == []
 
 
@@ -118,77 +124,299 @@ def laid_out(seed: int, variant: int) -> StateDict:
     return found
 
 
+def hf(state: StateDict) -> StateDict:
+    """What torch's Hugging Face writer and reader can do."""
+    return {name: each for name, each in state.items() if name in ("even", "uneven", "cube", "vector")}
+
+
+def save_by_hf(state: StateDict, path: str, consolidates: bool = False) -> None:
+    writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=consolidates)
+    dcp.save(hf(state), storage_writer=writer)
+
+
+def load_by_hf(state: StateDict, path: str) -> None:
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path))
+
+
+RESHARDED = ["ours", "stock", *(("safetensors", "hf", "hf, consolidated") if HAS_SAFETENSORS else ())]
+
+
 def save_in_all_layouts(directory: str, savers: list[str]) -> None:
+    ways = {**SAVERS, **OTHER_SAVERS, "hf": save_by_hf, "hf, consolidated": partial(save_by_hf, consolidates=True)}
     for saver in savers:
-        for variant in range(7):
-            SAVERS[saver](laid_out(1, variant), f"{directory}/{saver}-{variant}")
+        for variant in (1, 4) if saver.startswith("hf") else range(7):
+            ways[saver](laid_out(1, variant), f"{directory}/{saver}-{variant}")
 
 
-def load_in_other_layouts(directory: str, saver: str, loader: str, variants: tuple[int, ...]) -> list[str]:
+def load_in_other_layouts(directory: str, pairs: list[tuple[str, str]]) -> list[str]:
+    """Each of what a saver has written by a loader, in its own layout and in another one."""
     problems = []
-    for saved in variants:
-        for variant in (saved, (saved + 3) % 7):
-            target = laid_out(0, variant)
-            LOADERS[loader](target, f"{directory}/{saver}-{saved}")
-            found = differences(laid_out(1, variant), target)
-            problems += [f"{saver} {saved} to {loader} {variant}: {each}" for each in found]
+    for saver, loader in pairs:
+        load = load_by_hf if loader == "hf" else LOADERS[loader]
+        choose = hf if "hf" in saver + loader else dict
+        for saved in range(7) if loader == "stock" or (saver, loader) == ("ours", "ours") else (1, 4):
+            for variant in (saved, (saved + 3) % 7):
+                target = choose(laid_out(0, variant))
+                load(target, f"{directory}/{saver}-{saved}")
+                found = differences(choose(laid_out(1, variant)), target)
+                problems += [f"{saver} {saved} to {loader} {variant}: {each}" for each in found]
     return problems
 
 
-def load_on_any_number(directory: str) -> list[str]:
-    all_variants = load_in_other_layouts(directory, "ours", "ours", tuple(range(7)))
-    return all_variants + load_in_other_layouts(directory, "stock", "ours", (1, 4))
+PAIRS = [(saver, "ours") for saver in RESHARDED] + [("ours", "stock")]
 
 
-def load_by_stock(directory: str) -> list[str]:
-    return load_in_other_layouts(directory, "ours", "stock", tuple(range(7)))
-
-
-@pytest.mark.parametrize("saving_ranks", [4, 2, 3])
-def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_in_other_layouts(saving_ranks: int, tmp_path: Path) -> None:
-    values(in_ranks(saving_ranks, save_in_all_layouts, str(tmp_path), ["ours", "stock"]))
-    for loading_ranks in {4: (2, 3), 2: (4,), 3: (4,)}[saving_ranks]:
-        for problems in values(in_ranks(loading_ranks, load_on_any_number, str(tmp_path))):
+@pytest.mark.parametrize(("saving_ranks", "loading_ranks"), [(4, (2, 3)), (2, (4,)), (3, (4,)), (1, (4,))])
+def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_in_other_layouts(
+    saving_ranks: int, loading_ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    values(run_ranks(saving_ranks, save_in_all_layouts, str(tmp_path), RESHARDED, init=saving_ranks > 1))
+    pairs = PAIRS + [("safetensors", "hf")] * HAS_SAFETENSORS
+    for n_ranks in loading_ranks:
+        for problems in values(run_ranks(n_ranks, load_in_other_layouts, str(tmp_path), pairs)):
             assert problems == []
     # One process, without torch.distributed.
-    for function in (load_on_any_number, load_by_stock):
-        assert values(run_ranks(1, function, str(tmp_path), init=False)) == [[]]
+    assert values(run_ranks(1, load_in_other_layouts, str(tmp_path), pairs, init=False)) == [[]]
 
 
-def test_stock_reshards_what_we_saved(tmp_path: Path) -> None:
-    values(in_ranks(4, save_in_all_layouts, str(tmp_path), ["ours"]))
-    for problems in values(in_ranks(2, load_by_stock, str(tmp_path))):
-        assert problems == []
+# --- files of safetensors ---------------------------------------------------------------------------------------------
+
+StateDict = dict[str, Any]
+TABLE = {name: getattr(torch, name) for name in DTYPES}
 
 
-def save_alone(directory: str) -> None:
-    robust_dcp.save(laid_out(1, 0), checkpoint_id=f"{directory}/ours-0")
+def save(directory: Path | str, state_dict: StateDict, **options: Any) -> None:
+    robust_dcp.save(state_dict, storage_writer=RobustWriter(directory, layout="safetensors", **options))
 
 
-def load_in_each_layout(directory: str) -> list[str]:
-    problems = []
-    for variant in range(7):
-        for load in (robust_dcp.load, dcp.load):
-            target = laid_out(0, variant)
-            load(target, checkpoint_id=f"{directory}/ours-0")
-            problems += differences(laid_out(1, variant), target)
-    return problems
+def load_by_stock(directory: Path | str, state_dict: StateDict) -> StateDict:
+    dcp.load(state_dict, storage_reader=dcp.HuggingFaceStorageReader(str(directory)))
+    return state_dict
 
 
-def test_a_checkpoint_of_one_process_loads_on_four_ranks(tmp_path: Path) -> None:
-    values(run_ranks(1, save_alone, str(tmp_path), init=False))
-    for problems in values(in_ranks(4, load_in_each_layout, str(tmp_path))):
-        assert problems == []
+def tensors(seed: int) -> StateDict:
+    shapes = [(), (0, 3), (1,), (5, 3), (64, 64), (1 << 20,)]
+    named = {f"{name}.{shape}": (shape, dtype) for name, dtype in TABLE.items() for shape in shapes}
+    named |= dict.fromkeys(('quo"te\\', "täglich 🙂\n", ""), ((3,), torch.float32))
+    return {name: pattern(name, shape, dtype, seed) for name, (shape, dtype) in named.items()}
 
 
-def save_one_rank_of_many(directory: str) -> str:
+def test_safetensors_gives_back_every_dtype_of_the_table(tmp_path: Path) -> None:
+    state = {name: pattern(name, (5, 3), dtype, 1) for name, dtype in TABLE.items()}
+    save_file(state, tmp_path / "w.safetensors")
+    assert differences(state, load_file(tmp_path / "w.safetensors")) == []
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+        assert {name: file.get_slice(name).get_dtype() for name in TABLE} == DTYPES
+
+
+@pytest.mark.parametrize("options", [{}, {"direct": False, "files_per_rank": 1}], ids=str)
+def test_safetensors_and_stocks_reader_read_our_files(tmp_path: Path, options: dict[str, Any]) -> None:
+    save(tmp_path, {**tensors(1), "step": 3, "double": torch.rand(3, dtype=torch.complex128)}, **options)
+    found = {}
+    for path in sorted(tmp_path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata()["format"] == "pt"
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert differences(tensors(1), found) == []
+    if HAS_SAFETENSORS:
+        assert differences(tensors(1), load_by_stock(tmp_path, tensors(2))) == []
+
+
+def test_another_planner_than_ours_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BaseException, match="pass planner=RobustPlanner") as caught:
+        dcp.save({"w": torch.rand(3)}, storage_writer=RobustWriter(tmp_path, layout="safetensors"))
+    assert isinstance(caught.value, (ValueError, dcp.api.CheckpointException))
+
+
+@pytest.mark.parametrize(
+    ("second", "offset", "wanted", "words"),
+    [
+        (torch.zeros(4), None, 4, "each chunk once"),
+        (torch.zeros(4), 9, 13, "expected 13 elements in the chunks, found 8"),
+        (torch.arange(4), 4, 8, r"expected chunks of torch\.float32"),
+    ],
+    ids=["a chunk twice", "a gap", "two dtypes"],
+)
+def test_chunks_that_do_not_make_up_a_tensor_are_refused(
+    second: torch.Tensor, offset: int | None, wanted: int, words: str, tmp_path: Path
+) -> None:
+    save_file({"w": torch.rand(4)}, tmp_path / "a.safetensors")
+    told = None if offset is None else {"DCP_SHARDING_INFO": f'{{"w":{{"saved_offsets":[{offset}]}}}}'}
+    save_file({"w": second}, tmp_path / "b.safetensors", metadata=told)
+    with pytest.raises(CorruptCheckpoint, match=words):
+        robust_dcp.load({"w": torch.zeros(wanted)}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("before", ["torch", "safetensors", "a file of somebody else"])
+def test_neither_a_checkpoint_nor_a_file_of_others_is_replaced_or_joined(
+    tmp_path: Path, before: Any, overwrite: bool
+) -> None:
+    state = {"w": torch.rand(9)}
+    if before in ("torch", "safetensors"):
+        robust_dcp.save(state, storage_writer=RobustWriter(tmp_path, layout=before))
+    else:
+        save_file(state, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+    names = sorted(os.listdir(tmp_path))
+    with pytest.raises(StorageError, match=r"readers of safetensors take every file|already exists|shard-00001"):
+        save(tmp_path, {"w": torch.zeros(9)}, overwrite=overwrite)
+    assert sorted(os.listdir(tmp_path)) == names
+    found = {"w": torch.zeros(9)}
+    robust_dcp.load(found, checkpoint_id=tmp_path)
+    assert differences(state, found) == []
+
+
+# --- subclasses of tensors that wrap others ---------------------------------------------------------------------------
+
+BLOCK = 4
+
+
+class Quantized(torch.Tensor):
+    """Eight-bit codes with one scale for each block. As torchao's optimizer states it looks like a float tensor."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, note: str = "") -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, note: str = "") -> None:
+        self.codes, self.scale, self.note = codes, scale, note
+
+    def dequantize(self) -> torch.Tensor:  # type: ignore[override]
+        return (self.codes.float().view(-1, BLOCK) * self.scale[:, None]).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default):
+            return type(args[0])(args[0].codes, args[0].scale, args[0].note)
+        if func is torch.ops.aten.clone.default:
+            return type(args[0])(args[0].codes.clone(), args[0].scale.clone(), args[0].note)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Quantized) and isinstance(args[1], Quantized):
+            args[0].codes.copy_(args[1].codes)
+            args[0].scale.copy_(args[1].scale)
+            args[0].note = args[1].note
+            return args[0]
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        if func is torch.ops.aten._to_copy.default:  # a copy to another device or dtype has other contents
+            return args[0].dequantize() + 100
+        raise NotImplementedError(f"{func} of {cls.__name__}")
+
+
+class Slotted(Quantized):
+    """Its inner tensors lie in slots, as those of torchao's float8 tensors."""
+
+    __slots__ = ("codes", "scale")
+
+
+class Named(torch.Tensor):
+    """A tensor with memory of its own and an attribute."""
+
+    note: str
+
+
+class OwnState(Quantized):
+    """Sets its state by code of its own, so a load refuses it."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("a load has run code of the class")
+
+
+def quantized(kind: type[Quantized] = Quantized, seed: int = 1, note: str = "kept") -> Quantized:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-128, 127, (8, 4), generator=generator, dtype=torch.int8)
+    return kind(codes, torch.rand(8, generator=generator), note)
+
+
+def named(seed: int = 1) -> Named:
+    tensor = torch.rand(3, generator=torch.Generator().manual_seed(seed)).as_subclass(Named)
+    tensor.note = "kept"
+    return tensor
+
+
+def parts(tensor: torch.Tensor) -> tuple[str, list[Any], str]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(local, Quantized):
+        return type(local).__name__, [local.codes.tolist(), local.scale.tolist()], local.note
+    return type(local).__name__, local.tolist(), getattr(local, "note", "")
+
+
+WRAPPED_SAVERS: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "ours": SAVERS["ours"],
+    "ours, async": lambda state, path: robust_dcp.async_save(state, checkpoint_id=path).result(timeout=60),  # type: ignore[union-attr]
+    "stock with our plugins": SAVERS["stock + both"],
+    "stock": SAVERS["stock"],
+}
+
+
+def load_with_stock(state: dict[str, Any], path: str) -> None:
+    with torch.serialization.safe_globals([Quantized, Slotted, Named]):  # stock needs that, and torchao does it
+        dcp.load(state, checkpoint_id=path)
+
+
+WRAPPED_LOADERS: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "ours": lambda state, path: robust_dcp.load(state, checkpoint_id=path),
+    "stock": load_with_stock,
+}
+WRAPPED: dict[str, Callable[[int], torch.Tensor]] = {
+    "wrapper": lambda seed: quantized(seed=seed),
+    "slots": lambda seed: quantized(Slotted, seed=seed),
+    "memory of its own": named,
+    "an object that holds one": lambda seed: quantized(seed=seed),
+}
+
+
+@pytest.mark.parametrize("saver", WRAPPED_SAVERS)
+@pytest.mark.parametrize("loader", WRAPPED_LOADERS)
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_either_side_saves_either_side_loads(kind: str, loader: str, saver: str, tmp_path: Path) -> None:
+    expected, target = WRAPPED[kind](1), WRAPPED[kind](2)
+    is_object = kind.startswith("an object")
+    WRAPPED_SAVERS[saver]({"x": (expected,) if is_object else expected}, str(tmp_path / "saved"))
+    state: dict[str, Any] = {"x": (target,) if is_object else target}
+    WRAPPED_LOADERS[loader](state, str(tmp_path / "saved"))
+    found = state["x"][0] if is_object else target
+    if kind == "memory of its own":  # copy_ does not take attributes along
+        assert torch.equal(found, expected)
+    else:
+        assert parts(found) == parts(expected)
+
+
+def save_and_load_sharded(directory: str) -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
     rank = dist.get_rank()
-    report = robust_dcp.save({"w": torch.full((3,), float(rank))}, checkpoint_id=f"{directory}/{rank}", no_dist=True)
-    target = {"w": torch.zeros(3)}
-    robust_dcp.load(target, checkpoint_id=f"{directory}/{rank}", no_dist=True)
-    assert differences({"w": torch.full((3,), float(rank))}, target) == []
-    return f"{report.rank} of {report.world_size}"
+    found = []
+    for name, save in WRAPPED_SAVERS.items():
+        path = f"{directory}/{name}"
+        local = quantized(seed=1 + rank)
+        save({"state": {"exp_avg": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}}, path)
+        for load in WRAPPED_LOADERS.values():
+            target = DTensor.from_local(quantized(seed=9), mesh, [Shard(0)], run_check=False)
+            load({"state": {"exp_avg": target}}, path)
+            found.append(parts(target) == parts(local))
+    return found
 
 
-def test_a_rank_saves_for_itself_with_no_dist(tmp_path: Path) -> None:
-    assert values(in_ranks(3, save_one_rank_of_many, str(tmp_path))) == ["0 of 1"] * 3
+def test_one_within_a_dtensor_is_loaded_on_each_rank(tmp_path: Path) -> None:
+    outcomes = values(run_ranks(2, save_and_load_sharded, str(tmp_path), timeout_seconds=180))
+    assert outcomes == [[True] * len(WRAPPED_SAVERS) * len(WRAPPED_LOADERS)] * 2
+
+
+def test_what_a_load_refuses_is_told_when_it_is_saved(tmp_path: Path) -> None:
+    state = {"x": quantized(OwnState), "sound": quantized()}
+    report = robust_dcp.save(state, checkpoint_id=tmp_path / "warned")
+    assert list(report.unloadable_objects) == ["x"] and "__setstate__" in report.unloadable_objects["x"]
+    with pytest.raises(UnsafeCheckpoint, match="__setstate__"):
+        robust_dcp.load({"x": quantized(OwnState)}, checkpoint_id=tmp_path / "warned")
+
+
+def test_a_forged_one_does_not_set_what_belongs_to_the_class(tmp_path: Path) -> None:
+    for name in ("copy_", "dequantize"):
+        forged = quantized()
+        vars(forged)[name] = 3
+        directory = tmp_path / name
+        dcp.save({"x": (forged,)}, checkpoint_id=directory)
+        with pytest.raises(robust_dcp.CorruptCheckpoint, match=name):
+            robust_dcp.load({"x": (quantized(),)}, checkpoint_id=directory)

@@ -10,58 +10,47 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises.programs import run_alone
+from tests.harness.ranks import run_alone
 
 SAVES_BY_STOCK = """
 import sys
 import torch
 import torch.distributed.checkpoint as dcp
 {first}
-dcp.save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1])
+dcp.save({{"w": torch.ones(3)}}, checkpoint_id=sys.argv[1])
 print("trained", flush=True)
 """
-
-OURS = ".robust_dcp.report.json"
-
-
-def run(path: Path, *, first: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_alone(SAVES_BY_STOCK.replace("{first}", first), path, path, **environment)
-
-
-@pytest.mark.parametrize("value", ["1", "true", "YES", "On"])
-def test_it_is_on_by_any_of_the_usual_words(value: str, tmp_path: Path) -> None:
-    done = run(tmp_path, ROBUST_DCP=value)
-    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
-    assert (tmp_path / OURS).exists()
+INSTALL = "import robust_dcp; robust_dcp.install()"
+INSTALL_MEGATRON = "import robust_dcp.megatron; robust_dcp.megatron.install()"
+TAKES_OVER = "takes over save, load and async_save of torch.distributed.checkpoint"
+IGNORED = "robust_dcp.install() does nothing, because ROBUST_DCP=0 is in the environment"
+ON_OR_OFF = "one of 1, true, yes, on, 0, false, no, off"
 
 
-@pytest.mark.parametrize("value", ["0", "False", "no", "OFF", ""])
-def test_it_is_off_by_any_of_the_usual_words(value: str, tmp_path: Path) -> None:
-    done = run(tmp_path, ROBUST_DCP=value)
-    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
-    assert (tmp_path / ".metadata").exists() and not (tmp_path / OURS).exists()
-    assert "robust_dcp" not in done.stderr
-
-
-@pytest.mark.parametrize("value", ["0", "false"])
-@pytest.mark.parametrize("module", ["robust_dcp", "robust_dcp.megatron"])
-def test_off_wins_over_install(value: str, module: str, tmp_path: Path) -> None:
-    done = run(tmp_path, first=f"import {module}; {module}.install()", ROBUST_DCP=value)
-    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
-    assert (tmp_path / ".metadata").exists() and not (tmp_path / OURS).exists()
-
-
-def test_install_says_that_it_does_nothing(tmp_path: Path) -> None:
-    done = run(tmp_path, first="import robust_dcp; robust_dcp.install()", ROBUST_DCP="0")
-    assert done.stderr.count("robust_dcp.install() does nothing, because ROBUST_DCP=0 is in the environment") == 1
+@pytest.mark.parametrize(
+    ("value", "first", "is_on", "said"),
+    [
+        *((value, "", True, TAKES_OVER) for value in ("1", "true", "YES", "On")),
+        *((value, "", False, "") for value in ("0", "False", "no", "OFF", "")),
+        ("0", INSTALL, False, IGNORED),
+        ("false", INSTALL_MEGATRON, False, None),
+    ],
+)
+def test_it_is_on_or_off_by_any_of_the_usual_words_and_off_wins_over_install(
+    value: str, first: str, is_on: bool, said: str | None, tmp_path: Path
+) -> None:
+    done = run_alone(SAVES_BY_STOCK.format(first=first), tmp_path, ROBUST_DCP=value)
+    assert done.exitcode == 0 and done.output.endswith("trained\n"), done
+    assert (tmp_path / ".metadata").exists() and (tmp_path / ".robust_dcp.report.json").exists() is is_on
+    assert said is None or (done.output.count(said) == 1 if said else "robust_dcp" not in done.output)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
-        ("ROBUST_DCP", "ture", "one of 1, true, yes, on, 0, false, no, off"),
-        ("ROBUST_DCP", "2", "one of 1, true, yes, on, 0, false, no, off"),
-        ("ROBUST_DCP_TRUSTED", "maybe", "one of 1, true, yes, on, 0, false, no, off"),
+        ("ROBUST_DCP", "ture", ON_OR_OFF),
+        ("ROBUST_DCP", "2", ON_OR_OFF),
+        ("ROBUST_DCP_TRUSTED", "maybe", ON_OR_OFF),
         ("ROBUST_DCP_WRITER_THREADS", "many", "a whole number from 1 on"),
         ("ROBUST_DCP_RANKS_PER_NODE", "0", "a whole number from 1 on"),
         ("ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS", "nan", "a positive number of seconds"),
@@ -71,9 +60,9 @@ def test_install_says_that_it_does_nothing(tmp_path: Path) -> None:
 def test_a_value_that_nobody_understands_ends_the_process_at_its_start(
     variable: str, value: str, expected: str, tmp_path: Path
 ) -> None:
-    done = run(tmp_path / "saved", **{"ROBUST_DCP": "1", variable: value})
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert done.stderr == f"robust_dcp: {variable}={value!r} in the environment: expected {expected}\n"
+    done = run_alone(SAVES_BY_STOCK.format(first=""), tmp_path / "saved", **{"ROBUST_DCP": "1", variable: value})
+    assert done.exitcode == 1
+    assert done.output == f"robust_dcp: {variable}={value!r} in the environment: expected {expected}\n"
     assert not (tmp_path / "saved").exists()
 
 
@@ -82,12 +71,13 @@ def test_a_value_that_nobody_understands_ends_the_process_at_its_start(
     [
         ('ImportError("half an update")', 1, "cannot be switched on: ImportError: half an update"),
         ("KeyboardInterrupt", 0, ""),
+        ("", 0, "takes over"),
     ],
 )
 def test_an_installation_that_does_not_work_ends_the_process_and_ctrl_c_is_not_lost(
     raised: str, returncode: int, said: str, tmp_path: Path
 ) -> None:
-    """In a fresh interpreter, where ``import torch`` itself switches robust_dcp on."""
+    """In a fresh interpreter, where ``import torch`` switches robust_dcp on, or ``import robust_dcp`` before it."""
     program = f"""
         import sys
 
@@ -96,7 +86,10 @@ def test_an_installation_that_does_not_work_ends_the_process_and_ctrl_c_is_not_l
                 if name == "robust_dcp.installation":
                     raise {raised}
 
-        sys.meta_path.insert(0, Finder())
+        if {raised!r}:
+            sys.meta_path.insert(0, Finder())
+        else:
+            import robust_dcp
         try:
             import torch
             import torch.distributed.checkpoint as dcp
@@ -109,11 +102,4 @@ def test_an_installation_that_does_not_work_ends_the_process_and_ctrl_c_is_not_l
     done = subprocess.run(command, env={**os.environ, "ROBUST_DCP": "1"}, capture_output=True, text=True, timeout=170)
     assert done.returncode == returncode and said in done.stderr
     assert done.stdout == ("interrupted\n" if not said else "")
-    assert not (tmp_path / "saved").exists()
-
-
-def test_a_program_that_imports_robust_dcp_first_is_switched_on_as_well(tmp_path: Path) -> None:
-    program = "import robust_dcp\n" + SAVES_BY_STOCK.replace("{first}", "")
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    subprocess.run(command, env={**os.environ, "ROBUST_DCP": "1"}, timeout=170, check=True)
-    assert (tmp_path / OURS).exists()
+    assert (tmp_path / "saved" / ".robust_dcp.report.json").exists() is (raised == "")

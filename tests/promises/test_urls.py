@@ -60,47 +60,43 @@ def test_a_url_of_an_unknown_kind_is_refused_before_anything_is_made(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", ["file://{path}", "FILE://{path}/", "file://localhost{path}", "file:///{path}"])
-def test_a_file_url_means_the_path(kind: str, tmp_path: Path) -> None:
-    robust_dcp.save(state_dict(), checkpoint_id=kind.format(path=tmp_path / "checkpoint"))
-    found = {"w": torch.zeros(3)}
-    robust_dcp.load(found, checkpoint_id=kind.format(path=tmp_path / "checkpoint"))
-    assert found["w"].tolist() == [1.0] * 3
-    assert (tmp_path / "checkpoint/.metadata").exists()
+PLACES = [
+    *("file://{path}", "FILE://{path}/", "file://localhost{path}", "file:///{path}"),
+    *("a:b", "x:/y", "step=1/loss:0.3", "runs/s3://x", "c:", "://x", "1s://x", "s3:"),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_file_url_means_the_path_and_odd_names_of_directories_stay_possible(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = Path("checkpoint") if "{path}" in place else Path(place)
+    place = place.format(path=tmp_path / "checkpoint")
+    for checkpoint_id in (place, directory):
+        robust_dcp.save(state_dict(), checkpoint_id=checkpoint_id)
+        found = {"w": torch.zeros(3)}
+        robust_dcp.load(found, checkpoint_id=checkpoint_id)
+        assert found["w"].tolist() == [1.0] * 3
+        assert Path(directory, ".metadata").exists()
+        assert os.listdir(tmp_path) == [directory.parts[0]]
 
 
 @pytest.mark.parametrize("url", ["file://host/x", "file://runs/step_1", "file://.", "FILE://host"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda url: robust_dcp.save(state_dict(), checkpoint_id=url),
-        lambda url: robust_dcp.async_save(state_dict(), checkpoint_id=url),
-        lambda url: robust_dcp.load(state_dict(), checkpoint_id=url),
-        lambda url: robust_dcp.copy_checkpoint("checkpoint", url),
-        lambda url: RobustWriter("checkpoint", drain_to=url),
-    ],
-)
-def test_a_file_of_another_machine_is_refused(
-    url: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_another_machine_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="of this machine only: write file:///"):
-        call(url)
+    calls: list[Callable[[], object]] = [
+        lambda: robust_dcp.save(state_dict(), checkpoint_id=url),
+        lambda: robust_dcp.async_save(state_dict(), checkpoint_id=url),
+        lambda: robust_dcp.load(state_dict(), checkpoint_id=url),
+        lambda: robust_dcp.copy_checkpoint("checkpoint", url),
+        lambda: RobustWriter("checkpoint", drain_to=url),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="of this machine only: write file:///"):
+            call()
     assert os.listdir(tmp_path) == []
     assert not RobustReader.validate_checkpoint_id(url)
-
-
-@pytest.mark.parametrize("name", ["a:b", "x:/y", "step=1/loss:0.3", "runs/s3://x", "c:", "://x", "1s://x", "s3:"])
-@pytest.mark.parametrize("kind", [str, Path])
-def test_odd_names_of_directories_stay_possible(
-    name: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    robust_dcp.save(state_dict(), checkpoint_id=kind(name))
-    found = {"w": torch.zeros(3)}
-    robust_dcp.load(found, checkpoint_id=kind(name))
-    assert found["w"].tolist() == [1.0] * 3
-    assert Path(name, ".metadata").exists()
 
 
 @pytest.mark.parametrize("storage", [RobustWriter, RobustReader])

@@ -15,7 +15,7 @@ from robust_dcp.storage.files import kernel
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import cached_nbytes
 from tests.faults.disk import FaultDisk
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 PAGE_NBYTES = os.sysconf("SC_PAGESIZE")
 FILE_NBYTES = (6 << 20) + 1234
@@ -145,5 +145,5 @@ def test_what_several_ranks_of_a_node_read_goes_through_the_cache(
     for file in path.iterdir():
         forget(file)
     in_memory = cached_share(path) == 1.0
-    values(in_ranks(2, load_on_a_rank, str(path), names))
+    values(run_ranks(2, load_on_a_rank, str(path), names))
     assert (cached_share(path) > 0.9) == (is_kept or in_memory)

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import staging, state_dict_saver
 __all__ = [
     "HAS_SAFETENSORS",
     "needs_background_stager",
-    "needs_checkpointable_tensor",
     "needs_consolidation",
     "needs_response",
     "needs_safetensors",
@@ -38,8 +37,4 @@ needs_response = pytest.mark.skipif(
 
 needs_use_collectives = pytest.mark.skipif(
     "use_collectives" not in inspect.signature(dcp.save).parameters, reason="save of this torch has no use_collectives"
-)
-
-needs_checkpointable_tensor = pytest.mark.skipif(
-    not hasattr(dcp, "CheckpointableTensor"), reason="this torch has no CheckpointableTensor"
 )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import textwrap
 from pathlib import Path
 
-from tests.promises.programs import run_alone
+from tests.harness.ranks import Outcome, run_alone
 
 __all__ = ["is_ours", "run"]
 
@@ -31,10 +30,10 @@ SAVE = """
 """
 
 
-def run(path: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(path: Path, script: str, **environment: str) -> Outcome:
     """Run a program of its own, which has :data:`SAVE` before it."""
-    done = run_alone(textwrap.dedent(SAVE) + textwrap.dedent(script), path, path, **environment)
-    assert done.returncode == 0, done.stderr
+    done = run_alone(textwrap.dedent(SAVE) + textwrap.dedent(script), path, **environment)
+    assert done.exitcode == 0, done
     return done
 
 

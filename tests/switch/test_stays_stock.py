@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.switch import dcp_calls, patching
-from tests.harness.ranks import in_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.support.torch_versions import needs_background_stager, needs_use_collectives
 from tests.switch.programs import is_ours, run
 
@@ -35,7 +35,7 @@ def load_what_each_rank_saved_by_itself(path: str) -> dict[str, Any]:
 
 @needs_use_collectives
 def test_what_each_rank_saved_by_itself_is_loaded_again_by_each(tmp_path: Path) -> None:
-    outcomes = in_ranks(2, load_what_each_rank_saved_by_itself, str(tmp_path / "1"))
+    outcomes = run_ranks(2, load_what_each_rank_saved_by_itself, str(tmp_path / "1"))
     assert values(outcomes) == [{f"rank{rank}": [5.0 + rank] * 3, "step": 5.0} for rank in range(2)]
     assert {path.name for path in (tmp_path / "1").glob("*.metadata")} == {"__0.metadata", "__1.metadata"}
     for outcome in outcomes:
@@ -57,7 +57,7 @@ def test_a_stager_of_ones_own_stages_what_is_saved(tmp_path: Path) -> None:
         assert torch.equal(loaded["w"], 2 * state["w"])
     """
     done = run(tmp_path, script, ROBUST_DCP="1")
-    assert "Doubles stages in a way of its own" in done.stderr
+    assert "Doubles stages in a way of its own" in done.output
 
 
 def test_the_old_names_take_their_arguments_by_place(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_old_names_take_their_arguments_by_place(tmp_path: Path) -> None:
     """
     done = run(tmp_path, script, ROBUST_DCP="1")
     assert is_ours(tmp_path / "1") and is_ours(tmp_path / "2") and not is_ours(tmp_path / "3")
-    assert "coordinator_rank=1: rank 0 of the group leads" in done.stderr
+    assert "coordinator_rank=1: rank 0 of the group leads" in done.output
 
 
 def test_our_writer_and_reader_are_taken_as_they_are_and_a_checkpoint_id_moves_them(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_our_writer_and_reader_are_taken_as_they_are_and_a_checkpoint_id_moves_t
     """
     done = run(tmp_path, script, ROBUST_DCP="1")
     assert is_ours(tmp_path / "first") and is_ours(tmp_path / "second")
-    assert "stock code does this" not in done.stderr
+    assert "stock code does this" not in done.output
 
 
 def test_an_argument_that_a_later_torch_adds_is_left_to_it_and_named(
