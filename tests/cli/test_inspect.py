@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -13,11 +14,21 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
 from tests.cli.commands import Shell
-from tests.harness.names import data_file, unmarked
 from tests.harness.ranks import run_ranks, values
 
 FILES = {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp"}
 """The tensors of each rank, and the object of rank 0."""
+
+
+def unmarked(text: str) -> str:
+    """``text`` without the marks of saves in the names of data files: ``__0_0.distcp``."""
+    return re.sub(r"\.[0-9a-f]{16}(?=\.distcp)", "", text)
+
+
+def data_file(directory: Path, name: str) -> Path:
+    """The only file that is called ``name`` without its mark."""
+    (found,) = (path for path in directory.iterdir() if unmarked(path.name) == name)
+    return found
 
 
 def save_on_two_ranks(path: str) -> None:
