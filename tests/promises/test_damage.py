@@ -338,6 +338,7 @@ def test_what_stock_has_written_is_verified_as_a_whole_and_counted_where_it_is_n
 # --- forged files -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(900)
 def test_no_hostile_input_is_lost() -> None:
     """The campaign of ``make torture``, with another seed each time; in a process of its own, because it forks."""
     pytest.importorskip("megatron.core")
