@@ -15,8 +15,6 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
 
-__all__ = ["KINDS", "OURS", "make_all"]
-
 OURS = ("ours", "safetensors")
 KINDS = (*OURS, "stock", "megatron")
 

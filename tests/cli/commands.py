@@ -16,8 +16,6 @@ import pytest
 
 from robust_dcp.cli.app import main
 
-__all__ = ["Ended", "Shell", "shell", "started"]
-
 
 class Ended(NamedTuple):
     """How a command has ended, and what it said."""

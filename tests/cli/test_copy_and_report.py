@@ -16,13 +16,6 @@ def test_a_rate_is_written_as_people_do(originals: Path, tmp_path: Path, shell: 
         assert ended.code == code and ("is no size" in ended.err) == (code == 2)
 
 
-def test_a_copy_says_how_much_it_has_sent(originals: Path, shell: Shell) -> None:
-    ended = shell("copy", originals / "ours", "memory://cli/step_1")
-    assert ended.code == 0 and "0 files, 0 B were there already" in ended.out
-    again = shell("copy", originals / "ours", "memory://cli/step_1")
-    assert again.code == 0 and "Sent 0 files" in again.out
-
-
 def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path, shell: Shell) -> None:
     manager = robust_dcp.CheckpointManager(tmp_path / "run")
     for step in (10, 20):

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 # It runs a command, and notes whether torch and numpy were there when the first line came, and at the end.
 _PROGRAM = """
 import json, sys
@@ -85,13 +83,3 @@ def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
     ]
     for command, (code, first, end) in zip(commands, watched(*commands), strict=True):
         assert (code, first, end) == (2, [], []), command
-
-
-@pytest.mark.parametrize("command", [["bench", "", "--seconds", "0.1"], ["copy", "ours", "copied"]])
-def test_the_first_line_of_a_command_that_needs_torch_comes_before_it(
-    originals: Path, tmp_path: Path, command: list[str]
-) -> None:
-    name, path, *more = command
-    more = [str(tmp_path / each) if name == "copy" else each for each in more]
-    ((code, first, end),) = watched([name, str(originals / path), *more])
-    assert (code, first) == (0, []) and "torch" in end

@@ -93,14 +93,3 @@ def test_files_are_shown_with_their_sizes_and_what_is_wrong_with_them(
     found = {unmarked(row[0]): row[1:] for row in shell("inspect", damaged, "--files").rows}
     assert found["__0_0.distcp"][0] == "" and found["__0_0.distcp"][2] == "no such file"
     assert found["__1_0.distcp"][0] == "1 B" and found["__1_0.distcp"][2] != ""
-
-
-def test_json_has_each_chunk_and_each_file(sharded: Path, shell: Shell) -> None:
-    found = shell("inspect", sharded, "model.layers.0.weight", "--json").json
-    (item,) = found["items"]
-    assert (item["kind"], item["dtype"], item["shape"], item["nbytes"]) == ("tensor", "float32", [8, 4], 128)
-    assert sorted((unmarked(chunk["file"]), tuple(chunk["offsets"])) for chunk in item["chunks"]) == [
-        ("__0_0.distcp", (0, 0)),
-        ("__1_0.distcp", (4, 0)),
-    ]
-    assert {unmarked(file["name"]): file["problem"] for file in found["data_files"]} == dict.fromkeys(FILES)

@@ -73,20 +73,6 @@ def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path,
     assert names_in(run) == ["step_3", "step_4"]
 
 
-def test_prune_only_shows_without_yes_where_it_cannot_ask(run: Path, shell: Shell) -> None:
-    before = names_in(run)
-    ended = shell("prune", run, "--keep-last", 1)
-    assert ended.code == 2 and "--yes" in ended.err
-    assert [(row[1], row[3]) for row in ended.rows] == [
-        ("step_1", "remove"),
-        ("step_2", "remove"),
-        ("step_3", "keep"),
-        ("step_4", "keep"),
-    ]
-    assert shell("prune", run, "--keep-last", 1, "--dry-run", "--yes").code == 0
-    assert names_in(run) == before
-
-
 def test_prune_leaves_what_is_being_loaded_or_saved(run: Path, shell: Shell) -> None:
     disk = Disk()
     with claimed(disk, str(run / "step_2")), needed_for_a_load(disk, str(run / "step_1")):

@@ -85,14 +85,6 @@ def test_ctrl_c_ends_a_long_command_at_once_and_leaves_nothing(command: str, fir
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_bench_says_options_that_the_writer_takes(shell: Shell, tmp_path: Path) -> None:
-    found = shell("bench", tmp_path, "--seconds", "0.1", "--json").json
-    robust_dcp.WriteOptions(**found["writer_options"])
-    robust_dcp.ReadOptions(**found["reader_options"])
-    assert {each["what"] for each in found["measured"]} == {"read", "write"}
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_json_and_the_words_of_the_command(name: str, shell: Shell) -> None:
     ended = shell(name, "--help")

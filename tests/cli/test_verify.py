@@ -35,13 +35,6 @@ def test_a_whole_checkpoint_is_whole_and_all_of_its_data_has_checksums(
     assert verified >= sum(each["nbytes"] for each in items if each["kind"] == "tensor") > 0
 
 
-def test_an_index_of_another_save_is_found(copy_of: CopyOf, originals: Path, shell: Shell) -> None:
-    path = copy_of("ours")
-    shutil.copy(originals / "safetensors" / ".robust_dcp.index", path)
-    ended = shell("verify", path, "--fast")
-    assert ended.code == 1 and "another .metadata" in ended.rows[0][3]
-
-
 def test_a_leftover_beside_a_checkpoint_is_noted_and_is_no_damage(copy_of: CopyOf, shell: Shell) -> None:
     path = copy_of("ours")
     (path / "__77_0.distcp").write_bytes(b"left")

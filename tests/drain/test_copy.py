@@ -20,7 +20,7 @@ from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES
 from tests.drain.checkpoints import KINDS, ONE_THREAD, data_files, files_of, loaded, save
-from tests.faults.disk import Fault, FaultDisk
+from tests.faults.disk import FaultDisk
 from tests.harness.damage import flip_bit
 
 REFUSED = OSError(errno.EACCES, "")
@@ -148,15 +148,6 @@ class TestASource:
         assert not (target / ".metadata").exists()
         copy_checkpoint(source, target)
         assert loaded(target) == 2.0
-
-    def test_that_is_removed_meanwhile_is_named(self, tmp_path: Path) -> None:
-        source = save(tmp_path / "source")
-        removed: dict[str, Fault] = {"rename:target/__*#1": lambda call: (source / ".metadata").unlink()}
-        with (
-            FaultDisk(tmp_path, on=removed),
-            pytest.raises(StorageError, match="was removed while it was copied, and nothing is committed"),
-        ):
-            copy_checkpoint(source, tmp_path / "target")
 
     @pytest.mark.parametrize(("at", "expected"), [(2000, "expected bytes"), (-TAIL_NBYTES - 10, "expected checksums")])
     def test_that_is_damaged_is_named_and_not_copied(self, at: int, expected: str, tmp_path: Path) -> None:
