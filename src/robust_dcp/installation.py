@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 from robust_dcp.environment import check, value_of
 from robust_dcp.megatron.options import Planner, add_arguments, choose_planner, current_options, is_chosen
-from robust_dcp.switch.patching import Patch, Patches, announce, log_left_to_stock
+from robust_dcp.switch.patching import Patch, Patches, announce, log_left_to_stock, megatron_version
 from robust_dcp.version import __version__
 
 Function = Callable[..., Any]
@@ -213,20 +213,8 @@ class _Switch:
             announce(
                 f"robust_dcp {__version__} is the planner of Megatron's checkpoints: it takes over saves of "
                 "torch_dist, loads of torch_dist, torch_dcp and fsdp_dtensor, uneven DTensors "
-                f"(megatron-core {_megatron_version()}, torch {torch.__version__})"
+                f"(megatron-core {megatron_version()}, torch {torch.__version__})"
             )
-
-
-def _megatron_version() -> str:
-    """The version of the imported sources. They need not be an installed package."""
-    if "megatron.core" in sys.modules:
-        version = getattr(import_module("megatron.core.package_info"), "__version__", None)
-        if version is not None:
-            return str(version)
-    try:
-        return metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 _switch = _Switch()

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.integrity import MANIFEST_FILE, hashes_of, save_manifest, verify_files
+from robust_dcp.megatron.integrity import MANIFEST_FILE, save_manifest, verify_files
 from tests.harness.damage import flip_bit
 from tests.harness.ranks import errors, run_ranks, values
 
@@ -37,7 +37,7 @@ def checkpoint(root: Path) -> Path:
 def save(directory: str, of_rank_1: str = "__1_0.distcp") -> None:
     channel = Channel.for_group(timeout_seconds=50)
     names = ["__0_0.distcp" if dist.get_rank() == 0 else of_rank_1]
-    save_manifest(channel, "save", directory, lambda: hashes_of(directory, names))
+    save_manifest(channel, "save", directory, names)
 
 
 def verify(directory: str) -> None:

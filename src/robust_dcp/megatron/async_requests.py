@@ -10,15 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.report import SaveReport
-from robust_dcp.save_queue import SaveFuture, queue_of
-
-T = TypeVar("T")
+from robust_dcp.save_queue import SaveFuture
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +40,6 @@ class BackgroundSave:
         # The finalizer of this request raises the error. The next save is another request and must not raise it again.
         future.asked.set()
         self._future = future
-        self._last: SaveFuture[Any] = future
-
-    def then(self, ranks: tuple[int, ...], work: Callable[[SaveReport], T]) -> Callable[[], T]:
-        """Give the save's thread more work to do after the commit. The save is over when this work is done.
-
-        Args:
-            ranks: the global ranks of the save's group.
-            work: called with the report. It is not called if the save fails.
-
-        Returns:
-            A function that waits for the work, and returns its result or raises its error.
-        """
-        saved = self._future
-        done = queue_of(ranks).submit(lambda: work(saved.result()) if saved.exception() is None else None)
-        done.asked.set()
-        self._last = done
-        return cast(Callable[[], T], done.result)
 
     def report(self) -> SaveReport:
         """Wait for the save and return its report.
@@ -82,8 +63,8 @@ class BackgroundSave:
             no_dist: answer for this rank only, and ask no other rank.
         """
         if blocking:
-            concurrent.futures.wait([self._last])
-        is_alive = not self._last.done()
+            concurrent.futures.wait([self._future])
+        is_alive = not self._future.done()
         return not is_alive if no_dist else self.all_done(is_alive)
 
     def close(self, abort: bool = False) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -32,13 +32,13 @@ class _Manifest(msgspec.Struct, frozen=True):
     algorithm: str = _ALGORITHM
 
 
-def save_manifest(channel: Channel, phase: str, directory: str, own_hashes: Callable[[], dict[str, str]]) -> None:
+def save_manifest(channel: Channel, phase: str, directory: str, names: Iterable[str]) -> None:
     """Write the manifest of a complete checkpoint. Stock can verify it. All ranks call this.
 
     Args:
         phase: the phase of the save, for error messages.
         directory: the checkpoint's directory.
-        own_hashes: returns :func:`hashes_of` the files that this rank wrote. The coordinator hashes all other files.
+        names: of the files that this rank wrote. The coordinator hashes all other files.
 
     Raises:
         RobustCheckpointError: a file cannot be read, or the manifest cannot be written. All ranks raise the same error.
@@ -47,11 +47,11 @@ def save_manifest(channel: Channel, phase: str, directory: str, own_hashes: Call
     def write(gathered: list[_Manifest | None]) -> None:
         files = {name: found for each in gathered if each is not None for name, found in each.files.items()}
         there = [entry.name for entry in os.scandir(directory) if entry.is_file() and entry.name != MANIFEST_FILE]
-        files |= hashes_of(directory, (name for name in there if name not in files))
+        files |= _hashes_of(directory, (name for name in there if name not in files))
         data = msgspec.json.format(msgspec.json.encode(_Manifest(dict(sorted(files.items())))), indent=2)
         Disk().replace_file(os.path.join(directory, MANIFEST_FILE), data)
 
-    channel.gather(f"{phase}: hash files", lambda: _Manifest(own_hashes()), _Manifest, then=write)
+    channel.gather(f"{phase}: hash files", lambda: _Manifest(_hashes_of(directory, names)), _Manifest, then=write)
 
 
 def verify_files(channel: Channel, phase: str, directory: str) -> None:
@@ -109,12 +109,7 @@ def _compare(directory: str, expected: dict[str, str]) -> None:
         )
 
 
-def hashes_of(directory: str, names: Iterable[str]) -> dict[str, str]:
-    """Hash these files in the way of the manifest, by file name.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+def _hashes_of(directory: str, names: Iterable[str]) -> dict[str, str]:
     return {name: _hash(os.path.join(directory, name)) for name in names}
 
 

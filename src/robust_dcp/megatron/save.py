@@ -227,7 +227,7 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     directory = directory_path(call["checkpoint_dir"])
     phase, timeout_seconds = f"save {checkpoint_name(directory)}", current_options().exchange_timeout_seconds
     channel = Channel.for_group(None, operation=f"Megatron: {phase}", timeout_seconds=timeout_seconds)
-    is_async, hashes_files = call["async_sharded_save"], call.get("verify_integrity", False)
+    is_async = call["async_sharded_save"]
     request_class = versions.async_request_class(call.get("async_strategy")) if is_async else None
     meet_before_saving()
     with as_megatron_raises():
@@ -238,17 +238,14 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _save_shards(save, call["sharded_strategy"], prepared.sharded, directory, **known)
 
     # It may run much later, so it keeps no part of the state dict.
-    finish = partial(_finish, strategy, channel, phase, directory, prepared.common_file)
+    hashes_files = call.get("verify_integrity", False)
+    finish = partial(_finish, strategy, channel, phase, directory, prepared.common_file, hashes_files)
     if not is_async:
         report = save_shards(api.save)
         log_report(report)
-        finish(report, (lambda: integrity.hashes_of(directory, report.files)) if hashes_files else None)
+        finish(report)
         return None
-    background = BackgroundSave(save_shards(async_save))
-    hashes: Callable[[], dict[str, str]] | None = None
-    if hashes_files:
-        hashes = background.then(channel.ranks, lambda report: integrity.hashes_of(directory, report.files))
-    return request_for(request_class, background, lambda report: finish(report, hashes))
+    return request_for(request_class, BackgroundSave(save_shards(async_save)), finish)
 
 
 def _prepare_and_validate(
@@ -295,16 +292,16 @@ def _finish(
     phase: str,
     directory: str,
     common_file: bytes | None,
+    hashes_files: bool,
     report: SaveReport,
-    hashes: Callable[[], dict[str, str]] | None,
 ) -> None:
     """The last step of a save, after the shards are committed: write the files without which Megatron loads nothing.
 
     Args:
         strategy: the strategy, without a wrapper.
         common_file: the bytes of ``common.pt``, on the rank that writes it, if this version has one.
+        hashes_files: whether a manifest is wanted.
         report: the report of saving the shards.
-        hashes: returns the hashes of the files that this rank wrote, if a manifest is wanted.
     """
     if strategy is not None and not isinstance(strategy, tuple):
         strategy.last_report = report
@@ -317,5 +314,5 @@ def _finish(
 
     with as_megatron_raises():
         channel.barrier(f"{phase}: finish", then=write)
-        if hashes is not None:
-            integrity.save_manifest(channel, phase, directory, hashes)
+        if hashes_files:
+            integrity.save_manifest(channel, phase, directory, report.files)

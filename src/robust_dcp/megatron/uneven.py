@@ -9,7 +9,7 @@ enough.
 | --- | --- |
 | ``preprocess_state_dict_for_uneven_dtensor`` | one keyed exchange for all DTensors (:func:`place_chunks`) |
 | ``update_uneven_dtensor_chunk_metadata`` | notes that the chunk is not known yet; no exchange |
-| ``validate_uneven_dtensor`` | checks what this rank sees by itself; the exchange checks the rest |
+| ``validate_uneven_dtensor`` | nothing: the exchange checks all parts |
 | ``gather_and_compute_chunk_metadata`` | the known chunk, or an exchange with the ranks of the mesh |
 | ``make_fsdp_dtensor`` in the SwiGLU, GDN and MLA splits | the original without ``run_check``, a world collective |
 | ``handle_*_in_state_dict`` | the original; if it fails, waiting ranks are told. Before GDN's there is one exchange |
@@ -262,21 +262,7 @@ def update_uneven_dtensor_chunk_metadata(_: Function, dtensor: DTensor) -> None:
 
 @_among_ranks
 def validate_uneven_dtensor(_: Function, dtensor: DTensor) -> None:
-    """Check this rank's part of a DTensor without asking other ranks.
-
-    Raises:
-        ValueError: the part is larger than the whole, or smaller along a dimension that is not cut.
-    """
-    part = describe("a DTensor", dtensor)
-    uncut = set(range(part.spread.ndim)) - set(part.spread.shard_dims)
-    sizes, shape = part.sizes, part.global_shape
-    if any(size > whole for size, whole in zip(sizes, shape, strict=True)) or (
-        dtensor._local_tensor.numel() and any(sizes[dim] != shape[dim] for dim in uncut)
-    ):
-        raise ValueError(
-            f"the local tensor of shape {list(part.local_shape)} is no part of a DTensor of shape {list(shape)} with "
-            f"{part.spread}"
-        )
+    """Ask no rank, and check nothing: :func:`place_chunks` checks the parts of all DTensors together."""
 
 
 @_among_ranks

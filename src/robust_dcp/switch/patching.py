@@ -200,7 +200,11 @@ def _rebind(others: Mapping[int, Any], package: str = "") -> None:
                     setattr(module, name, others[id(value)])
 
 
+def megatron_version() -> str:
+    """The version of the imported sources, which need not be an installed package; empty if there are none."""
+    return str(getattr(sys.modules.get("megatron.core.package_info"), "__version__", ""))
+
+
 def _of_version() -> str:
-    """The text `` (megatron-core 0.16.1)``, or an empty one if Megatron is not imported."""
-    version = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    version = megatron_version()
     return f" (megatron-core {version})" if version else ""
