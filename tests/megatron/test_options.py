@@ -105,14 +105,3 @@ def test_a_wrong_value_ends_the_run_at_its_start(command_line: str, capsys: pyte
     with pytest.raises(SystemExit):
         add_arguments(_parser()).parse_args(command_line.split())
     assert command_line.split()[0] in capsys.readouterr().err
-
-
-def test_an_argument_that_megatron_has_is_used_and_learns_our_choices() -> None:
-    parser = _parser()
-    parser.add_argument("--ckpt-planner", choices=["default", "nvidia"], default="nvidia")
-    parser.add_argument("--ckpt-writer-threads", type=str, default="auto")
-    add_arguments(parser)
-    assert parser.parse_args([]).ckpt_planner == "nvidia"
-    assert parser.parse_args(["--ckpt-planner", "robust_dcp"]).ckpt_planner == "robust_dcp"
-    assert parser.parse_args(["--ckpt-writer-threads", "many"]).ckpt_writer_threads == "many"
-    assert parser.parse_args([]).ckpt_save_failure == "raise"

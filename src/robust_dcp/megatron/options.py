@@ -141,7 +141,7 @@ def current_options() -> MegatronOptions:
     found = {option.field: getattr(arguments, option.dest, None) for option in OPTIONS}
     given = {name: value for name, value in found.items() if value is not None}
     if given.get("planner", "robust_dcp") != "robust_dcp" or value_of("ROBUST_DCP") is False:
-        given["planner"] = "default"  # a later Megatron's own argument may name other planners, which are Megatron's
+        given["planner"] = "default"
     return dataclasses.replace(options, **given)
 
 
@@ -177,26 +177,19 @@ def megatron_arguments() -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments of robust_dcp to a parser, in a group of their own. Their defaults come from the environment.
 
-    A later Megatron may have an argument of the same name already. Then Megatron's argument and its default stay. If it
-    has choices, those of robust_dcp are added to them. ``args`` has the value either way.
-
     Raises:
         ValueError: an environment variable has an invalid value.
     """
     defaults = options_from_environment()
     group = parser.add_argument_group("robust_dcp", "distributed checkpoints by robust_dcp")
     for option in OPTIONS:
-        # argparse has no public way to look up an existing argument.
-        existing = parser._option_string_actions.get(option.argument)
-        if existing is None:
-            group.add_argument(
-                option.argument,
-                type=option.parse,
-                choices=option.choices or None,
-                default=getattr(defaults, option.field),
-                help=f"{option.help} (environment: {option.variable})",
-            )
-        elif existing.choices is not None:
-            known = list(existing.choices)
-            existing.choices = known + [choice for choice in option.choices if choice not in known]
+        if option.argument in parser._option_string_actions:  # argparse has no public way to look that up
+            continue
+        group.add_argument(
+            option.argument,
+            type=option.parse,
+            choices=option.choices or None,
+            default=getattr(defaults, option.field),
+            help=f"{option.help} (environment: {option.variable})",
+        )
     return parser
