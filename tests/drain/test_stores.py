@@ -12,7 +12,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
-from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 import robust_dcp
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, copy_checkpoint
@@ -185,85 +185,56 @@ def _save_and_load(url: str) -> tuple[str, float, list[str]]:
     return report.checkpoint_id, total, os.listdir(os.environ["ROBUST_DCP_STAGING"])
 
 
-class TestAnyStore:
-    """By the memory file system of fsspec, whose calls cut off, change what they get, or lose what they have."""
+@pytest.fixture
+def disturb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
+    """Changes what the memory file system of fsspec is given, so many times. Returns the list that the paths go to."""
+    works = MemoryFileSystem.pipe_file
 
-    @pytest.fixture(autouse=True)
-    def empty_store(self) -> Iterator[None]:
-        MemoryFileSystem.store.clear()
-        yield
-        MemoryFileSystem.store.clear()
+    def set_up(part: str, change: Callable[[bytes], bytes], times: int) -> list[str]:
+        done: list[str] = []
 
-    def disturb(
-        self, monkeypatch: pytest.MonkeyPatch, call: str, part: str, act: Callable[[Any], Any], times: int
-    ) -> list[str]:
-        """Let ``act`` happen to what is written, or instead of a call. Returns the list that the paths go to."""
-        kind = MemoryFile if call in ("write", "close") else MemoryFileSystem
-        works, done = getattr(kind, call), []
+        def disturbed(self: Any, path: str, data: bytes, **more: Any) -> None:
+            is_changed = part in path and len(done) < times
+            done.extend([path] * is_changed)
+            works(self, path, change(data) if is_changed else data, **more)
 
-        def disturbed(self: Any, *arguments: Any, **options: Any) -> Any:
-            path = str(self.path if kind is MemoryFile else arguments[0])
-            if part not in path or len(done) == times:
-                return works(self, *arguments, **options)
-            done.append(path)
-            if call == "pipe_file":
-                return works(self, path, act(arguments[1]), **options)
-            if call == "cat_file":
-                return act(works(self, *arguments, **options))
-            return act(None)
-
-        monkeypatch.setattr(kind, call, disturbed)
+        monkeypatch.setattr(MemoryFileSystem, "pipe_file", disturbed)
         return done
 
-    @pytest.mark.parametrize(
-        ("change", "found"),
-        [
-            (lambda data: data[:2000] + bytes([data[2000] ^ 1]) + data[2001:], "with CRC-32"),
-            (lambda data: data[: len(data) // 2], r"\d+ bytes"),
-        ],
-        ids=["flipped", "half"],
-    )
-    def test_a_file_that_arrives_otherwise_than_it_was_sent_is_sent_once_more_and_then_named(
-        self, change: Callable[[bytes], bytes], found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        source = save(tmp_path / "source")
-        with monkeypatch.context() as within:
-            changed = self.disturb(within, "pipe_file", "__0_0", change, times=2)
-            expected = (
-                rf"\.distcp is not as it was sent: expected \d+ bytes with CRC-32 .*, found .*{found}.*; it was sent"
-            )
-            with pytest.raises(CorruptCheckpoint, match=expected):
-                copy_checkpoint(source, IN_MEMORY)
-            assert len(changed) == 2
-        changed = self.disturb(monkeypatch, "pipe_file", "__0_0", change, times=1)
+    MemoryFileSystem.store.clear()
+    yield set_up
+    MemoryFileSystem.store.clear()
+
+
+def half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:2000] + bytes([data[2000] ^ 1]) + data[2001:]
+
+
+@pytest.mark.parametrize(("change", "found"), [(flipped, "with CRC-32"), (half, r"\d+ bytes")])
+def test_a_file_that_arrives_otherwise_than_it_was_sent_is_sent_once_more_and_then_named(
+    change: Callable[[bytes], bytes], found: str, disturb: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    source = save(tmp_path / "source")
+    changed = disturb("__0_0", change, times=2)
+    expected = rf"\.distcp is not as it was sent: expected \d+ bytes with CRC-32 .*, found .*{found}.*; it was sent"
+    with pytest.raises(CorruptCheckpoint, match=expected):
         copy_checkpoint(source, IN_MEMORY)
-        assert len(changed) == 1 and loaded(IN_MEMORY) == 1.0
+    assert len(changed) == 2
+    changed = disturb("__0_0", change, times=1)
+    copy_checkpoint(source, IN_MEMORY)
+    assert len(changed) == 1 and loaded(IN_MEMORY) == 1.0
 
-    def test_metadata_that_arrives_damaged_is_named_and_the_copy_can_be_made_again(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        source = save(tmp_path / "source")
-        self.disturb(monkeypatch, "pipe_file", "/.metadata", lambda data: data[: len(data) // 2], times=1)
-        with pytest.raises(CorruptCheckpoint, match=r"\.metadata is not as it was sent: expected \d+ bytes"):
-            copy_checkpoint(source, IN_MEMORY)
+
+def test_metadata_that_arrives_damaged_is_named_and_the_copy_can_be_made_again(
+    disturb: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    source = save(tmp_path / "source")
+    disturb("/.metadata", half, times=1)
+    with pytest.raises(CorruptCheckpoint, match=r"\.metadata is not as it was sent: expected \d+ bytes"):
         copy_checkpoint(source, IN_MEMORY)
-        assert loaded(IN_MEMORY) == 1.0
-
-    @pytest.mark.parametrize("call", ["write", "close"])
-    def test_a_file_of_several_parts_is_sent_again_as_a_whole(
-        self, call: str, monkeypatch: pytest.MonkeyPatch, large: Path
-    ) -> None:
-        def cut(_: None) -> None:
-            raise ConnectionError("the store has hung up")
-
-        with monkeypatch.context() as within:
-            done = self.disturb(within, call, "/step_1/_", cut, times=2)
-            copied = copy_checkpoint(large, IN_MEMORY, options=CopyOptions(part_bytes=PART_NBYTES))
-            assert len(done) == copied.retries == 2
-        found = large_state_dict(0.0)
-        robust_dcp.load(found, checkpoint_id=IN_MEMORY)
-        assert bool((found["one"] == 1.0).all())
-
-        self.disturb(monkeypatch, call, "/step_1b/_", cut, times=1000)
-        with pytest.raises(StorageError, match=r"send memory://failing/\S+\.distcp: the store has hung up"):
-            copy_checkpoint(large, f"{IN_MEMORY}b", options=CopyOptions(part_bytes=PART_NBYTES, retries=1))
+    copy_checkpoint(source, IN_MEMORY)
+    assert loaded(IN_MEMORY) == 1.0
