@@ -106,6 +106,7 @@ def _uneven(package: str) -> tuple[Patch, ...]:
     return tuple(Patch(module, name, _ours(f"uneven.{name}")) for name in (*names, _MARK))
 
 
+_CALLBACKS = "get_save_and_finalize_callbacks"
 _ARGUMENTS = Patch("megatron.training.arguments", "_add_checkpointing_args", _arguments)
 
 PATCHES: tuple[Patch, ...] = (
@@ -154,11 +155,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(_LM, "get_async_strategy", _ours("dcp_formats.get_async_strategy"), optional=True),  # from 0.17
     Patch(_BRIDGE, "save_state_dict_async_plan", _ours("dcp_formats.start_bridge_save"), optional=True),
-    *(
-        Patch(module, name, _ours(f"dcp_formats.{name}"), optional=True)
-        for module in _CALLERS
-        for name in ("get_save_and_finalize_callbacks",)
-    ),
+    *(Patch(module, _CALLBACKS, _ours(f"dcp_formats.{_CALLBACKS}"), optional=True) for module in _CALLERS),
     *_uneven(_FSDP),
     *_uneven("megatron_fsdp"),
     Patch(_SPLITS, "make_fsdp_dtensor", _ours("uneven.make_fsdp_dtensor"), optional=True),

@@ -103,15 +103,13 @@ def _gloo() -> Finding:
             return Finding("problem", name, f"GLOO_SOCKET_IFNAME={interface}, and there is no {missing[0]}", advice)
         return Finding("ok", name, f"GLOO_SOCKET_IFNAME={interface}")
     host = socket.gethostname()
-    try:
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        infos = []
     advice = (
         "torch's own gloo groups take this address: for several nodes set GLOO_SOCKET_IFNAME to the interface that "
         "they share, or mend /etc/hosts"
     )
-    if not infos:
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
         return Finding("warning", name, f"{host} has no address", f"look at DNS; {advice}")
     address = str(infos[0][4][0]).partition("%")[0]
     if ipaddress.ip_address(address).is_loopback:
