@@ -7,10 +7,10 @@ This is the only layer that talks to other processes. It knows nothing of plans,
 from robust_dcp.comm.channel import Channel
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
 from robust_dcp.comm.endings import Stopped
+from robust_dcp.comm.link import ExchangeStats
 from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.nodes import node_name, node_of
 from robust_dcp.comm.relay import Bucket, GroupMover, Relay
-from robust_dcp.comm.stats import ExchangeStats
 
 __all__ = [
     "Agreement",

@@ -16,11 +16,10 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
-from robust_dcp.comm.link import Link, link_for
+from robust_dcp.comm.link import ExchangeStats, Link, link_for
 from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.relay import Passing, Relay
-from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.errors import ExchangeError
 from robust_dcp.events import Event, is_heard, tell
 

@@ -294,12 +294,6 @@ class Connections:
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CLOSING_TAG).wait(_AT_ONCE)
         self.kept.clear()
 
-    def abandon(self) -> None:
-        """Leave everything as it is, for ever. A forked child calls this: it has no part in its parent's group."""
-        self.is_dropped = True
-        if self._group is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-
     def _living_group(self) -> Any:
         group = self._group
         if group is None:

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,12 +42,34 @@ from robust_dcp.comm.endings import (
 )
 from robust_dcp.comm.frames import operation_id
 from robust_dcp.comm.messages import decode, encode
-from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, store_host, store_of, value_of
 from robust_dcp.comm.tree import Tree
 
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
+
+
+@dataclass
+class ExchangeStats:
+    """What exchanges have cost this rank.
+
+    Attributes:
+        exchanges: how many it joined.
+        messages_sent: how many messages this rank sent, of any size.
+        header_nbytes_sent: bytes sent in frames, up and down.
+        payload_nbytes_sent: bytes of payloads sent to neighbours in the tree, including what it only passed on, and of
+            what was relayed.
+    """
+
+    exchanges: int = 0
+    messages_sent: int = 0
+    header_nbytes_sent: int = 0
+    payload_nbytes_sent: int = 0
+
+    def add(self, other: ExchangeStats) -> None:
+        """Add what ``other`` has counted."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 class Link:
@@ -389,18 +412,11 @@ class Link:
         self._make_connections = None
         self._notes.forget()
 
-    def abandon(self) -> None:
-        """Leave everything as it is. A forked child calls this: the connections are its parent's."""
-        self._is_closed = True
-        if self._connections is not None:
-            self._connections.abandon()
-
 
 _links: weakref.WeakKeyDictionary[Any, Link] = weakref.WeakKeyDictionary()
 """The links of this process by group. A destroyed group takes its link along, unless an operation is under way."""
 
 _all_links: weakref.WeakSet[Link] = weakref.WeakSet()
-_links_of_the_parent: list[Link] = []
 _links_lock = threading.Lock()
 
 
@@ -446,13 +462,12 @@ def _leave(link: weakref.ref[Link]) -> None:
 
 def _forget_all() -> None:
     """In a forked child: the connections are the parent's, and gloo's threads do not exist here."""
+    for kept in (*_all_links, *_links):
+        # gloo joins the threads of a group that is freed. Whether Python frees it at its end depends on the order of
+        # imports.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     for link in list(_all_links):
-        link.abandon()
-        _links_of_the_parent.append(link)
-    for parent in list(_links):
-        # gloo joins the threads of a group that is freed, and they are not here. Whether Python frees it at its end
-        # depends on the order of imports.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(parent))
+        link._is_closed = True
     _links.clear()
     _all_links.clear()
     _links_lock.release()

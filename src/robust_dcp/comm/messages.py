@@ -33,7 +33,6 @@ _LEVEL = 1
 # The first byte says how to read the rest. If it is compressed, the inflated size follows, so that it is checked first.
 _RAW = 1
 _DEFLATED = 3  # 2 were messages by zstandard
-_PREFIX = struct.Struct("<B")
 _DEFLATED_PREFIX = struct.Struct("<BQ")
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
@@ -65,7 +64,7 @@ def encode(message: msgspec.Struct) -> bytes:
         compressed = isal_zlib.compress(body, _LEVEL)
         if len(compressed) + _DEFLATED_PREFIX.size < len(body):
             return _DEFLATED_PREFIX.pack(_DEFLATED, len(body)) + bytes(compressed)
-    return _PREFIX.pack(_RAW) + body
+    return bytes([_RAW]) + body
 
 
 def decode(payload: Payload, message_type: type[M], *, max_nbytes: int | None = None) -> M:
@@ -98,9 +97,9 @@ def _inflated(view: memoryview, max_nbytes: int) -> memoryview | bytes:
     if len(view) == 0:
         raise ValueError("they are empty")
     if view[0] == _RAW:
-        if len(view) - _PREFIX.size > max_nbytes:
+        if len(view) - 1 > max_nbytes:
             raise ValueError(f"they are more than {max_nbytes}")
-        return view[_PREFIX.size :]
+        return view[1:]
     if view[0] != _DEFLATED:
         raise ValueError(f"they begin with {view[0]}, which is neither raw ({_RAW}) nor deflated ({_DEFLATED})")
     if len(view) < _DEFLATED_PREFIX.size:

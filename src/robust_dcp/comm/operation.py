@@ -32,7 +32,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,9 +52,8 @@ from robust_dcp.comm.endings import (
     as_told_to,
 )
 from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, phase_id
-from robust_dcp.comm.link import Link
+from robust_dcp.comm.link import ExchangeStats, Link
 from robust_dcp.comm.messages import Payload, decode, encode
-from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 
@@ -433,40 +432,45 @@ class Operation:
             RobustCheckpointError: the work of some rank failed. All ranks raise the same error, and the next exchange
                 works.
         """
-        with self._held(phase):
-            self.cost, self._own_error = ExchangeStats(exchanges=1), None
-            try:
-                exchange = self._start(verb, phase, root)
-                own = self._do_own_work(exchange, work)
-                has_failed, agreement, payload = self._go_up(exchange, work, *own)
-                self._go_down(exchange, work, has_failed, agreement, payload)
-                with self._changed:
-                    self.n_exchanges += 1
-                    self._last = exchange
-            except _Ended:
-                error = as_told_to(self.link.rank, self._end().error.to_error())
-                self._end_message = None
-            except BaseException as interrupt:
+        if not self._busy.acquire(blocking=False):
+            raise RobustCheckpointError(
+                f"{phase} was called within the work of another exchange of the same channel: "
+                "finish that one first, or use a channel of another operation"
+            )
+        self.cost, self._own_error = ExchangeStats(exchanges=1), None
+        try:
+            exchange = self._start(verb, phase, root)
+            own = self._do_own_work(exchange, work)
+            has_failed, agreement, payload = self._go_up(exchange, work, *own)
+            self._go_down(exchange, work, has_failed, agreement, payload)
+            with self._changed:
+                self.n_exchanges += 1
+                self._last = exchange
+        except _Ended:
+            error = as_told_to(self.link.rank, self._end().error.to_error())
+            self._end_message = None
+        except BaseException as interrupt:
+            if self._exchange is not None:
+                self._conclude(Problem.of_leaving(self.link.rank, interrupt))
+            raise
+        else:
+            if not has_failed:
+                return agreement, payload
+            error = decode(payload, ErrorMessage).to_error()
+        finally:
+            with self._changed:
                 if self._exchange is not None:
-                    self._conclude(Problem.of_leaving(self.link.rank, interrupt))
-                raise
-            else:
-                if not has_failed:
-                    return agreement, payload
-                error = decode(payload, ErrorMessage).to_error()
-            finally:
-                with self._changed:
-                    if self._exchange is not None:
-                        self._exchange.kept.clear()  # it has arrived, or the connections are dropped
-                    self._exchange = None
-                _CLOCK.discard(self)
-                for stats in self.recordings:
-                    stats.add(self.cost)
-            if isinstance(self._own_error, KeyboardInterrupt | SystemExit | GeneratorExit):
-                self._raised = self._own_error  # this rank raises that, whatever the others raise
-            else:
-                error.__cause__, self._raised = self._own_error, error
-            raise self._raised
+                    self._exchange.kept.clear()  # it has arrived, or the connections are dropped
+                self._exchange = None
+            _CLOCK.discard(self)
+            for stats in self.recordings:
+                stats.add(self.cost)
+            self._busy.release()
+        if isinstance(self._own_error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            self._raised = self._own_error  # this rank raises that, whatever the others raise
+        else:
+            error.__cause__, self._raised = self._own_error, error
+        raise self._raised
 
     def leave(self, error: BaseException) -> None:
         """End the operation because this rank failed between two exchanges. Tell the others unless they know."""
@@ -503,18 +507,6 @@ class Operation:
             exchange.moved_seconds = time.monotonic()
             exchange.done_nbytes = exchange.done_nbytes if done_nbytes is None else done_nbytes
             exchange.total_nbytes = exchange.total_nbytes if total_nbytes is None else total_nbytes
-
-    @contextlib.contextmanager
-    def _held(self, phase: str) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise RobustCheckpointError(
-                f"{phase} was called within the work of another exchange of the same channel: "
-                "finish that one first, or use a channel of another operation"
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     # One exchange.
 
