@@ -201,8 +201,8 @@ def read_contents(disk: Disk, path: str) -> Contents:
                 ends[chunk.file].append(chunk.start + chunk.stored_nbytes)
     files = []
     for name, of_chunks in sorted(ends.items()):
-        file = os.path.join(path, name)
-        nbytes = disk.fingerprint(file)[1] if disk.exists(file) else None
+        file = disk.fingerprint(os.path.join(path, name))
+        nbytes = None if file is None else file[1]
         files.append(StoredFile(name, nbytes, max(of_chunks), len(of_chunks)))
     has_metadata = any(metadata_name(rank) in names for rank in ranks)
     dated = [metadata_name(rank) for rank in ranks] if has_metadata else [file.name for file in files]
@@ -345,9 +345,9 @@ def verify(
     load = _Load(contents, findings, threads, progress)
     for metadata in contents.metadata:
         load.read_all(metadata)
-    common = os.path.join(contents.path, _OF_MEGATRON)
-    if contents.written_by != "safetensors" and disk.exists(common):
-        at, nbytes = MetadataIndex(_OF_MEGATRON), disk.fingerprint(common)[1]
+    common = disk.fingerprint(os.path.join(contents.path, _OF_MEGATRON))
+    if contents.written_by != "safetensors" and common is not None:
+        at, nbytes = MetadataIndex(_OF_MEGATRON), common[1]
         info = StorageInfo(_OF_MEGATRON, 0, nbytes)
         metadata = Metadata({_OF_MEGATRON: BytesStorageMetadata()}, storage_data={at: info})
         load.read([_Wanted(_OF_MEGATRON, 0, nbytes, at, None, nbytes)], metadata, mark=None)

@@ -21,7 +21,7 @@ from robust_dcp.staging.blocks import NOT_PINNED
 from robust_dcp.staging.staging_buffers import STAGING, StagingBuffer, StagingBuffers, TensorForm
 from robust_dcp.staging.tensor_bytes import host_address, wait_for_copies
 from robust_dcp.storage.records.record import is_fixed_size
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, saved_by_torch
+from robust_dcp.storage.writing.item_source import ItemSource, raise_named, saved_by_torch
 
 logger = logging.getLogger(__name__)
 
@@ -86,17 +86,19 @@ class StagedSource(HeldItems):
         """Note the tensors, and pickle all else, as a save that waits does."""
         self.names, self.expected, self.offsets = source.names, source.expected, source.offsets
         has_cuda = False
-        with torch.no_grad(), NamedErrors(source, 0) as errors:
+        with torch.no_grad():
             for place in range(len(source)):
-                errors.place = place
-                data = source.resolve(place)
-                if isinstance(data, torch.Tensor):
-                    host_address(data)  # raises if its memory was freed
-                    data = data.detach()
-                    if is_fixed_size(data):
-                        has_cuda = has_cuda or data.is_cuda
-                    else:
-                        data = saved_by_torch(data)
+                try:
+                    data = source.resolve(place)
+                    if isinstance(data, torch.Tensor):
+                        host_address(data)  # raises if its memory was freed
+                        data = data.detach()
+                        if is_fixed_size(data):
+                            has_cuda = has_cuda or data.is_cuda
+                        else:
+                            data = saved_by_torch(data)
+                except Exception as error:
+                    raise_named(error, source, place)
                 self.data.append(data)
         if has_cuda:
             # The copies must come after all work that was queued on the device before this call, on any stream.
@@ -166,10 +168,13 @@ class StagedSource(HeldItems):
         try:
             torch._foreach_copy_(copies, originals, non_blocking=self._stream is not None)
         except Exception:  # copy one by one, to find out which tensor fails
-            with NamedErrors(self, 0) as errors:
-                for place, copy, original in zip(places, copies, originals, strict=True):
-                    errors.place = place
-                    copy.copy_(original)
+            place = 0
+            try:
+                for number, copy in enumerate(copies):
+                    place = places[number]
+                    copy.copy_(originals[number])
+            except Exception as error:
+                raise_named(error, self, place)
 
     def _say(self, how: str) -> None:
         self.how = (*self.how, how)

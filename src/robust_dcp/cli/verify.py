@@ -69,15 +69,11 @@ def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any
     if contents is not None:
         Output.note(summary(contents))
         disk, metadata = contents.disk, os.path.join(path, METADATA_NAME)
-
-        def fingerprint() -> Any:
-            return disk.fingerprint(metadata) if disk.exists(metadata) else None
-
-        before, started = fingerprint(), time.perf_counter()
+        before, started = disk.fingerprint(metadata), time.perf_counter()
         # A manager does not remove a checkpoint that is read.
         with needed_for_a_load(disk, path), Output.progress("verify") as show:
             verify(contents, findings, threads=threads, with_data=with_data, progress=show)
-        if fingerprint() != before:
+        if disk.fingerprint(metadata) != before:
             raise CommandFailed(f"{path} was saved to, or removed, while it was verified: run verify again")
     result = {
         **({"path": path} if contents is None else summary_json(contents)),

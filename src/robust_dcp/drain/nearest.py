@@ -117,7 +117,10 @@ def _look_at(place: str, *, is_coordinator: bool) -> _Copy | None:
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, named_nbytes in ends.items():
             path = locate(end.disk, end.url, name, file=metadata_path)
-            _, nbytes, _ = end.disk.fingerprint(path)
+            found = end.disk.fingerprint(path)
+            if found is None:
+                return _Copy(problem=f"{path} is not there")
+            _, nbytes, _ = found
             if nbytes < named_nbytes:
                 return _Copy(problem=f"{path} has {nbytes} bytes, and {METADATA_NAME} names {named_nbytes}")
         return _Copy(save_id, is_awaited=not is_url(end.url) and is_awaited(end.disk, end.url))

@@ -44,7 +44,7 @@ from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.remote import place_of
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, WriteItemSource
+from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource, raise_named
 from robust_dcp.version import __version__
 
 
@@ -241,13 +241,16 @@ class RobustPlanner(DefaultSavePlanner):
         """Digests of what would be written for some items. 0 means that it cannot be read."""
         source = StateDictSource(self._items, self._structure, places, self.lookup_object, self.resolve_data)
         digests = np.zeros(len(places), dtype=np.uint64)
-        with torch.no_grad(), NamedErrors(source, 0) as errors:
-            for place in range(len(places)):
-                errors.place = place
-                data = source.resolve(place)
-                if isinstance(data, torch.Tensor):
-                    host_address(data)  # raises if its memory was freed
-                digests[place] = digest_of(data)
+        place = 0
+        try:
+            with torch.no_grad():
+                for place in range(len(places)):
+                    data = source.resolve(place)
+                    if isinstance(data, torch.Tensor):
+                        host_address(data)  # raises if its memory was freed
+                    digests[place] = digest_of(data)
+        except Exception as error:
+            raise_named(error, source, place)
         return digests
 
     def _overrides(self, hook: str) -> bool:

@@ -484,7 +484,9 @@ class SaveSession:
             self._copy_and_tell(writer)
 
     def _publish(self, writer: RobustWriter) -> None:
-        writer.directory.publish(self._make_metadata(writer), are_checked=self.commits_together)
+        metadata = self._make_metadata(writer)
+        writer.directory.prepare(metadata, metadata.files)
+        writer.directory.finish(metadata, are_checked=self.commits_together)
 
     def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
         """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""

@@ -43,7 +43,6 @@ from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.reads import (
     ON_DEVICE,
     Read,
-    is_plain,
     may_ask_early,
     places_in_files,
     reads_of,
@@ -51,6 +50,7 @@ from robust_dcp.storage.reading.reads import (
     target_of,
 )
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
+from robust_dcp.storage.records.record import is_plain
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
-from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.disk import Disk, Fingerprint, OpenFile
 from robust_dcp.storage.files.paths import is_data_file, is_url
 
 if TYPE_CHECKING:
@@ -429,19 +429,18 @@ class RemoteDisk(Disk):
         return self._calls.run("list", path, look)
 
     def exists(self, path: str) -> bool:
-        try:
-            self._info(path)
-        except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                return False
-            raise
-        return True
+        return self.fingerprint(path) is not None
 
     def size(self, file: OpenFile) -> int:
         return cast("_RemoteFile", file).nbytes
 
-    def fingerprint(self, path: str) -> tuple[int, int, int]:
-        info = self._info(path)
+    def fingerprint(self, path: str) -> Fingerprint | None:
+        try:
+            info = self._info(path)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return None
+            raise
         return 0, int(info.get("size") or 0), _version_of(info)
 
     def modified_seconds(self, path: str) -> float:

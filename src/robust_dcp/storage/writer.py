@@ -185,11 +185,13 @@ class RobustWriter(StorageWriter):
 
         All ranks must have adopted the same mark, because they write it into their files.
         """
+        mark = mark_of(self.save_id)
         files = FilesOfRank(
             disk=self.disk,
             directory=self.path,
             rank=rank,
-            mark=mark_of(self.save_id),
+            mark=mark,
+            names=self.layout.file_names(rank, placements.head_nbytes, mark),
             placements=placements,
             options=self.options,
             known_places=known_places,
@@ -307,7 +309,9 @@ class RobustWriter(StorageWriter):
         metadata.version = FORMAT_VERSION
         self._clock.ends("write")
         try:
-            self.directory.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
+            to_publish = MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata))
+            self.directory.prepare(to_publish, to_publish.files)
+            self.directory.finish(to_publish)
         except BaseException as error:
             self.directory.roll_back(error)
             raise

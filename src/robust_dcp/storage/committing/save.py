@@ -42,7 +42,7 @@ from robust_dcp.storage.committing.saving_file import (
     others_in,
     remove_data_files,
 )
-from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.disk import Disk, Fingerprint
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,
     METADATA_NAME,
@@ -95,7 +95,7 @@ class _Committed(NamedTuple):
         save_id: the id of the save that wrote it.
     """
 
-    fingerprint: tuple[int, int, int]
+    fingerprint: Fingerprint
     files: frozenset[str] | None
     save_id: str | None
 
@@ -107,23 +107,13 @@ _COMMITTED: Cache[str, _Committed] = Cache(
 )
 
 
-def _fingerprint(disk: Disk, path: str) -> tuple[int, int, int] | None:
-    """``Disk.fingerprint``; ``None`` if there is no such file."""
-    try:
-        return disk.fingerprint(path)
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return None
-
-
 def _committed_in(disk: Disk, path: str) -> _Committed | None:
     """Read what the ``.metadata`` at ``path`` names; ``None`` if there is none.
 
     Raises:
         StorageError: it cannot be read.
     """
-    fingerprint = _fingerprint(disk, path)
+    fingerprint = disk.fingerprint(path)
     known = _COMMITTED.get(os.path.realpath(path))
     if fingerprint is None or (known is not None and known.fingerprint == fingerprint):
         return None if fingerprint is None else known
@@ -217,6 +207,7 @@ class Save:
         self._saving: SavingFile | None = None
         self._beside: set[str] = set()  # the index and the like, as far as the new checkpoint has them
         self._lacks_index = False
+        self._fingerprint: Fingerprint = (0, 0, 0)  # of the new .metadata
         self._nodes: Sequence[NodeOfSave] = ()
         self._checked_at_seconds = -math.inf
 
@@ -326,7 +317,7 @@ class Save:
         self._checked_at_seconds = time.monotonic()
         paths = [self._path_of(name) for name in sorted(self.written if names is None else names)]
         if len(paths) <= _CHECK_THREADS:  # most ranks have two or three, for which no threads are worth it
-            are_there = [self._disk.exists(path) for path in paths]
+            are_there = list(map(self._disk.exists, paths))
         else:
             with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="robust_dcp-check") as pool:
                 are_there = list(pool.map(self._disk.exists, paths))
@@ -346,18 +337,6 @@ class Save:
         """Those of the data files of this save that lie in this directory."""
         return frozenset(self._disk.list_directory(self.path)) & frozenset(files)
 
-    def publish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
-        """Commit, durably and in one step. Call :meth:`tidy_up` afterwards.
-
-        Args:
-            are_checked: whether all ranks have called :meth:`check_own`.
-
-        Raises:
-            StorageError: a call failed. :attr:`may_be_committed` says whether the commit may have happened.
-        """
-        self.prepare(metadata, metadata.files)
-        self.finish(metadata, are_checked=are_checked)
-
     def prepare(self, metadata: MetadataToPublish, files: Collection[str]) -> None:
         """Make everything durable that the commit needs. Readers still see the earlier checkpoint.
 
@@ -376,26 +355,36 @@ class Save:
                 path=self._saving.path,
                 operation="commit",
             )
-        uncommitted = {name: uncommitted_name(name) for name in sorted(files)}
-        self.own |= {*files, *uncommitted.values()}
+        uncommitted = {uncommitted_name(name): name for name in sorted(files)}
+        self.own.update(files, uncommitted)
         if not self._layout.may_share_directory:
             # Readers would take files of a killed save as part of the new checkpoint.
             remove_data_files(self._disk, self.path, self.left_overs.files)
-        disk = self._disk
-        disk.write_file(self._unfinished(METADATA_NAME), metadata.fragments)
+        self._fingerprint = self._disk.write_file(self._unfinished(METADATA_NAME), metadata.fragments)
         if metadata.index:
-            self._beside.add(INDEX_NAME)
-            self._try_index(lambda: disk.write_file(self._unfinished(INDEX_NAME), metadata.index))
-        renames = [(before, name) for name, before in uncommitted.items() if before != name]
-        for before, name in renames:
-            disk.rename(self._path_of(before), self._path_of(name))
-        if renames:  # all other names were made durable by the ranks that gave them
-            disk.fsync_directory(self.path)
+            try:
+                self._disk.write_file(self._unfinished(INDEX_NAME), metadata.index)
+                self._beside.add(INDEX_NAME)
+            except StorageError as error:
+                self._go_without_index(error)
+        if uncommitted.keys() != set(files):
+            for before, name in uncommitted.items():
+                if before != name:
+                    self._disk.rename(self._path_of(before), self._path_of(name))
+            # All other names were made durable by the ranks that gave them.
+            self._disk.fsync_directory(self.path)
 
     def finish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
-        """Commit what :meth:`prepare` has prepared. The arguments and errors are those of :meth:`publish`."""
-        disk, path, unfinished = self._disk, self._path_of(METADATA_NAME), self._unfinished(METADATA_NAME)
-        if _fingerprint(disk, path) != (None if self.earlier is None else self.earlier.fingerprint):
+        """Commit what :meth:`prepare` has prepared, durably and in one step. Call :meth:`tidy_up` afterwards.
+
+        Args:
+            are_checked: whether all ranks have called :meth:`check_own`.
+
+        Raises:
+            StorageError: a call failed. :attr:`may_be_committed` says whether the commit may have happened.
+        """
+        disk, path = self._disk, self._path_of(METADATA_NAME)
+        if disk.fingerprint(path) != (None if self.earlier is None else self.earlier.fingerprint):
             raise self._interfered(f"{path} is not the one that was there at the beginning")
         files = self.among(metadata.files) if self._nodes else metadata.files
         is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
@@ -403,22 +392,22 @@ class Save:
         if not are_checked or not is_recent or len(self.written) < len(files) <= _FEW_FILES:
             self.check_own(files)
         if INDEX_NAME in self._beside:
-            self._try_index(lambda: disk.rename(self._unfinished(INDEX_NAME), self._path_of(INDEX_NAME)))
-        new = _Committed(disk.fingerprint(unfinished), frozenset(metadata.files), self.save_id)
+            try:
+                disk.rename(self._unfinished(INDEX_NAME), self._path_of(INDEX_NAME))
+            except StorageError as error:
+                self._go_without_index(error)
         self.may_be_committed = True  # from here on, whatever fails
-        disk.rename(unfinished, path)
+        disk.rename(self._unfinished(METADATA_NAME), path)
         disk.fsync_directory(self.path)
+        new = _Committed(self._fingerprint, frozenset(metadata.files), self.save_id)
         _COMMITTED.put(os.path.realpath(path), new)
 
-    def _try_index(self, step: Callable[[], None]) -> None:
-        """Do one step of writing the index. If it fails, nothing of it stays, and the checkpoint has none."""
-        try:
-            step()
-        except StorageError as error:
-            logger.warning("the checkpoint gets no index, so a load takes longer: %s", error.message)
-            is_gone(self._disk.unlink, self._unfinished(INDEX_NAME), tells=True)
-            self._beside.discard(INDEX_NAME)
-            self._lacks_index = True
+    def _go_without_index(self, error: StorageError) -> None:
+        """A step of writing the index has failed: nothing of it stays, and the checkpoint has none."""
+        logger.warning("the checkpoint gets no index, so a load takes longer: %s", error.message)
+        is_gone(self._disk.unlink, self._unfinished(INDEX_NAME), tells=True)
+        self._beside.discard(INDEX_NAME)
+        self._lacks_index = True
 
     def is_one_of_several(self, nodes: Sequence[NodeOfSave]) -> None:
         """Note that nodes commit this save together, each in a directory of its own. Called before the first commits.
@@ -438,15 +427,11 @@ class Save:
             make: makes the report, from the id of the save and what its commit went without.
         """
         try:
-            report = make(self.save_id, (_NO_INDEX,) if self._lacks_index else ())
-            self._put_beside(REPORT_NAME, encode_report(report))
+            report = encode_report(make(self.save_id, (_NO_INDEX,) if self._lacks_index else ()))
+            self._disk.replace_file(self._path_of(REPORT_NAME), report, mark=mark_of(self.save_id), durable=False)
+            self._beside.add(REPORT_NAME)
         except Exception as error:
             logger.warning("%s is committed, but has no report of its save: %s", self.path, error)
-
-    def _put_beside(self, name: str, data: bytes) -> None:
-        """Put a file beside the checkpoint, in the place of an older one. Nothing waits for the device."""
-        self._disk.replace_file(self._path_of(name), data, mark=mark_of(self.save_id), durable=False)
-        self._beside.add(name)
 
     def tidy_up(self) -> None:
         """Remove the files that the commit replaces, and the announcement. A file that cannot be removed stays, and is
@@ -454,7 +439,9 @@ class Save:
         """
         try:
             if self._nodes:
-                self._put_beside(NODES_NAME, msgspec.json.encode({mark_of(self.save_id): self._nodes}))
+                mark, path = mark_of(self.save_id), self._path_of(NODES_NAME)
+                self._disk.replace_file(path, msgspec.json.encode({mark: self._nodes}), mark=mark, durable=False)
+                self._beside.add(NODES_NAME)
             # The index, the report and the like of the earlier checkpoint, and what killed saves have left of them.
             beside = {INDEX_NAME, REPORT_NAME, NODES_NAME} - self._beside
             beside = {name for name in self.names if name in beside or name.startswith(f"{NODES_NAME}.")}

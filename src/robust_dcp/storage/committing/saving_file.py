@@ -69,7 +69,7 @@ class SavingRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def saving_files_in(names: Iterable[str]) -> list[str]:
     """Those of ``names`` that are such files."""
-    return sorted(name for name in names if _NAME.fullmatch(name))
+    return sorted(filter(_NAME.fullmatch, names))
 
 
 def _path(directory: str, save_id: str) -> str:
@@ -237,10 +237,12 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
         StorageError: one of them is running there; or a call failed.
     """
     deadline_seconds = time.monotonic() + _GIVES_UP_WITHIN_SECONDS
+    own = SAVING_PREFIX + mark
     while True:
-        own = SAVING_PREFIX + mark
-        names = [name for name in saving_files_in(disk.list_directory(directory)) if name != own]
-        now_seconds = disk.modified_seconds(os.path.join(directory, own)) if names else 0.0
+        names = saving_files_in(set(disk.list_directory(directory)) - {own})
+        if not names:
+            return ()
+        now_seconds = disk.modified_seconds(os.path.join(directory, own))
         read = [OtherSave.read(disk, directory, name, now_seconds=now_seconds) for name in names]
         found = tuple(save for save in read if save is not None)
         running = [save for save in found if save.is_over is False]
@@ -317,12 +319,8 @@ def identity(disk: Disk, directory: str, save_id: str) -> str:
     """A text that all ranks have in common which see the same file of a save, and so the same directory. It is empty if
     there is none.
     """
-    try:
-        return repr(disk.fingerprint(_path(directory, save_id)))
-    except errors.StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return ""
-        raise
+    found = disk.fingerprint(_path(directory, save_id))
+    return "" if found is None else repr(found)
 
 
 # What saves have left.
@@ -439,8 +437,12 @@ def remove_data_files(disk: Disk, directory: str, files: Iterable[str], *, keep:
     Raises:
         UnsafeCheckpoint: a path leads out of the directory.
     """
-    names = sorted({check_relative_path(path, file=directory) for path in files} - set(keep))
-    return [name for name in names if not is_gone(disk.unlink, os.path.join(directory, name), tells=True)]
+    left = []
+    for name in sorted(set(files) - set(keep)):
+        path = os.path.join(directory, check_relative_path(name, file=directory))
+        if not is_gone(disk.unlink, path, tells=True):
+            left.append(name)
+    return left
 
 
 def name_left_over(error: BaseException, paths: Collection[str]) -> None:

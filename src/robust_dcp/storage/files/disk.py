@@ -40,6 +40,10 @@ _ADVICE: Final = {
 }
 
 
+Fingerprint = tuple[int, int, int]
+"""Inode, size, and time of the last write in nanoseconds: one at least changes when a file is written or replaced."""
+
+
 def storage_error(operation: str, path: str, error: OSError) -> errors.StorageError:
     """The error for a failed call: the operation, the path, what the system says, and what to do if we know that."""
     advice = _ADVICE.get(error.errno or 0)
@@ -129,15 +133,20 @@ class Disk:
             length = min(at_most, nbytes)
             return nbytes, self.read(file, length, nbytes - length)
 
-    def write_file(self, path: str, data: Buffer | Sequence[Buffer], *, durable: bool = True) -> None:
+    def write_file(self, path: str, data: Buffer | Sequence[Buffer], *, durable: bool = True) -> Fingerprint:
         """Make a new file with these bytes; ``durable``: wait until the device has them. After an error the file may be
         there, and the caller removes it.
+
+        Returns:
+            its :meth:`fingerprint`.
         """
         file = self.open_new(path)
         try:
             self.pwrite(file, data, 0)
             if durable:
                 self.fsync(file)
+            status: os.stat_result = _call("look at", path, os.fstat, file.fd)
+            return status.st_ino, status.st_size, status.st_mtime_ns
         finally:
             self.close(file)
 
@@ -177,7 +186,11 @@ class Disk:
         # O_NONBLOCK, because opening a FIFO blocks until somebody writes to it.
         file = _open(path, os.O_RDONLY | os.O_NONBLOCK, "open")
         try:
-            _check_regular(file)
+            mode = _call("look at", path, os.fstat, file.fd).st_mode
+            for is_kind, name, code in _KINDS:
+                if is_kind(mode):
+                    what = f"it is {name}, and the files of a checkpoint are regular files"
+                    raise storage_error("open", path, OSError(code, what))
             flags = _call("set flags of", path, fcntl.fcntl, file.fd, fcntl.F_GETFL)
             _call("set flags of", path, fcntl.fcntl, file.fd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
             if direct:
@@ -208,27 +221,14 @@ class Disk:
 
     def pwrite(self, file: OpenFile, data: Buffer | Sequence[Buffer], offset: int) -> None:
         """Write all of ``data`` (one buffer, or several one after the other) at ``offset`` bytes."""
-        pending = _byte_views(data)
-        while pending:
-            written: int = _call("write", file.path, os.pwritev, file.fd, pending[:_BUFFERS_PER_CALL], offset)
-            if written == 0:
-                raise storage_error("write", file.path, OSError(errno.EIO, "the system wrote nothing"))
-            offset += written
-            pending = _after(pending, written)
+        if not _in_full("write", os.pwritev, file, data, offset)[1]:
+            raise storage_error("write", file.path, OSError(errno.EIO, "the system wrote nothing"))
 
     def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
         """Fill ``buffer`` (or several, one after the other) from ``offset``. Returns how many bytes were read: fewer
         than asked for only at the end of the file.
         """
-        pending = _byte_views(buffer)
-        done = 0
-        while pending:
-            nbytes: int = _call("read", file.path, os.preadv, file.fd, pending[:_BUFFERS_PER_CALL], offset + done)
-            if nbytes == 0:
-                break
-            done += nbytes
-            pending = _after(pending, nbytes)
-        return done
+        return _in_full("read", os.preadv, file, buffer, offset)[0]
 
     def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
         """How many of these bytes are in memory, so that the device need not read them. Nothing is read to find that
@@ -269,7 +269,7 @@ class Disk:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise storage_error("fsync directory", path, error) from error
         finally:
-            self.close(directory)
+            _call("close", path, os.close, directory.fd)
 
     def rename(self, source: str, target: str) -> None:
         """Give ``source`` the name ``target`` in one step. If there is a file of that name, it is replaced."""
@@ -285,33 +285,31 @@ class Disk:
         Returns:
             the directories that this call made, the outermost first. If it fails, none of them stays.
         """
-        made: list[str] = []
+        path, made = os.path.abspath(path), list[str]()
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        parent = os.path.dirname(path)
+        if not missing and parent != path and os.access(parent, os.R_OK):
+            # A process may have made the directory and been killed before it synced that.
+            self.fsync_directory(parent)
         try:
-            self._mkdirs(os.path.abspath(path), made)
+            for directory in reversed(missing):
+                try:
+                    os.mkdir(directory)
+                    made.append(directory)
+                except OSError as error:
+                    # If there is a directory now, another rank was faster.
+                    if not (isinstance(error, FileExistsError) and os.path.isdir(directory)):
+                        raise storage_error("create directory", directory, error) from error
+                self.fsync_directory(os.path.dirname(directory))
         except BaseException:
             for directory in reversed(made):
                 with suppress(OSError):
                     os.rmdir(directory)
             raise
         return made
-
-    def _mkdirs(self, path: str, made: list[str]) -> None:
-        parent = os.path.dirname(path)
-        if not os.path.isdir(path):
-            if not os.path.isdir(parent):
-                self._mkdirs(parent, made)
-            try:
-                os.mkdir(path)
-                made.append(path)
-            except FileExistsError as error:
-                if not os.path.isdir(path):  # if it is one, another rank was faster
-                    raise storage_error("create directory", path, error) from error
-            except OSError as error:
-                raise storage_error("create directory", path, error) from error
-        elif parent == path or not os.access(parent, os.R_OK):
-            return
-        # Sync even if it existed: a process may have made it and been killed before this line.
-        self.fsync_directory(parent)
 
     def rmdir(self, path: str) -> None:
         """Remove a directory, which must be empty."""
@@ -359,22 +357,23 @@ class Disk:
         status: os.stat_result = _call("look at", path, os.stat, path)
         return status.st_mtime
 
-    def fingerprint(self, path: str) -> tuple[int, int, int]:
-        """Inode, size and time of the last write in nanoseconds: at least one changes when a file is written or
-        replaced.
-        """
-        # Opened, because a network file system then asks its server, and else tells what was so a minute ago.
+    def fingerprint(self, path: str) -> Fingerprint | None:
+        """What tells a file from others, and from itself after it was written; ``None`` if there is no file."""
         try:
-            file = _open(path, os.O_RDONLY | os.O_NONBLOCK, "look at")
-        except errors.StorageError as error:
-            if error.errno != errno.EACCES:
-                raise
-            status: os.stat_result = _call("look at", path, os.stat, path)
-        else:
             try:
-                status = _call("look at", path, os.fstat, file.fd)
-            finally:
-                self.close(file)
+                # Opened, because a network file system then asks its server, and else tells what was so a minute ago.
+                fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except PermissionError:
+                status = os.stat(path)
+            else:
+                try:
+                    status = os.fstat(fd)
+                finally:
+                    os.close(fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise storage_error("look at", path, error) from error
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def is_at(self, file: OpenFile, path: str) -> bool:
@@ -438,14 +437,6 @@ _KINDS: Final = (
 )
 
 
-def _check_regular(file: OpenFile) -> None:
-    mode = _call("look at", file.path, os.fstat, file.fd).st_mode
-    for is_kind, name, code in _KINDS:
-        if is_kind(mode):
-            what = f"it is {name}, and the files of a checkpoint are regular files"
-            raise storage_error("open", file.path, OSError(code, what))
-
-
 def _ask_for_direct(file: OpenFile) -> None:
     if not _O_DIRECT:
         file.why_buffered = "this system has no O_DIRECT"
@@ -461,16 +452,28 @@ def _ask_for_direct(file: OpenFile) -> None:
         file.why_buffered = "the file system has no direct I/O"
 
 
-def _byte_views(data: Buffer | Sequence[Buffer]) -> list[memoryview]:
+def _in_full(
+    operation: str, function: Callable[..., int], file: OpenFile, data: Buffer | Sequence[Buffer], offset: int
+) -> tuple[int, bool]:
+    """Call ``function`` until all of ``data`` (one buffer, or several one after the other) is written or filled.
+
+    Returns:
+        How many bytes that was, and whether it was all: a call that did nothing ends it.
+    """
     buffers: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
-    return [view for view in views if view.nbytes]
-
-
-def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """The part of ``views`` that is left once their first ``nbytes`` bytes are written."""
-    for index, view in enumerate(views):
-        if nbytes < view.nbytes:
-            return [view[nbytes:], *views[index + 1 :]]
-        nbytes -= view.nbytes
-    return []
+    views, first, done = [memoryview(buffer).cast("B") for buffer in buffers], 0, 0
+    while True:
+        while first < len(views) and not views[first].nbytes:
+            first += 1
+        if first == len(views):
+            return done, True
+        some = views[first : first + _BUFFERS_PER_CALL]
+        nbytes: int = _call(operation, file.path, function, file.fd, some, offset + done)
+        if nbytes == 0:
+            return done, False
+        done += nbytes
+        while nbytes:
+            taken = min(nbytes, views[first].nbytes)
+            views[first] = views[first][taken:]
+            nbytes -= taken
+            first += not views[first].nbytes

@@ -36,6 +36,9 @@ class IndexTemplate:
     Args:
         columns: what the plan determines. They are not kept.
 
+    Attributes:
+        nbytes: bytes of memory that this object keeps.
+
     Raises:
         ValueError: a name is too long.
     """
@@ -56,11 +59,7 @@ class IndexTemplate:
             "properties": msgspec.json.encode([_in_words(*each) for each in columns.properties]),
         }
         self._constant = {name: Section.of(name, each) for name, each in values.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that this object keeps."""
-        return sum(len(section.data) for section in self._constant.values())
+        self.nbytes = sum(len(section.data) for section in self._constant.values())
 
     def encode(
         self,

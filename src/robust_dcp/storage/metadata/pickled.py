@@ -103,6 +103,9 @@ class MetadataPickle:
     Args:
         columns: the columns that the plan determines. They are not kept.
 
+    Attributes:
+        nbytes: bytes of memory that this object keeps, roughly.
+
     Raises:
         NotImplementedError: this torch pickles a class of the metadata in a way that we cannot repeat.
     """
@@ -170,14 +173,10 @@ class MetadataPickle:
             *(_records(self._stored, each["is_object"], each) for each in stored),
         )
         self._constant_nbytes = sum(map(len, self._constant))
+        self.nbytes = self._constant_nbytes + sum(column.nbytes for column in self._variable.values())
         self._constant_crc = 0
         for part in self._constant:
             self._constant_crc = crc32(part, self._constant_crc)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that this object keeps, roughly."""
-        return self._constant_nbytes + sum(column.nbytes for column in self._variable.values())
 
     def encode(
         self,
@@ -197,13 +196,14 @@ class MetadataPickle:
             version: the version of DCP's format.
         """
         before_meta, before_version, end = self._rest
-        variable = {**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}
         names = _without_ends(pickle.dumps(list(file_names), _PROTOCOL)) + pickle.POP
         before: Fragments = (pickle.PROTO + b"\x04", _framed(names))
         behind: Fragments = (
-            _records(self._stored, variable["is_object"], variable),
             before_meta + _opcodes(storage_meta) + before_version + _opcodes(version) + end + pickle.STOP,
         )
+        if len(places):
+            variable = {**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}
+            behind = (_records(self._stored, variable["is_object"], variable), *behind)
         # The checksum of the large constant part is kept, not computed anew. So if a bit flips in memory between two
         # saves, readers of the file notice it.
         crc = crc32_of_both(crc32(b"".join(before)), self._constant_crc, self._constant_nbytes)

@@ -43,7 +43,6 @@ from robust_dcp.storage.reading.reads import (
     Read,
     Reads,
     WholeTensors,
-    is_plain,
     may_ask_early,
     reads_of,
     target_of,
@@ -59,7 +58,7 @@ from robust_dcp.storage.reading.stored_item import (
 )
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
-from robust_dcp.storage.records.record import known_record
+from robust_dcp.storage.records.record import is_plain, known_record
 
 Int64 = npt.NDArray[np.int64]
 

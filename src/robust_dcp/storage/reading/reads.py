@@ -32,6 +32,7 @@ from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.record import is_plain
 
 
 def may_ask_early(planner: LoadPlanner) -> bool:
@@ -41,15 +42,6 @@ def may_ask_early(planner: LoadPlanner) -> bool:
     are asked for a target only once the data is there, and the target is committed at once.
     """
     return getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
-
-
-def is_plain(target: torch.Tensor) -> bool:
-    """Whether the memory of ``target``, on any device, holds its elements as they are stored, in any order."""
-    return (
-        type(target) in (torch.Tensor, torch.nn.Parameter)
-        and target.layout == torch.strided
-        and not (target.is_quantized or target.is_conj() or target.is_neg())
-    )
 
 
 def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Tensor:

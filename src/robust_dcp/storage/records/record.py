@@ -378,7 +378,7 @@ def _pickled_tensor(pickled: bytes) -> tuple[torch.Tensor, int] | None:
         tensor = Unpickler(pickled, load_storage).load()
     except Exception:  # broken pickles raise all kinds of errors
         return None
-    if type(tensor) is not torch.Tensor or not _is_strided(tensor) or [key for key, _ in storages] != ["0"]:
+    if type(tensor) is not torch.Tensor or not is_plain(tensor) or [key for key, _ in storages] != ["0"]:
         return None
     return tensor, storages[0][1]
 
@@ -478,9 +478,13 @@ def known_record(
 # Tensors.
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
-    is_odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
-    return tensor.layout == torch.strided and not is_odd
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor``, on any device, holds its elements as they are stored, in any order."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def is_fixed_size(tensor: torch.Tensor) -> bool:
@@ -490,12 +494,7 @@ def is_fixed_size(tensor: torch.Tensor) -> bool:
     pending conjugation or negation, tensor subclasses, and meta tensors. A ``Parameter`` is saved as its data, as DCP
     does.
     """
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and _is_strided(tensor)
-        and tensor.device.type != "meta"
-        and _reduced(tensor.dtype) is not None
-    )
+    return is_plain(tensor) and tensor.device.type != "meta" and _reduced(tensor.dtype) is not None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

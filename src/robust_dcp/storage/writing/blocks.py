@@ -24,7 +24,7 @@ from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, Placements
 from robust_dcp.storage.layouts.safetensors import ShardHead, StoredTensor
 from robust_dcp.storage.records.record import Record, framed_record, raw_record
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
+from robust_dcp.storage.writing.item_source import ItemSource, raise_named
 from robust_dcp.structure_cache import Cache
 
 Int64 = npt.NDArray[np.int64]
@@ -288,11 +288,11 @@ def _records(placements: Placements, source: ItemSource) -> dict[int, Record]:
     made: dict[tuple[torch.dtype, torch.Size, bool], Record] = {}
     records: dict[int, Record] = {}
     has_head = [nbytes > 0 for nbytes in placements.head_nbytes]
-    with NamedErrors(source, 0) as current:
+    place = 0
+    try:
         for place, (nbytes, file) in enumerate(zip(placements.nbytes.tolist(), placements.file.tolist(), strict=True)):
             if nbytes < 0:
                 continue
-            current.place = place
             expected = source.expected[place]
             key = None if expected is None else (*expected, has_head[file])
             record = None if key is None else made.get(key)
@@ -302,4 +302,6 @@ def _records(placements: Placements, source: ItemSource) -> dict[int, Record]:
                 name = source.names[place]
                 raise PlanConflict(f"the record of {name!r} is not the one that was planned", key=name)
             records[place] = made[key] = record
+    except Exception as error:
+        raise_named(error, source, place)
     return records

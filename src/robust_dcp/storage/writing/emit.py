@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,7 +31,6 @@ from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED
 from robust_dcp.storage.files.paths import uncommitted_name
-from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.footer import footer_of, sorted_sums
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Placements, slots_of
 from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, cuts, joined, merged, sums_of
@@ -39,9 +38,9 @@ from robust_dcp.storage.records.record import Record, bytes_of, framed_record, i
 from robust_dcp.storage.writing.blocks import Block, FileOrder, Piece, cut_into_blocks
 from robust_dcp.storage.writing.item_source import (
     ItemSource,
-    NamedErrors,
     changed,
     planned_tensor,
+    raise_named,
     saved_by_torch,
 )
 from robust_dcp.storage.writing.write_options import WriteOptions
@@ -58,8 +57,9 @@ class FilesOfRank:
 
     Attributes:
         directory: the checkpoint's directory. It exists already.
-        mark: the mark of the save. It is in the files and in their names.
-        placements: where each item lies. They say how many files there are.
+        mark: the mark of the save, which is in the files.
+        names: the names of the files after the commit. They have the mark, too.
+        placements: where each item lies.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
             plan. An item that still fits keeps its offset, so that an item that grows does not move all others.
     """
@@ -68,14 +68,10 @@ class FilesOfRank:
     directory: str
     rank: int
     mark: str
+    names: Sequence[str]
     placements: Placements
     options: WriteOptions
     known_places: npt.NDArray[np.int64] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the files after the commit."""
-        return layout_named(self.options.layout).file_names(self.rank, self.placements.head_nbytes, self.mark)
 
     def remove(self) -> list[str]:
         """Remove the files of a save that failed, or whose process died. Returns the paths of those that stay."""
@@ -103,6 +99,7 @@ class WriteContext:
         failed: whether a thread has failed, so that the others stop.
         packing: a lock, held by the thread that packs small records.
         appended: for each item of variable size its place in the plan, its offset and its length in bytes.
+        taken: the items whose data is read where it lies, and their versions before that.
     """
 
     def __init__(
@@ -126,7 +123,7 @@ class WriteContext:
         self._total_nbytes = sum(files.placements.file_nbytes)
         self._written_nbytes = 0
         self._counting = threading.Lock()
-        self._taken: dict[int, int] = {}
+        self.taken: dict[int, int] = {}
 
     def check_stop(self) -> None:
         """Raise if the save has been given up, here or elsewhere."""
@@ -141,20 +138,16 @@ class WriteContext:
         self.check_stop()
 
     def take(self, place: int) -> None:
-        """Note an item whose data is read where it lies, from now until :meth:`check_taken`."""
-        self._taken.setdefault(place, *self.source.versions([place]))
+        """Note an item whose data is read where it lies, from now until the end of the save."""
+        self.taken.setdefault(place, *self.source.versions([place]))
 
-    def check_taken(self) -> None:
-        """:meth:`check_unchanged` for the items that were taken."""
-        self.check_unchanged(list(self._taken), list(self._taken.values()))
-
-    def check_unchanged(self, places: Sequence[int], before: Sequence[int]) -> None:
-        """Make sure that tensors have the versions that they had ``before``.
+    def check_unchanged(self, before: Mapping[int, int]) -> None:
+        """Make sure that tensors have the versions that they had ``before``, by their places.
 
         Raises:
             PlanConflict: a tensor was changed.
         """
-        for place, earlier, later in zip(places, before, self.source.versions(places), strict=True):
+        for (place, earlier), later in zip(before.items(), self.source.versions(list(before)), strict=True):
             if earlier != later and -1 not in (earlier, later):
                 raise changed(self.source, place)
 
@@ -201,7 +194,7 @@ class FileEmitter:
         self._appended: list[tuple[int, int, int]] = []
         self.held: dict[int, torch.Tensor] = {}
 
-    def emissions(self, borrowed: Collection[int], *, are_borrowed: bool) -> Iterator[Emission]:
+    def blocks(self, borrowed: Collection[int], *, are_borrowed: bool) -> Iterator[Block]:
         """The blocks that hold borrowed items, or those that hold none.
 
         A file with items of variable size is cut while it is written, so all its blocks belong to one of the two.
@@ -209,12 +202,10 @@ class FileEmitter:
         order = self._order
         if order.variable:
             is_early = not {*order.variable, *order.places.tolist()}.isdisjoint(borrowed) if borrowed else False
-            blocks: Iterable[Block] = self._blocks_of_variable() if is_early == are_borrowed else ()
-        elif borrowed:
-            blocks = [block for block in order.blocks if block.all_places.isdisjoint(borrowed) != are_borrowed]
-        else:
-            blocks = () if are_borrowed else order.blocks
-        return (Emission(block, self) for block in blocks)
+            return self._blocks_of_variable() if is_early == are_borrowed else iter(())
+        if borrowed:
+            return (block for block in order.blocks if block.all_places.isdisjoint(borrowed) != are_borrowed)
+        return iter(() if are_borrowed else order.blocks)
 
     # Items of variable size: objects, and tensors of a planner that is not ours.
 
@@ -279,7 +270,7 @@ class FileEmitter:
         """An item as a record and the tensor of its data. We do not look into what torch or pickle wrote: there is
         nothing around it, and its checksums cover all of it.
         """
-        with NamedErrors(self.context.source, place):
+        try:
             data = self.context.source.resolve(place)
             self.context.take(place)
             if isinstance(data, torch.Tensor):
@@ -289,6 +280,8 @@ class FileEmitter:
                 data = saved_by_torch(data)
             tensor = _tensor_of(data.getvalue())
             return raw_record(torch.uint8, (len(tensor),)), tensor
+        except Exception as error:
+            raise_named(error, self.context.source, place)
 
     # Records in pieces.
 
@@ -412,14 +405,17 @@ class Emission:
         """
         block, context = self._block, self._file.context
         self._memory = memory = context.lease.take()
-        with NamedErrors(context.source, 0) as current:
+        place = 0
+        try:
             for piece in block.pieces:
-                current.place = piece.place
-                data = self._data[piece.place] = self._file.data_of(piece)
+                place = piece.place
+                data = self._data[place] = self._file.data_of(piece)
                 begin, end = piece.data_range
                 if begin < end and context.copies.can_run_ahead(data):
                     at = piece.start + piece.record.data_offset + begin - block.offset
-                    self._waits[piece.place] = context.copies.begin(data, begin, end, memory, at)
+                    self._waits[place] = context.copies.begin(data, begin, end, memory, at)
+        except Exception as error:
+            raise_named(error, context.source, place)
         return bool(self._waits)
 
     def write(self) -> None:
@@ -441,12 +437,15 @@ class Emission:
             context.check_stop()  # the save may have been given up while this thread waited for its turn
             for begin, end in block.zeros:
                 memory.data[begin:end] = 0
-            with NamedErrors(context.source, 0) as current:
+            place = 0
+            try:
                 for piece in block.pieces:
-                    current.place = piece.place
+                    place = piece.place
                     self._put_piece(piece, memory)
-                if len(block.places):
-                    self._put_small(current, memory)
+            except Exception as error:
+                raise_named(error, context.source, place)
+            if len(block.places):
+                self._put_small(memory)
         context.check_stop()
         if block.nbytes:
             # The bytes of the block in the order of the file: its memory, and between its pages that of tensors.
@@ -511,11 +510,12 @@ class Emission:
 
     # Small records, in columns.
 
-    def _put_small(self, current: NamedErrors, memory: Memory) -> None:
+    def _put_small(self, memory: Memory) -> None:
         block, context = self._block, self._file.context
         places, data_at = block.places.tolist(), block.data_at.tolist()
         # Usually the items' own tensors tell of changes. Asking the source for each would take a tenth of the copy.
-        versions = context.source.versions(places) if context.source.holds_wrappers else None
+        asked = places if context.source.holds_wrappers else []
+        versions = dict(zip(asked, context.source.versions(asked), strict=True))
         crcs = np.zeros(len(places), dtype=_CRC_DTYPE)
         sums: dict[int, list[int]] = {}  # of records of several blocks
         on_device: list[tuple[int, int, torch.Tensor]] = []
@@ -523,7 +523,7 @@ class Emission:
         first = 0
         for n_records in block.runs:
             n_before = len(on_device)
-            self._copy_run(first, islice(items, n_records), current, memory, on_device)
+            self._copy_run(first, islice(items, n_records), memory, on_device)
             numbers: Sequence[int] = range(first, first + n_records)
             if len(on_device) > n_before:
                 waiting = {number for number, _, _ in on_device[n_before:]}
@@ -532,13 +532,15 @@ class Emission:
             first += n_records
         if on_device:
             # All at once: each copy from a device waits for it, however small the copy is.
-            current.place = places[on_device[0][0]]
-            copies = to_host_together([data for _, _, data in on_device])
+            try:
+                copies = to_host_together([data for _, _, data in on_device])
+            except Exception as error:
+                raise_named(error, context.source, places[on_device[0][0]])
             for (_, begin, _), copy in zip(on_device, copies, strict=True):
                 memory.view[begin : begin + copy.numel()] = bytes_of(copy)
             self._checksum([number for number, _, _ in on_device], data_at, memory, crcs, sums)
-        if versions is not None:
-            context.check_unchanged(places, versions)
+        if versions:
+            context.check_unchanged(versions)
         if len(block.checked):
             digits = crcs[block.checked].view(np.uint8).reshape(-1, 1, _CRC_DTYPE.itemsize)
             memory.data[block.crc32_at[:, :, None] + np.arange(_CRC_DTYPE.itemsize)] = digits
@@ -552,7 +554,6 @@ class Emission:
         self,
         first: int,
         items: Iterable[tuple[int, int, Record, bytes]],
-        current: NamedErrors,
         memory: Memory,
         on_device: list[tuple[int, int, torch.Tensor]],
     ) -> None:
@@ -560,28 +561,31 @@ class Emission:
         it goes to, and its bytes.
         """
         target, address, file, source = memory.view, memory.address, self._file, self._file.context.source
-        for number, (place, begin, record, tail) in enumerate(items, first):
-            current.place = place
-            nbytes, header = record.data_nbytes, record.header
-            end = begin + nbytes
-            target[begin - len(header) : begin] = header
-            target[end : end + len(tail)] = tail
-            tensor = file.resolve(place, record) if file.held else planned_tensor(source, place, record)
-            if nbytes == 0:
-                continue
-            try:
-                version = tensor._version
-            except RuntimeError:  # torch does not count the changes of tensors that were made in inference mode
-                version = -1
-            found = host_address(tensor)
-            if found is not None:
-                copy_bytes(address + begin, found, nbytes)
-            elif tensor.is_cpu:
-                TensorBytes(tensor).copy(0, nbytes, memory, begin)
-            else:
-                on_device.append((number, begin, flat_bytes(tensor)))
-            if version >= 0 and tensor._version != version:
-                raise changed(self._file.context.source, place)
+        place = 0
+        try:
+            for number, (place, begin, record, tail) in enumerate(items, first):
+                nbytes, header = record.data_nbytes, record.header
+                end = begin + nbytes
+                target[begin - len(header) : begin] = header
+                target[end : end + len(tail)] = tail
+                tensor = file.resolve(place, record) if file.held else planned_tensor(source, place, record)
+                if nbytes == 0:
+                    continue
+                try:
+                    version = tensor._version
+                except RuntimeError:  # torch does not count the changes of tensors that were made in inference mode
+                    version = -1
+                found = host_address(tensor)
+                if found is not None:
+                    copy_bytes(address + begin, found, nbytes)
+                elif tensor.is_cpu:
+                    TensorBytes(tensor).copy(0, nbytes, memory, begin)
+                else:
+                    on_device.append((number, begin, flat_bytes(tensor)))
+                if version >= 0 and tensor._version != version:
+                    raise changed(source, place)
+        except Exception as error:
+            raise_named(error, source, place)
 
     def _checksum(
         self,

@@ -109,7 +109,7 @@ def write_files(
             _work(context, threads, _in_turn(emitters, borrowed, are_borrowed=False))
             with ThreadPoolExecutor(threads, thread_name_prefix="robust_dcp-write") as pool:
                 list(pool.map(FileEmitter.finish, emitters))
-            context.check_taken()
+            context.check_unchanged(context.taken)
         disk.fsync_directory(files.directory)
     except BaseException:
         for file in made:
@@ -131,16 +131,17 @@ def write_files(
 
 
 def _in_turn(files: Sequence[FileEmitter], borrowed: frozenset[int], *, are_borrowed: bool) -> Iterator[Emission]:
-    """One block of each file after the other, as :meth:`FileEmitter.emissions` gives them."""
+    """One block of each file after the other, as :meth:`FileEmitter.blocks` gives them."""
     # The last file comes first: it may hold the items of variable size, which one thread at a time asks for.
-    waiting = deque(file.emissions(borrowed, are_borrowed=are_borrowed) for file in reversed(files))
+    waiting = deque((file, file.blocks(borrowed, are_borrowed=are_borrowed)) for file in reversed(files))
     while waiting:
-        block = next(waiting[0], None)
+        file, blocks = waiting[0]
+        block = next(blocks, None)
         if block is None:
             waiting.popleft()
         else:
             waiting.rotate(-1)
-            yield block
+            yield Emission(block, file)
 
 
 def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from typing import NoReturn
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -144,27 +144,9 @@ def saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
     return buffer
 
 
-class NamedErrors:
-    """A ``with`` block that names the current item in each error that leaves the block.
-
-    A loop inside the block moves :attr:`place` on. A block for each item would cost as much as the item itself.
-
-    Args:
-        source: knows the names.
-        place: the place of the first item.
-    """
-
-    __slots__ = ("_source", "place")
-
-    def __init__(self, source: ItemSource, place: int) -> None:
-        self._source = source
-        self.place = place
-
-    def __enter__(self) -> NamedErrors:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        # Our own errors name their item already. Ctrl-C and the like are not about an item.
-        if isinstance(error, Exception) and not isinstance(error, (RobustCheckpointError, Stopped)):
-            name = self._source.names[self.place]
-            raise RobustCheckpointError(f"cannot save {name!r}: {type(error).__name__}: {error}") from error
+def raise_named(error: Exception, source: ItemSource, place: int) -> NoReturn:
+    """Raise ``error`` with the name of the item at which it happened. Our own errors name their item already."""
+    if isinstance(error, (RobustCheckpointError, Stopped)):
+        raise error
+    name = source.names[place]
+    raise RobustCheckpointError(f"cannot save {name!r}: {type(error).__name__}: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict, TypeVar
 
 from robust_dcp.storage.layouts import layout_named
@@ -121,11 +122,13 @@ class WriteOptions(GivenOptions):
         All ranks must agree on it, and they may run on different machines. So the default does not depend on the
         machine.
         """
-        return next(n for n in (self.files_per_rank, self.threads, _FILES_PER_RANK) if n is not None)
+        return self.files_per_rank or self.threads or _FILES_PER_RANK
 
     def fitted(self, page_nbytes: int) -> tuple[int, int]:
         """(threads, bytes of a block) that together stay within ``buffer_bytes``. Blocks are whole pages."""
-        buffer_bytes = default_buffer_bytes() if self.buffer_bytes is None else self.buffer_bytes
+        buffer_bytes = self.buffer_bytes
+        if buffer_bytes is None:
+            buffer_bytes = min(max(_node_nbytes() // 64 // _ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
         threads = default_threads() if self.threads is None else self.threads
         threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
         block_nbytes = min(BLOCK_NBYTES, buffer_bytes // (BLOCKS_PER_THREAD * threads))
@@ -161,21 +164,22 @@ def default_threads(*, least: int = 2, most: int = 4) -> int:
     return min(max(2 * available_cores() // _ranks_on_this_node(), least), most)
 
 
+@cache
 def available_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_buffer_bytes() -> int:
-    """1/64 of the memory that this process may use, divided among the ranks of the node; 32 MiB to 1 GiB for each."""
+@cache
+def _node_nbytes() -> int:
+    """The memory that this process and the other ranks of its node may use."""
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
             limit = file.read().strip()
     except OSError:  # there are no control groups, or only version 1
         limit = ""
-    nbytes = min(nbytes, int(limit)) if limit.isdecimal() else nbytes
-    return min(max(nbytes // 64 // _ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
+    return min(nbytes, int(limit)) if limit.isdecimal() else nbytes
 
 
 def _ranks_on_this_node() -> int:
