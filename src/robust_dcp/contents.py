@@ -43,7 +43,7 @@ from robust_dcp.storage.index.form import IndexFile, fit_of_file
 from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
-from robust_dcp.storage.reading.load import read_items
+from robust_dcp.storage.reading.load import ItemReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.reads import PlannedItems, WholeTensors
@@ -489,7 +489,7 @@ class _Load:
         # Bytes are not loaded, so nothing in them runs.
         options = ReadOptions(threads=self.threads, trusted=not are_plain, buffer_bytes=2 * _BATCH_NBYTES)
         try:
-            _, unverified_nbytes = read_items(
+            reads = ItemReader(
                 items,
                 planner,
                 metadata,
@@ -499,7 +499,9 @@ class _Load:
                 lambda done_nbytes, _: self.progress(before_nbytes + done_nbytes, contents.file_nbytes),
                 mark,
             )
+            reads.run()
             findings.checked_nbytes += nbytes
+            unverified_nbytes = reads.verification.unverified_nbytes
             findings.unverified_nbytes += unverified_nbytes
             findings.verified_nbytes += nbytes - unverified_nbytes
         except Exception as error:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.index.stored_index import StoredChunks, fitting_index, index_of, look_up
+from robust_dcp.storage.index.stored_index import StoredChunks, open_index, index_of, look_up
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content
@@ -56,7 +56,7 @@ def _grid(name: str, rows: int, columns: int, extent: int = 6) -> Entry:
 def test_names_are_found_wherever_they_stand(tmp_path: Path) -> None:
     names = sorted({f"layer.{n}.{part}" for n in range(40) for part in ("w", "b", "ä", "")} | {"", "\U0001f600", "ÿ"})
     put(tmp_path, sorted_content(*(Entry(name, None, (), (Chunk((), (), 0, (0, 1)),)) for name in names)))
-    index = fitting_index(Disk(), str(tmp_path))
+    index = open_index(Disk(), str(tmp_path))
     assert index is not None
     expected = {name: number for number, name in enumerate(names)}
     assert index.find_all(reversed(names)) == expected

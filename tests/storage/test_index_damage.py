@@ -19,7 +19,7 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index import form
 from robust_dcp.storage.index.form import HEAD_NBYTES, SECTIONS, DamagedIndex
-from robust_dcp.storage.index.stored_index import ChunkKind, fitting_index, index_of
+from robust_dcp.storage.index.stored_index import ChunkKind, open_index, index_of
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content, with_fixed_checksums
 from tests.storage.test_index import FLOAT32, _grid
@@ -192,7 +192,7 @@ def test_chunks_that_lie_on_each_other_are_not_all_read(tmp_path: Path) -> None:
     metadata = lazy(tmp_path)
     assert metadata is not None
     _forge(index, "chunk_offset", dict.fromkeys(range(100), 1))
-    found = fitting_index(Disk(), str(tmp_path))
+    found = open_index(Disk(), str(tmp_path))
     assert found is not None
     with pytest.raises(DamagedIndex, match="overlap"):
         found.stored(0).overlap(torch.Size([0, 0]), torch.Size([6, 6]))

@@ -72,7 +72,7 @@ class Content:
         Raises:
             StorageError: they cannot be read, or the file is shorter.
         """
-        data = self._disk.read(self._file, nbytes, offset)
+        data = self._disk.read(self._file, offset, nbytes)
         if len(data) != nbytes:
             raise StorageError(
                 f"read {self.path}: expected {nbytes} bytes from byte {offset} on, found {len(data)}: the file was cut "

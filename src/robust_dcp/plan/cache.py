@@ -26,7 +26,7 @@ from robust_dcp.items import Items
 from robust_dcp.plan.plan import LocalStructure, Plan, Share, stored_plan
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.storage.index.stored_index import fitting_index
+from robust_dcp.storage.index.stored_index import open_index
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.structure_cache import Cache
 
@@ -129,7 +129,7 @@ def _plan_of_loaded(group: GroupKey, rank: int, local: LocalStructure, *, leads:
     """A plan for this rank's structure in the checkpoints that were loaded, the latest first. Each is used once."""
     for directory, _ in LOADED.latest_first():
         try:
-            index = fitting_index(Disk(), directory)
+            index = open_index(Disk(), directory)
             stored = None if index is None else stored_plan(index.file, group, rank, local, leads=leads)
             if stored is None:
                 continue

@@ -28,7 +28,7 @@ from robust_dcp.plan.state_dict import global_size
 from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
 from robust_dcp.storage.index.stored_index import index_of, look_up
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
-from robust_dcp.storage.reading.reads import PlannedItems, WholeTensors
+from robust_dcp.storage.reading.reads import NO_TENSORS, PlannedItems
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
-            whole = WholeTensors.none()
+            whole = NO_TENSORS
             has_all = index_of(self.metadata) is not None or self.state_dict.keys() <= self._saved.keys()
             # Where keys may have older names, stock's planner is asked for all of them.
             if self._answers_as_stock() and has_all and not self._may_have_old_names():

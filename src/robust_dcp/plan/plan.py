@@ -269,21 +269,22 @@ def stored_plan(
     n_ranks = file.places["signatures"][1] // SIGNATURE_NBYTES
     if n_ranks != len(group) or Column(file, "ranks").rows(0, n_ranks).tolist() != list(group):
         return None
-    if file.read("signatures", rank * SIGNATURE_NBYTES, (rank + 1) * SIGNATURE_NBYTES) != local.signature.value:
+    signatures = Column(file, "signatures")
+    if signatures.rows(rank * SIGNATURE_NBYTES, (rank + 1) * SIGNATURE_NBYTES).tobytes() != local.signature.value:
         return None
     n_items, ends = len(local.items), Column(file, "share_ends")
     begin, end = ends[rank - 1] if rank else 0, ends[rank]
     if end - begin > n_items + 1_000:  # it has a bit for each item; do not read what cannot be that
         raise ExchangeError(f"it has {end - begin} bytes for the share of rank {rank}, which has {n_items} items")
     try:
-        share = msgspec.msgpack.decode(file.read("shares", begin, end), type=Share)
+        share = msgspec.msgpack.decode(Column(file, "shares").rows(begin, end).tobytes(), type=Share)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ExchangeError(f"the share of rank {rank} cannot be decoded: {error}") from None
     if share.n_items != n_items or len(share.plan_id) != SIGNATURE_NBYTES:
         raise ExchangeError(f"the share of rank {rank} is for {share.n_items} items, not {n_items}")
     if not leads:
         return share, None
-    bundle = file.read("structures")
+    bundle = Column(file, "structures").rows().tobytes()
     # Compressed data may be a bomb. So it may announce no more than this many ranks can need.
     max_nbytes = max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (n_items + 1_000))
     bundler = Bundler(ItemsMessage)
@@ -293,10 +294,10 @@ def stored_plan(
         raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = ItemsDecoder()
     items = [decoder.decode(messages[each]) for each in range(n_ranks)]
-    of_all = file.read("signatures", 0, n_ranks * SIGNATURE_NBYTES)
-    signatures = [of_all[at : at + SIGNATURE_NBYTES] for at in range(0, len(of_all), SIGNATURE_NBYTES)]
+    of_all = signatures.rows().tobytes()
+    of_ranks = [of_all[at : at + SIGNATURE_NBYTES] for at in range(0, len(of_all), SIGNATURE_NBYTES)]
     # The plan follows from the structures, so it is made again. Its identity shows that all decisions are the same.
-    plan = Plan.of(make_global_plan(items, lowest_rank=local.lowest_rank), group, signatures, local)
+    plan = Plan.of(make_global_plan(items, lowest_rank=local.lowest_rank), group, of_ranks, local)
     if plan.shares[rank] != share:
         raise ExchangeError("what it says of the ranks is not what was decided")
     return share, plan

@@ -24,7 +24,7 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of
-from robust_dcp.storage.reading.load import read_items
+from robust_dcp.storage.reading.load import ItemReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
 from robust_dcp.storage.remote import RemoteDisk, filesystem_of, local_path_of, place_of
@@ -189,17 +189,19 @@ class RobustReader(StorageReader):
         options = self.options
         if self.node_reads_the_same and options.direct is None:
             options = replace(options, direct=False)
-        metadata = self.metadata
+        metadata, mark = self.metadata, None
+        if self.source.files_are_marked():
+            save_id = getattr(metadata.storage_meta, "save_id", None)
+            mark = mark_of(save_id) if isinstance(save_id, str) else None
+        reads = ItemReader(plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, mark)
         try:
-            done = read_items(
-                plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, self._mark()
-            )
+            reads.run()
         except CorruptCheckpoint as error:
             # Our own load does not check it here: there all ranks notice it together, and start over.
             if self._check_stop is _never_stops and self.source.is_overwritten():
                 raise overwritten(self.path, error) from error
             raise
-        self.peak_buffer_nbytes, self.unverified_nbytes = done
+        self.peak_buffer_nbytes, self.unverified_nbytes = reads.peak_nbytes, reads.verification.unverified_nbytes
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -244,11 +246,6 @@ class RobustReader(StorageReader):
         """The nodes that wrote the checkpoint, if they do not share its directory and this rank's node knows them."""
         save_id = getattr(self.metadata.storage_meta, "save_id", None)
         return read_nodes(self._disk, self.path, save_id) if isinstance(save_id, str) else ()
-
-    def _mark(self) -> str | None:
-        """The mark of the save in the data files; ``None`` if they have none."""
-        save_id = getattr(self.metadata.storage_meta, "save_id", None)
-        return mark_of(save_id) if isinstance(save_id, str) and self.source.files_are_marked() else None
 
     @property
     def metadata(self) -> Metadata:

@@ -210,7 +210,7 @@ class OtherSave:
         try:
             with disk.reading(path) as file:
                 is_free = disk.lock(file, shared=True)
-                data = disk.read(file, min(disk.size(file), _MAX_NBYTES), 0)
+                data = disk.read(file, 0, min(disk.size(file), _MAX_NBYTES))
             try:
                 record: SavingRecord | None = msgspec.json.decode(data, type=SavingRecord)
             except (msgspec.MsgspecError, UnicodeDecodeError):

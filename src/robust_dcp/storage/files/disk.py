@@ -98,7 +98,7 @@ class Disk:
         finally:
             self.close(file)
 
-    def read(self, file: OpenFile, nbytes: int, offset: int) -> bytes:
+    def read(self, file: OpenFile, offset: int, nbytes: int) -> bytes:
         """These bytes of a file; fewer only at its end."""
         buffer = bytearray(nbytes)
         return bytes(memoryview(buffer)[: self.pread_into(file, buffer, offset)]) if nbytes else b""
@@ -113,7 +113,7 @@ class Disk:
             with self.reading(path) as file:
                 nbytes = self.size(file)
                 if at_most is None or nbytes <= at_most:
-                    return self.read(file, nbytes, 0)
+                    return self.read(file, 0, nbytes)
         except errors.StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -131,7 +131,7 @@ class Disk:
         with self.reading(path) as file:
             nbytes = self.size(file)
             length = min(at_most, nbytes)
-            return nbytes, self.read(file, length, nbytes - length)
+            return nbytes, self.read(file, nbytes - length, length)
 
     def write_file(self, path: str, data: Buffer | Sequence[Buffer], *, durable: bool = True) -> Fingerprint:
         """Make a new file with these bytes; ``durable``: wait until the device has them. After an error the file may be

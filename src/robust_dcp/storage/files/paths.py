@@ -154,7 +154,7 @@ def holds_raw_bytes(path: str) -> bool:
     """Whether a file holds plain bytes of tensors, described by its head (safetensors). Other data files hold
     records.
     """
-    return committed_name(os.path.basename(path)).endswith(SAFETENSORS_SUFFIX)
+    return path.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_SUFFIX + _UNCOMMITTED))
 
 
 def metadata_name(rank: int | None = None) -> str:
@@ -202,8 +202,8 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     path = os.path.join(directory, check_relative_path(relative_path, file=file))
     if is_url(directory):  # a store has no links
         return path
-    resolved = disk.resolve(path)
-    if os.path.commonpath([resolved, disk.resolve(directory)]) == disk.resolve(directory):
+    resolved, home = disk.resolve(path), disk.resolve(directory)
+    if os.path.commonpath([resolved, home]) == home:
         return resolved
     name = os.path.basename(relative_path)
     if os.path.basename(resolved) == name and is_data_file(name):

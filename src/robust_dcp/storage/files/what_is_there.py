@@ -74,7 +74,7 @@ def _of_file(disk: Disk, path: str) -> str:
 
 def _beginning_of(disk: Disk, path: str) -> bytes:
     with disk.reading(path) as file:
-        return disk.read(file, 512, 0)
+        return disk.read(file, 0, 512)
 
 
 def _is_of_torch_save(beginning: bytes) -> bool:

@@ -273,30 +273,17 @@ class IndexFile:
         start, nbytes = self.places[section]
         before = self.first_slab[section]
         with self._lock:
-            new = [number for number in range(first, end) if not self.is_read[before + number]]
-            if not new:
-                return
-            at, stop = new[0] * SLAB_NBYTES, min(new[-1] * SLAB_NBYTES + SLAB_NBYTES, nbytes)
+            while first < end and self.is_read[before + first]:
+                first += 1
+            while first < end and self.is_read[before + end - 1]:
+                end -= 1
+            at, stop = first * SLAB_NBYTES, min(end * SLAB_NBYTES, nbytes)
             self._fill(start + at, stop - at)
-            for number in range(new[0], new[-1] + 1):
+            for number in range(first, end):
                 slab = self.data[start + number * SLAB_NBYTES : start + min((number + 1) * SLAB_NBYTES, nbytes)]
                 if crc32(slab.data) != int(self._checksums[before + number]):
                     raise self.damaged(f"slab {number} of {section} does not have its CRC-32")
                 self.is_read[before + number] = 1
-
-    def read(self, section: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes ``start`` to ``end`` of a section.
-
-        Raises:
-            DamagedIndex: the section has no such bytes, or they are not what was written.
-        """
-        first, nbytes = self.places[section]
-        end = nbytes if end is None else end
-        if not 0 <= start <= end <= nbytes:
-            raise self.damaged(f"{section} has no bytes {start} to {end}")
-        if start < end:
-            self.load(section, start // SLAB_NBYTES, (end - 1) // SLAB_NBYTES + 1)
-        return self.data[first + start : first + end].tobytes()
 
     def check_all(self) -> None:
         """Read the whole file. Compare it with its checksums, and the gaps between sections with zeros.
@@ -329,7 +316,7 @@ def _close(disk: Disk, file: OpenFile) -> None:
 
 
 class Column:
-    """The numbers of a section, one by one or several at once.
+    """The numbers or the bytes of a section, one by one or several at once.
 
     Raises:
         DamagedIndex: a row is not there, or its slab is not what was written.
@@ -354,8 +341,9 @@ class Column:
         value: int = self._values.item(row)
         return value
 
-    def rows(self, first: int, end: int) -> npt.NDArray[Any]:
+    def rows(self, first: int = 0, end: int | None = None) -> npt.NDArray[Any]:
         """Rows ``first`` to ``end``."""
+        end = len(self._values) if end is None else end
         if not 0 <= first <= end <= len(self._values):
             raise self._no_such(end - 1)
         if first < end:

@@ -15,6 +15,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from errno import ENOENT, ENOTDIR
 from itertools import pairwise
 from operator import add, ge, gt, sub
 from typing import Any, Final, NamedTuple
@@ -68,33 +69,31 @@ class ChunkKind(NamedTuple):
         return self.lengths.numel() * self.dtype.itemsize
 
 
-def opened_index(disk: Disk, directory: str) -> StoredIndex | None:
-    """The index in ``directory``, whatever it belongs to; ``None`` if there is none.
+def open_index(disk: Disk, directory: str, *, identity: bytes = b"") -> StoredIndex | None:
+    """The index in ``directory``; ``None`` if there is none, or if it belongs to another ``.metadata``.
+
+    Args:
+        identity: of the index that another rank has found to belong to it. One with another identity is not opened.
 
     Raises:
         DamagedIndex: the parts of the index that are read at once are not what was written.
         StorageError: it cannot be read.
     """
-    path = os.path.join(directory, INDEX_NAME)
-    return StoredIndex(IndexFile(disk, path)) if disk.exists(path) else None
-
-
-def fitting_index(disk: Disk, directory: str) -> StoredIndex | None:
-    """The index in ``directory``; ``None`` if there is none, or if it belongs to another ``.metadata``.
-
-    Raises:
-        DamagedIndex, StorageError: as :func:`opened_index`.
-    """
-    index = opened_index(disk, directory)
-    if index is None:
-        return None
     try:
-        fits = fit_of_file(disk, os.path.join(directory, METADATA_NAME)) == index.file.fit
+        file = IndexFile(disk, os.path.join(directory, INDEX_NAME))
+    except StorageError as error:
+        if error.errno not in (ENOENT, ENOTDIR):
+            raise
+        return None
+    if identity:
+        return StoredIndex(file) if file.identity == identity else None
+    try:
+        fits = fit_of_file(disk, os.path.join(directory, METADATA_NAME)) == file.fit
     except StorageError:  # code that needs the .metadata will report what is wrong with it
         return None
     if not fits:
-        logger.info("%s is not used: it belongs to another %s", index.file.path, METADATA_NAME)
-    return index if fits else None
+        logger.info("%s is not used: it belongs to another %s", file.path, METADATA_NAME)
+    return StoredIndex(file) if fits else None
 
 
 class StoredIndex:
@@ -115,6 +114,7 @@ class StoredIndex:
 
     def __init__(self, file: IndexFile) -> None:
         self.file = file
+        self._names, self._files = Column(file, "names"), Column(file, "files")
         self._name_ends, self._name_chunks = Column(file, "name_ends"), Column(file, "name_chunks")
         self._name_properties, self._name_size = Column(file, "name_properties"), Column(file, "name_size")
         self._name_reach = Column(file, "name_reach")
@@ -127,11 +127,12 @@ class StoredIndex:
         self._variable_places = Column(file, "variable_places")
         self._file_ends = Column(file, "file_ends")
         self.n_rows = len(self._chunk_offset)
-        meta, properties = file.read("meta"), file.read("properties") or b"[]"
+        meta, properties = (Column(file, name).rows().tobytes() for name in ("meta", "properties"))
         self.properties: list[tuple[torch.dtype, torch.layout, bool]] = []
         try:
             self.meta = msgspec.json.decode(meta, type=IndexMeta)
-            for dtype_name, layout_name, requires_grad in msgspec.json.decode(properties, type=list[_Properties]):
+            distinct = msgspec.json.decode(properties or b"[]", type=list[_Properties])
+            for dtype_name, layout_name, requires_grad in distinct:
                 dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
                 if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
                     raise ValueError(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
@@ -176,19 +177,20 @@ class StoredIndex:
 
         To find many at once is faster than to find each when it is asked for.
         """
-        known = self._numbers
-        names = list(names)
+        known, names = self._numbers, list(names)
         wanted = {name: name.encode("utf-8", "surrogatepass") for name in names if name not in known}
         known.update(dict.fromkeys(wanted))
         if _FEW * len(wanted) >= len(self):
-            known.update((name, number) for number, name in enumerate(self.names()) if name in wanted)
+            for number, name in enumerate(self.names()):
+                if name in wanted:
+                    known[name] = number
         else:
             at = 0
             for name, encoded in sorted(wanted.items(), key=lambda each: each[1]):
                 at = bisect_left(range(len(self)), encoded, at, key=self._name_bytes)
                 if at < len(self) and self._name_bytes(at) == encoded:
                     known[name] = at
-        return {name: number for name in names if (number := known[name]) is not None}
+        return {name: found for name in names if (found := known[name]) is not None}
 
     def name(self, number: int) -> str:
         """The name with this number."""
@@ -198,17 +200,16 @@ class StoredIndex:
         """All names, ascending."""
         before = [""]
         for first in range(0, len(self), _NAMES_AT_ONCE):
-            ends = self._name_ends.rows(first, min(first + _NAMES_AT_ONCE, len(self))).tolist()
             start = self._name_ends[first - 1] if first else 0
-            if ends[0] < start or ends != sorted(ends):
+            ends = [start, *self._name_ends.rows(first, min(first + _NAMES_AT_ONCE, len(self))).tolist()]
+            if ends != sorted(ends):
                 raise self.file.damaged("its names do not ascend")
-            data = self.file.read("names", start, ends[-1])
-            places = pairwise([0, *(end - start for end in ends)])
+            data = self._names.rows(start, ends[-1]).tobytes()
             if data.isascii():
                 text = data.decode("ascii")
-                names = [text[begin:end] for begin, end in places]
+                names = [text[begin - start : end - start] for begin, end in pairwise(ends)]
             else:
-                names = [self._text(data[begin:end]) for begin, end in places]
+                names = [self._text(data[begin - start : end - start]) for begin, end in pairwise(ends)]
             # Comparing texts gives the same order as comparing their bytes in UTF-8.
             if any(map(ge, [*before, *names] if first else names, names if first else names[1:])):
                 raise self.file.damaged("its names do not ascend")
@@ -219,7 +220,7 @@ class StoredIndex:
         start, end = self._name_ends[number - 1] if number else 0, self._name_ends[number]
         if end - start > MAX_NAME_NBYTES:
             raise self.file.damaged(f"name {number} has {end - start} bytes")
-        return self.file.read("names", start, end)
+        return self._names.rows(start, end).tobytes()
 
     def path(self, number: int) -> tuple[str | int, ...]:
         """The keys that lead to a name in the nested state dict."""
@@ -254,7 +255,7 @@ class StoredIndex:
             raise self.file.damaged(f"size {number} of {self._first_of_ndim[-1]} is referred to")
         at = self._at_of_ndim[ndim] + (number - self._first_of_ndim[ndim]) * ndim
         values = self._sizes.rows(at, at + ndim).tolist()
-        if any(value < 0 for value in values):
+        if min(values, default=0) < 0:
             raise self.file.damaged(f"size {number} is {values}")
         known = self._known_sizes[number] = Size(values)
         return known
@@ -315,9 +316,9 @@ class StoredIndex:
         if ((first < 0) | (first >= end) | (end > self.n_rows)).any():
             raise self.file.damaged("a name has rows that are not there")
         # The wanted chunk's row, on the guess that chunks are equal parts along the first dimension.
-        offset = np.array([each.offsets[0] if each.offsets else 0 for each in kinds], dtype=np.int64)[kind]
-        size = np.array([each.size[0] if each.size else 0 for each in kinds], dtype=np.int64)[kind]
-        row = np.clip(first + offset * (end - first) // np.maximum(size, 1), first, end - 1)
+        equal_parts = [(each.offsets[0], max(each.size[0], 1)) if each.size else (0, 1) for each in kinds]
+        offset, size = np.array(equal_parts, dtype=np.int64).reshape(-1, 2)[kind].T
+        row = np.clip(first + offset * (end - first) // size, first, end - 1)
         # Names that are alike in these columns are compared once.
         alike = [self._name_properties.at(numbers), self._name_size.at(numbers)]
         alike += [self._chunk_offset.at(row), self._chunk_size.at(row)]
@@ -390,7 +391,7 @@ class StoredIndex:
         known = self._known_files.get(number)
         if known is None:
             start, end = self._file_ends[number - 1] if number else 0, self._file_ends[number]
-            known = check_relative_path(self._text(self.file.read("files", start, end)), file=self.file.path)
+            known = check_relative_path(self._text(self._files.rows(start, end).tobytes()), file=self.file.path)
             self._known_files[number] = known
         return known
 

@@ -209,25 +209,23 @@ class Footer:
             ValueError: they are damaged. The message says how.
         """
         with self._lock:
-            if self._columns is None:
-                self._columns = self._checked()
+            if self._columns is not None:
+                return self._columns
+            n_items, n_blocks, limit = self.n_items, self.n_blocks, self._columns_at
+            columns_nbytes = 20 * n_items + 4 * n_blocks
+            data = self._read(limit, columns_nbytes)
+            if len(data) != columns_nbytes or crc32(data) != self._columns_crc32:
+                raise ValueError(f"the checksums of its blocks do not have their CRC-32 {self._columns_crc32:08x}")
+            offset = np.frombuffer(data, dtype="<i8", count=n_items).astype(np.int64)
+            nbytes = np.frombuffer(data, dtype="<i8", count=n_items, offset=8 * n_items).astype(np.int64)
+            crcs = np.frombuffer(data, dtype="<u4", count=n_blocks, offset=16 * n_items).astype(np.uint32)
+            self._items = np.frombuffer(data, dtype="<u4", offset=16 * n_items + 4 * n_blocks).astype(np.uint32)
+            in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
+            ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
+            if not in_file.all() or not ascends.all():
+                raise ValueError("the checksums of its blocks are for data that cannot lie there")
+            self._first = np.concatenate(([0], np.cumsum(block_counts(nbytes, self.block_nbytes))))
+            if int(self._first[-1]) != n_blocks:
+                raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
+            self._columns = SumColumns(offset, nbytes, crcs)
             return self._columns
-
-    def _checked(self) -> SumColumns:
-        n_items, n_blocks, limit = self.n_items, self.n_blocks, self._columns_at
-        columns_nbytes = 20 * n_items + 4 * n_blocks
-        data = self._read(limit, columns_nbytes)
-        if len(data) != columns_nbytes or crc32(data) != self._columns_crc32:
-            raise ValueError(f"the checksums of its blocks do not have their CRC-32 {self._columns_crc32:08x}")
-        offset = np.frombuffer(data, dtype="<i8", count=n_items).astype(np.int64)
-        nbytes = np.frombuffer(data, dtype="<i8", count=n_items, offset=8 * n_items).astype(np.int64)
-        crcs = np.frombuffer(data, dtype="<u4", count=n_blocks, offset=16 * n_items).astype(np.uint32)
-        self._items = np.frombuffer(data, dtype="<u4", offset=16 * n_items + 4 * n_blocks).astype(np.uint32)
-        in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
-        ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
-        if not in_file.all() or not ascends.all():
-            raise ValueError("the checksums of its blocks are for data that cannot lie there")
-        self._first = np.concatenate(([0], np.cumsum(block_counts(nbytes, self.block_nbytes))))
-        if int(self._first[-1]) != n_blocks:
-            raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
-        return SumColumns(offset, nbytes, crcs)

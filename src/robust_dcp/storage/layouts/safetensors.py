@@ -436,12 +436,12 @@ def read_head(disk: Disk, path: str) -> FileHead:
     """
     with disk.reading(path) as file:
         file_nbytes = disk.size(file)
-        length = disk.read(file, LENGTH_NBYTES, 0)
+        length = disk.read(file, 0, LENGTH_NBYTES)
         header_nbytes = int.from_bytes(length, "little")
         if len(length) < LENGTH_NBYTES or header_nbytes > min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES):
             most = min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES)
             raise unusable_file(path, f"a header of at most {most} bytes", f"{header_nbytes} bytes announced")
-        header = disk.read(file, header_nbytes, LENGTH_NBYTES)
+        header = disk.read(file, LENGTH_NBYTES, header_nbytes)
     return parse_head(header, file_nbytes, path)
 
 

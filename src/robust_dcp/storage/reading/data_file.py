@@ -16,7 +16,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
 from robust_dcp.errors import StorageError
@@ -54,21 +54,20 @@ class DataFile:
         path: the path of the file.
         direct: whether to read past the page cache. ``True``: always, except for small reads. ``False``: never.
             ``None``: where the file system can, and the cache holds less than half of the bytes of the read.
-        check_stop: called before each read. What it raises ends the load.
+        note_read: called after each read with the number of bytes. What it raises ends the load.
 
     Attributes:
         nbytes: the length of the file.
-        read_nbytes: how many bytes have been read so far.
 
     Raises:
         StorageError: the file cannot be opened.
     """
 
     def __init__(
-        self, disk: Disk, path: str, direct: bool | None, check_stop: Callable[[], None] = lambda: None
+        self, disk: Disk, path: str, direct: bool | None, note_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:
         self.path = path
-        self._check_stop = check_stop
+        self._note_read = note_read
         self._disk = disk
         self._may_be_direct = direct is not False
         self._must_be_direct = direct is True
@@ -76,8 +75,7 @@ class DataFile:
         self.nbytes = disk.size(self._opened)
         self._opened_direct: OpenFile | None = None
         self._alignment: Alignment = BUFFERED
-        self._lock = threading.Lock()
-        self.read_nbytes = 0
+        self._lock = threading.Lock()  # held while it is opened for direct I/O
 
     @cached_property
     def head(self) -> FileHead | None:
@@ -91,15 +89,8 @@ class DataFile:
         """
         if holds_raw_bytes(self.path):
             return None
-        disk, opened = self._disk, self._opened  # no reference to `self`: it would keep the load and its tensors alive
-        return footer_in(lambda at, nbytes: disk.read(opened, nbytes, at), self.nbytes)
-
-    @property
-    def mark(self) -> str | None:
-        """The mark of the save that wrote the file; ``None`` if the file has none."""
-        if self.head is not None:
-            return self.head.mark
-        return None if self.footer is None else self.footer.mark
+        # No reference to `self`: it would keep the load and its tensors alive.
+        return footer_in(partial(self._disk.read, self._opened), self.nbytes)
 
     def close(self) -> None:
         """Close the file. Errors are ignored: they say nothing about the bytes that were read."""
@@ -206,10 +197,8 @@ class DataFile:
             return None
 
     def _pread(self, opened: OpenFile, into: Buffer | Sequence[Buffer], offset: int) -> int:
-        self._check_stop()
         nbytes = self._disk.pread_into(opened, into, offset)
-        with self._lock:
-            self.read_nbytes += nbytes
+        self._note_read(nbytes)
         return nbytes
 
     def _way_past_the_cache(self, offset: int, nbytes: int) -> OpenFile | None:

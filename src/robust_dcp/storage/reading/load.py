@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from errno import ENOENT
-from functools import partial
 from itertools import compress, repeat
 from typing import Any, Final, TypeGuard
 
@@ -33,16 +33,15 @@ from robust_dcp.staging.tensor_bytes import DeviceCopies
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind
-from robust_dcp.storage.layouts.footer import Footer
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.reads import (
+    NO_TENSORS,
     Group,
     PlannedItems,
     Read,
     Reads,
-    WholeTensors,
     may_ask_early,
     reads_of,
     target_of,
@@ -65,63 +64,37 @@ Int64 = npt.NDArray[np.int64]
 # So many reads per thread are submitted ahead. That keeps a thread busy while the calling thread copies.
 _AHEAD_PER_THREAD: Final = 4
 
-_FEW: Final = 4
-"""Up to this many whole tensors of one kind are handled one by one."""
 
-
-def read_items(
-    items: Sequence[ReadItem],
-    planner: LoadPlanner,
-    metadata: Metadata,
-    directory: str,
-    disk: Disk,
-    options: ReadOptions,
-    check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None,
-    mark: str | None = None,
-) -> tuple[int, int]:
-    """Read ``items`` from the files in ``directory`` and hand them to ``planner``.
+class ItemReader:
+    """Reads items from the files of a checkpoint and hands them to a planner. It is used once.
 
     Args:
+        directory: the checkpoint's directory.
         check_stop: called between reads, from several threads, with two numbers: the bytes read so far, and the bytes
             of all items. What it raises ends the load.
         mark: the mark of the save that wrote the files; ``None`` if they have none.
 
-    Returns:
-        The most memory that was in use at any time, in bytes (what was read and not yet handed over, and buffers), and
-        how many bytes of data were not compared with any checksum.
-
-    The first error of any thread ends all reads. It is raised once no thread is left that could still write into a
-    target. Targets may hold parts of the data then. Every file has been closed in any case.
-    """
-    whole, others = WholeTensors.none(), items
-    if isinstance(items, PlannedItems) and items.planner is planner:
-        whole, others = items.whole, items.others
-    reads = Reads(whole, reads_of(others, metadata, directory))
-    load = _Load(reads, planner, directory, disk, options, check_stop, mark)
-    # ``no_grad``: we ask each DTensor for its local tensor, and autograd would record each of these calls.
-    with torch.no_grad() if may_ask_early(planner) else nullcontext():
-        load.run()
-    return load.peak_nbytes, load.verification.unverified_nbytes
-
-
-class _Load:
-    """The state of one :func:`read_items`.
-
     Attributes:
-        peak_nbytes: the most memory that was in use for data on its way. It is known after :meth:`run`.
+        verification: says how many bytes of data were not compared with any checksum.
+        peak_nbytes: the most memory that was in use at any time, in bytes: what was read and not yet handed over, and
+            buffers. It is known after :meth:`run`.
     """
 
     def __init__(
         self,
-        reads: Reads,
+        items: Sequence[ReadItem],
         planner: LoadPlanner,
+        metadata: Metadata,
         directory: str,
         disk: Disk,
         options: ReadOptions,
-        check_stop: Callable[[int, int], None],
-        mark: str | None,
+        check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None,
+        mark: str | None = None,
     ) -> None:
-        self._reads = reads
+        whole, others = NO_TENSORS, items
+        if isinstance(items, PlannedItems) and items.planner is planner:
+            whole, others = items.whole, items.others
+        self._reads = reads = Reads(whole, reads_of(others, metadata, directory))
         self._planner = planner
         self._directory = directory
         self._disk = disk
@@ -140,7 +113,8 @@ class _Load:
         self._errors: list[BaseException] = []
         self._files: dict[int, DataFile] = {}
         self._reads_left: list[int] = np.bincount(reads.places.file, minlength=len(reads.places.files)).tolist()
-        self._closed_nbytes = 0
+        self._counting = threading.Lock()
+        self._read_nbytes = 0
         self._total_nbytes = int(reads.places.nbytes.sum())
         self._pending: deque[Group] = deque()
         self._pending_nbytes = 0
@@ -148,12 +122,19 @@ class _Load:
         self._peak_pending_nbytes = self.peak_nbytes = 0
 
     def run(self) -> None:
+        """Read all items.
+
+        The first error of any thread ends all reads. It is raised once no thread is left that could still write into a
+        target. Targets may hold parts of the data then. Every file has been closed in any case.
+        """
         try:
-            waiting = deque(self._reads.groups(self._block_nbytes))
-            while waiting:  # a group is dropped when it is handed over, and its bytes with it
-                self._start(waiting.popleft())
-            while self._pending:
-                self._finish_first()
+            # ``no_grad``: we ask each DTensor for its local tensor, and autograd would record each of these calls.
+            with torch.no_grad() if self._targets_first else nullcontext():
+                waiting = deque(self._reads.groups(self._block_nbytes))
+                while waiting:  # a group is dropped when it is handed over, and its bytes with it
+                    self._start(waiting.popleft())
+                while self._pending:
+                    self._finish_first()
         except CancelledError:
             raise self._errors[0] from None
         except BaseException as error:
@@ -187,12 +168,10 @@ class _Load:
         file = self._file_of(group)
         self._check_places(group, file)
         if read is None:
-            group.block = self._blocks.take()
-            first = int(self._reads.places.start[group.places[0]])
-            read_block = partial(file.read_block, group.block, first, group.end - first)
-            self._submit(group.result, lambda result: result.set_result(read_block()))
+            group.block = block = self._blocks.take()
+            self._threads.submit(self._on_thread, group.result, self._read_block, group, block, file)
         else:
-            self._submit(group.result, self._read_alone, read, group.target, file)
+            self._threads.submit(self._on_thread, group.result, self._read_alone, read, group.target, file)
         self._pending.append(group)
         self._pending_nbytes += group.nbytes
         self._pending_blocks += group.block is not None
@@ -206,7 +185,7 @@ class _Load:
             return self._files[number]
         path = locate(self._disk, self._directory, self._reads.places.files[number], file=self._directory)
         try:
-            file = self._files[number] = DataFile(self._disk, path, self._options.direct, self._check_stop)
+            file = self._files[number] = DataFile(self._disk, path, self._options.direct, self._note_read)
         except StorageError as error:
             if error.errno != ENOENT:
                 raise
@@ -214,11 +193,13 @@ class _Load:
             raise CorruptCheckpoint(
                 f"{path}, which holds item {name!r}, is missing", file=path, item=name, expected="a file", found="none"
             ) from error
-        if self._mark in (None, file.mark) or (file.mark is None and self._options.verify_checksums is False):
+        head = file.head or file.footer
+        mark = None if head is None else head.mark
+        if self._mark in (None, mark) or (mark is None and self._options.verify_checksums is False):
             return file
         found = "no mark: it is not whole, or was written by another program"
-        if file.mark is not None:
-            found = f"that of save {file.mark}"
+        if mark is not None:
+            found = f"that of save {mark}"
         raise CorruptCheckpoint(
             f"{path} is not the file that {METADATA_NAME} beside it means: expected the mark of save {self._mark}, "
             f"found {found}; copy the whole checkpoint again, or take another one",
@@ -235,8 +216,8 @@ class _Load:
             read = self._reads.read(int(group.places[np.argmax(end > file.nbytes)]))
             item = StoredItem(file, read, self.verification)
             raise item.corrupt(f"{read.nbytes} bytes at offset {read.offset}", f"a file of {file.nbytes} bytes")
-        footer = self._footer(file)
-        if footer is None:
+        footer = None if self._options.verify_checksums is False else file.footer
+        if footer is None or not footer.n_items:
             return
         try:
             differs = np.flatnonzero(footer.items_at(begin, end) != self._reads.item_ids[group.places])
@@ -257,31 +238,30 @@ class _Load:
             found="another item",
         )
 
-    def _footer(self, file: DataFile) -> Footer | None:
-        """The footer with which the records of a file are compared, if they are."""
-        footer = None if self._options.verify_checksums is False else file.footer
-        return footer if footer is not None and footer.n_items else None
-
     # --- on several threads
 
-    def _submit(self, result: Future[Any], work: Callable[..., None], *arguments: Any) -> None:
-        def run() -> None:
-            try:
-                self._check_stop()
-                work(result, *arguments)
-            except BaseException as error:
-                if not isinstance(error, CancelledError):
-                    self._errors.append(error)
-                with suppress(InvalidStateError):  # another piece of the same item has failed before
-                    result.set_exception(error)
+    def _on_thread(self, result: Future[Any], read: Callable[..., None], *arguments: Any) -> None:
+        """Call ``read``, which sets ``result`` when all pieces of an item are read. Note its error."""
+        try:
+            self._note_read(0)
+            read(result, *arguments)
+        except BaseException as error:
+            if not isinstance(error, CancelledError):
+                self._errors.append(error)
+            with suppress(InvalidStateError):  # another piece of the same item has failed before
+                result.set_exception(error)
 
-        self._threads.submit(run)
-
-    def _check_stop(self) -> None:
+    def _note_read(self, nbytes: int) -> None:
+        """Count bytes that were read, and raise if this load is over."""
         if self._errors:
             raise CancelledError  # ends this read, because another one failed
-        done = self._closed_nbytes + sum(file.read_nbytes for file in list(self._files.values()))
-        self._told_to_stop(done, self._total_nbytes)
+        with self._counting:
+            self._read_nbytes += nbytes
+        self._told_to_stop(self._read_nbytes, self._total_nbytes)
+
+    def _read_block(self, result: Future[Any], group: Group, block: Block, file: DataFile) -> None:
+        first = int(self._reads.places.start[group.places[0]])
+        result.set_result(file.read_block(block, first, group.end - first))
 
     def _read_alone(self, result: Future[Any], read: Read, target: torch.Tensor | None, file: DataFile) -> None:
         item = StoredItem(file, read, self.verification)
@@ -299,7 +279,7 @@ class _Load:
             result.set_result(box.tensor())
         else:
             for share in shares[1:]:
-                self._submit(result, self._read_share, box, share)
+                self._threads.submit(self._on_thread, result, self._read_share, box, share)
             self._read_share(result, box, shares[0])
 
     def _read_share(self, result: Future[Any], box: BoxRead, share: Sequence[int]) -> None:
@@ -324,7 +304,6 @@ class _Load:
         self._reads_left[number] -= len(group.places)
         if self._reads_left[number] == 0:
             del self._files[number]
-            self._closed_nbytes += file.read_nbytes
             file.close()
 
     def _hand_over_block(self, places: Int64, file: DataFile, block: Block, at: int, nbytes: int) -> None:
@@ -376,13 +355,12 @@ class _Load:
         done = np.zeros(len(places), dtype=np.bool_)
         numbers = self._reads.order[places]
         whole = np.flatnonzero(numbers < len(self._reads.whole))
-        if len(whole) < _FEW:
+        if not len(whole):
             return done
         kinds = self._reads.whole.kind_of[numbers[whole]]
         order = np.argsort(kinds, kind="stable")
         for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
-            if len(alike) >= _FEW:
-                done[alike] = self._copy_alike(file, block, shift, end, places[alike])
+            done[alike] = self._copy_alike(file, block, shift, end, places[alike])
         return done
 
     def _copy_alike(self, file: DataFile, block: Block, shift: int, end: int, places: Int64) -> Sequence[bool]:
@@ -403,8 +381,8 @@ class _Load:
                 return [False] * len(places)
             crcs = found[0].crc32s_in(block.memory, data)
             data = [at + found[0].data_offset for at in data]
-            footer = self._footer(file)
-            if footer is not None:  # a sound record of another item has a right CRC-32 of its own
+            footer = None if self._options.verify_checksums is False else file.footer
+            if footer is not None and footer.n_items:  # a sound record of another item has a right CRC-32 of its own
                 crcs = [crc if crc == of_it else None for crc, of_it in zip(crcs, footer.crc32s_at(start), strict=True)]
         targets = [whole.targets[number] for number in numbers.tolist()]
         sound = _take_bytes(targets)

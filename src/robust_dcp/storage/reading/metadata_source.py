@@ -20,7 +20,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.index.form import DamagedIndex, fit_of, fit_of_file
-from robust_dcp.storage.index.stored_index import StoredIndex, fitting_index, lazy_metadata, opened_index
+from robust_dcp.storage.index.stored_index import StoredIndex, lazy_metadata, open_index
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 from robust_dcp.storage.metadata.unpickling import check_metadata
@@ -119,7 +119,7 @@ class MetadataSource:
         """
         index: StoredIndex | None = None
         try:
-            index = fitting_index(self._disk, self._path)
+            index = open_index(self._disk, self._path)
             if index is not None:
                 index.file.check_all()
         except (DamagedIndex, StorageError) as error:
@@ -139,8 +139,8 @@ class MetadataSource:
         """
         try:
             if self._index is None or self._index.file.identity != identity:
-                self._index = opened_index(self._disk, self._path)
-            if self._index is None or self._index.file.identity != identity:
+                self._index = open_index(self._disk, self._path, identity=identity)
+            if self._index is None:
                 return None
             self._are_marked = True  # a version that writes an index also writes marks
             return self._of_this_load(lazy_metadata(self._index))

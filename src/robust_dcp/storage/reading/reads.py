@@ -109,12 +109,6 @@ class WholeTensors:
             names, targets = [names[place] for place in asked], [targets[place] for place in asked]
         return cls(names, targets, kinds, np.array(kind_of, np.int64)[asked], chunks, places)
 
-    @classmethod
-    def none(cls) -> WholeTensors:
-        """No tensors."""
-        empty: Int64 = np.empty(0, dtype=np.int64)
-        return cls((), (), (), empty, empty, Places((), empty, empty, empty))
-
     def __len__(self) -> int:
         return len(self.names)
 
@@ -128,6 +122,10 @@ class WholeTensors:
         """The tensor at ``place`` as a read item, as DCP's planner makes it."""
         kind = self.kinds[int(self.kind_of[place])]
         return whole_item(self.names[place], kind.offsets, kind.lengths, int(self.chunks[place]))
+
+
+_NONE: Final[Int64] = np.empty(0, dtype=np.int64)
+NO_TENSORS: Final = WholeTensors((), (), (), _NONE, _NONE, Places((), _NONE, _NONE, _NONE))
 
 
 class PlannedItems(Sequence[ReadItem]):
@@ -273,12 +271,12 @@ class Reads:
     @cached_property
     def item_ids(self) -> Int64:
         """int64: for each read its :func:`~robust_dcp.storage.layouts.footer.item_id`. Only files of ours need them."""
-        whole, indices = self.whole, (read.item.storage_index for read in self._others)
-        seeds = [seed_of(tuple(kind.offsets)) for kind in whole.kinds]
-        names = (name.encode(errors="surrogatepass") for name in whole.names)
-        of_whole = np.fromiter(map(crc32, names, [seeds[kind] for kind in whole.kind_of.tolist()]), dtype=np.int64)
-        ids = [item_id(index.fqn, index.offset or ()) for index in indices]
-        return np.concatenate((of_whole, np.array(ids, dtype=np.int64)))[self.order]
+        whole, seeds = self.whole, [seed_of(tuple(kind.offsets)) for kind in self.whole.kinds]
+        kind_of = zip(whole.names, whole.kind_of.tolist(), strict=True)
+        ids = [crc32(name.encode(errors="surrogatepass"), seeds[kind]) for name, kind in kind_of]
+        indices = (read.item.storage_index for read in self._others)
+        ids += [item_id(index.fqn, index.offset or ()) for index in indices]
+        return np.array(ids, dtype=np.int64)[self.order]
 
     def read(self, place: int) -> Read:
         """The read at ``place``."""

@@ -99,8 +99,8 @@ class Record:
             alike = [
                 same and bytes(memory[at + begin : at + end]) == part for same, at in zip(alike, starts, strict=True)
             ]
-        crc32s = [_UINT32.unpack_from(memory, at + self.crc32_at[-1])[0] for at in starts]
-        return [crc32 if same else None for same, crc32 in zip(alike, crc32s, strict=True)]
+        of_each = zip(alike, starts, strict=True)
+        return [_UINT32.unpack_from(memory, at + self.crc32_at[-1])[0] if same else None for same, at in of_each]
 
     def crc32_in_header(self, header: bytes) -> int | None:
         """The CRC-32 in ``header``, if it is this record's header with any CRC-32; else ``None``."""
