@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.index.stored_index import StoredChunks, open_index, index_of, look_up
+from robust_dcp.storage.index.stored_index import StoredChunks, index_of, look_up, open_index
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content

@@ -19,7 +19,7 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index import form
 from robust_dcp.storage.index.form import HEAD_NBYTES, SECTIONS, DamagedIndex
-from robust_dcp.storage.index.stored_index import ChunkKind, open_index, index_of
+from robust_dcp.storage.index.stored_index import ChunkKind, index_of, open_index
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content, with_fixed_checksums
 from tests.storage.test_index import FLOAT32, _grid

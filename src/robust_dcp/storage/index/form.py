@@ -277,6 +277,8 @@ class IndexFile:
                 first += 1
             while first < end and self.is_read[before + end - 1]:
                 end -= 1
+            if first >= end:
+                return
             at, stop = first * SLAB_NBYTES, min(end * SLAB_NBYTES, nbytes)
             self._fill(start + at, stop - at)
             for number in range(first, end):

@@ -127,7 +127,7 @@ class StoredIndex:
         self._variable_places = Column(file, "variable_places")
         self._file_ends = Column(file, "file_ends")
         self.n_rows = len(self._chunk_offset)
-        meta, properties = (Column(file, name).rows().tobytes() for name in ("meta", "properties"))
+        meta, properties = Column(file, "meta").rows().tobytes(), Column(file, "properties").rows().tobytes()
         self.properties: list[tuple[torch.dtype, torch.layout, bool]] = []
         try:
             self.meta = msgspec.json.decode(meta, type=IndexMeta)

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, block_counts, crc32, joined
+from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, joined
 
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
@@ -67,7 +67,7 @@ def sorted_sums(parts: Sequence[tuple[Int64, Int64, UInt32]]) -> SumColumns:
         return SumColumns(none, none, np.empty(0, dtype=np.uint32))
     offset, nbytes, crcs = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.lexsort((nbytes, offset))
-    counts = block_counts(nbytes)
+    counts = -(-nbytes // SUM_NBYTES)
     first = np.cumsum(counts) - counts
     # For each block of the sorted items, its place before the sort.
     moved = np.repeat(first[order] - (np.cumsum(counts[order]) - counts[order]), counts[order])
@@ -167,7 +167,7 @@ class Footer:
         first, last = self._first[row : row + 2].tolist()
         return BlockSums(offset - item_offset, nbytes, self.block_nbytes, columns.crcs[first:last].tolist())
 
-    def crc32s_at(self, begin: Int64) -> list[int]:
+    def crc32s_at(self, begin: Int64) -> Int64:
         """The CRC-32 of the data of the items in some records, for each of which :meth:`items_at` has found an item.
 
         Args:
@@ -181,13 +181,10 @@ class Footer:
         first, last = self._first[rows], self._first[rows + 1]
         if (last - first <= 1).all() and len(columns.crcs):
             crcs = columns.crcs[np.minimum(first, len(columns.crcs) - 1)]
-            found: list[int] = np.where(last > first, crcs, 0).astype(np.int64).tolist()
-            return found
-        block = self.block_nbytes
-        return [
-            joined(columns.crcs[low:high].tolist(), nbytes, block)
-            for low, high, nbytes in zip(first.tolist(), last.tolist(), columns.nbytes[rows].tolist(), strict=True)
-        ]
+            return np.where(last > first, crcs, 0).astype(np.int64)
+        of_each = zip(first.tolist(), last.tolist(), columns.nbytes[rows].tolist(), strict=True)
+        sums = [joined(columns.crcs[low:high].tolist(), nbytes, self.block_nbytes) for low, high, nbytes in of_each]
+        return np.array(sums, dtype=np.int64)
 
     def blocks(self) -> tuple[Int64, Int64, UInt32]:
         """Where each block of data begins and ends in the file, and its CRC-32.
@@ -196,7 +193,7 @@ class Footer:
             ValueError: the columns are damaged. The message says how.
         """
         columns, nbytes = self.columns(), self.block_nbytes
-        counts = block_counts(columns.nbytes, nbytes)
+        counts = -(-columns.nbytes // nbytes)
         within = np.arange(len(columns.crcs)) - np.repeat(self._first[:-1], counts)
         begins = np.repeat(columns.offset, counts) + within * nbytes
         ends = np.minimum(begins + nbytes, np.repeat(columns.offset + columns.nbytes, counts))
@@ -224,7 +221,7 @@ class Footer:
             ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
             if not in_file.all() or not ascends.all():
                 raise ValueError("the checksums of its blocks are for data that cannot lie there")
-            self._first = np.concatenate(([0], np.cumsum(block_counts(nbytes, self.block_nbytes))))
+            self._first = np.concatenate(([0], np.cumsum(-(-nbytes // self.block_nbytes))))
             if int(self._first[-1]) != n_blocks:
                 raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
             self._columns = SumColumns(offset, nbytes, crcs)

@@ -40,7 +40,7 @@ from robust_dcp.storage.layouts.places import (
     place_records,
     record_measures,
 )
-from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, joined
+from robust_dcp.storage.records.checksum import SUM_NBYTES, joined
 
 Int64 = npt.NDArray[np.int64]
 
@@ -333,7 +333,7 @@ class ShardHead:
         if not np.array_equal(sums.nbytes, self._data_nbytes[self._in_file]):
             raise ValueError("the checksums of a safetensors file are of other tensors than its head describes")
         fields: npt.NDArray[np.uint32] = np.zeros(self._first_field[-1], dtype=np.uint32)
-        counts = block_counts(sums.nbytes)
+        counts = -(-sums.nbytes // SUM_NBYTES)
         first = np.cumsum(counts) - counts
         at = self._first_field[self._in_file]
         single = counts == 1

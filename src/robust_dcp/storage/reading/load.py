@@ -57,7 +57,7 @@ from robust_dcp.storage.reading.stored_item import (
 )
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
-from robust_dcp.storage.records.record import is_plain, known_record
+from robust_dcp.storage.records.record import NOT_ALIKE, is_plain, known_record
 
 Int64 = npt.NDArray[np.int64]
 
@@ -363,54 +363,52 @@ class ItemReader:
             done[alike] = self._copy_alike(file, block, shift, end, places[alike])
         return done
 
-    def _copy_alike(self, file: DataFile, block: Block, shift: int, end: int, places: Int64) -> Sequence[bool]:
+    def _copy_alike(self, file: DataFile, block: Block, shift: int, end: int, places: Int64) -> npt.NDArray[np.bool_]:
         """:meth:`_copy_whole` for tensors of one dtype and size."""
         whole, numbers = self._reads.whole, self._reads.order[places]
         kind = whole.kinds[int(whole.kind_of[numbers[0]])]
         start, nbytes = self._reads.places.start[places], self._reads.places.nbytes[places]
         if (nbytes != nbytes[0]).any() or int(start.max() + nbytes[0]) + shift > end:
-            return [False] * len(places)
-        data: list[int] = (start + shift).tolist()
-        crcs: list[int | None]
+            return np.zeros(len(places), dtype=np.bool_)
+        at = start + shift
         if file.head is not None:
             crcs = self._crcs_in_head(file, numbers, start, kind)
         else:
             known = self.verification.known_records
-            found = known_record(known, block.memory, data[0], int(nbytes[0]), kind.dtype, kind.lengths)
+            found = known_record(known, block.memory, int(at[0]), int(nbytes[0]), kind.dtype, kind.lengths)
             if found is None or found[0].data_nbytes != kind.nbytes:
-                return [False] * len(places)
-            crcs = found[0].crc32s_in(block.memory, data)
-            data = [at + found[0].data_offset for at in data]
+                return np.zeros(len(places), dtype=np.bool_)
+            crcs = np.array(found[0].crc32s_in(block.memory, at.tolist()), dtype=np.int64)
+            at = at + found[0].data_offset
             footer = None if self._options.verify_checksums is False else file.footer
             if footer is not None and footer.n_items:  # a sound record of another item has a right CRC-32 of its own
-                crcs = [crc if crc == of_it else None for crc, of_it in zip(crcs, footer.crc32s_at(start), strict=True)]
-        targets = [whole.targets[number] for number in numbers.tolist()]
-        sound = _take_bytes(targets)
+                crcs[crcs != footer.crc32s_at(start)] = NOT_ALIKE
+        targets = list(map(whole.targets.__getitem__, numbers.tolist()))
+        sound: npt.NDArray[np.bool_] = _take_bytes(targets) & (crcs != NOT_ALIKE)
         if self._options.verify_checksums is not False:
+            data = [block.view[begin : begin + kind.nbytes] for begin in at.tolist()]
             # Tensors without a checksum (0) are counted, or refused, one by one.
-            data_nbytes = kind.nbytes
-            of_data = map(crc32, [block.view[at : at + data_nbytes] for at in data])
-            sound = [ok and crc == of_it != 0 for ok, crc, of_it in zip(sound, of_data, crcs, strict=True)]
+            sound &= (crcs != 0) & (crcs == np.fromiter(map(crc32, data), dtype=np.int64, count=len(data)))
         else:
-            sound = [ok and of_it is not None for ok, of_it in zip(sound, crcs, strict=True)]
-            self.verification.skip(sound.count(True) * kind.nbytes, "", file.path)
-        into = [target.data_ptr() for target in compress(targets, sound)]
-        copy_each(into, [block.address + at for at in compress(data, sound)], repeat(kind.nbytes))
+            self.verification.skip(int(sound.sum()) * kind.nbytes, "", file.path)
+        into = [target.data_ptr() for target in compress(targets, sound.tolist())]
+        copy_each(into, (block.address + at[sound]).tolist(), repeat(kind.nbytes))
         return sound
 
-    def _crcs_in_head(self, file: DataFile, numbers: Int64, start: Int64, kind: ChunkKind) -> list[int | None]:
-        """The CRC-32 of each tensor according to the head of its file: 0 if it has none, ``None`` if this is another
-        tensor.
+    def _crcs_in_head(self, file: DataFile, numbers: Int64, start: Int64, kind: ChunkKind) -> Int64:
+        """The CRC-32 of each tensor according to the head of its file: 0 if it has none, ``NOT_ALIKE`` if this is
+        another tensor.
         """
         tensors, names = file.head.tensors if file.head else {}, self._reads.whole.names
         found = [tensors.get(names[number]) for number in numbers.tolist()]
         wanted = (kind.dtype, kind.lengths, kind.nbytes, tuple(kind.offsets))
-        return [
+        crcs = [
             raw.crc32 or 0
             if raw is not None and (raw.dtype, raw.shape, raw.nbytes, raw.chunk_offset) == wanted and raw.offset == at
-            else None
+            else NOT_ALIKE
             for raw, at in zip(found, start.tolist(), strict=True)
         ]
+        return np.array(crcs, dtype=np.int64)
 
 
 def _is_flat(target: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
@@ -418,17 +416,18 @@ def _is_flat(target: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return target is not None and is_plain(target) and target.is_contiguous()
 
 
-def _take_bytes(targets: list[torch.Tensor]) -> list[bool]:
+def _take_bytes(targets: list[torch.Tensor]) -> npt.NDArray[np.bool_]:
     """For each target, whether bytes can be copied into it. All have one dtype, and are plain or DTensors' local
     tensors.
     """
-    if targets and (targets[0].is_complex() or targets[0].is_quantized):
-        return [False] * len(targets)
+    if targets[0].is_complex() or targets[0].is_quantized:
+        return np.zeros(len(targets), dtype=np.bool_)
     strided = torch.strided
-    return [
+    takes = [
         target.is_cpu and target.layout is strided and not target.is_neg() and target.is_contiguous()
         for target in targets
     ]
+    return np.array(takes, dtype=np.bool_)
 
 
 def _decoded(item: StoredItem, transforms: Sequence[str]) -> memoryview:

@@ -115,8 +115,8 @@ class WholeTensors:
     @property
     def data_nbytes(self) -> int:
         """Bytes of all tensors."""
-        counts = np.bincount(self.kind_of, minlength=len(self.kinds)).tolist()
-        return sum(count * kind.nbytes for count, kind in zip(counts, self.kinds, strict=True))
+        counts = np.bincount(self.kind_of, minlength=len(self.kinds))
+        return int(counts @ np.array([kind.nbytes for kind in self.kinds], dtype=np.int64))
 
     def item(self, place: int) -> ReadItem:
         """The tensor at ``place`` as a read item, as DCP's planner makes it."""
@@ -260,7 +260,7 @@ class Reads:
         self._others = others
         at = whole.places
         files = sorted({*at.files, *(read.relative_path for read in others)})
-        number_of = {path: number for number, path in enumerate(files)}
+        number_of = dict(zip(files, range(len(files)), strict=True))
         of_whole = np.array([number_of[path] for path in at.files], dtype=np.int64)[at.file]
         rows = [(number_of[read.relative_path], read.offset, read.nbytes) for read in others]
         of_others = np.array(rows, dtype=np.int64).reshape(-1, 3).T
@@ -274,8 +274,7 @@ class Reads:
         whole, seeds = self.whole, [seed_of(tuple(kind.offsets)) for kind in self.whole.kinds]
         kind_of = zip(whole.names, whole.kind_of.tolist(), strict=True)
         ids = [crc32(name.encode(errors="surrogatepass"), seeds[kind]) for name, kind in kind_of]
-        indices = (read.item.storage_index for read in self._others)
-        ids += [item_id(index.fqn, index.offset or ()) for index in indices]
+        ids += [item_id(read.item.storage_index.fqn, read.item.storage_index.offset or ()) for read in self._others]
         return np.array(ids, dtype=np.int64)[self.order]
 
     def read(self, place: int) -> Read:

@@ -7,14 +7,9 @@ writes a file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from isal import isal_zlib
-
-if TYPE_CHECKING:  # `robust-dcp ls` does without NumPy
-    import numpy as np
-    import numpy.typing as npt
-
 
 crc32 = isal_zlib.crc32
 """``crc32(data, value=0)``: the CRC-32 of ``data``, continued from ``value``. It releases the GIL while it runs."""
@@ -30,11 +25,6 @@ SUM_NBYTES: Final = 256 << 10
 To verify a slice, all blocks that it touches are read. Larger blocks would not be faster, because the processor's
 checksum runs at the same speed, and more bytes that nobody wants would be read.
 """
-
-
-def block_counts(nbytes: npt.NDArray[np.int64], block_nbytes: int = SUM_NBYTES) -> npt.NDArray[np.int64]:
-    """How many blocks data of each length has: int64, with as many entries as ``nbytes``."""
-    return -(-nbytes // block_nbytes)
 
 
 def cuts(begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -37,6 +37,9 @@ from robust_dcp.storage.records.unpickler import Unpickler
 DATA_ALIGNMENT: Final = 64
 """The data starts at a multiple of this from the start of the record, as in records of ``torch.save``."""
 
+NOT_ALIKE: Final = -1
+"""In the place of the CRC-32 of a record that is another one."""
+
 ReadRange = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: bytes of a record; fewer, or none, past its end."""
 
@@ -85,13 +88,15 @@ class Record:
         parts = []
         for start, content in ((0, self.header), (self.nbytes - len(self.trailer), self.trailer)):
             at, end = start, start + len(content)
-            for low, high in (*((low, high) for low, high in self.unread_at if start <= low < end), (end, end)):
-                parts.append((at, low, content[at - start : low - start]))
-                at = high
-        return tuple(part for part in parts if part[2])
+            for low, high in (*self.unread_at, (end, end)):
+                if at < low <= end:
+                    parts.append((at, low, content[at - start : low - start]))
+                if start <= low < end:
+                    at = high
+        return tuple(parts)
 
-    def crc32s_in(self, memory: Any, starts: Sequence[int]) -> list[int | None]:
-        """The CRC-32 in each of the records that begin at ``starts``, 0 if it has none; ``None`` for a record that
+    def crc32s_in(self, memory: Any, starts: Sequence[int]) -> list[int]:
+        """The CRC-32 in each of the records that begin at ``starts``, 0 if it has none; ``NOT_ALIKE`` for a record that
         differs from this one in other bytes than checksums and data.
         """
         alike = [True] * len(starts)
@@ -100,7 +105,7 @@ class Record:
                 same and bytes(memory[at + begin : at + end]) == part for same, at in zip(alike, starts, strict=True)
             ]
         of_each = zip(alike, starts, strict=True)
-        return [_UINT32.unpack_from(memory, at + self.crc32_at[-1])[0] if same else None for same, at in of_each]
+        return [_UINT32.unpack_from(memory, at + self.crc32_at[-1])[0] if same else NOT_ALIKE for same, at in of_each]
 
     def crc32_in_header(self, header: bytes) -> int | None:
         """The CRC-32 in ``header``, if it is this record's header with any CRC-32; else ``None``."""
@@ -465,14 +470,14 @@ def known_record(
         if len(known) >= _MOST_KNOWN:
             known.clear()
         record = framed_record(dtype, tuple(shape))
-        if record is None or record.nbytes != nbytes or record.crc32s_in(memory, [at]) == [None]:
+        if record is None or record.nbytes != nbytes or record.crc32s_in(memory, [at]) == [NOT_ALIKE]:
             record = parsed_record(lambda begin, count: bytes(memory[at + begin : at + begin + count]), nbytes)
             is_usual = record is not None and record.is_contiguous and bool(record.header)
             if record is None or not is_usual or (record.dtype, record.shape) != (dtype, tuple(shape)):
                 record = None
         known[key] = record
-    crc32 = None if record is None else record.crc32s_in(memory, [at])[0]
-    return None if record is None or crc32 is None else (record, crc32)
+    crc32 = NOT_ALIKE if record is None else record.crc32s_in(memory, [at])[0]
+    return None if record is None or crc32 == NOT_ALIKE else (record, crc32)
 
 
 # Tensors.

@@ -33,7 +33,7 @@ from robust_dcp.storage.files.kernel import BUFFERED
 from robust_dcp.storage.files.paths import uncommitted_name
 from robust_dcp.storage.layouts.footer import footer_of, sorted_sums
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Placements, slots_of
-from robust_dcp.storage.records.checksum import SUM_NBYTES, block_counts, crc32, cuts, joined, merged, sums_of
+from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, cuts, joined, merged, sums_of
 from robust_dcp.storage.records.record import Record, bytes_of, framed_record, is_fixed_size, raw_record
 from robust_dcp.storage.writing.blocks import Block, FileOrder, Piece, cut_into_blocks
 from robust_dcp.storage.writing.item_source import (
@@ -544,7 +544,7 @@ class Emission:
         if len(block.checked):
             digits = crcs[block.checked].view(np.uint8).reshape(-1, 1, _CRC_DTYPE.itemsize)
             memory.data[block.crc32_at[:, :, None] + np.arange(_CRC_DTYPE.itemsize)] = digits
-        counts = block_counts(block.data_nbytes)
+        counts = -(-block.data_nbytes // SUM_NBYTES)
         of_blocks, behind = np.repeat(crcs, counts).astype(np.uint32), np.cumsum(counts).tolist()
         for number, blocks in sums.items():
             of_blocks[behind[number] - len(blocks) : behind[number]] = blocks
