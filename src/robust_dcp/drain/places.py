@@ -59,7 +59,7 @@ class Content:
 
     def __init__(self, disk: Disk, file: OpenFile, part_nbytes: int, *, wants_md5: bool = False) -> None:
         self.path = file.path
-        self.nbytes = disk.size(file)
+        self.nbytes = file.nbytes
         self.part_nbytes = max(part_nbytes, -(-self.nbytes // _MOST_PARTS))
         self.crc32 = 0
         self._disk, self._file = disk, file

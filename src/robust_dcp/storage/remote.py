@@ -332,11 +332,10 @@ class _RemoteFile(OpenFile):
     """An open file of a store.
 
     Attributes:
-        nbytes: its size when it was opened.
         fetch: gives bytes ``start`` to ``end`` of it.
     """
 
-    __slots__ = ("fetch", "nbytes")
+    __slots__ = ("fetch",)
 
     def __init__(self, path: str, nbytes: int) -> None:
         super().__init__(path, -1)
@@ -430,9 +429,6 @@ class RemoteDisk(Disk):
 
     def exists(self, path: str) -> bool:
         return self.fingerprint(path) is not None
-
-    def size(self, file: OpenFile) -> int:
-        return cast("_RemoteFile", file).nbytes
 
     def fingerprint(self, path: str) -> Fingerprint | None:
         try:

@@ -257,8 +257,9 @@ class Save:
         saving = SavingFile.create(self._disk, self.path, save_id=self.save_id, replaces=replaces)
         try:
             saves = others_in(self._disk, self.path, mark=mark_of(self.save_id))
-            committed_by = None if self.earlier is None else self.earlier.save_id
-            self.left_overs = find_left_overs(self.names, needed, saves, committed_by)
+            if saves:
+                committed_by = None if self.earlier is None else self.earlier.save_id
+                self.left_overs = find_left_overs(self.names, needed, saves, committed_by)
             if not self._layout.may_share_directory:
                 for name in self.names:
                     if name.endswith(SAFETENSORS_SUFFIX) and name not in self.left_overs.files:

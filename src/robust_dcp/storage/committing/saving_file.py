@@ -82,12 +82,13 @@ class SavingFile:
 
     Attributes:
         path: the path of the file.
+        release: releases the lock. The file stays, and names what the save has left.
     """
 
     def __init__(self, disk: Disk, path: str, file: OpenFile) -> None:
         self.path = path
         self._disk = disk
-        self._finalizer = weakref.finalize(self, _release, disk, file, os.getpid())
+        self.release = weakref.finalize(self, _release, disk, file, os.getpid())
 
     @classmethod
     def create(cls, disk: Disk, directory: str, *, save_id: str, replaces: Collection[str] = ()) -> SavingFile:
@@ -123,10 +124,6 @@ class SavingFile:
                 _release(disk, file, os.getpid())
                 raise
             disk.close(file)
-
-    def release(self) -> None:
-        """Release the lock. The file stays, and names what the save has left."""
-        self._finalizer()
 
     def remove(self) -> bool:
         """Remove the file and release the lock. Returns whether it is gone."""
@@ -210,7 +207,7 @@ class OtherSave:
         try:
             with disk.reading(path) as file:
                 is_free = disk.lock(file, shared=True)
-                data = disk.read(file, 0, min(disk.size(file), _MAX_NBYTES))
+                data = disk.read(file, 0, min(file.nbytes, _MAX_NBYTES))
             try:
                 record: SavingRecord | None = msgspec.json.decode(data, type=SavingRecord)
             except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -297,7 +294,7 @@ def is_announced(disk: Disk, directory: str, save_id: str, *, was_created: bool 
     while True:
         try:
             with disk.reading(path) as file:
-                if disk.size(file):
+                if file.nbytes:
                     return True
         except errors.StorageError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):

@@ -62,11 +62,13 @@ class OpenFile:
     ``alignment`` is what direct I/O on the file needs. It is ``None`` while bytes go through the page cache;
     ``why_buffered`` says why, if direct I/O was asked for.
 
+    ``nbytes`` is its size when it was opened for reading. At its path there may be another file meanwhile.
+
     ``given_up`` is set by a failed fsync. The kernel may then have dropped the dirty pages and marked them clean. A
     second fsync would succeed although the data is not on disk. So such a file is only closed, and written anew.
     """
 
-    __slots__ = ("alignment", "fd", "given_up", "locked_by", "path", "why_buffered")
+    __slots__ = ("alignment", "fd", "given_up", "locked_by", "nbytes", "path", "why_buffered")
 
     def __init__(self, path: str, fd: int, alignment: Alignment | None = None) -> None:
         self.path = path
@@ -75,6 +77,7 @@ class OpenFile:
         self.why_buffered = ""
         self.given_up = False
         self.locked_by = 0
+        self.nbytes = 0
 
     def __repr__(self) -> str:
         return f"OpenFile({self.path!r}, fd={self.fd})"
@@ -111,7 +114,7 @@ class Disk:
         """
         try:
             with self.reading(path) as file:
-                nbytes = self.size(file)
+                nbytes = file.nbytes
                 if at_most is None or nbytes <= at_most:
                     return self.read(file, 0, nbytes)
         except errors.StorageError as error:
@@ -129,9 +132,8 @@ class Disk:
     def read_end(self, path: str, at_most: int) -> tuple[int, bytes]:
         """(the length of the file at ``path``, its last ``at_most`` bytes)."""
         with self.reading(path) as file:
-            nbytes = self.size(file)
-            length = min(at_most, nbytes)
-            return nbytes, self.read(file, nbytes - length, length)
+            length = min(at_most, file.nbytes)
+            return file.nbytes, self.read(file, file.nbytes - length, length)
 
     def write_file(self, path: str, data: Buffer | Sequence[Buffer], *, durable: bool = True) -> Fingerprint:
         """Make a new file with these bytes; ``durable``: wait until the device has them. After an error the file may be
@@ -186,9 +188,10 @@ class Disk:
         # O_NONBLOCK, because opening a FIFO blocks until somebody writes to it.
         file = _open(path, os.O_RDONLY | os.O_NONBLOCK, "open")
         try:
-            mode = _call("look at", path, os.fstat, file.fd).st_mode
+            status: os.stat_result = _call("look at", path, os.fstat, file.fd)
+            file.nbytes = status.st_size
             for is_kind, name, code in _KINDS:
-                if is_kind(mode):
+                if is_kind(status.st_mode):
                     what = f"it is {name}, and the files of a checkpoint are regular files"
                     raise storage_error("open", path, OSError(code, what))
             flags = _call("set flags of", path, fcntl.fcntl, file.fd, fcntl.F_GETFL)
@@ -333,11 +336,6 @@ class Disk:
         except OSError as error:  # if we may not look, something may still be there
             raise storage_error("look at", path, error) from error
         return True
-
-    def size(self, file: OpenFile) -> int:
-        """The size in bytes of an open file. At its path there may be another one meanwhile."""
-        status: os.stat_result = _call("look at", file.path, os.fstat, file.fd)
-        return status.st_size
 
     def room(self, path: str) -> tuple[int, int]:
         """The number of the file system that a directory lies in, and how many bytes are free there for this process.

@@ -218,7 +218,7 @@ class IndexFile:
         self._disk = disk
         self._file = disk.open_read(path)
         weakref.finalize(self, _close, disk, self._file)
-        nbytes = disk.size(self._file)
+        nbytes = self._file.nbytes
         # As long as the file, but memory is taken only for what is read.
         self.data = np.empty(nbytes, dtype=np.uint8)
         self._n_first = 0

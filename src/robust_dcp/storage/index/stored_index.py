@@ -320,9 +320,9 @@ class StoredIndex:
         offset, size = np.array(equal_parts, dtype=np.int64).reshape(-1, 2)[kind].T
         row = np.clip(first + offset * (end - first) // size, first, end - 1)
         # Names that are alike in these columns are compared once.
-        alike = [self._name_properties.at(numbers), self._name_size.at(numbers)]
-        alike += [self._chunk_offset.at(row), self._chunk_size.at(row)]
-        keys = list(zip(kind.tolist(), *(column.tolist() for column in alike), strict=True))
+        of_names = self._name_properties.at(numbers).tolist(), self._name_size.at(numbers).tolist()
+        of_chunks = self._chunk_offset.at(row).tolist(), self._chunk_size.at(row).tolist()
+        keys = list(zip(kind.tolist(), *of_names, *of_chunks, strict=True))
         place_of = dict(zip(keys, range(len(keys)), strict=True))
         fits_of = {}
         for key, place in place_of.items():
@@ -335,9 +335,9 @@ class StoredIndex:
             )
             fits_of[key] = kinds[key[0]] == like
         start, nbytes = self._chunk_start.at(row), self._chunk_nbytes.at(row)
-        fits = np.array([fits_of[key] for key in keys], dtype=np.bool_) & (start >= 0) & (nbytes >= 0)
+        fits = np.array(list(map(fits_of.__getitem__, keys)), dtype=np.bool_) & (start >= 0) & (nbytes >= 0)
         files, file = np.unique(self._chunk_file.at(row)[fits], return_inverse=True)
-        paths = [self.file_name(number) for number in files.tolist()]
+        paths = list(map(self.file_name, files.tolist()))
         return asked[fits], (row - first)[fits], Places(paths, file.astype(np.int64), start[fits], nbytes[fits])
 
     # --- where chunks lie

@@ -435,7 +435,7 @@ def read_head(disk: Disk, path: str) -> FileHead:
         CorruptCheckpoint: as :func:`parse_head`.
     """
     with disk.reading(path) as file:
-        file_nbytes = disk.size(file)
+        file_nbytes = file.nbytes
         length = disk.read(file, 0, LENGTH_NBYTES)
         header_nbytes = int.from_bytes(length, "little")
         if len(length) < LENGTH_NBYTES or header_nbytes > min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES):

@@ -72,7 +72,7 @@ class DataFile:
         self._may_be_direct = direct is not False
         self._must_be_direct = direct is True
         self._opened = disk.open_read(path)
-        self.nbytes = disk.size(self._opened)
+        self.nbytes = self._opened.nbytes
         self._opened_direct: OpenFile | None = None
         self._alignment: Alignment = BUFFERED
         self._lock = threading.Lock()  # held while it is opened for direct I/O

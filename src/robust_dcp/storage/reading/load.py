@@ -308,12 +308,21 @@ class ItemReader:
 
     def _hand_over_block(self, places: Int64, file: DataFile, block: Block, at: int, nbytes: int) -> None:
         """Hand over the items of a block whose ``nbytes`` bytes begin at byte ``at`` of its memory."""
-        first = int(self._reads.places.start[places[0]])
-        done = self._copy_whole(file, block, at - first, at + nbytes, places)
+        shift, end = at - int(self._reads.places.start[places[0]]), at + nbytes
+        # Whole tensors of one dtype and size are copied together. One that is not filled then is read by itself, which
+        # finds out what it is, or what is wrong with it.
+        done = np.zeros(len(places), dtype=np.bool_)
+        numbers = self._reads.order[places]
+        whole = np.flatnonzero(numbers < len(self._reads.whole))
+        if len(whole):
+            kinds = self._reads.whole.kind_of[numbers[whole]]
+            order = np.argsort(kinds, kind="stable")
+            for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
+                done[alike] = self._copy_alike(file, block, shift, end, places[alike])
         for place in places[~done].tolist():
             read, target = self._reads.read(place), None
-            begin = at - first + read.offset
-            memory = block.view[begin : min(begin + read.nbytes, at + nbytes)]
+            begin = shift + read.offset
+            memory = block.view[begin : min(begin + read.nbytes, end)]
             if read.item.type != LoadItemType.BYTE_IO:
                 target = target_of(self._planner, read.item, early=self._targets_first)
             self._hand_over(read, target, self._taken(StoredItem(file, read, self.verification, memory), target))
@@ -340,31 +349,17 @@ class ItemReader:
 
     # --- whole tensors in columns
 
-    def _copy_whole(self, file: DataFile, block: Block, shift: int, end: int, places: Int64) -> npt.NDArray[np.bool_]:
-        """Fill the targets of whole tensors from a block, many of one kind at once.
+    def _copy_alike(self, file: DataFile, block: Block, shift: int, end: int, places: Int64) -> npt.NDArray[np.bool_]:
+        """Fill the targets of whole tensors of one dtype and size from a block.
 
         Args:
             shift: from a place in the file to one in the block.
             end: where the bytes in the block end.
-            places: the reads that lie in the block.
+            places: the reads.
 
         Returns:
-            For each of ``places`` whether its target has been filled. If not, the item is read by itself, which finds
-            out what it is, or what is wrong with it.
+            for each of ``places`` whether its target has been filled.
         """
-        done = np.zeros(len(places), dtype=np.bool_)
-        numbers = self._reads.order[places]
-        whole = np.flatnonzero(numbers < len(self._reads.whole))
-        if not len(whole):
-            return done
-        kinds = self._reads.whole.kind_of[numbers[whole]]
-        order = np.argsort(kinds, kind="stable")
-        for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
-            done[alike] = self._copy_alike(file, block, shift, end, places[alike])
-        return done
-
-    def _copy_alike(self, file: DataFile, block: Block, shift: int, end: int, places: Int64) -> npt.NDArray[np.bool_]:
-        """:meth:`_copy_whole` for tensors of one dtype and size."""
         whole, numbers = self._reads.whole, self._reads.order[places]
         kind = whole.kinds[int(whole.kind_of[numbers[0]])]
         start, nbytes = self._reads.places.start[places], self._reads.places.nbytes[places]
@@ -384,7 +379,13 @@ class ItemReader:
             if footer is not None and footer.n_items:  # a sound record of another item has a right CRC-32 of its own
                 crcs[crcs != footer.crc32s_at(start)] = NOT_ALIKE
         targets = list(map(whole.targets.__getitem__, numbers.tolist()))
-        sound: npt.NDArray[np.bool_] = _take_bytes(targets) & (crcs != NOT_ALIKE)
+        if targets[0].is_complex() or targets[0].is_quantized:
+            return np.zeros(len(places), dtype=np.bool_)
+        takes_bytes = [
+            target.is_cpu and target.layout is torch.strided and not target.is_neg() and target.is_contiguous()
+            for target in targets
+        ]
+        sound: npt.NDArray[np.bool_] = np.array(takes_bytes) & (crcs != NOT_ALIKE)
         if self._options.verify_checksums is not False:
             data = [block.view[begin : begin + kind.nbytes] for begin in at.tolist()]
             # Tensors without a checksum (0) are counted, or refused, one by one.
@@ -414,20 +415,6 @@ class ItemReader:
 def _is_flat(target: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether ``target``, on any device, holds its elements one after the other, as they are stored."""
     return target is not None and is_plain(target) and target.is_contiguous()
-
-
-def _take_bytes(targets: list[torch.Tensor]) -> npt.NDArray[np.bool_]:
-    """For each target, whether bytes can be copied into it. All have one dtype, and are plain or DTensors' local
-    tensors.
-    """
-    if targets[0].is_complex() or targets[0].is_quantized:
-        return np.zeros(len(targets), dtype=np.bool_)
-    strided = torch.strided
-    takes = [
-        target.is_cpu and target.layout is strided and not target.is_neg() and target.is_contiguous()
-        for target in targets
-    ]
-    return np.array(takes, dtype=np.bool_)
 
 
 def _decoded(item: StoredItem, transforms: Sequence[str]) -> memoryview:
