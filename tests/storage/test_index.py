@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.index.stored_index import StoredChunks, index_of, look_up, open_index
+from robust_dcp.storage.index.stored_index import StoredChunks, index_of, open_index
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content
@@ -134,7 +134,9 @@ def test_what_is_read_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         identity = RobustReader(directory).source.find_index()
         metadata = RobustReader(directory, disk=Counting()).source.indexed_metadata(identity)
         assert metadata is not None
-        look_up(metadata, ["layer.0007.w"])
+        index = index_of(metadata)
+        assert index is not None
+        index.find_all(["layer.0007.w"])
         entry: Any = metadata.state_dict_metadata["layer.0007.w"]
         place = entry.chunks.find(torch.Size([6 * 13, 0]))
         assert place == 13

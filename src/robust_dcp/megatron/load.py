@@ -45,7 +45,7 @@ from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path
-from robust_dcp.storage.index.stored_index import look_up
+from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.switch.patching import log_left_to_stock
@@ -83,8 +83,10 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
             CorruptCheckpoint: the checkpoint's chunks do not fill all of a tensor. Stock would leave the rest as it is.
             CheckpointingException, KeyError, RuntimeError: as ``MCoreLoadPlanner``.
         """
-        is_indexed = look_up(self.metadata, self.state_dict)
-        plan: LoadPlan = self._plan_by_index(self.metadata) if is_indexed else super().create_local_plan()
+        index = index_of(self.metadata)
+        if index is not None:
+            index.find_all(self.state_dict)
+        plan: LoadPlan = super().create_local_plan() if index is None else self._plan_by_index(self.metadata)
         flexible = self.allow_shape_mismatch_sharded_tensors or {}
         wanted = {key: local_numel(value) for key, value in self.state_dict.items() if key not in flexible}
         check_filled(plan.items, wanted, self._checkpoint)
@@ -435,7 +437,9 @@ def _stored_keys(directory: str) -> _Keys:
     metadata = _reader(directory).read_metadata()
     entries = metadata.state_dict_metadata
     may_be_parts = [name for name in entries if _PART in name]
-    look_up(metadata, may_be_parts)
+    index = index_of(metadata)
+    if index is not None:
+        index.find_all(may_be_parts)
     parts = {name for name in may_be_parts if isinstance(entries[name], BytesStorageMetadata)}
     return _Keys(tuple(sorted({name.partition(_PART)[0] if name in parts else name for name in entries})))
 

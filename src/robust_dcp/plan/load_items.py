@@ -89,10 +89,12 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTen
                 names.append(name)
                 targets.append(local)
                 kind_of.append(number)
-    chunks = (
+    asked, chunks, places = (
         _whole_chunks(names, kinds, kind_of, metadata) if index is None else index.find_whole(names, kinds, kind_of)
     )
-    return WholeTensors.found(names, targets, kinds, kind_of, *chunks)
+    if len(asked) < len(names):
+        names, targets = [names[place] for place in asked], [targets[place] for place in asked]
+    return WholeTensors(names, targets, kinds, np.array(kind_of, dtype=np.int64)[asked], chunks, places)
 
 
 def _whole_chunks(

@@ -26,7 +26,7 @@ from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, plan_reads, whole_tensors
 from robust_dcp.plan.state_dict import global_size
 from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
-from robust_dcp.storage.index.stored_index import index_of, look_up
+from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import NO_TENSORS, PlannedItems
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
@@ -121,12 +121,14 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
             whole = NO_TENSORS
-            has_all = index_of(self.metadata) is not None or self.state_dict.keys() <= self._saved.keys()
+            index = index_of(self.metadata)
+            has_all = index is not None or self.state_dict.keys() <= self._saved.keys()
             # Where keys may have older names, stock's planner is asked for all of them.
             if self._answers_as_stock() and has_all and not self._may_have_old_names():
                 whole = whole_tensors(self.state_dict, self.metadata)
             self._whole_keys = frozenset(whole.names)
-            look_up(self.metadata, self._others())
+            if index is not None:
+                index.find_all(self._others())
             planned = self._checked_plan(self.metadata)
             asked = {key: value for key, value in self._others().items() if key in self._saved}
             targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]

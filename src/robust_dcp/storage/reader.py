@@ -112,16 +112,12 @@ class RobustReader(StorageReader):
     def _begin(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Begin another load."""
         place = place_of(checkpoint_id)
-        self.path: str = local_path_of(place) or place
+        self.checkpoint_id = self.path = local_path_of(place) or place
         self._disk: Disk = self._given_disk or (RemoteDisk(self.path) if is_url(self.path) else Disk())
         self.load_id = str(uuid.uuid4())
         self.source = MetadataSource(self._disk, self.path, self.load_id)
         self.node_reads_the_same = False
         self._metadata: Metadata | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -460,18 +460,6 @@ def index_of(metadata: Metadata) -> StoredIndex | None:
     return entries.index if isinstance(entries, _OnDemand) else None
 
 
-def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
-    """Find many names at once. That is faster than finding each when it is asked for.
-
-    Returns:
-        whether ``metadata`` comes from an index. If it does not, nothing was done.
-    """
-    index = index_of(metadata)
-    if index is not None:
-        index.find_all(names)
-    return index is not None
-
-
 class _OnDemand(Mapping[Any, Any]):
     """A mapping that looks up a value in the index when somebody asks for it. It remembers values, so that it returns
     the same object each time, as a dict does.

@@ -418,7 +418,11 @@ def _is_flat(target: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 
 
 def _decoded(item: StoredItem, transforms: Sequence[str]) -> memoryview:
-    """Undo what the extensions of DCP (compression, for example) did to the item's bytes."""
+    """Undo what the extensions of DCP (compression, for example) did to the item's bytes.
+
+    They are private to torch. They are read because the switch leaves a save with them to stock, and the load of it
+    comes here.
+    """
     from torch.distributed.checkpoint._extension import ExtensionRegistry  # private, and rarely needed
 
     stream: Any = io.BytesIO(item.copy(0, item.nbytes))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from errno import ENOENT, ENOTDIR
+from functools import partial
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -47,12 +49,16 @@ class MetadataSource:
         disk: the file system.
         path: the checkpoint's directory, or a URL of fsspec.
         load_id: is put into the metadata.
+
+    Attributes:
+        held: a ``with`` block that keeps the checkpoint from being removed by a manager.
     """
 
     def __init__(self, disk: Disk, path: str, load_id: str) -> None:
         self._disk = disk
         self._path = path
         self._load_id = load_id
+        self.held: Callable[[], AbstractContextManager[None]] = partial(needed_for_a_load, disk, path)
         self._index: StoredIndex | None = None
         self._was_read: tuple[int | None, bytes] | None = None
         self._are_marked: bool | None = None
@@ -102,11 +108,8 @@ class MetadataSource:
             CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
         """
         self._are_marked = files_are_marked(data)
-        return self._of_this_load(decode_metadata(data, self.path_of_metadata(rank)))
-
-    def _of_this_load(self, metadata: Metadata) -> Metadata:
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
+        metadata = decode_metadata(data, self.path_of_metadata(rank))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self._load_id
         return metadata
 
@@ -143,7 +146,10 @@ class MetadataSource:
             if self._index is None:
                 return None
             self._are_marked = True  # a version that writes an index also writes marks
-            return self._of_this_load(lazy_metadata(self._index))
+            metadata = lazy_metadata(self._index)
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self._load_id
+            return metadata
         except (DamagedIndex, StorageError) as error:
             logger.warning("%s; .metadata is read instead", error.message)
             return None
@@ -174,7 +180,3 @@ class MetadataSource:
             return fit_of_file(self._disk, self.path_of_metadata())
         except StorageError:
             return b""
-
-    def held(self) -> AbstractContextManager[None]:
-        """Keep the checkpoint from being removed by a manager while the block runs."""
-        return needed_for_a_load(self._disk, self._path)

@@ -93,22 +93,6 @@ class WholeTensors:
     chunks: Int64
     places: Places
 
-    @classmethod
-    def found(
-        cls,
-        names: Sequence[str],
-        targets: Sequence[torch.Tensor],
-        kinds: Sequence[ChunkKind],
-        kind_of: Sequence[int],
-        asked: Int64,
-        chunks: Int64,
-        places: Places,
-    ) -> WholeTensors:
-        """The tensors of ``names`` for which ``StoredIndex.find_whole`` has found a saved chunk."""
-        if len(asked) < len(names):
-            names, targets = [names[place] for place in asked], [targets[place] for place in asked]
-        return cls(names, targets, kinds, np.array(kind_of, np.int64)[asked], chunks, places)
-
     def __len__(self) -> int:
         return len(self.names)
 
@@ -259,14 +243,13 @@ class Reads:
         self.whole = whole
         self._others = others
         at = whole.places
-        files = sorted({*at.files, *(read.relative_path for read in others)})
-        number_of = dict(zip(files, range(len(files)), strict=True))
-        of_whole = np.array([number_of[path] for path in at.files], dtype=np.int64)[at.file]
-        rows = [(number_of[read.relative_path], read.offset, read.nbytes) for read in others]
-        of_others = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-        file, start, nbytes = map(np.concatenate, zip((of_whole, at.start, at.nbytes), of_others, strict=True))
+        paths = np.array([*at.files, *(read.relative_path for read in others)], dtype=object)
+        files, number = np.unique(paths, return_inverse=True)
+        file = np.concatenate((number[: len(at.files)][at.file], number[len(at.files) :]))
+        of_others = np.array([(read.offset, read.nbytes) for read in others], dtype=np.int64).reshape(-1, 2).T
+        start, nbytes = map(np.concatenate, zip((at.start, at.nbytes), of_others, strict=True))
         self.order: Int64 = np.lexsort((start, file))
-        self.places = Places(files, file[self.order], start[self.order], nbytes[self.order])
+        self.places = Places(files.tolist(), file[self.order], start[self.order], nbytes[self.order])
 
     @cached_property
     def item_ids(self) -> Int64:
@@ -297,24 +280,21 @@ class Reads:
         for number, read in enumerate(self._others, n_whole):
             is_alone[number] = bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole)
         is_alone = is_alone[self.order] | (nbytes > min(block_nbytes, _MEDIUM_NBYTES))
-        single, places = np.flatnonzero(is_alone), np.flatnonzero(~is_alone)
-        ends = zip(single.tolist(), (start + nbytes)[single].tolist(), strict=True)
-        found = [Group(single[n : n + 1], end, self.read(place)) for n, (place, end) in enumerate(ends)]
-        file, start, end = file[places], start[places], (start + nbytes)[places]
-        for in_file in _cut(np.arange(len(places)), np.diff(file) != 0):
-            end[in_file] = np.maximum.accumulate(end[in_file])
-            for near in _cut(in_file, start[in_file][1:] - end[in_file][:-1] > _SMALL_NBYTES):
-                first, last = int(near[0]), int(near[-1]) + 1
-                while first < last:
-                    fitting = first + int(np.searchsorted(end[first:last], start[first] + block_nbytes, side="right"))
-                    found.append(Group(places[first:fitting], int(end[fitting - 1]), None))
-                    first = fitting
-        return sorted(found, key=lambda group: int(group.places[0]))
-
-
-def _cut(rows: Int64, is_last: npt.NDArray[np.bool_]) -> list[Int64]:
-    """Cut after each row for which ``is_last`` holds."""
-    return np.split(rows, np.flatnonzero(is_last) + 1) if len(rows) else []
+        groups: list[Group] = []
+        first, in_file, begin, end = 0, -1, 0, 0  # of the group that is being filled
+        rows = zip(file.tolist(), start.tolist(), (start + nbytes).tolist(), is_alone.tolist(), strict=True)
+        for place, (number, low, high, alone) in enumerate(rows):
+            is_near = number == in_file and low - end <= _SMALL_NBYTES and max(high, end) - begin <= block_nbytes
+            if first < place and (alone or not is_near):
+                groups.append(Group(np.arange(first, place), end, None))
+                first = place
+            if alone:
+                groups.append(Group(np.arange(place, place + 1), high, self.read(place)))
+                first = place + 1
+            in_file, begin, end = number, low if first == place else begin, high if first >= place else max(high, end)
+        if first < len(file):
+            groups.append(Group(np.arange(first, len(file)), end, None))
+        return groups
 
 
 def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> list[Read]:
