@@ -37,6 +37,7 @@ from robust_dcp.staging.staging_buffers import StagingBuffer, TensorForm, stay_n
 from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
+from robust_dcp.structure_cache import clear_caches
 
 _LOOK_SECONDS: Final = 0.05
 """While its writer process writes, a rank checks this often whether another rank has given up the save."""
@@ -245,6 +246,7 @@ def run(fd: int, parent_pid: int) -> NoReturn:
         while True:
             job: _Job = connection.recv()
             connection.send(_do(connection, job, recv_handle(connection)))
+            clear_caches()  # the order of writes is kept for placements that never come again
             gc.collect()  # unfinished steps form reference cycles, which keep the rank's memory mapped
     os._exit(0)
 
