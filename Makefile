@@ -38,7 +38,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 SEED ?= 1
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
-CAMPAIGNS := exchanges kills savers hostile async_kills torn_copies back_to_back
+CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back
 BENCHMARKS := planning loading storage messages async_save megatron
 
 .DELETE_ON_ERROR:
@@ -66,7 +66,7 @@ COMPAT := .compat
 FROM_WHEELS := ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
 COMPAT_TESTS := tests/megatron/seeds \
   $(filter-out tests/megatron/test_compat_%,$(sort $(wildcard tests/megatron/test_*.py)))
-TRAINING_TESTS := $(addprefix tests/megatron/,test_compat_checkpointing.py test_compat_async_training.py)
+TRAINING_TESTS := tests/megatron/test_compat_training.py
 SMOKE_TESTS := $(addprefix tests/megatron/,test_install.py test_autoload.py)
 RUN_COMPAT = PYTHONPATH=$(subst $(eval) ,:,$(abspath $(1))) $(BIN)/python -m pytest -m "compat or not compat" $(2)
 
@@ -165,7 +165,8 @@ bench: $(INSTALLED)
 
 torture: $(INSTALLED)
 	@set -e; for name in $(CAMPAIGNS); do echo "== $$name"; $(BIN)/python -W ignore -m torture.$$name --seed $(SEED); done
-	LONG_TESTS=1 $(BIN)/python -m pytest --timeout 0 tests/promises/test_kills.py tests/promises/test_refusals.py
+	LONG_TESTS=1 $(BIN)/python -m pytest --timeout 0 $(addprefix tests/promises/test_,kills.py ranks.py refusals.py \
+	  damage.py other_savers.py)
 
 gpu:
 	GPU_PYTHON=$(GPU_PYTHON) scripts/gpu.sh

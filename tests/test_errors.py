@@ -44,33 +44,22 @@ def _printed(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
-def test_many_ranks_that_fail_alike_are_one_sentence_and_a_list_of_ranks() -> None:
+def test_ranks_that_fail_alike_are_one_sentence_and_those_that_fail_differently_a_line_each() -> None:
     text = str(_joint({rank: _full(rank) for rank in range(64)}))
-    assert text.count("No space left") == 1
     assert text.splitlines() == [_full(0).message, "  raised on ranks 0-63, as rank 0 words it"]
     same = str(_joint({rank: PlanConflict("key 'w' is missing", key="w") for rank in (1, 2, 5)}))
     assert same.splitlines() == ["key 'w' is missing", "  raised on ranks 1-2, 5"]
-
-
-def test_ranks_that_fail_differently_are_told_one_after_the_other() -> None:
     text = str(_joint({1: _full(1), 2: LookupError("no momentum"), 3: LookupError("no variance")}))
     assert text.splitlines() == [
-        _full(1).message,
-        "  raised on rank 1",
-        "  rank 2: LookupError: no momentum",
-        "  rank 3: LookupError: no variance",
+        *(_full(1).message, "  raised on rank 1"),
+        *("  rank 2: LookupError: no momentum", "  rank 3: LookupError: no variance"),
     ]
-
-
-def test_the_first_line_has_the_users_own_words() -> None:
-    assert str(_joint({3: LookupError("lost my state")})) == (
-        "'save /ckpt: write' failed on rank 3: LookupError: lost my state"
-    )
-    assert str(_joint({3: KeyboardInterrupt()})) == "'save /ckpt: write' failed on rank 3: KeyboardInterrupt"
+    failed = "'save /ckpt: write' failed on "
+    assert str(_joint({3: LookupError("lost my state")})) == f"{failed}rank 3: LookupError: lost my state"
+    assert str(_joint({3: KeyboardInterrupt()})) == f"{failed}rank 3: KeyboardInterrupt"
     assert str(_joint({0: ValueError("a"), 1: KeyError("b")})).splitlines() == [
-        "'save /ckpt: write' failed on ranks 0-1: KeyError, ValueError",
-        "  rank 0: ValueError: a",
-        "  rank 1: KeyError: 'b'",
+        f"{failed}ranks 0-1: KeyError, ValueError",
+        *("  rank 0: ValueError: a", "  rank 1: KeyError: 'b'"),
     ]
 
 
@@ -148,18 +137,16 @@ def test_a_fault_in_our_own_code_shows_all_of_the_stack() -> None:
     assert "robust_dcp/errors.py" in stack
 
 
-def test_a_stack_without_end_is_cut() -> None:
+def test_a_stack_without_end_is_cut_and_a_circle_of_causes_ends() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert failure_of(0, one).message == "one"
+
     def deeper(n: int) -> int:
         return deeper(n + 1) + 1
 
     stack = failure_of(0, _caught(lambda: deeper(0))).traceback_text
     assert "calls left out" in stack and len(stack) < 10_000
-
-
-def test_a_circle_of_causes_ends() -> None:
-    one, other = ValueError("one"), ValueError("other")
-    one.__cause__, other.__cause__ = other, one
-    assert failure_of(0, one).message == "one"
 
 
 def test_our_errors_leave_an_entry_point_without_our_stack_and_without_a_chain() -> None:

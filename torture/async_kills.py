@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -31,7 +33,6 @@ from tests.faults.disk import Call, FaultDisk
 from tests.harness.ranks import Outcome, RanksOverran, run_ranks
 from tests.support.waiting import wait_until
 from torture.generations import files_not_named, generation_in, is_gone, make_state, set_generation, writer_pids
-from torture.kills import LIMIT_SECONDS, Raised, end_process, judge_survivors, killed_at_seconds
 from torture.trials import Result, Trial, main
 
 __all__ = ["Kill", "judge"]
@@ -49,11 +50,57 @@ STAGINGS: dict[str, dict[str, Any]] = {
 _TIMEOUT_SECONDS = 60.0
 """Longer than a writer process takes to start on a busy machine. Who is dead is found out long before."""
 
-_ARMED = 2
-_LAST = 6
+LIMIT_SECONDS = 10.0
+"""From the kill until a survivor has raised its error."""
+
+_ARMED, _LAST = 2, 6
+_KILLED_AT = "killed at "
 _GENERATIONS = range(1, 61)
 _OF_ANOTHER_JOB = 100
 _SAVED = "committed "
+
+
+class Raised(NamedTuple):
+    """What a survivor raised, when, and whom it named."""
+
+    at_seconds: float
+    missing_ranks: Sequence[int]
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        """Of an error that was just caught."""
+        return cls(time.monotonic(), list(getattr(error, "missing_ranks", [])), str(error))
+
+
+def end_process(pid: int | None = None) -> None:
+    """Kill a process of this rank, by default its own; the output of the rank says when."""
+    print(f"{_KILLED_AT}{time.monotonic()} ", flush=True)
+    os.kill(os.getpid() if pid is None else pid, signal.SIGKILL)
+
+
+def killed_at_seconds(outcome: Outcome) -> float | None:
+    """When a process of this rank was killed; ``None`` if none was."""
+    told = outcome.output.partition(_KILLED_AT)[2].split()
+    return float(told[0]) if told else None
+
+
+def judge_survivors(outcomes: Sequence[Outcome], victim: int, raised: dict[int, Raised]) -> Result:
+    """Complain of a victim that lives, and of survivors that are late, name another rank or raise other errors."""
+    killed_at = killed_at_seconds(outcomes[victim])
+    if outcomes[victim].exitcode != -signal.SIGKILL or killed_at is None:
+        return Result([f"rank {victim} was not killed, and raised {raised.get(victim)}: {outcomes[victim]}"])
+    result = Result(seconds=[error.at_seconds - killed_at for error in raised.values()])
+    result.complaints += [str(each) for each in outcomes if each.rank not in (victim, *raised)]
+    for rank, error in raised.items():
+        if list(error.missing_ranks) != [victim]:
+            result.complaints.append(f"rank {rank} names {error.missing_ranks}: {error.message}")
+    if max(result.seconds, default=0.0) > LIMIT_SECONDS:
+        result.complaints.append(f"the errors took {result.seconds} s")
+    messages = {rank: error.message for rank, error in raised.items()}
+    if len(set(messages.values())) > 1:
+        result.complaints.append(f"more than one error: {messages}")
+    return result
 
 
 @dataclass(frozen=True)
@@ -86,15 +133,9 @@ class Kill:
 
 @dataclass
 class Told:
-    """What a rank was told.
-
-    Attributes:
-        raised: the errors of saves, each once.
-        loaded: what rank 0 found in the directory right after an error.
-    """
+    """The errors of saves that a rank was told, each once; and whether the victim's writer process outlives it."""
 
     raised: list[Raised] = field(default_factory=list)
-    loaded: list[int | str] = field(default_factory=list)
     outlived_by_writer: bool = False
 
 
@@ -124,9 +165,8 @@ def judge(kill: Kill) -> Result:
             result = judge_survivors(outcomes, kill.victim, first if is_same else last)
         else:
             result = _judge_writer_kill(kill, outcomes, told)
-        for rank, each in told.items():
-            if each.outlived_by_writer:
-                result.complaints.append(f"rank {rank}: the writer process outlives the rank that was killed")
+        if any(each.outlived_by_writer for each in told.values()):
+            result.complaints.append("the writer process outlives the rank that was killed")
         result.complaints += _complaints_of_directory(kill, outcomes, path)
     return result
 
@@ -142,8 +182,6 @@ def _judge_writer_kill(kill: Kill, outcomes: list[Outcome], told: dict[int, Told
         result.complaints.append(f"more than one error: {errors}")
     elif any(f"the writer process of rank {kill.victim}" not in message for message in errors[0]):
         result.complaints.append(f"another error: {errors[0]}")
-    found = [each for rank in told.values() for each in rank.loaded if isinstance(each, str)]
-    result.complaints += [f"after the error: {each}" for each in found]
     if max(result.seconds, default=0.0) > LIMIT_SECONDS:
         result.complaints.append(f"the error took {max(result.seconds):.1f} s")
     return result
@@ -190,14 +228,23 @@ def _be_rank(kill: Kill, path: str) -> Told:
         is_last = generation == generations[-1]
         is_over = bool(told.raised)
         try:
-            pending.append((generation, _save(state, kill.directory(path, generation), kill)))
+            saving: Any = robust_dcp.async_save(
+                state,
+                checkpoint_id=kill.directory(path, generation),
+                executor=kill.executor,  # type: ignore[arg-type]
+                max_in_flight=kill.max_in_flight,
+                timeout_seconds=_TIMEOUT_SECONDS,
+                **STAGINGS[kill.staging],
+            )
+            saving.wait_staged()
+            pending.append((generation, saving))
         except robust_dcp.RobustCheckpointError as error:
             _note(told, error)
             is_over = True
         while pending and (is_last or generation < _ARMED or len(pending) >= kill.max_in_flight):
-            number, saving = pending.pop(0)
+            number, saved = pending.pop(0)
             try:
-                saving.result(timeout=60)
+                saved.result(timeout=60)
                 print(f"{_SAVED}{number} ", flush=True)
             except robust_dcp.RobustCheckpointError as error:
                 _note(told, error)
@@ -205,8 +252,6 @@ def _be_rank(kill: Kill, path: str) -> Told:
         if is_over and kill.kills == "trainer" and os.path.exists(first_writer):
             told.outlived_by_writer = _is_outlived(first_writer)
             return told
-        if told.raised and not told.loaded and rank == 0 and kill.max_in_flight == 1:
-            told.loaded.append(generation_in(path, range(kill.size), _GENERATIONS))
     return told
 
 
@@ -223,19 +268,6 @@ def _arm(kill: Kill, path: str) -> None:
         timer = threading.Timer(kill.number / 100, strike)
         timer.daemon = True
         timer.start()
-
-
-def _save(state: dict[str, Any], path: str, kill: Kill) -> Any:
-    saving = robust_dcp.async_save(
-        state,
-        checkpoint_id=path,
-        executor=kill.executor,  # type: ignore[arg-type]
-        max_in_flight=kill.max_in_flight,
-        timeout_seconds=_TIMEOUT_SECONDS,
-        **STAGINGS[kill.staging],
-    )
-    saving.wait_staged()
-    return saving
 
 
 def _note(told: Told, error: robust_dcp.RobustCheckpointError) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -77,9 +78,9 @@ class Schedule:
     seed: int
     kind: str
     size: int
-    timeout_seconds: float
     steps: tuple[Step, ...]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Fault, ...]
+    timeout_seconds: float
     killed_at_work: tuple[int, int] | None = None
     store_host: int | None = None
 
@@ -95,16 +96,6 @@ class Outcome:
     next_error: BaseException | None = None
 
 
-@dataclass
-class Run:
-    """A schedule, and the outcome of running it."""
-
-    schedule: Schedule
-    outcomes: list[Outcome]
-    network: SimulatedNetwork
-    hang: str = ""
-
-
 def make_trials(n_trials: int, seed: int) -> Iterator[Trial]:
     """Schedules of all kinds in turn."""
     for number in range(seed, seed + n_trials):
@@ -113,12 +104,22 @@ def make_trials(n_trials: int, seed: int) -> Iterator[Trial]:
 
 
 def judge(schedule: Schedule) -> Result:
-    """Run a schedule, and say what broke a promise, and what happened."""
-    run = run_schedule(schedule)
-    found = complaints(run)
-    has_raised = any(outcome.error is not None for outcome in run.outcomes)
-    struck = "raised" if has_raised else "mended" if run.network.happened else "not struck"
-    return Result(found and [*found, f"happened: {run.network.happened}"], verdict=struck)
+    """Run each rank in its own thread, and say what broke a promise, and what happened."""
+    network = SimulatedNetwork(schedule.size, schedule.faults, schedule.store_host)
+    outcomes = [Outcome() for _ in range(schedule.size)]
+    found = []
+    try:
+        run_threads(
+            network,
+            lambda link: _be_rank(schedule, network, link, outcomes[link.rank]),
+            timeout_seconds=2 * _LIMIT_SECONDS,
+        )
+    except AssertionError as error:  # some have not ended
+        found.append(str(error).partition(";")[0])
+    found += complaints(schedule, outcomes, network)
+    has_raised = any(outcome.error is not None for outcome in outcomes)
+    struck = "raised" if has_raised else "mended" if network.happened else "not struck"
+    return Result(found and [*found, f"happened: {network.happened}"], verdict=struck)
 
 
 def make_schedule(seed: int, kind: str) -> Schedule:
@@ -126,9 +127,8 @@ def make_schedule(seed: int, kind: str) -> Schedule:
     rng = random.Random(f"schedule {seed} {kind}")
     size = rng.randint(2, 9)
     steps = tuple(_step(rng, size) for _ in range(rng.randint(2, 6)))
-    schedule = Schedule(seed, kind, size, _TIMEOUT_SECONDS, steps)
+    fields: dict[str, Any] = {"timeout_seconds": _TIMEOUT_SECONDS}
     edges = [(rank, child) for rank in range(size) for child in Tree(rank, size).children]
-    fields = {name: getattr(schedule, name) for name in ("seed", "kind", "size", "timeout_seconds", "steps")}
     delays = [_fault(rng, FaultKind.DELAY, *rng.choice(edges), rng.uniform(0, 0.01)) for _ in range(rng.randint(0, 4))]
     if kind == "harmless":
         # Each pair of ranks can repair one fault, because a message is repeated once.
@@ -153,7 +153,7 @@ def make_schedule(seed: int, kind: str) -> Schedule:
         faults = [
             _fault(rng, rng.choice(kinds), *rng.choice(edges), rng.uniform(0, 1.5)) for _ in range(rng.randint(1, 8))
         ]
-    return Schedule(**{**fields, "faults": (*faults, *delays)})
+    return Schedule(seed, kind, size, steps, (*faults, *delays), **fields)
 
 
 def _step(rng: random.Random, size: int) -> Step:
@@ -165,22 +165,6 @@ def _step(rng: random.Random, size: int) -> Step:
 def _fault(rng: random.Random, kind: FaultKind, rank: int, peer: int, seconds: float = 0.0) -> Fault:
     sender, receiver = rng.choice([(rank, peer), (peer, rank)])
     return Fault(kind, sender, receiver, rng.randint(0, 8), seconds)
-
-
-def run_schedule(schedule: Schedule) -> Run:
-    """Run each rank in its own thread. Returns when all have ended, or when one is far over its limit."""
-    network = SimulatedNetwork(schedule.size, schedule.faults, schedule.store_host)
-    outcomes = [Outcome() for _ in range(schedule.size)]
-    hang = ""
-    try:
-        run_threads(
-            network,
-            lambda link: _be_rank(schedule, network, link, outcomes[link.rank]),
-            timeout_seconds=2 * _LIMIT_SECONDS,
-        )
-    except AssertionError as error:
-        hang = str(error).partition(";")[0]
-    return Run(schedule, outcomes, network, hang)
 
 
 def _be_rank(schedule: Schedule, network: SimulatedNetwork, link: Link, outcome: Outcome) -> None:
@@ -264,11 +248,11 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
     return channel.all_gather(phase, own, Text), [*map(text, range(size))]
 
 
-def complaints(run: Run) -> list[str]:
+def complaints(schedule: Schedule, outcomes: list[Outcome], network: SimulatedNetwork) -> list[str]:
     """List what should not have happened."""
-    schedule, killed = run.schedule, run.network.killed
-    found = [run.hang] if run.hang else []
-    survivors = {rank: outcome for rank, outcome in enumerate(run.outcomes) if rank not in killed}
+    found: list[str] = []
+    killed = network.killed
+    survivors = {rank: outcome for rank, outcome in enumerate(outcomes) if rank not in killed}
     for rank, outcome in survivors.items():
         if outcome.wrong:
             found.append(f"rank {rank} has a wrong result: {outcome.wrong}")
@@ -285,12 +269,9 @@ def complaints(run: Run) -> list[str]:
     if len({_verdict(error) for error in errors.values()}) > 1 and has_store:
         found.append(f"more than one verdict: {_shown(errors)}")
     # The last exchange may end on one rank and then break on others. No protocol can avoid that.
-    if errors and any(outcome.error is None for outcome in survivors.values()):
-        early = [rank for rank in errors if survivors[rank].n_steps < len(schedule.steps) - 1]
-        if early:
-            found.append(f"some have finished, but ranks {early} have not: {_shown(errors)}")
-        elif schedule.kind == "harmless":
-            found.append("some have finished, others have not")
+    early = [rank for rank in errors if survivors[rank].n_steps < len(schedule.steps) - 1]
+    if early and len(errors) < len(survivors):
+        found.append(f"some have finished, but ranks {early} have not: {_shown(errors)}")
     if schedule.kind == "killed" and has_store:
         for rank, error in errors.items():
             if not isinstance(error, ExchangeTimeout) or error.missing_ranks != sorted(killed):

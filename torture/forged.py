@@ -6,17 +6,19 @@ Owns their bytes. Some are made by hand, opcode by opcode. The others are those 
 
 from __future__ import annotations
 
+import collections
 import io
 import os
 import random
 import struct
 import tempfile
 import zipfile
+from typing import Any
 
-import numpy as np
 import torch
 
 from tests.storage import forged
+from tests.storage.forged import Call
 
 __all__ = [
     "CANARY",
@@ -102,30 +104,8 @@ def _doubled(kind: bytes, n: int) -> bytes:
     return b"".join(steps) + b"0" * n
 
 
-def _array(dtype: bytes, shape: bytes, data: bytes, fortran: bytes = b"\x89") -> bytes:
-    core = "numpy._core.multiarray" if np.__version__.startswith("2") else "numpy.core.multiarray"
-    empty = _call(_named(core, "_reconstruct"), _named("numpy", "ndarray"), b"(K\x00t", b"C\x01b")
-    return empty + b"(K\x01" + shape + dtype + fortran + data + b"tb"
-
-
-def _dtype(code: str, state: bytes) -> bytes:
-    return _call(_named("numpy", "dtype"), _text(code), b"\x89\x88") + state + b"b"
-
-
-def _plain_state(order: str = "<", size: int = -1, alignment: int = -1, flags: int = 0) -> bytes:
-    return b"(K\x03" + _text(order) + b"NNN" + _int(size) + _int(alignment) + _int(flags) + b"t"
-
-
-_F8 = _dtype("f8", _plain_state())
-_OBJECTS = _dtype("O8", _plain_state("|", flags=63))
-
-
 def _storage(count: int, kind: str = "FloatStorage", key: str = "0") -> bytes:
     return b"(" + _text("storage") + _named("torch", kind) + _text(key) + _text("cpu") + _int(count) + b"tQ"
-
-
-def _ints(*values: int) -> bytes:
-    return b"(" + b"".join(map(_int, values)) + b"t"
 
 
 def _colliding(n: int) -> bytes:
@@ -133,14 +113,10 @@ def _colliding(n: int) -> bytes:
     return b"}(" + b"".join(_int(modulus * place) + b"N" for place in range(2, n)) + b"u"
 
 
-_BUILTINS = "builtins"
 _DEEP = 400_000
 
 FORGED: dict[str, bytes] = {
     # These ask for more memory than there is.
-    "list of a range": _call(_named(_BUILTINS, "list"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
-    "deque of a range": _call(_named("collections", "deque"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
-    "bytes of a GiB": _call(_named(_BUILTINS, "bytes"), _int(1 << 30)),
     "memo of 4 billion": b"]" + _put(4_000_000_000),
     "memo in text": b"]p99999999999\n",
     "frame of an exabyte": b"\x95" + struct.pack("<Q", 1 << 60) + b"]",
@@ -149,46 +125,29 @@ FORGED: dict[str, bytes] = {
     "number of 2 GiB": b"\x8b" + struct.pack("<i", (1 << 31) - 1),
     "number of negative length": b"\x8b" + struct.pack("<i", -1),
     "number of 300,000 digits": b"L" + b"9" * 300_000 + b"L\n",
-    "text of a list": _doubled(b"]", 40) + _call(_named(_BUILTINS, "str"), _get(40)),
+    "text of a list": _doubled(b"]", 40) + _call(_named("builtins", "str"), _get(40)),
     "copies of a list": (
-        b"]("
-        + b"K\x01" * 50_000
-        + b"e"
-        + _put(0)
-        + b"("
-        + _call(_named("collections", "deque"), _get(0)) * 4_000
-        + b"t"
+        (b"](" + b"K\x01" * 50_000 + b"e" + _put(0))
+        + (b"(" + _call(_named("collections", "deque"), _get(0)) * 4_000 + b"t")
     ),
     # These are nested very deeply.
     "doubled lists": _doubled(b"]", 60),
-    "doubled tuples": _doubled(b"\x86", 60),
     "doubled tuple as key": b"}" + _doubled(b"\x86", 60) + b"Ns",
     "doubled tuple in a set": b"\x8f(" + _doubled(b"\x86", 60) + b"\x90",
     "lists nested deeply": b"]" * _DEEP + b"a" * (_DEEP - 1),
-    "tuples nested deeply": b"N" + b"\x85" * _DEEP,
     "tuples nested deeply as key": b"}N" + b"\x85" * _DEEP + b"Ns",
     "dicts nested deeply": b"}" + b"N}" * _DEEP + b"s" * _DEEP,
-    "arrays nested deeply": (
-        b"N" + b"".join(_put(0) + b"0" + _array(_OBJECTS, _ints(1), b"]" + _get(0) + b"a") for _ in range(8_000))
-    ),
     "marks nested deeply": b"(" * _DEEP + b"t" * _DEEP,
     "numbers that collide": _colliding(60_000),
-    # These are larger than their bytes.
-    "array whose shape overflows": _array(_F8, _ints(1 << 33, 1 << 33), b"C\x00"),
-    "array of no elements and many": _array(_F8, _ints(0, 1 << 62, 1 << 61), b"C\x00"),
-    "array that is never filled": _array(_F8, _ints(1), b"C\x08AAAAAAAA")[:-1] + b"0",
     "storage of a TiB": _storage(1 << 38),
     "storage that is not there": _storage(4, key="../../7"),
     "storage of a negative length": _storage(-4),
     # These run code.
-    "system call": _call(_named("os", "mkdir"), _text(CANARY)),
     "system call, other opcodes": b"(" + _text(CANARY) + b"ios\nmkdir\n",
     "system call by OBJ": b"(" + _named("os", "mkdir") + _text(CANARY) + b"o",
     "system call on the stack": _text("posix") + _text("mkdir") + b"\x93" + _text(CANARY) + b"\x85R",
     "system call behind broken text": b"I0x10\n0" + _call(_named("os", "mkdir"), _text(CANARY)),
     "system call without protocol": b"(" + _text(CANARY) + b"tcos\nmkdir\nR",
-    "evaluation": _call(_named(_BUILTINS, "eval"), _text(f"__import__('os').mkdir({CANARY!r})")),
-    "factory that calls": _call(_named("collections", "defaultdict"), _named("os", "getcwd")),
     "extension registry": b"\x82\x01",
     "module that is not imported": _call(_named("antigravity", "fly"), b""),
     # These make no sense.
@@ -200,11 +159,21 @@ FORGED: dict[str, bytes] = {
 }
 """The forged pickles by name, without PROTO and STOP."""
 
-FORGED |= {name: _opcodes({"deep": [value]}) for name, value in (forged.MALFORMED | forged.NO_DATA).items()}
-FORGED |= {
-    name: _opcodes({"deep": [value]})
-    for name, (value, _) in (forged.MALFORMED_CLASSES | forged.NO_DATA_CLASSES | forged.TENSORS).items()
+_CALLS: dict[str, Any] = {
+    "list of a range": Call(list, Call(range, 30_000_000)),
+    "deque of a range": Call(collections.deque, Call(range, 30_000_000)),
+    "bytes of a GiB": Call(bytes, 1 << 30),
+    "array whose shape overflows": forged.array((1 << 33, 1 << 33), b"\x00"),
+    "array of no elements and many": forged.array((0, 1 << 62, 1 << 61), b"\x00"),
+    "system call": Call(os.mkdir, CANARY),
+    "evaluation": Call(eval, f"__import__('os').mkdir({CANARY!r})"),
+    **forged.MALFORMED,
+    **forged.NO_DATA,
+    **{
+        name: value for name, (value, _) in (forged.MALFORMED_CLASSES | forged.NO_DATA_CLASSES | forged.TENSORS).items()
+    },
 }
+FORGED |= {name: _opcodes({"deep": [value]}) for name, value in _CALLS.items()}
 
 _MANY = 4 << 20
 LARGE: dict[str, bytes] = {
@@ -239,24 +208,23 @@ def _index(offset: bytes) -> bytes:
     return _METADATA + b"MetadataIndex\n" + _state(fqn=_text("w"), offset=offset, index=b"N")
 
 
+_TUPLE, _LIST = _doubled(b"\x86", 60), _doubled(b"]", 60)
+_ITEM_TYPE = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
+
 FORGED_METADATA: dict[str, bytes] = {
-    "index that hashes for ever": _metadata(b"}" + _index(_doubled(b"\x86", 60)) + b"Ns"),
+    "index that hashes for ever": _metadata(b"}" + _index(_TUPLE) + b"Ns"),
     "index that hashes for ever, in an object": _metadata(
-        b"}" + _index(_call(_METADATA + b"StorageMeta\n", _doubled(b"\x86", 60))) + b"Ns"
+        b"}" + _index(_call(_METADATA + b"StorageMeta\n", _TUPLE)) + b"Ns"
     ),
-    "index that prints for ever": _metadata(b"}" + _index(b"N") + _doubled(b"]", 60) + b"s"),
+    "index that prints for ever": _metadata(b"}" + _index(b"N") + _LIST + b"s"),
     "index with an offset that prints for ever": _metadata(
-        b"}" + _index(_call(_METADATA + b"StorageMeta\n", _doubled(b"]", 60))) + b"Ns"
+        b"}" + _index(_call(_METADATA + b"StorageMeta\n", _LIST)) + b"Ns"
     ),
-    "path that prints for ever": _metadata(b"}" + _index(b"N") + _place(_doubled(b"]", 60)) + b"s"),
-    "offset that prints for ever": _metadata(b"}" + _index(b"N") + _place(_text("a"), _doubled(b"]", 60)) + b"s"),
+    "path that prints for ever": _metadata(b"}" + _index(b"N") + _place(_LIST) + b"s"),
+    "offset that prints for ever": _metadata(b"}" + _index(b"N") + _place(_text("a"), _LIST) + b"s"),
     "path that leaves the directory": _metadata(b"}" + _index(b"N") + _place(_text("../../etc/passwd")) + b"s"),
-    "enum of a value that hashes for ever": _call(
-        b"ctorch.distributed.checkpoint.planner\nWriteItemType\n", _doubled(b"\x86", 60)
-    ),
-    "enum of a value that prints for ever": _call(
-        b"ctorch.distributed.checkpoint.planner\nWriteItemType\n", _doubled(b"]", 60)
-    ),
+    "enum of a value that hashes for ever": _call(_ITEM_TYPE, _TUPLE),
+    "enum of a value that prints for ever": _call(_ITEM_TYPE, _LIST),
     "layout that is a module": _call(b"ctorch.serialization\n_get_layout\n", _text("torch.export")),
     "object of no attributes": _METADATA + b"Metadata\n)\x81",
     "number": b"K\x01",
@@ -279,20 +247,24 @@ LARGE_METADATA: dict[str, bytes] = {
 }
 """Whole ``.metadata`` files with keys that hash for ever, however large the files are."""
 
+_NAMES = {
+    "builtins": "list set bytearray range slice complex getattr frozenset",
+    "collections": "OrderedDict defaultdict deque Counter",
+    "numpy": "dtype ndarray",
+    "torch": "Size float32",
+    forged.__name__: "Shaped Point Config",
+    "datetime": "datetime",
+    "uuid": "UUID",
+    "decimal": "Decimal",
+    "_io": "BytesIO",
+    "argparse": "Namespace",
+    "torch._utils": "_rebuild_tensor_v2",
+}
 _PIECES = [
     *(bytes([code]) for code in b"(.012NQR]}aebdelo)stu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"),
     *(b"K\x01", b"K\x00", b"J\xff\xff\xff\x7f", b"h\x00", b"h\x01", b"q\x00", b"q\x01", b"M\xff\xff", _int(1 << 70)),
-    *(_text(""), _text("a"), b"C\x04abcd", b"G@\x09\x21\xfb\x54\x44\x2d\x18"),
-    *(
-        _named(_BUILTINS, name)
-        for name in ("list", "set", "bytearray", "range", "slice", "complex", "getattr", "frozenset")
-    ),
-    *(_named("collections", name) for name in ("OrderedDict", "defaultdict", "deque", "Counter")),
-    *(_named("datetime", "datetime"), _named("uuid", "UUID"), _named("decimal", "Decimal"), _named("torch", "Size")),
-    *(_named("numpy", "dtype"), _named("numpy", "ndarray"), _F8, _OBJECTS, _named("_io", "BytesIO")),
-    *(_named(forged.__name__, "Shaped"), _named(forged.__name__, "Point"), _named(forged.__name__, "Config")),
-    *(_storage(4), _ints(1, 2)),
-    *(_named("torch._utils", "_rebuild_tensor_v2"), _named("torch", "float32"), _named("argparse", "Namespace")),
+    *(_text(""), _text("a"), b"C\x04abcd", b"G@\x09\x21\xfb\x54\x44\x2d\x18", _storage(4), b"(K\x01K\x02t"),
+    *(_named(module, name) for module, names in _NAMES.items() for name in names.split()),
 ]
 
 

@@ -22,7 +22,6 @@ __all__ = [
     "files_not_named",
     "generation_in",
     "is_gone",
-    "is_stopped",
     "make_state",
     "set_generation",
     "writer_pids",
@@ -75,9 +74,8 @@ def files_not_named(path: str) -> list[str]:
     metadata = FileSystemReader(path).read_metadata()
     storage_data: dict[Any, Any] = metadata.storage_data
     named = {info.relative_path for info in storage_data.values()}
-    return [
-        name for name in sorted(os.listdir(path)) if name not in named and not name.startswith((".metadata", "."))
-    ] + [name for name in sorted(os.listdir(path)) if name.endswith(".tmp")]
+    names = sorted(os.listdir(path))
+    return [name for name in names if name.endswith(".tmp") or not (name in named or name.startswith("."))]
 
 
 def _value(key: str, like: torch.Tensor, generation: int) -> torch.Tensor:
@@ -119,16 +117,7 @@ def writer_pids() -> list[int]:
 
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, even if nobody has asked how."""
-    return _status(pid) in ("", "Z", "X")
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process stands still."""
-    return _status(pid) == "T"
-
-
-def _status(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
-        return ""
+        return True

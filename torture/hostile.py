@@ -1,4 +1,4 @@
-"""Loads thousands of damaged and hostile checkpoints, each in its own process with limits on time and memory.
+"""Loads thousands of hostile checkpoints, each in its own process with limits on time and memory.
 
     python -m torture.hostile --trials 2000 --seed 1
     python -m torture.hostile --only "special file|forged head"
@@ -53,7 +53,7 @@ _PIPE_NBYTES = 4096
 
 
 def make_trials(root: str, n_trials: int, seed: int) -> Iterator[Trial]:
-    """Forged files, and random damage."""
+    """Forged files, and random pickles."""
     forged = list(all_forged())
     every = 1 if n_trials >= 1000 else max(1, 2 * len(forged) // n_trials)
     large = [each for each in forged if each.group == "large pickle"]

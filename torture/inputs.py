@@ -28,7 +28,6 @@ from robust_dcp.storage.index.form import IndexFile, Section, encode_sections
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, trailer_of
 from robust_dcp.storage.reader import RobustReader
-from tests.harness.damage import DAMAGES
 from torture.forged import (
     FORGED,
     FORGED_METADATA,
@@ -177,20 +176,20 @@ def all_forged() -> Iterator[Input]:
     yield from _special_files()
     yield from _forged_heads()
     yield from _forged_archives()
+    sample = _BY_NAME["torch layout"]
     for name, opcodes in FORGED_METADATA.items():
         for checksum in (True, False):
             damage = partial(put_metadata, pickled=framed(opcodes), checksum=checksum)
             words = f"{name}, {'right' if checksum else 'no'} CRC"
-            yield Input("forged .metadata", words, _BY_NAME["torch layout"], damage, _load_metadata)
+            yield Input("forged .metadata", words, sample, damage, _load_metadata)
     for name, opcodes in LARGE.items():
         damage = partial(put_object, data=archive(framed(opcodes)))
-        yield Input("large pickle", name, _BY_NAME["torch layout"], damage, _load_object)
+        yield Input("large pickle", name, sample, damage, _load_object)
     for name, opcodes in LARGE_METADATA.items():
         damage = partial(put_metadata, pickled=framed(opcodes), checksum=False)
-        yield Input("large pickle", f"{name} in .metadata", _BY_NAME["torch layout"], damage, _load_metadata)
+        yield Input("large pickle", f"{name} in .metadata", sample, damage, _load_metadata)
     for offset, length in ((0, 1 << 50), (1 << 50, 100), (0, 1 << 70), (1 << 70, 10)):
         damage = partial(put_places, offset=offset, length=length)
-        sample = _BY_NAME["torch layout"]
         yield Input("forged place", f"{length} bytes at {offset}", sample, damage, sample.load)
 
 
@@ -294,45 +293,9 @@ def _forged_archives() -> Iterator[Input]:
         yield Input("forged archive", f"{name}, common.pt", _BY_NAME["Megatron"], common, load_megatron)
 
 
-# Random damage.
-
-
 def random_inputs(chosen: random.Random, n: int) -> Iterator[Input]:
-    """``n`` inputs: half of them are random damage, and half are pickles of random opcodes."""
-    for number in range(n):
-        if number % 2:
-            opcodes = random_pickle(chosen)
-            found = chosen.choice(list(_forged(f"random opcodes {opcodes!r:.200}", opcodes)))
-            yield replace(found, group=found.group.replace("forged pickle", "random opcodes"))
-        else:
-            yield _damaged(chosen)
-
-
-_DAMAGED_FILES = {
-    "torch layout": (".metadata", ".robust_dcp.index", "__0_0.", "__0_1.", "__0_2."),
-    "safetensors layout": (".metadata", ".safetensors", ".distcp"),
-    "stock checkpoint": ("__0_0.distcp",),
-    "kept plan": (".robust_dcp.index",),
-    "Megatron": ("common.pt", "metadata.json"),
-}
-"""The ``.metadata`` of a stock checkpoint is left out. It has no checksum, so some damage cannot be noticed."""
-
-
-def _damaged(chosen: random.Random) -> Input:
-    sample = chosen.choice(SAMPLES)
-    place = chosen.choice(_DAMAGED_FILES[sample.name])
-    kind = chosen.choice(list(DAMAGES))
-    seed = chosen.randrange(1 << 30)
-    damage = partial(_damage_file, place=place, kind=kind, seed=seed)
-    return Input(f"{sample.name}: {kind}", f"{place}, seed {seed}", sample, damage, sample.load)
-
-
-def _damage_file(directory: str, place: str, kind: str, seed: int) -> str:
-    path = _first(directory, place)
-    with open(path, "rb") as file:
-        data = bytearray(file.read())
-    if data:
-        DAMAGES[kind](data, random.Random(seed))
-    with open(path, "wb") as file:
-        file.write(data)
-    return directory
+    """``n`` pickles of random opcodes, each in one of the places where pickles are read."""
+    for _ in range(n):
+        opcodes = random_pickle(chosen)
+        found = chosen.choice(list(_forged(f"random opcodes {opcodes!r:.200}", opcodes)))
+        yield replace(found, group=found.group.replace("forged pickle", "random opcodes"))

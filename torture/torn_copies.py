@@ -9,6 +9,7 @@ contiguous, views of one storage, and tensors of a few bytes and of a few MiB. F
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import tempfile
@@ -68,26 +69,44 @@ def be_rank(way: str, n_saves: int, seed: int, directory: str) -> list[str]:
     loaded = _state()
     torn: list[str] = []
     pending: list[tuple[int, Any]] = []
-    with _Overwriter(pieces) as overwriter:
+    may_write, writes, is_over = threading.Event(), threading.Lock(), threading.Event()
+
+    def overwrite() -> None:
+        """Write into all tensors, without end, while that is allowed."""
+        for number, piece in zip(itertools.count(), itertools.cycle(pieces), strict=False):
+            may_write.wait()
+            if is_over.is_set():
+                return
+            with writes:
+                if may_write.is_set():
+                    piece.fill_(_value(number))
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    try:
         for number in range(n_saves):
             generation = number + 1
-            overwriter.stop()
-            _fill(pieces, generation)
-            saving = robust_dcp.async_save(
-                state, checkpoint_id=f"{directory}/{number % 4}", max_in_flight=2, **WAYS[way]
-            )
+            may_write.clear()
+            with writes:  # the thread stands
+                _fill(pieces, generation)
+            path = f"{directory}/{number % 4}"
+            saving = robust_dcp.async_save(state, checkpoint_id=path, max_in_flight=2, **WAYS[way])
             saving.wait_staged()
-            overwriter.go_on()
+            may_write.set()
             _fill(pieces, -generation)  # the loop writes as well, and at once
             pending.append((number, saving))
             while len(pending) > rng.randint(0, 1) or (pending and number + 1 == n_saves):
                 saved, future = pending.pop(0)
                 future.result(timeout=120)
                 if not pending:
-                    overwriter.stop()  # there is nothing that it could tear
+                    may_write.clear()  # there is nothing that it could tear
                 by_stock = saved % _STOCK_EVERY == 0
                 complaint = _torn(*loaded, f"{directory}/{saved % 4}", saved + 1, by_stock=by_stock)
                 torn += [complaint] if complaint else []
+    finally:
+        is_over.set()
+        may_write.set()
+        thread.join()
     return torn
 
 
@@ -142,45 +161,6 @@ def _torn(state: dict[str, Any], pieces: list[torch.Tensor], path: str, generati
         if not bool((piece == _value(generation)).all()):
             return f"generation {generation}: {key} holds {piece.unique().tolist()[:9]}, not {_value(generation)}"
     return ""
-
-
-class _Overwriter:
-    """A thread that writes into all tensors, without end, unless it was asked to stop."""
-
-    def __init__(self, pieces: list[torch.Tensor]) -> None:
-        self._pieces = pieces
-        self._may_write = threading.Event()
-        self._stands = threading.Event()
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run)
-
-    def stop(self) -> None:
-        """Returns when it stands; it may stand already."""
-        self._may_write.clear()
-        self._stands.wait()
-
-    def go_on(self) -> None:
-        self._stands.clear()
-        self._may_write.set()
-
-    def __enter__(self) -> _Overwriter:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_over = True
-        self._may_write.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        number = 0
-        while not self._is_over:
-            for piece in self._pieces:
-                if not self._may_write.is_set():
-                    self._stands.set()
-                    self._may_write.wait()
-                number += 1
-                piece.fill_(_value(number))
 
 
 if __name__ == "__main__":

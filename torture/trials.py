@@ -2,7 +2,7 @@
 
 A campaign is a module that makes trials from a seed, and calls :func:`main`:
 
-    python -m torture.kills --trials 300 --seed 1 --only payload
+    python -m torture.async_kills --trials 200 --seed 1 --only writer
 """
 
 from __future__ import annotations

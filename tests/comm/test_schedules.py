@@ -1,13 +1,11 @@
-"""Some campaigns of ``torture`` in a short form: exchanges on a simulated network, and processes that are killed."""
+"""A campaign of ``torture`` in a short form: exchanges on a simulated network."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
 from tests.support.rank_threads import quick
-from torture import exchanges, kills
+from torture import exchanges
 from torture.trials import run
 
 
@@ -26,11 +24,3 @@ def test_a_rank_that_went_on_without_an_answer_loses_no_message_to_the_thread_th
     trial = next(each for each in exchanges.make_trials(240, seed=300) if each.what.seed == 344)  # it never ended
     with quick():
         assert [(result.verdict, result.complaints) for _, result in run([trial])] == [("mended", [])]
-
-
-@pytest.mark.parametrize("when", kills.WHEN)
-def test_a_process_that_is_killed_is_named_by_all_others(when: str) -> None:
-    trials = [trial for trial in kills.make_trials(60, seed=1) if trial.kind == when][:3]
-    for trial, result in run(trials):
-        # How many seconds it takes is for a quiet machine.
-        assert not [each for each in result.complaints if " took " not in each], trial

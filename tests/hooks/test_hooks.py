@@ -19,21 +19,17 @@ from robust_dcp.hooks import ProgressBar, log_event
 from robust_dcp.report import LoadReport, PhaseReport
 
 
-def test_the_log_entry_of_a_save_has_its_numbers_as_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_entry_of_a_call_has_its_numbers_as_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with on_event(log_event), caplog.at_level(logging.INFO, logger="robust_dcp.operations"):
         report = robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "step_7")
-    (last,) = (record for record in caplog.records if record.name == "robust_dcp.operations")
-    fields = vars(last)["robust_dcp"]
-    assert last.levelno == logging.INFO and fields["checkpoint_id"] == str(tmp_path / "step_7")
+        (tmp_path / "file").write_text("no directory")
+        with pytest.raises(robust_dcp.StorageError):
+            robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "file")
+    saved, failed = (record for record in caplog.records if record.name == "robust_dcp.operations")
+    fields = vars(saved)["robust_dcp"]
+    assert saved.levelno == logging.INFO and fields["checkpoint_id"] == str(tmp_path / "step_7")
     assert fields["nbytes"] == report.nbytes and fields["write_seconds"] == report.phases[1].seconds
-
-
-def test_a_failed_save_is_logged_as_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("no directory")
-    with on_event(log_event), pytest.raises(robust_dcp.StorageError):
-        robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "file")
-    (entry,) = (record for record in caplog.records if record.name == "robust_dcp.operations")
-    assert entry.levelno == logging.ERROR and "StorageError" in vars(entry)["robust_dcp"]["error"]
+    assert failed.levelno == logging.ERROR and "StorageError" in vars(failed)["robust_dcp"]["error"]
 
 
 @pytest.mark.parametrize(
@@ -43,13 +39,10 @@ def test_the_step_is_the_last_number_in_the_name(path: str, step: int | None) ->
     assert Event("ended", f"save {path}", 0, 1).step == step
 
 
-def test_only_the_end_of_a_call_has_metrics() -> None:
+def test_only_the_end_of_a_call_has_metrics_and_a_phase_that_a_load_went_through_twice_counts_twice() -> None:
     assert Event("phase_ended", "save x", 0, 1, seconds=1.0).metrics == {}
     failed = Event("failed", "load x", 0, 1, seconds=1.0, error=ValueError()).metrics
     assert failed == {"robust_dcp/load/seconds": 1.0, "robust_dcp/load/failures": 1.0}
-
-
-def test_a_phase_that_a_load_went_through_twice_counts_twice() -> None:
     phases = [PhaseReport(name, seconds, 0, 0, 0, 0) for name, seconds in (("plan", 1.0), ("plan", 0.5), ("read", 2.0))]
     report = LoadReport("x", rank=0, world_size=1, items=0, nbytes=0, phases=tuple(phases))
     found = Event("ended", "load x", 0, 1, seconds=4.0, report=report).metrics

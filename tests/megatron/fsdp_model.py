@@ -1,59 +1,20 @@
 """A model wrapped in Megatron-FSDP on CPU, sharded unevenly, with a SwiGLU layer and an optimizer.
 
-Redirects what Megatron-FSDP asks of CUDA when it is built; forward and backward are not run. Called by tests on ranks.
+Forward and backward are not run.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.overrides import TorchFunctionMode
 
-from demo import megatron_cpu
-
-__all__ = ["HIDDEN", "build", "install_without_gpu", "state_dict_of", "step"]
+__all__ = ["HIDDEN", "build", "state_dict_of", "step"]
 
 HIDDEN = 5
-
-
-class _NoDevice(TorchFunctionMode):
-    """Sends what is placed on ``cuda:0``, also by position, to the CPU."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.device:
-            return func(*args, **(kwargs or {}))
-        return func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in (kwargs or {}).items()})
-
-
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
-
-
-class _Stream:
-    """A stream or event that has nothing to order."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-def install_without_gpu() -> None:
-    """Let this process build Megatron-FSDP models on CPU, for good."""
-    megatron_cpu.install()
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = lambda *args: _Stream()  # type: ignore[assignment, return-value]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    _NoDevice().__enter__()  # type: ignore[no-untyped-call]
 
 
 class _Mlp(nn.Module):
@@ -84,6 +45,7 @@ def build(mesh: DeviceMesh, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """Model and optimizer on a mesh with the dimensions ``dp`` and ``tp``."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import fully_shard_model
 
+    torch.cuda.current_device = lambda: 0  # Megatron-FSDP makes the name of a device of it
     torch.manual_seed(seed)
     model = fully_shard_model(
         _Model(mesh.get_local_rank("tp"), mesh["tp"].size()),

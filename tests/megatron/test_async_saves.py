@@ -35,7 +35,9 @@ def training_goes_on_while_shards_are_written_and_the_tracker_moves_after_the_co
 
 
 @SCENARIOS.add
-def saves_that_are_asked_for_while_another_is_under_way_are_finalized_in_order(directory: Path) -> None:
+def saves_that_are_asked_for_while_another_is_under_way_are_finalized_in_order_and_those_of_others_by_stock(
+    directory: Path,
+) -> None:
     queue, finalized, own = AsyncCallsQueue(), [], state(0.0)
     with chosen():
         for step in (1.0, 2.0, 3.0):
@@ -44,9 +46,13 @@ def saves_that_are_asked_for_while_another_is_under_way_are_finalized_in_order(d
             request = save(dict(own), directory / str(step), async_sharded_save=True, **queue_option())
             request.add_finalize_fn(lambda step=step: finalized.append(step))
             queue.schedule_async_request(request)
-        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
-    assert finalized == [1.0, 2.0, 3.0]
-    assert [loaded(directory / str(step)) for step in finalized] == [as_saved(step) for step in finalized]
+        others = AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[lambda: finalized.append(4.0)])
+        queue.schedule_async_request(others)
+        callers = [type(call.async_caller).__name__ for call in queue.async_calls]
+        assert callers == ["BackgroundSave"] * 3 + ["TemporalAsyncCaller"]
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2, 3]
+    assert finalized == [1.0, 2.0, 3.0, 4.0]
+    assert [loaded(directory / str(step)) for step in finalized[:3]] == [as_saved(step) for step in finalized[:3]]
 
 
 @SCENARIOS.add
@@ -79,19 +85,6 @@ def a_strategy_that_is_asked_directly_saves_beside_training_too(directory: Path)
             queue.maybe_finalize_async_calls(blocking=True)
             assert (directory / name / ".metadata").exists()
             assert getattr(strategy, "base_strategy", strategy).last_report.items in (1, 2)
-
-
-@SCENARIOS.add
-def requests_of_others_in_the_same_queue_stay_stock(directory: Path) -> None:
-    queue, finalized = AsyncCallsQueue(), []
-    with chosen():
-        ours = save(state(1.0), directory / "1", async_sharded_save=True, **queue_option())
-        others = AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[lambda: finalized.append("others")])
-        for request in (ours, others):
-            queue.schedule_async_request(request)
-        callers = [type(call.async_caller).__name__ for call in queue.async_calls]
-        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
-    assert (callers, finalized) == (["BackgroundSave", "TemporalAsyncCaller"], ["others"])
 
 
 @SCENARIOS.add

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from demo import megatron_cpu
 from tests.frameworks.jobs import is_ours
 from tests.harness.ranks import run_ranks, values
 from tests.megatron import ms_swift
 from tests.megatron.stock import stock_strategy
 from tests.megatron.whole_training import WholeTraining
-from tests.megatron.without_cuda import redirect_cuda
 
 pytestmark = pytest.mark.compat
 
@@ -47,7 +47,7 @@ def _arguments(directory: Path, *, async_save: bool = False) -> argparse.Namespa
 def _save_and_load_whole_states(directory: Path) -> dict[str, Any]:
     import robust_dcp
 
-    redirect_cuda()
+    megatron_cpu.install()
     ms_swift.disable_global_validation()
     utils = ms_swift.megatron_lm_utils()
     saved: dict[str, list[torch.Tensor]] = {}

@@ -64,7 +64,6 @@ def _counted(function: Callable[[], Any]) -> tuple[Any, list[str]]:
 def stock_loads_what_ours_saves_and_the_reverse_and_the_split_needs_no_collective_of_its_own(directory: Path) -> None:
     from megatron.core import parallel_state
 
-    fsdp_model.install_without_gpu()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     checkpointing = megatron_lm()

@@ -40,12 +40,6 @@ def _parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(allow_abbrev=False)
 
 
-def test_defaults_leave_megatron_to_itself() -> None:
-    assert current_options() == MegatronOptions("default", None, 300.0, False, "raise")
-    args = add_arguments(_parser()).parse_args([])
-    assert {option.field: getattr(args, option.dest) for option in OPTIONS} == vars(MegatronOptions())
-
-
 def test_every_option_has_a_variable() -> None:
     environment = {
         "ROBUST_DCP": "1",
@@ -75,6 +69,7 @@ def test_install_s_choice_holds_where_nothing_else_says(monkeypatch: pytest.Monk
         _megatron_has_parsed(arguments, ckpt_planner="nvidia")  # a planner of Megatron's own
         assert current_options().planner == "default"
     monkeypatch.setenv("ROBUST_DCP", "0")
+    _megatron_has_parsed(monkeypatch, ckpt_planner="robust_dcp")
     assert current_options().planner == "default"
 
 
@@ -88,13 +83,14 @@ def test_the_document_lists_every_option_and_all_that_is_replaced() -> None:
         assert all(f"`{word}`" in row for word in expected), row
 
 
-def test_all_arguments_are_accepted_once() -> None:
+def test_arguments_are_accepted_once_and_their_defaults_leave_megatron_to_itself() -> None:
+    assert current_options() == MegatronOptions("default", None, 300.0, False, "raise")
+    parser = add_arguments(add_arguments(_parser()))
+    assert {option.field: getattr(parser.parse_args([]), option.dest) for option in OPTIONS} == vars(MegatronOptions())
     words = ("robust_dcp", "4", "60", "1", "warn")
     command_line = [word for option, value in zip(OPTIONS, words, strict=True) for word in (option.argument, value)]
-    parser = add_arguments(add_arguments(_parser()))
     assert list(vars(parser.parse_args(command_line)).values()) == ["robust_dcp", 4, 60.0, True, "warn"]
-    text = parser.format_help().replace("\n", " ")
-    assert all(option.variable in text for option in OPTIONS)
+    assert all(option.variable in parser.format_help().replace("\n", " ") for option in OPTIONS)
 
 
 @pytest.mark.parametrize(

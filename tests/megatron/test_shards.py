@@ -69,11 +69,8 @@ def _set(**properties: Any) -> Change:
 _CHANGES: dict[str, tuple[int, Change]] = {
     "key": (0, _set(key="other")),
     "replica id": (0, _set(replica_id=(0, 0, 0))),
-    "axis fragmentation": (0, _set(axis_fragmentations=(3, 2))),
     "global shape": (0, _set(global_shape=(16, 6))),
-    "global offset": (0, _set(global_offset=(8, 0))),
     "dtype": (1, _set(dtype=torch.bfloat16, data=torch.ones(4, dtype=torch.bfloat16))),
-    "local shape": (1, _set(local_shape=(5,), global_shape=(5,), data=torch.ones(5))),
     "sparse data": (1, _set(data=torch.ones(4).to_sparse())),
     "data that waits for a negation": (1, _set(data=torch._neg_view(torch.ones(4)))),
     "data of a class of its own": (1, _set(data=torch.ones(4).as_subclass(type("Own", (torch.Tensor,), {})))),

@@ -1,8 +1,10 @@
-"""A training script of Megatron-LM's, run by unmodified ``megatron.training`` on CPU ranks, and what starts it.
+"""A training job of Megatron-LM's on two CPU ranks, by unmodified ``megatron.training``, and what starts it.
 
-Holds the steps between Megatron's functions: a model, gradients, when to save. Arguments, global variables, process
-groups, DDP, optimizer, ``load_checkpoint`` and ``save_checkpoint`` are Megatron's own. Run as a script it is one rank;
-:func:`run_job` is for tests.
+Arguments, global variables, process groups, DDP, optimizer, training loop, ``load_checkpoint`` and the saves are
+Megatron's own. A script gives it a model, batches and a loss. A batch follows from the number of its iteration, so that
+a job that goes on from a checkpoint sees what a job without interruption would have seen.
+
+Run as a script it is one rank; :func:`run_job` is for tests.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -26,30 +27,25 @@ __all__ = ["Job", "children", "run_job"]
 
 _ROOT = Path(__file__).parents[2]
 _RANKS = 2
-_MODEL = """
+_ARGUMENTS = """
 --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
 --position-embedding-type rope --no-rope-fusion --swiglu --vocab-size 64 --untie-embeddings-and-output-weights
 --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
 --no-persist-layer-norm --no-bias-dropout-fusion --distributed-backend gloo --bf16 --micro-batch-size 1
---train-iters 100 --lr 0.01 --save-interval 10
+--train-iters 12 --lr 0.01 --save-interval 4
 """
 
 
 @dataclass(frozen=True)
 class Job:
-    """What became of a job.
-
-    Attributes:
-        ranks: for each rank what it noted, step by step.
-        output: of all ranks, log and standard error.
-    """
+    """What became of a job: what each rank noted at each step, and the log and standard error of all."""
 
     ranks: list[list[dict[str, Any]]]
     output: str
 
-    def of_step(self, place: int, key: str) -> list[Any]:
+    def noted(self, key: str, step: int = 0) -> list[Any]:
         """What the ranks noted under ``key`` at one step."""
-        return [rank[place].get(key) for rank in self.ranks]
+        return [rank[step].get(key) for rank in self.ranks]
 
 
 def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
@@ -57,18 +53,16 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
 
     Args:
         directory: an empty one, for what the ranks note.
-        arguments: of Megatron-LM.
-        steps: ``save:N`` (train a step, save it as iteration N), ``fault:N`` (the same, while no file of rank 1 may
-            grow beyond a few bytes),
-            ``finalize`` (asynchronous saves; a ``fault`` lasts until then), ``load:DIRECTORY``, ``load:DIRECTORY@N``,
-            ``loop`` (Megatron's own training loop, until ``--train-iters``), ``loop:5=gate,8=open`` (with events of
-            :class:`TrainingLoop` on rank 1).
+        arguments: of Megatron-LM. Without them it trains twelve iterations and saves after each fourth.
+        steps: ``load:DIRECTORY``, ``load:DIRECTORY@ITERATION``, and ``train``. With ``train:5=full,8=open`` something
+            happens to the disk of rank 1 before the forward pass of these iterations. What is saved after it has no
+            room (``full``), or is not written (``gate``) until that is allowed (``open``).
 
     Raises:
         AssertionError: a rank failed, or was still running after 400 seconds; all have ended then.
     """
     directory.mkdir(parents=True)
-    command = [sys.executable, __file__, *_MODEL.split(), *map(str, arguments)]
+    command = [sys.executable, __file__, *_ARGUMENTS.split(), *map(str, arguments)]
     command += ["--notes", str(directory), "--steps", *steps.split()]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
     variables.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
@@ -100,10 +94,13 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
     return Job([json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(_RANKS)], text)
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("--steps", nargs="*", default=[])
-    parser.add_argument("--notes", type=Path)
-    return parser
+def children() -> set[int]:
+    """The processes that this one has started."""
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found.update(map(int, path.read_text().split()))
+    return found
 
 
 def _model(pre_process: bool, post_process: bool, vp_stage: Any = None, config: Any = None, **more: Any) -> Any:
@@ -126,178 +123,157 @@ def _model(pre_process: bool, post_process: bool, vp_stage: Any = None, config: 
     )
 
 
-@contextlib.contextmanager
-def _no_room_for_files() -> Iterator[None]:
-    """As on a file system that is full: a file that this process writes cannot grow."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def children() -> set[int]:
-    """The processes that this one has started."""
-    found: set[int] = set()
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
-            found.update(map(int, path.read_text().split()))
-    return found
-
-
-def _told(error: Exception) -> list[Any]:
-    """Its class, its message, and the ranks that failed."""
-    return [type(error).__name__, str(error), [failure.rank for failure in getattr(error, "rank_failures", ())]]
-
-
 class _Training:
     """One rank of the job, from the point where Megatron's ``pretrain`` has set up model and optimizer."""
 
     def __init__(self) -> None:
+        import torch
         from megatron.core.enums import ModelType
         from megatron.training import get_args, training
 
-        self.args = get_args()
+        self.args = args = get_args()
         self.context: dict[str, Any] = {}
         self.model, self.optimizer, self.scheduler = training.setup_model_and_optimizer(
             ModelType.encoder_or_decoder, _model, checkpointing_context=self.context
         )
-        if self.args.ckpt_format == "torch_dcp":
+        if args.ckpt_format == "torch_dcp":
             # load_checkpoint of 0.19.2 calls state_dict(is_loading=True), which a chain does not take.
             [self.optimizer] = self.optimizer.chained_optimizers
+        args.do_train, args.do_valid, args.do_test = True, False, False
+        args.padded_vocab_size = args.vocab_size  # which a tokenizer would have set
         # Adam of torch, unlike those for GPUs, has no state before its first step, and Megatron loads into one.
-        self.train(0)
-        self.notes: list[dict[str, Any]] = []
-        self.faults = contextlib.ExitStack()
-
-    def do(self, step: str) -> None:
-        verb, _, value = step.partition(":")
-        if verb == "load":
-            self.notes.append(self.load(value))
-        elif verb == "finalize":
-            self.notes.append(self.finalize())
-        elif verb == "loop":
-            self.notes.append(self.loop(value))
-        else:
-            self.train(int(value))
-            if verb == "fault" and self.args.rank == 1:
-                self.faults.enter_context(_no_room_for_files())
-            self.notes.append(self.save(int(value)))
-            if not self.args.async_save:
-                self.faults.close()
-
-    def train(self, iteration: int) -> None:
-        """One step of the optimizer, with gradients that are the same on all ranks."""
-        import torch
-        from torch.distributed.tensor import distribute_tensor
-
-        generator = torch.Generator().manual_seed(iteration)
         for parameter in self.model[0].parameters():
-            gradient = torch.randn(parameter.shape, generator=generator)
-            if not hasattr(parameter, "main_grad"):
-                whole = gradient.to(parameter.dtype)
-                parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
             else:
-                parameter.main_grad.copy_(gradient)
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
-        if iteration > 0:  # a scheduler that has stepped adds to that what it loads
-            self.scheduler.step(increment=self.args.global_batch_size)
+        self.gates: list[Any] = []
+        self.disk = contextlib.ExitStack()
 
-    def save(self, iteration: int) -> dict[str, Any]:
-        from megatron.training import training
-
-        noted: dict[str, Any] = {"digest": self.digest()}
-        try:
-            training.save_checkpoint_and_time(iteration, self.model, self.optimizer, self.scheduler, 0, self.context)
-        except Exception as error:
-            noted["error"] = _told(error)
-        return noted | {"plan": self.plan(), "tracker": self.tracker(), "processes": len(children())}
-
-    def finalize(self) -> dict[str, Any]:
-        from megatron.training import training
-
-        noted: dict[str, Any] = {}
-        try:
-            training.maybe_finalize_async_save(blocking=True)
-        except Exception as error:
-            noted["error"] = _told(error)
-        self.faults.close()
-        return noted | {"plan": self.plan(), "tracker": self.tracker()}
-
-    def loop(self, events: str) -> dict[str, Any]:
-        from tests.megatron.training_loop import TrainingLoop
-
-        noted: dict[str, Any] = {}
-        happens = [event.split("=") for event in events.split(",") if event and self.args.rank == 1]
-        loop = TrainingLoop(self.args, self.tracker)
+    def do(self, step: str) -> dict[str, Any]:
+        """What this rank notes of a step; of one that raised the class, the message and the ranks that failed."""
+        verb, _, value = step.partition(":")
+        self.noted: dict[str, Any] = {"losses": [], "trackers": [], "early": []}
         before = children()
         try:
-            loop.run(
-                *(self.model, self.optimizer, self.scheduler, self.context),
-                {int(iteration): event for iteration, event in happens},
-            )
+            getattr(self, verb)(value)
         except Exception as error:
-            noted["error"] = _told(error)
-        noted |= {"losses": loop.losses, "trackers": loop.trackers, "early": loop.early}
-        return noted | {"digest": self.digest(), "tracker": self.tracker(), "processes": len(children() - before)}
+            failed_ranks = [failure.rank for failure in getattr(error, "rank_failures", ())]
+            self.noted["error"] = [type(error).__name__, str(error), failed_ranks]
+        finally:
+            self.disk.close()
+        processes = len(children() - before)
+        return self.noted | {"digest": self.digest(), "tracker": self.tracker(), "processes": processes}
 
-    def plan(self) -> str | None:
-        """Of the last save that is over."""
-        strategy = self.context.get("save_strategy")
-        report = getattr(getattr(strategy, "base_strategy", strategy), "last_report", None)
-        return None if report is None else report.plan
+    def load(self, directory: str) -> None:
+        import torch
+        from megatron.training import checkpointing
+
+        self.args.load, _, iteration = directory.partition("@")
+        self.args.ckpt_step = int(iteration) if iteration else None
+        self.args.iteration, _ = checkpointing.load_checkpoint(
+            self.model, self.optimizer, self.scheduler, checkpointing_context=self.context
+        )
+        self.noted["iteration"] = self.args.iteration
+        # Without Apex and Transformer Engine Megatron does not load the number of steps. There was one before all.
+        for _, state in self.states_of_adam():
+            state["step"] = torch.tensor(self.args.iteration + 1.0)
+
+    def train(self, events: str) -> None:
+        from megatron.core.rerun_state_machine import RerunDataIterator
+        from megatron.core.utils import get_model_config
+        from megatron.training import training
+
+        happens = [event.split("=") for event in events.split(",") if event and self.args.rank == 1]
+        self.events = {int(iteration): event for iteration, event in happens}
+        self.iteration = self.args.iteration
+        training.train(
+            *(self.forward_step, self.model, self.optimizer, self.scheduler, RerunDataIterator(self.batches())),
+            *(None, None, get_model_config(self.model[0]), self.context, None),
+        )
+
+    def batches(self) -> Iterator[Any]:
+        import torch
+
+        args = self.args
+        while True:
+            generator = torch.Generator().manual_seed(1000 * self.iteration + args.rank)
+            yield torch.randint(args.vocab_size, (args.micro_batch_size, args.seq_length + 1), generator=generator)
+
+    def forward_step(self, batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
+        import torch
+
+        batch = next(batches)
+        self.iteration += 1
+        self.disk.close()
+        self.note_tracker()
+        self.happen(self.events.get(self.iteration, ""))
+        length = batch.shape[1] - 1
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        positions = torch.arange(length).expand(len(batch), length)
+
+        def mean(losses: Any) -> tuple[Any, dict[str, Any]]:
+            loss = losses.float().mean()
+            self.noted["losses"].append(loss.item())
+            return loss, {"lm loss": loss.detach().clone()}
+
+        return model(batch[:, :-1].contiguous(), positions, mask, labels=batch[:, 1:].contiguous()), mean
+
+    def happen(self, event: str) -> None:
+        from tests.harness.disks import FullDisk, GatedDisk
+        from tests.megatron.async_saves import written_on
+
+        if event == "full":
+            self.disk.enter_context(written_on(FullDisk()))
+        elif event == "gate":
+            self.gates.append(GatedDisk())
+            self.disk.enter_context(written_on(self.gates[-1]))
+        elif event == "open":
+            self.gates.pop().gate.set()
 
     def tracker(self) -> str | None:
+        """The iteration that the file says which names the latest checkpoint."""
         path = Path(self.args.save, "latest_checkpointed_iteration.txt")
         return path.read_text() if path.exists() else None
 
-    def load(self, directory: str) -> dict[str, Any]:
-        from megatron.training import checkpointing
+    def note_tracker(self) -> None:
+        """Before each iteration; and whether it names a checkpoint that is not committed."""
+        named = self.tracker()
+        self.noted["trackers"].append(named)
+        if named is not None and not Path(self.args.save, f"iter_{int(named):07d}", ".metadata").exists():
+            self.noted["early"].append(named)
 
-        self.args.load, _, step = directory.partition("@")
-        self.args.ckpt_step = int(step) if step else None
-        try:
-            iteration, _ = checkpointing.load_checkpoint(
-                self.model, self.optimizer, self.scheduler, checkpointing_context=self.context
-            )
-        except Exception as error:
-            return {"error": _told(error)}
-        self.args.iteration = iteration
-        self.set_steps(iteration + 1)  # and the one before all others
-        return {"iteration": iteration, "digest": self.digest()}
-
-    def set_steps(self, count: int) -> None:
-        """Tell Adam how many steps it has taken. Without Apex and Transformer Engine Megatron does not load that."""
-        import torch
-
+    def states_of_adam(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Of each parameter in full precision."""
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for state in optimizer.optimizer.state.values():
-                state["step"] = torch.tensor(float(count))
+            yield from optimizer.optimizer.state.items()
 
     def digest(self) -> str:
         """Of the weights and the optimizer's state on this rank, bit for bit."""
         import torch
 
-        tensors = [value for _, value in sorted(self.model[0].state_dict().items()) if isinstance(value, torch.Tensor)]
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for group in optimizer.optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = optimizer.optimizer.state.get(parameter, {})
-                    tensors += [parameter, *(state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)]
         found = hashlib.sha256()
-        for tensor in tensors:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        values = [value for _, value in sorted(self.model[0].state_dict().items())]
+        for value in [*values, *(each for key, state in self.states_of_adam() for each in (key, *state.values()))]:
+            if isinstance(value, torch.Tensor):
+                local = value.to_local() if hasattr(value, "to_local") else value
+                found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--steps", nargs="*", default=[])
+    parser.add_argument("--notes", type=Path)
+    return parser
 
 
 def _main() -> None:
     import torch
 
-    from tests.megatron.without_cuda import redirect_cuda
+    from demo import megatron_cpu
 
-    redirect_cuda()
+    megatron_cpu.install()
     torch.set_num_threads(1)
     from megatron.training import arguments, global_vars, initialize
 
@@ -305,6 +281,7 @@ def _main() -> None:
     args = arguments.parse_args(_add_arguments)
     arguments.validate_args(args)
     args.high_priority_stream_groups = []  # an option of NCCL, which torch for CPU lacks
+    args.save_tokenizer_assets = False  # it has no tokenizer
     global_vars.set_global_variables(args, build_tokenizer=False)
     notes, steps = args.notes, args.steps
     del args.notes  # the arguments are part of the checkpoint
@@ -312,9 +289,7 @@ def _main() -> None:
         allow_no_cuda=True, store=torch.distributed.FileStore(str(notes / "store"), args.world_size)
     )
     training = _Training()
-    for step in steps:
-        training.do(step)
-    (notes / f"rank{args.rank}.json").write_text(json.dumps(training.notes))
+    (notes / f"rank{args.rank}.json").write_text(json.dumps([training.do(step) for step in steps]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -28,7 +28,7 @@ from tests.promises.scenarios import command, where
 from tests.promises.test_mixes import Boxes
 
 ROWS = slice(120, 170)
-PLACES = 3
+PLACES = 300 if LONG_TESTS else 3
 """So many places of each file are tried for each kind of damage to bytes."""
 
 

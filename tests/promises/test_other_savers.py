@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
-from tests.faults.disk import Fault, FaultDisk, each_call
+from tests.faults.disk import CHANGES, Fault, FaultDisk, each_call
 from tests.harness.ranks import run_ranks, values
 from tests.harness.verdicts import Verdict, verdict_of
 from tests.support.torch_versions import needs_use_collectives
@@ -324,6 +325,37 @@ def test_of_two_jobs_that_save_at_once_each_is_told_the_truth(tmp_path: Path, lo
     one, other = values(run_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks))
     assert {*one, *other} <= {"", "StorageError", "replaced"}
     assert all("" in pair for pair in zip(one, other, strict=True))  # what is there one of them was told it has saved
+
+
+def has_no_locks(*arguments: object) -> None:
+    raise OSError(errno.ENOLCK, "")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("other_saves", [stock_saves, ours_saves])
+def test_whatever_call_a_save_stands_still_before_while_another_job_saves_each_is_told_the_truth(
+    memory_path: Path, other_saves: Callable[[str], None], locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts: dict[int, Verdict] = {}
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", has_no_locks)
+
+    def save_meanwhile(number: int) -> Fault:
+        directory = str(memory_path / f"call-{number}")
+        return lambda call: verdicts.update({number: verdict_of(other_saves, directory)})
+
+    for number, call, directory, raised in each_call(
+        lambda directory: robust_dcp.save(state(2), checkpoint_id=directory, no_dist=True),
+        memory_path,
+        save_meanwhile,
+        prepare=lambda directory: robust_dcp.save(state(1), checkpoint_id=directory, no_dist=True),
+        counted={*CHANGES, "open", "lock", "read"},
+        every=7,
+    ):
+        saved = {2} if raised is None else set()
+        saved |= {7} if verdicts[number].type_name == "" else set()
+        assert step_in(directory, no_dist=True) in (saved or {1}), (number, call, raised, verdicts[number])
+        assert raised is None or isinstance(raised, robust_dcp.StorageError)
 
 
 def test_a_stock_save_that_is_running_keeps_its_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
+from robust_dcp.comm.connections import Connections
 from tests.faults.disk import CHANGES, LONG_TESTS, Call, FaultDisk, kill
 from tests.harness.faults import fail_in, kill_in
 from tests.harness.ranks import errors, run_program, run_ranks, values
@@ -294,3 +296,31 @@ stay_until_all_are_done(store)
 def test_strangers_who_connect_to_the_ports_of_ranks_and_send_what_they_like_fail_no_save(tmp_path: Path) -> None:
     ended = run_program(_DISTURBED, tmp_path, size=3)
     assert all(each.exitcode == 0 and "saved True" in each.output for each in ended)
+
+
+def save_while_rank_2_is_killed_at_the_network(path: str, call: str, number: int) -> Verdict:
+    method, count = getattr(Connections, call), itertools.count()
+
+    def count_and_call(self: Connections, *args: Any) -> Any:
+        if dist.get_rank() == 2 and next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args)
+
+    with mock.patch.object(Connections, call, count_and_call):
+        return verdict_of(robust_dcp.save, state(2), checkpoint_id=path, timeout_seconds=10)
+
+
+NETWORK_CALLS = {"_await": 1, "send": 5, "start_receiving": 5}
+"""How many of them are tried. Rank 2 of five has a parent and a child, and waits for the store when it connects."""
+
+
+@pytest.mark.parametrize("call", NETWORK_CALLS)
+def test_a_rank_that_is_killed_before_any_call_to_the_network_is_named_by_all_others(call: str, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    values(run_ranks(5, save_first, path))
+    for number in range(0, NETWORK_CALLS[call], 1 if LONG_TESTS else 2):
+        outcomes = run_ranks(5, save_while_rank_2_is_killed_at_the_network, path, call, number)
+        assert outcomes[2].exitcode == -signal.SIGKILL
+        verdicts = values([outcome for outcome in outcomes if outcome.rank != 2])
+        assert [verdict.fields.get("missing_ranks") for verdict in verdicts] == [[2]] * 4, (number, verdicts)
+        assert values(run_ranks(1, step_in, path)) == [1.0]

@@ -47,19 +47,14 @@ def runtime(monkeypatch: pytest.MonkeyPatch, error: int) -> Runtime:
     return made
 
 
-def test_a_refusal_leaves_no_error_for_the_next_kernel_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = runtime(monkeypatch, error=2)
-    block = Block(4096)
-    block.pin()
-    assert not block.is_pinned
-    assert cuda.kept_error == 0
-
-
-def test_a_block_that_was_refused_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_was_refused_is_asked_for_once_and_leaves_no_error_for_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda = runtime(monkeypatch, error=2)
     block = Block(4096)
     for _ in range(3):
         block.pin()
+        assert not block.is_pinned and cuda.kept_error == 0
     block.unpin()
     assert cuda.calls == ["register"]
     cuda.error = 0

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from comparing import digest
 
-from tests.megatron.without_cuda import redirect_cuda
+from demo import megatron_cpu
 
-redirect_cuda()
+megatron_cpu.install()
 
 from megatron.bridge.data.base import DatasetProvider  # noqa: E402
 from megatron.bridge.models import GPTModelProvider  # noqa: E402

@@ -1,13 +1,16 @@
-"""What the programs beside this file share: the state of a run, kept and compared bit for bit, and the losses.
+"""What the programs beside this file share: a run that is saved or loaded, its state, compared bit for bit, its losses.
 
 It is part of the programs, which know nothing of robust_dcp.
 """
 
 import hashlib
 import os
+import sys
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
@@ -16,16 +19,51 @@ def small_model():
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
 
 
-def train(model, optimizer, steps, backward=torch.Tensor.backward, then=lambda: None):
-    """Train on random numbers, and give the losses."""
-    losses = []
-    for _ in range(steps):
-        losses.append(model(torch.randn(4, 8)).square().mean())
-        backward(losses[-1])
-        optimizer.step()
-        then()
-        optimizer.zero_grad()
-    return losses
+class Run:
+    """A program: ``PROGRAM.py save NAME DIRECTORY``, or ``load NAME`` and some directories.
+
+    A subclass makes ``model`` and ``optimizer``, and has ``save`` and ``load``, which take a path.
+    """
+
+    @classmethod
+    def main(cls):
+        warnings.simplefilter("ignore")
+        command, name, *directories = sys.argv[1:]
+        torch.manual_seed(1 if command == "save" else 2)
+        run = cls(name)
+        for path in (Path(directory, name) for directory in directories):
+            if command == "save":
+                for _ in range(2):  # twice at one place, as with a checkpoint "last"
+                    tell(*run.train(2))
+                    run.save(path)
+                keep(path.parent, name, run.state())
+            else:
+                run.train(1)
+                run.load(path)
+                compare(path.parent, name, run.state())
+                torch.manual_seed(3)
+                tell(*run.train(2))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def train(self, steps):
+        """Train on random numbers, and give the losses."""
+        losses = []
+        for _ in range(steps):
+            losses.append(self.loss())
+            self.backward(losses[-1])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    def loss(self):
+        return self.model(torch.randn(4, 8)).square().mean()
+
+    def backward(self, loss):
+        loss.backward()
+
+    def state(self):
+        return [self.model.state_dict(), self.optimizer.state_dict()]
 
 
 def keep(directory, name, state):

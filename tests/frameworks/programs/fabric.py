@@ -1,15 +1,11 @@
-"""A program that trains with Lightning Fabric: ``fabric.py save NAME DIRECTORY``, or ``load`` and some directories.
+"""A program that trains with Lightning Fabric, named by its strategy: ``mp`` or ``fsdp``.
 
 ``FSDPStrategy`` is for GPUs. Two small things let it run on a CPU: a subclass, since Fabric looks for the class itself,
 and a device that is named, since FSDP looks for an accelerator where none is.
 """
 
-import sys
-import warnings
-from pathlib import Path
-
 import torch
-from comparing import compare, keep, small_model, tell, train
+from comparing import Run, small_model
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -34,51 +30,34 @@ def sharded(model, device_mesh):
     return fully_shard(model, mesh=device_mesh["data_parallel"])
 
 
-def strategy_named(name):
-    if name == "fsdp":
-        let_fsdp_run_on_cpu()
-        return FSDPOnCPU(state_dict_type="sharded", use_orig_params=True)
-    return ModelParallelStrategy(sharded, data_parallel_size=2, tensor_parallel_size=1)
-
-
-def start(name, seed):
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy_named(name))
-    fabric.launch()
-    torch.manual_seed(seed)
-    model = small_model()
-    if name == "fsdp":
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
-    else:
-        model = fabric.setup(model)
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
-    return fabric, model, optimizer
-
-
-def state_of(model, optimizer):
-    return [[parameter.data for parameter in model.parameters()], optimizer.optimizer.state_dict()]
-
-
-def main():
-    warnings.simplefilter("ignore")
-    command, name, *directories = sys.argv[1:]
-    fabric, model, optimizer = start(name, seed=1 if command == "save" else 2)
-    state = {"model": model, "optimizer": optimizer, "step": 7}
-    for directory in map(Path, directories):
-        if command == "save":
-            # Twice at one place, as with a checkpoint "last".
-            for _ in range(2):
-                tell(*train(model, optimizer, 2, fabric.backward))
-                fabric.save(directory / name, state)
-            keep(directory, name, state_of(model, optimizer))
+class WithFabric(Run):
+    def __init__(self, name):
+        if name == "fsdp":
+            let_fsdp_run_on_cpu()
+            strategy = FSDPOnCPU(state_dict_type="sharded", use_orig_params=True)
         else:
-            train(model, optimizer, 1, fabric.backward)
-            state["step"] = 0
-            fabric.load(directory / name, state)
-            assert state["step"] == 7
-            compare(directory, name, state_of(model, optimizer))
-            torch.manual_seed(3)
-            tell(*train(model, optimizer, 2, fabric.backward))
+            strategy = ModelParallelStrategy(sharded, data_parallel_size=2, tensor_parallel_size=1)
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        self.fabric.launch()
+        self.backward = self.fabric.backward
+        model = small_model()
+        if name == "fsdp":
+            self.model, self.optimizer = self.fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        else:
+            self.model = self.fabric.setup(model)
+            self.optimizer = self.fabric.setup_optimizers(torch.optim.AdamW(self.model.parameters()))
+
+    def save(self, path):
+        self.fabric.save(path, {"model": self.model, "optimizer": self.optimizer, "step": 7})
+
+    def load(self, path):
+        state = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+        self.fabric.load(path, state)
+        assert state["step"] == 7
+
+    def state(self):
+        return [[parameter.data for parameter in self.model.parameters()], self.optimizer.optimizer.state_dict()]
 
 
 if __name__ == "__main__":
-    main()
+    WithFabric.main()

@@ -1,7 +1,7 @@
 """A program that trains a small llama with the ``Trainer`` of transformers, its weights sharded by FSDP2.
 
-``hf_trainer.py save DIRECTORY`` trains two steps and saves after each. ``load`` and some directories goes on from the
-second, as ``trainer.train(resume_from_checkpoint=...)`` does, and looks at what it starts from.
+``hf_trainer.py save trainer DIRECTORY`` trains two steps and saves after each. ``load`` goes on from the second, as
+``trainer.train(resume_from_checkpoint=...)`` does, and looks at what it starts from.
 """
 
 import sys
@@ -31,11 +31,11 @@ class Look(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model, optimizer, lr_scheduler, **_):
         if self.command == "load" and state.global_step == 2:
-            compare(self.directory, "trainer", self.everything(model, optimizer, lr_scheduler))
+            compare(self.directory.parent, self.directory.name, self.everything(model, optimizer, lr_scheduler))
 
     def on_train_end(self, args, state, control, model, optimizer, lr_scheduler, **_):
         if self.command == "save":
-            keep(self.directory, "trainer", self.everything(model, optimizer, lr_scheduler))
+            keep(self.directory.parent, self.directory.name, self.everything(model, optimizer, lr_scheduler))
 
     def on_log(self, args, state, control, logs, **_):
         if "loss" in logs:
@@ -50,7 +50,7 @@ def train(command, directory):
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=False, **shape))
     arguments = TrainingArguments(
-        output_dir=str(directory / "trainer"),
+        output_dir=str(directory),
         fsdp=True,
         fsdp_config={
             "version": 2,
@@ -75,9 +75,9 @@ def train(command, directory):
 
 def main():
     warnings.simplefilter("ignore")
-    command, *directories = sys.argv[1:]
+    command, name, *directories = sys.argv[1:]
     for directory in map(Path, directories):
-        train(command, directory)
+        train(command, directory / name)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
-"""A program that trains with TorchTNT: ``tnt.py save sync DIRECTORY`` or ``async``, or ``load`` and directories."""
-
-import sys
-import warnings
-from pathlib import Path
+"""A program that trains with TorchTNT. It is named ``sync`` or ``async``."""
 
 import torch
 import torch.distributed as dist
-from comparing import compare, keep, small_model, tell
+from comparing import Run, small_model, tell
 from torch.distributed.fsdp import fully_shard
 from torchtnt.framework.callbacks import DistributedCheckpointSaver
 from torchtnt.framework.train import train
@@ -26,35 +22,34 @@ class Unit(TrainUnit):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def everything(self):
-        progress = self.train_progress.state_dict()
-        return [self.model.state_dict(), self.optimizer.state_dict(), progress]
 
+class WithUnit(Run):
+    def __init__(self, name):
+        dist.init_process_group("gloo")
+        self.name, self.unit, self.callbacks = name, Unit(), []
+        self.group = dist.new_group(backend="gloo")  # stock saves behind training on a group of its own
 
-def main():
-    warnings.simplefilter("ignore")
-    command, mode, *directories = sys.argv[1:]
-    dist.init_process_group("gloo")
-    torch.manual_seed(1 if command == "save" else 2)
-    for directory in map(Path, directories):
-        unit = Unit()
-        batches = [torch.randn(4, 8) for _ in range(4)]
-        if command == "save":
-            saver = DistributedCheckpointSaver(
-                str(directory / mode),
-                save_every_n_train_steps=2,
-                async_checkpoint=mode == "async",
-                process_group=dist.new_group(backend="gloo"),  # stock saves behind training on a group of its own
-            )
-            train(unit, batches, max_epochs=1, callbacks=[saver])
-            keep(directory, mode, unit.everything())
-        else:
-            DistributedCheckpointSaver.restore(str(directory / mode / "epoch_1_train_step_4"), unit)
-            compare(directory, mode, unit.everything())
-            torch.manual_seed(3)
-            train(unit, [torch.randn(4, 8) for _ in range(2)], max_epochs=2)
-    dist.destroy_process_group()
+    def train(self, steps, *callbacks):
+        epochs = self.unit.train_progress.num_epochs_completed + 1
+        train(self.unit, [torch.randn(4, 8) for _ in range(steps)], max_epochs=epochs, callbacks=list(callbacks))
+        return []
+
+    def save(self, path):
+        """TorchTNT saves while it trains."""
+        is_async = self.name == "async"
+        saver = DistributedCheckpointSaver(
+            str(path), save_every_n_train_steps=2, async_checkpoint=is_async, process_group=self.group
+        )
+        self.train(4, saver)
+
+    def load(self, path):
+        latest = max(path.iterdir(), key=lambda each: int(each.name.rpartition("_")[2]))
+        DistributedCheckpointSaver.restore(str(latest), self.unit)
+
+    def state(self):
+        progress = self.unit.train_progress.state_dict()
+        return [self.unit.model.state_dict(), self.unit.optimizer.state_dict(), progress]
 
 
 if __name__ == "__main__":
-    main()
+    WithUnit.main()

@@ -30,9 +30,9 @@ class Actor(Worker):
 
     def __init__(self):
         super().__init__()
-        from tests.megatron.without_cuda import redirect_cuda
+        from demo import megatron_cpu
 
-        redirect_cuda()
+        megatron_cpu.install()
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
 

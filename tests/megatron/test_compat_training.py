@@ -1,0 +1,127 @@
+"""Megatron-LM's own training, unmodified, in jobs of two ranks: each format, saved while training stands and beside it.
+``make test-compat`` puts the sources of 0.19.2 on ``PYTHONPATH``.
+
+Losses, weights and optimizer are compared bit for bit with those of a job that knows nothing of robust_dcp. Dropout is
+on, so losses also tell whether a resumed job has the random numbers that it should have. With ``--verify-integrity``
+Megatron hashes all files of a checkpoint, and robust_dcp does: the hashes of each hold for the files of the other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.training_job import Job, run_job
+
+pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+_FORMATS = {
+    "torch_dist": ("--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--verify-integrity"),
+    "torch_dcp": ("--ckpt-format", "torch_dcp", "--use-torch-fsdp2"),
+}
+_OURS = ("--ckpt-planner", "robust_dcp", "--ckpt-exchange-timeout-seconds", "30")
+_ASYNC = (*_OURS, "--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker")
+_HOW = {"stock": (), "ours": _OURS, "async": _ASYNC}
+_GOES_ON = "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)"
+
+Trained = Callable[[str, str], tuple[Job, Path]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Jobs that save after iterations 4, 8 and 12, by format and how, each with the place of its checkpoints. In the
+    asynchronous ones rank 1 cannot write what is saved after iteration 4 until iteration 7."""
+    assert importlib.util.find_spec("megatron.training") is not None, "run make test-compat"
+
+    @cache
+    def run(form: str, how: str) -> tuple[Job, Path]:
+        directory = tmp_path_factory.mktemp(f"{form}_{how}")
+        steps = "train:4=gate,7=open" if how == "async" else "train"
+        arguments = (*_FORMATS[form], *_HOW[how], "--save", directory / "saved")
+        return run_job(directory / "job", *arguments, steps=steps), directory / "saved"
+
+    return run
+
+
+@pytest.mark.parametrize("how", ["ours", "async"])
+@pytest.mark.parametrize("form", _FORMATS)
+def test_training_has_the_losses_of_a_job_without_us_and_the_tracker_moves_after_the_commit(
+    trained: Trained, form: str, how: str
+) -> None:
+    (stock, _), (job, _) = trained(form, "stock"), trained(form, how)
+    assert "robust_dcp" not in stock.output
+    assert job.noted("error") == [None, None]
+    assert [len(losses) for losses in job.noted("losses")] == [12, 12]
+    assert job.noted("losses") == stock.noted("losses") and job.noted("digest") == stock.noted("digest")
+    found = re.findall(r"saved .*iter_00000(\d\d) \(rank 0 of 2\): .*; plan (\w+): ", job.output)
+    assert found == [("04", "built"), ("08", "reused"), ("12", "reused")]
+    for trackers in job.noted("trackers"):
+        if how == "async":  # the second save waits until the first is committed
+            assert trackers[:7] == [None] * 7 and None not in trackers[8:]
+        else:
+            assert trackers == [None] * 4 + ["4"] * 4 + ["8"] * 4
+    assert [job.noted(key) for key in ("early", "processes", "tracker")] == [[[], []], [0, 0], ["12", "12"]]
+
+
+@pytest.mark.parametrize(("saved", "by"), [("async", "ours"), ("async", "stock"), ("stock", "async")])
+@pytest.mark.parametrize("form", _FORMATS)
+def test_a_job_that_goes_on_from_what_either_has_saved_has_the_same_losses(
+    tmp_path: Path, trained: Trained, form: str, saved: str, by: str
+) -> None:
+    (stock, _), (_, directory) = trained(form, "stock"), trained(form, saved)
+    iteration = 4 if form == "torch_dist" else 8
+    arguments = (*_FORMATS[form], *_HOW[by], "--save", tmp_path / "saved")
+    job = run_job(tmp_path / "job", *arguments, steps=f"load:{directory}@{iteration} train")
+    assert ("robust_dcp" in job.output) == (by != "stock")
+    assert job.noted("iteration") == [iteration, iteration]
+    assert job.noted("losses", 1) == [losses[iteration:] for losses in stock.noted("losses")]
+    assert job.noted("digest", 1) == stock.noted("digest")
+
+
+@pytest.mark.parametrize(("form", "how"), [("torch_dist", "ours"), ("torch_dist", "async"), ("torch_dcp", "async")])
+def test_with_warn_training_goes_on_over_a_full_disk_and_the_next_save_works(
+    tmp_path: Path, trained: Trained, form: str, how: str
+) -> None:
+    arguments = (*_FORMATS[form], *_HOW[how], "--ckpt-save-failure", "warn", "--save", tmp_path / "saved")
+    job = run_job(tmp_path / "job", *arguments, steps=f"train:8=full load:{tmp_path / 'saved'}")
+    stock, _ = trained(form, "stock")
+    assert job.noted("error") == [None, None] and job.noted("losses") == stock.noted("losses")
+    assert "No space left on device" in job.output and _GOES_ON in job.output
+    assert all("8" not in trackers for trackers in job.noted("trackers"))
+    assert not (tmp_path / "saved" / "iter_0000008" / ".metadata").exists()
+    assert (job.noted("tracker"), job.noted("iteration", 1)) == (["12", "12"], [12, 12])
+    assert job.noted("digest", 1) == stock.noted("digest")
+
+
+@pytest.mark.parametrize("how", ["ours", "async"])
+def test_what_fails_is_the_same_exception_on_all_ranks(tmp_path: Path, trained: Trained, how: str) -> None:
+    """A full disk ends training. A file that is not as it was saved is not loaded."""
+    saved = tmp_path / "saved"
+    arguments = (*_FORMATS["torch_dist"], *_HOW[how], "--ckpt-fully-parallel-load", "--save", saved)
+    job = run_job(tmp_path / "job", *arguments, steps="train:8=full")
+    of_rank_0, of_rank_1 = job.noted("error")
+    assert of_rank_0 == of_rank_1
+    assert of_rank_0[0] == "StorageError" and "No space left on device" in of_rank_0[1] and of_rank_0[2] == [1]
+    assert job.noted("tracker") == ["4", "4"]
+    (damaged,) = (saved / "iter_0000004").glob("__1_0.*")
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    job = run_job(tmp_path / "load", *arguments, steps=f"load:{saved}")
+    of_rank_0, of_rank_1 = job.noted("error")
+    assert of_rank_0 == of_rank_1 and of_rank_0[0] == "RefusedByMegatron"
+    assert re.search(r"__1_0\.\w+\.distcp: expected ", of_rank_0[1])
+
+
+def test_without_a_persistent_worker_megatron_saves_while_training_stands(tmp_path: Path, trained: Trained) -> None:
+    arguments = (*_FORMATS["torch_dist"], *_ASYNC[:-1], "--save", tmp_path / "saved")
+    job = run_job(tmp_path / "job", *arguments, steps="train")
+    assert "Disabling --async-save" in job.output
+    assert job.noted("trackers") == [[None] * 4 + ["4"] * 4 + ["8"] * 4] * 2
+    assert job.noted("tracker") == ["12", "12"]
+    assert job.noted("losses") == trained("torch_dist", "stock")[0].noted("losses")

@@ -1,0 +1,517 @@
+"""``dist_checkpointing.save`` and ``load`` of Megatron with robust_dcp as the planner: as stock, but checked, and told
+to all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import load as load_bound_early
+from megatron.core.dist_checkpointing import save as save_bound_early
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from benchmarks.collectives import counted_collectives
+from robust_dcp import PlanConflict, RobustCheckpointError, StorageError, UnsafeCheckpoint
+from robust_dcp.megatron import RobustLoadStrategy, RobustSaveStrategy, common_state, versions
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from tests.megatron.stock import stock_strategy
+from tests.megatron.torch_dist import (
+    Scenarios,
+    chosen,
+    cut,
+    failures_of,
+    made,
+    per_rank_object,
+    replicated,
+    replicated_object,
+    save,
+    warnings_of,
+)
+
+SCENARIOS = Scenarios()
+
+
+def _halves(key: str, data: torch.Tensor) -> ShardedTensorFactory:
+    """A factory as Megatron's SwiGLU has them: one tensor, saved as two."""
+
+    def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        return {name: cut(f"{key}.{name}", part) for name, part in zip("ab", data.chunk(2), strict=True)}
+
+    return ShardedTensorFactory(key, data, build, lambda parts: torch.cat([parts["a"], parts["b"]]))
+
+
+def _state(step: int = 3) -> dict[str, Any]:
+    """Step 0 is what to load into."""
+    rank = dist.get_rank()
+    state: dict[str, Any] = {
+        "cut": cut("cut", step * (torch.arange(6.0).reshape(2, 3) + 10 * rank)),
+        "halves": _halves("halves", step * (torch.arange(4.0) + 10 * rank)),
+        "many": [replicated(f"many.{n}", step * torch.full((n + 1,), n + 1.0)) for n in range(6)],
+        "small": replicated("small", (step * torch.ones(3)).to(torch.bfloat16)),
+        "flag": replicated("flag", torch.tensor(step > 0)),
+        "rng": per_rank_object("rng", {"seed": step + rank} if step else None),
+        "shared": replicated_object("shared", [step] if step else None),
+        "here": LocalNonpersistentObject(f"rank {rank}"),
+    }
+    return state | {"iteration": step, "args": argparse.Namespace(lr=0.5, name="gpt")} if step else state
+
+
+def _template() -> dict[str, Any]:
+    return _state(0)
+
+
+def _one(value: float = 0.0) -> dict[str, Any]:
+    return {"weight": cut("weight", torch.full((2,), value))}
+
+
+def _plain(value: Any) -> Any:
+    """A loaded state dict as values that can be compared."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
+def _load(directory: Path, template: Callable[[], dict[str, Any]] = _template, *args: Any, **options: Any) -> Any:
+    return _plain(dist_checkpointing.load(template(), str(directory), *args, **options))
+
+
+def _parallel(**options: Any) -> FullyParallelLoadStrategyWrapper:
+    return FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), dist.group.WORLD, **options)
+
+
+def _load_bound_early(directory: Path) -> Any:
+    without_data = _template()
+    for shard in without_data["many"]:
+        shard.data = None
+    return _plain(load_bound_early(without_data, str(directory), _parallel()))
+
+
+SAVES: dict[str, Callable[[Any, Path], Any]] = {
+    "save": save,
+    "bound early": lambda state, path: save_bound_early(state, str(made(path)), stock_strategy()),
+    "parallel": lambda state, path: save(
+        state, path, FullyParallelSaveStrategyWrapper(stock_strategy(), dist.group.WORLD)
+    ),
+    "strategy": lambda state, path: stock_strategy().save({"flag": state["flag"]}, made(path)),
+}
+LOADS: dict[str, Callable[[Path], Any]] = {
+    "load": _load,
+    "broadcast": lambda path: _load(path, _template, _parallel(exchange_algo="broadcast")),
+    "gather_rounds": lambda path: _load(path, _template, _parallel(exchange_algo="gather_rounds")),
+    "bound early": _load_bound_early,
+}
+
+
+@SCENARIOS.add
+def each_loads_what_the_other_saved_by_every_way_and_without_object_collectives(directory: Path) -> None:
+    """The switch at 0 leaves the same calls to stock."""
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    save(_state(), directory / "stock", stock_strategy())
+    expected = _load(directory / "stock")
+    save(_state(), directory / "ours 1", RobustSaveStrategy())
+    assert _load(directory / "stock", _template, RobustLoadStrategy()) == expected
+    for switch in "10":
+        with chosen(switch=switch):
+            for name, save_by in SAVES.items():
+                with counted_collectives() as calls:
+                    save_by(_state(), directory / f"{name} {switch}")
+                assert set(calls) <= {"barrier"} or switch == "0"
+            dist.barrier()
+            for name, load_by in LOADS.items():
+                for saved in ("stock", "parallel 1") if switch == "1" else ("parallel 1",):
+                    if switch == "0" and name == "gather_rounds":
+                        continue  # gloo gathers no tensors of different sizes
+                    with counted_collectives() as calls:
+                        assert load_by(directory / saved) == expected
+                    assert switch == "0" or calls["all_gather_object"] + calls["gather_object"] == 0
+            for strategy in (TorchDistLoadShardedStrategy(), _parallel()):  # for callers that call them themselves
+                assert strategy.load({"flag": _template()["flag"]}, directory / "strategy 1")["flag"].item() is True
+    assert [_load(directory / f"{name} 1") for name in ("save", "bound early", "parallel", "ours")] == [expected] * 4
+    assert {path.name for path in directory.iterdir() if (path / INDEX_NAME).exists()} == {
+        path.name for path in directory.iterdir() if "1" in path.name
+    }
+
+
+@SCENARIOS.add
+def a_strategy_that_saves_or_loads_in_its_own_way_is_left_to_do_so(directory: Path) -> None:
+    asked: list[list[str]] = []
+
+    class OwnSave(TorchDistSaveShardedStrategy):
+        def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            asked.append(sorted(sharded_state_dict))
+            return AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[])
+
+    class OwnLoad(TorchDistLoadShardedStrategy):
+        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            asked.append(sorted(sharded_state_dict))
+            return {"weight": torch.full((2,), 7.0)}
+
+    with chosen():
+        save(_one(1.0), directory / "1", OwnSave("torch_dist", 1))
+        save({**_one(1.0), "iteration": 3}, directory / "2")
+        loaded = dist_checkpointing.load(_one(), str(directory / "2"), OwnLoad())
+    assert ["weight"] in asked and asked[-1] == ["weight"]
+    assert (len(asked), loaded["weight"].tolist(), loaded["iteration"]) == (2, [7.0, 7.0], 3)
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+@SCENARIOS.add
+def a_chunk_held_twice_by_a_rank_and_a_replica_without_data_are_no_conflict(directory: Path) -> None:
+    main = dist.get_rank() == 0
+    state = {
+        "embedding": replicated("tied", torch.ones(4), replica_id=0 if main else 1),
+        "output": replicated("tied", torch.ones(4), replica_id=2),  # as with tied weights
+        "gathered": replicated("gathered", torch.full((4,), 7.0)),
+    }
+    if not main:
+        state["gathered"].data = None
+    save(state, directory / "1", RobustSaveStrategy(), validate_access_integrity=False)
+    template = {key: replicated(key, torch.zeros(4)) for key in ("tied", "gathered")}
+    loaded = dist_checkpointing.load(template, str(directory / "1"))
+    assert (loaded["tied"].tolist(), loaded["gathered"].tolist()) == ([1.0] * 4, [7.0] * 4)
+
+
+@SCENARIOS.add
+def what_a_rank_cannot_save_is_one_error_on_all_and_nothing_is_left(directory: Path) -> None:
+    rank, failing_factory, without_data = dist.get_rank(), _state(1), _one()
+    if rank == 1:
+        failing_factory["halves"].build_fn = lambda *args: 1 / 0
+        without_data["weight"].data = None
+    without_main_replica = {"weight": cut("weight", torch.ones(2), replica_id=rank)}
+    with chosen():
+        assert failures_of(lambda: save(failing_factory, directory / "1"))[1] == [(1, "division by zero")]
+        ((failed, message),) = failures_of(lambda: save(without_data, directory / "2"))[1]
+        assert failed == 1 and "`data` attr is None" in message
+        ((failed, message),) = failures_of(lambda: save({**_one(), "hook": lambda: None}, directory / "3"))[1]
+        assert failed == 0 and "lambda" in message
+        error, failures = failures_of(lambda: save(without_main_replica, directory / "4"))  # as Megatron would
+    assert isinstance(error, CheckpointingException) and isinstance(error, PlanConflict)
+    assert (error.key, failures) == ("weight", [])
+    assert "Invalid access pattern" in str(error) and "1 of 2 shards" in str(error)
+    assert not [path for name in "1234" for path in (directory / name).iterdir()]
+
+
+@SCENARIOS.add
+def a_failure_to_write_metadata_json_is_an_error_on_all_ranks_and_megatron_finds_no_checkpoint(directory: Path) -> None:
+    with chosen():
+        made(directory / "1" / "metadata.json" / "x")
+        error, failures = failures_of(lambda: dist_checkpointing.save(_state(1), str(directory / "1")))
+        dist.barrier()
+        assert isinstance(error, StorageError) and [rank for rank, _ in failures] == [0]
+        failures_of(lambda: _load(directory / "1"))
+
+
+@SCENARIOS.add
+def a_structure_that_is_claimed_to_be_constant_is_validated_once_it_is_not(directory: Path) -> None:
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+    with chosen():
+        save(_one(), directory / "1", strategy)
+        grown = {**_one(), "rng": replicated_object("rng", 1)}
+        grown["rng"].replica_id = 7
+        error, _ = failures_of(lambda: save(grown, directory / "2", strategy, validate_access_integrity=False))
+    assert isinstance(error, PlanConflict) and error.key == "rng"
+
+
+@SCENARIOS.add
+def a_common_state_that_differs_is_logged_by_the_rank_that_differs(directory: Path) -> None:
+    def state() -> dict[str, Any]:
+        return {**_one(), "lr": {"now": 0.1 * dist.get_rank()}, "same": [1, 2]}
+
+    with chosen(), warnings_of("robust_dcp.megatron.common_state") as messages:
+        save(state(), directory / "1", preprocess_common_before_consistancy_check=lambda common: {})
+        assert messages == []
+        save(state(), directory / "2")
+    assert len(messages) == dist.get_rank()
+    assert all("Mismatched keys: ['lr.now']" in message for message in messages)
+
+
+@SCENARIOS.add
+def main_replicas_that_two_ranks_claim_are_named_with_what_differs(directory: Path) -> None:
+    rank = dist.get_rank()
+
+    def state() -> dict[str, Any]:
+        return {
+            "differs": replicated("differs", torch.full((3,), float(rank)), replica_id=0),
+            "equal": replicated("equal", torch.ones(3), replica_id=0),
+            "object": ShardedObject("object", {"rank": rank}, (1,), (0,), replica_id=0),
+            "unclaimed": replicated("unclaimed", torch.ones(3), replica_id=1),
+            "right": replicated("right", torch.ones(3)),
+        }
+
+    with chosen(), warnings_of("robust_dcp.plan") as messages:
+        for step in ("1", "2"):
+            save(state(), directory / step, validate_access_integrity=False)
+        error, _ = failures_of(lambda: save(state(), directory / "3"))
+    assert type(error).__name__ == "InvalidAccess"
+    template = {"differs": replicated("differs", torch.zeros(3)), "unclaimed": replicated("unclaimed", torch.zeros(3))}
+    loaded = dist_checkpointing.load(template, str(directory / "2"), validate_access_integrity=False)
+    assert (loaded["differs"].tolist(), loaded["unclaimed"].tolist()) == ([0.0] * 3, [1.0] * 3)
+    told = [message for message in messages if "main replica" in message]
+    assert len(told) == (0 if rank else 2)  # once, though both saves are of such a state dict
+    if rank == 0:
+        assert "'unclaimed'" in told[0] and "right" not in "".join(told)
+        for words in ("'differs' (rank 0 / rank 1)", "'equal' (ranks 0-1)", "'object/shard_0_1' (rank 0 / rank 1)"):
+            assert words in told[1]
+
+
+@SCENARIOS.add
+def with_warn_a_job_goes_on_after_a_save_that_failed_and_ranks_hear_of_one_that_failed_before_it(
+    directory: Path,
+) -> None:
+    """A module in the place of Megatron-LM's, whose ``save_checkpoint`` goes as that does: state, save, tracker."""
+    rank, tracker = dist.get_rank(), directory / "latest_checkpointed_iteration.txt"
+    for iteration in range(1, 6):
+        made(directory / str(iteration))
+    training = types.ModuleType("megatron.training.checkpointing")
+
+    def save_checkpoint(iteration: int) -> str:
+        state = _state(iteration)
+        if iteration == 2:
+            state = {"weight": cut("weight", torch.ones(2), replica_id=rank)}
+        if iteration == 3 and rank == 1:  # as ``model.sharded_state_dict()`` may
+            raise ValueError("no state dict of the optimizer")
+        dist_checkpointing.save(state, str(directory / str(iteration)))
+        if iteration == 5 and rank == 1:
+            raise ValueError("after the save")
+        if rank == 0:
+            tracker.write_text(str(iteration))
+        return "saved"
+
+    save_checkpoint.__module__ = training.__name__
+    training.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
+    sys.modules[training.__name__] = training
+    try:
+        with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
+            assert [training.save_checkpoint(n) for n in (1, 2, 3)] == ["saved", None, None]
+            dist.barrier()
+            assert tracker.read_text() == "1"
+            assert training.save_checkpoint(4) == "saved"
+        with chosen():
+            assert failures_of(lambda: training.save_checkpoint(3))[1] == [(1, "no state dict of the optimizer")]
+            if rank == 1:
+                with pytest.raises(ValueError, match="after the save"):
+                    training.save_checkpoint(5)
+            else:
+                training.save_checkpoint(5)
+    finally:
+        del sys.modules[training.__name__]
+    told = [message for message in messages if "training goes on" in message]
+    assert any("no state dict of the optimizer" in message for message in told)
+    assert sum("Invalid access pattern" in message for message in told) == (rank == 0)
+
+
+def test_a_multi_storage_client_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="msc://profile/checkpoint"):
+        RobustSaveStrategy().save({}, "msc://profile/checkpoint")
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@SCENARIOS.add
+def every_mode_of_strictness_does_what_it_says_and_refuses_on_all_ranks(directory: Path) -> None:
+    save({**_state(), "more": replicated("more", torch.ones(2))}, directory / "1", stock_strategy())
+
+    def asked() -> dict[str, Any]:
+        template = _template()
+        del template["small"]
+        if dist.get_rank() == 1:
+            template["unknown"] = replicated("unknown", torch.zeros(2), replica_id=0)
+        return template
+
+    results: dict[str, Any] = {}
+    with chosen():
+        for strict in StrictHandling:
+            try:
+                results[strict.value] = _load(directory / "1", asked, strict=strict)
+            except (CheckpointingException, RobustCheckpointError) as error:  # noqa: PERF203
+                results[strict.value] = str(error)
+    for refused in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+        assert isinstance(results[refused], str), refused
+    assert "more" in results["raise_all"] and "unknown" in results["raise_all"]
+    for passing in ("log_unexpected", "log_all", "ignore_all"):
+        assert results[passing]["cut"] == results["ignore_all"]["cut"]
+        assert "unknown" not in results[passing]
+    unexpected = {"unknown"} if dist.get_rank() == 1 else set()
+    assert results["return_unexpected"][1:] == [set(), unexpected]
+    assert results["return_all"][1:] == [{"more", "small"}, unexpected]
+
+
+@SCENARIOS.add
+def no_rank_decodes_the_metadata_of_a_checkpoint_with_an_index_and_all_comes_out_the_same(directory: Path) -> None:
+    state = {**_state(), "wide": [replicated(f"wide.{n}", torch.ones(2)) for n in range(100)]}
+    if not versions.common_state_is_a_sharded_object():  # as Megatron saves it from 0.19 on
+        state["common"] = replicated_object(versions.COMMON_STATE_KEY, {"iteration": 7})
+
+    def outcomes(path: Path) -> list[Any]:
+        error, _ = failures_of(lambda: _load(path, lambda: {**_template(), "no": replicated("no", torch.ones(2))}))
+        names = sorted(load_sharded_metadata(str(path)))
+        return [_load(path), _load(path, _template, _parallel()), names, type(error).__name__]
+
+    with chosen():
+        save(state, directory / "indexed")
+        if dist.get_rank() == 0:
+            shutil.copytree(directory / "indexed", directory / "plain")
+            (directory / "plain" / INDEX_NAME).unlink()
+            # Only somebody who decodes it would read what is overwritten: an index is fitted by the last 4 KiB.
+            data = (directory / "indexed" / METADATA_NAME).read_bytes()
+            assert len(data) > 3 * 4096
+            (directory / "indexed" / METADATA_NAME).write_bytes(bytes(4096) + data[4096:])
+        dist.barrier()
+        assert outcomes(directory / "indexed") == outcomes(directory / "plain")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (directory / "indexed" / common_state.COMMON_FILE).unlink(missing_ok=True)
+        dist.barrier()
+        assert dist_checkpointing.load_common_state_dict(str(directory / "indexed"))["iteration"] in (3, 7)
+
+
+@SCENARIOS.add
+def a_tensor_of_another_shape_is_padded_if_that_is_allowed_and_refused_if_not(directory: Path) -> None:
+    save({"table": replicated("table", torch.ones(3, 2))}, directory / "1", stock_strategy())
+
+    def template(**options: Any) -> dict[str, Any]:
+        return {"table": replicated("table", torch.full((5, 2), 9.0), **options)}
+
+    with chosen():
+        ours = _load(directory / "1", lambda: template(allow_shape_mismatch=True))
+        error, failures = failures_of(lambda: _load(directory / "1", template))
+    assert ours == _load(directory / "1", lambda: template(allow_shape_mismatch=True))
+    assert isinstance(error, CheckpointingException) and {rank for rank, _ in failures} == {0, 1}
+    assert "Global shape mismatch" in failures[0][1]
+
+
+@SCENARIOS.add
+def what_is_told_of_a_checkpoint_is_what_stock_tells(directory: Path) -> None:
+    state = {key: value for key, value in _state().items() if key != "args"}
+    save(state, directory / "1", stock_strategy(), content_metadata={"a": 1, "dp_cp_group": object()})
+    path = str(directory / "1")
+
+    def look() -> list[Any]:
+        tensors = dist_checkpointing.load_tensors_metadata(path)
+        return [
+            {key: (tensor.dtype, tensor.global_shape) for key, tensor in tensors.items()},
+            {key: type(value).__name__ for key, value in load_sharded_metadata(path).items()},
+            dist_checkpointing.load_common_state_dict(path),
+            dist_checkpointing.load_content_metadata(path),
+            _plain(dist_checkpointing.load_plain_tensors(path)),
+        ]
+
+    with chosen():
+        ours = look()
+    assert ours == look() and ours[3] == {"a": 1}
+
+
+class _Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@SCENARIOS.add
+def code_in_the_common_state_or_in_metadata_is_refused_on_all_ranks_and_not_run(directory: Path) -> None:
+    """In ``.metadata`` also by a strategy that is passed without install."""
+    save(_one(1.0), directory / "1", stock_strategy())
+    if dist.get_rank() == 0:
+        with (directory / "1" / "common.pt").open("wb") as file:
+            torch.save({"x": _Evil(directory / "ran")}, file, pickle_module=pickle)
+        (directory / METADATA_NAME).write_bytes(pickle.dumps(_Evil(directory / "ran")))
+    dist.barrier()
+    with chosen():
+        error, _ = failures_of(lambda: _load(directory / "1", _one))
+    assert isinstance(error, UnsafeCheckpoint)
+    for look in (RobustLoadStrategy().load_tensors_metadata, RobustLoadStrategy().load_sharded_metadata):
+        with pytest.raises(UnsafeCheckpoint):
+            look(str(directory))
+    assert not (directory / "ran").exists()
+
+
+@SCENARIOS.add
+def a_shard_that_two_ranks_claim_is_refused_unless_that_is_not_to_be_validated(directory: Path) -> None:
+    save(_one(1.0), directory / "1", stock_strategy())
+
+    def overlapping() -> dict[str, Any]:
+        shard = replicated("weight", torch.zeros(2), replica_id=0)
+        shard.global_shape, shard.axis_fragmentations = (4,), (2,)
+        return {"weight": shard}
+
+    with chosen():
+        error, _ = failures_of(lambda: _load(directory / "1", overlapping))
+        assert _load(directory / "1", overlapping, validate_access_integrity=False)["weight"][1] == [1.0, 1.0]
+    assert isinstance(error, CheckpointingException)
+    assert "'weight'" in str(error) and "ranks 0-1" in str(error)
+
+
+@SCENARIOS.add
+def a_checkpoint_that_lacks_a_file_is_megatrons_exception_on_all_ranks(directory: Path) -> None:
+    save(_one(1.0), directory / "1", stock_strategy())
+    with chosen():
+        for missing, told in (
+            (None, "does not exist"),
+            ("common.pt", "common.pt does not exist"),
+            ("metadata.json", "is not a distributed checkpoint"),
+        ):
+            path = directory / ("none" if missing is None else "1")
+            if missing is not None and dist.get_rank() == 0:
+                (path / missing).unlink(missing_ok=True)
+            dist.barrier()
+            if missing == "common.pt" and versions.common_state_is_a_sharded_object():
+                continue
+            error, failures = failures_of(lambda path=path: _load(path, _one))
+            assert isinstance(error, CheckpointingException) and [rank for rank, _ in failures] == [0]
+            assert told in str(error)
+
+
+@SCENARIOS.add
+def a_checkpoint_of_another_format_is_left_to_megatron_and_that_is_said(directory: Path) -> None:
+    save(_one(1.0), directory / "1", stock_strategy())
+    if dist.get_rank() == 0:
+        path = directory / "1" / "metadata.json"
+        path.write_text(path.read_text().replace('"torch_dist"', '"of_tomorrow"'))
+    dist.barrier()
+
+    def outcome() -> Any:
+        try:
+            return _load(directory / "1", _one)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    by_stock = outcome()
+    with chosen(), warnings_of("robust_dcp.switch.patching") as messages:
+        assert outcome() == by_stock
+    assert len(messages) == 1 and "loads of of_tomorrow checkpoints (only torch_dist is taken over)" in messages[0]
+
+
+test_on_two_ranks = SCENARIOS.test()
