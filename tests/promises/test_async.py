@@ -273,6 +273,23 @@ def test_a_synchronous_save_comes_after_the_async_ones_and_raises_their_error(tm
     robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "2")
 
 
+def save_often_in_a_process(directory: str) -> tuple[int, int]:
+    """The writer's memory after a few saves and after many, in bytes."""
+    state = {f"layers.{number}.weight": torch.full((16,), float(number)) for number in range(10_000)}
+    nbytes = []
+    for _ in range(14):
+        robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result(timeout=120)
+        (writer,) = children()
+        pages = Path(f"/proc/{writer}/statm").read_text().split()[1]
+        nbytes.append(int(pages) * resource.getpagesize())
+    return nbytes[3], nbytes[-1]
+
+
+def test_the_memory_of_a_writer_process_does_not_grow_from_save_to_save(tmp_path: Path) -> None:
+    ((few, many),) = values(run_ranks(1, save_often_in_a_process, str(tmp_path / "checkpoint"), timeout_seconds=150))
+    assert many - few < 7 * MEGABYTE
+
+
 def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) -> str:
     """Rank 1's writer has no room, and rank 0's does not hear that it is to stop."""
     writer_process: Any = importlib.import_module("robust_dcp.writer_process")
