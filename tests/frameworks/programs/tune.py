@@ -24,6 +24,8 @@ class Tuned(Run):
         self.epoch += 1
         checkpointer = DistributedCheckpointer(str(path), str(path), process_group=self.group)
         checkpointer.save_checkpoint(self.state(), self.epoch, save_async=self.name == "async")
+        if self.name == "async":
+            checkpointer._checkpoint_future.result()  # a process of stock's that ends would lose it
 
     def load(self, path):
         """From the latest, as the recipe does without a path."""
