@@ -82,7 +82,7 @@ def compare(directory, name, state):
         else:
             assert value == now[key], (key, value, now[key])
     if os.environ["RANK"] == "0":
-        print(f"equal: {name}", flush=True)
+        print(f"equal: {name} ", flush=True)  # a line of another rank may follow before this one ends
 
 
 def digest(state):
@@ -102,7 +102,7 @@ def tell(*losses):
     """Print losses on rank 0, with all of the digits that a float32 has."""
     if os.environ["RANK"] == "0":
         for loss in losses:
-            print(f"loss: {float(loss):.9g}", flush=True)
+            print(f"loss: {float(loss):.9g} ", flush=True)
 
 
 def _file(directory, name):
