@@ -215,6 +215,7 @@ def test_ranks_that_differ_are_told_so_alike_and_the_next_save_works(tmp_path: P
         assert (verdict.type_name, verdict.message) == (type_name, other.message), (case, verdict)
         assert all(word in str(verdict) for word in words), (case, verdict)
     assert [path.parent.name for path in tmp_path.rglob(".metadata")] == ["next"]
+    assert not [path for path in tmp_path.glob("on_commit*") if path.is_dir()]  # nobody has begun to write
 
 
 def pass_what_is_no_dict(directory: str) -> list[list[str]]:

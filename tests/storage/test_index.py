@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+import robust_dcp
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.index.form import SLAB_NBYTES
 from robust_dcp.storage.index.stored_index import StoredChunks, index_of, open_index
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
@@ -157,3 +159,15 @@ def test_ranks_count_items_alike(tmp_path: Path) -> None:
     infos = [(stored[item].relative_path, stored[item].offset) for item in in_order]
     assert [sorted(infos).index(info) for info in infos] == index.order_in_files().tolist()
     assert index_of(content.stock(names_of(1), META)) is None
+
+
+def test_a_load_of_many_tensors_needs_nothing_but_the_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    n_items = SLAB_NBYTES // 8 + 2000  # so that the columns of places have more than one slab
+    state = {f"layer.{n}": torch.full((), n) for n in range(n_items)}
+    robust_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    loaded = {name: torch.zeros((), dtype=torch.int64) for name in state}
+    for _ in range(2):
+        report = robust_dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert loaded == state
+    assert report.items == n_items
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

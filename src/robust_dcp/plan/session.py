@@ -252,6 +252,7 @@ class SaveSession:
     def _follow_coordinator(self, agreement: Agreement) -> None:
         """Stock ``save`` makes one rank the coordinator, not always rank 0. With ``no_dist=True`` each rank is one."""
         if not agreement.same_value:  # some ranks would come to one exchange more than others
+            self._may_be_writing = False  # all ranks have heard the same, and refuse
             raise ExchangeError(
                 f"{self.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
                 f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it",
