@@ -113,8 +113,15 @@ def save(
         (1, 'reused')
     """
     planner, session = open_save(
-        *(checkpoint_id, storage_writer, planner, process_group, no_dist),
-        *(timeout_seconds, deadline_seconds, kind, on_commit),
+        checkpoint_id,
+        storage_writer,
+        planner,
+        process_group,
+        no_dist,
+        timeout_seconds,
+        deadline_seconds,
+        kind,
+        on_commit,
     )
     with session.in_turn():
         session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
@@ -321,7 +328,7 @@ class _Load:
                     agreement = self._plan(self.channel, by_index=True)
                     if self.robust is not None and ranks_share(agreement):
                         self.shared = share_reads(
-                            *(self.channel, self.checkpoint, self.robust, self.plan, self.planner, self.process_group)
+                            self.channel, self.checkpoint, self.robust, self.plan, self.planner, self.process_group
                         )
                     elif self.robust is not None:
                         self.robust.node_reads_the_same = node_reads_the_same(agreement)

@@ -200,8 +200,15 @@ def async_save(
         if number is not None and number < least:
             raise ValueError(f"{name} must be at least {least}, got {number}")
     planner, session = open_save(
-        *(checkpoint_id, storage_writer, planner, process_group, no_dist),
-        *(timeout_seconds, deadline_seconds, kind, on_commit),
+        checkpoint_id,
+        storage_writer,
+        planner,
+        process_group,
+        no_dist,
+        timeout_seconds,
+        deadline_seconds,
+        kind,
+        on_commit,
     )
     if executor == "process":
         with suppress(OSError):  # it is ready when it is needed; if this fails, the save will raise that on all ranks

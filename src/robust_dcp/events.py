@@ -159,5 +159,9 @@ def tell(event: Event) -> None:
                 _FAILED.add(id(listener))
                 logger.exception(
                     "rank %d: %r raised at the event %r of %r; the %s goes on, and further errors of it are not logged",
-                    *(event.rank, listener, event.name, event.operation, event.kind),
+                    event.rank,
+                    listener,
+                    event.name,
+                    event.operation,
+                    event.kind,
                 )

@@ -56,7 +56,9 @@ def run(options: Namespace) -> None:
     chosen = {what: choose(table) for what, table in tables.items()}
     rows = [
         (
-            *(each["what"], "direct" if each["direct"] else "buffered", each["threads"]),
+            each["what"],
+            "direct" if each["direct"] else "buffered",
+            each["threads"],
             f"{size(each['nbytes'] / max(each['seconds'], 1e-9))}/s",
             f"{each['cpu_seconds'] / each['nbytes'] * (1 << 30):.2f}",
             "chosen" if chosen[each["what"]][:2] == (each["direct"], each["threads"]) else None,

@@ -92,7 +92,9 @@ def _different_values(
         columns = ("name", "differing", "of", "max absolute", "max relative", "NaN", "infinite")
         rows = [
             (
-                *(each["name"], each["differing"], each["numel"]),
+                each["name"],
+                each["differing"],
+                each["numel"],
                 *("bytes" if each[key] is None else f"{each[key]:.6g}" for key in ("max_absolute", "max_relative")),
                 *(f"{each[key][0]} / {each[key][1]}" for key in ("nan", "infinite")),
             )

@@ -70,7 +70,9 @@ def run(options: Namespace) -> None:
     metrics = sorted({name for each in checkpoints for name in each.metrics})
     shown = [
         (
-            *(each["step"], each["name"], size(each["nbytes"])),
+            each["step"],
+            each["name"],
+            size(each["nbytes"]),
             age(each["saved_seconds"]) if "saved_seconds" in each else None,
             each["state"] + (", latest" if each.get("is_latest") else ""),
             *(each.get("metrics", {}).get(name) for name in metrics),

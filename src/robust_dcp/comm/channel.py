@@ -309,7 +309,7 @@ class Channel:
         self._operation.note_progress(done_nbytes, total_nbytes)
         if is_heard():
             progress = Event(
-                *("progress", self.operation, self.rank, self.size), done_nbytes=done_nbytes, total_nbytes=total_nbytes
+                "progress", self.operation, self.rank, self.size, done_nbytes=done_nbytes, total_nbytes=total_nbytes
             )
             tell(progress)
 

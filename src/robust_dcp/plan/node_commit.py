@@ -107,7 +107,9 @@ def commit_on_nodes(
             "%s is another directory on different nodes: the checkpoint lies in %d directories, on %s, and each has "
             "only the files of its own ranks. robust_dcp.load with ranks on these nodes finds all of them; other "
             "readers need them in one directory. If this was not intended, a mount is missing on some nodes",
-            *(directory.path, sum(place is not None and place.leads for place in places), hosts),
+            directory.path,
+            sum(place is not None and place.leads for place in places),
+            hosts,
         )
         _TOLD["parent"] = parent
     directory.is_one_of_several(nodes)

@@ -108,7 +108,10 @@ def overlapping_targets(targets: Targets) -> list[tuple[str, str]]:
                 break
             other_name, other = targets[order[before]]
             is_same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
-                *(other.data_ptr(), other.dtype, other.shape, other.stride()),
+                other.data_ptr(),
+                other.dtype,
+                other.shape,
+                other.stride(),
             )
             if not is_same and np.shares_memory(np.asarray(_Elements(tensor)), np.asarray(_Elements(other))):
                 found.append((other_name, name))

@@ -271,15 +271,15 @@ def _order(
     blocks: list[Block] = []
     if not variable and len(fixed):
         blocks = cut_into_blocks(
-            *(places, starts, records),
+            places,
+            starts,
+            records,
             begin=head_nbytes // page_nbytes * page_nbytes,
             end=placements.file_nbytes[number] + 1,
             block_nbytes=block_nbytes,
             page_nbytes=page_nbytes,
         )
-    return FileOrder(
-        *(places, starts, records, ids(fixed.tolist()), tuple(blocks), tuple(variable), ids(variable), head)
-    )
+    return FileOrder(places, starts, records, ids(fixed.tolist()), tuple(blocks), tuple(variable), ids(variable), head)
 
 
 def _records(placements: Placements, source: ItemSource) -> dict[int, Record]:

@@ -222,7 +222,9 @@ class FileEmitter:
         def blocks(begin: int, end: int) -> list[Block]:
             places, starts = (np.array([row[n] for row in known], dtype=np.int64) for n in (0, 1))
             return cut_into_blocks(
-                *(places, starts, [record for _, _, record in known]),
+                places,
+                starts,
+                [record for _, _, record in known],
                 begin=begin,
                 end=end,
                 block_nbytes=block_nbytes,
