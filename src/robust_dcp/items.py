@@ -35,9 +35,15 @@ Path = tuple[str | int, ...]
 """Where a value is in a nested state dict. Its name is the path joined by dots, as in DCP."""
 
 
-Properties = tuple[str, str, bool]
-"""The dtype, layout and ``requires_grad`` of a tensor, for example ``("float32", "strided", False)``, as in DCP's
-``TensorProperties``. Items that are not tensors have ``("", "", False)``."""
+class Properties(NamedTuple):
+    """What DCP's ``TensorProperties`` say of a tensor, for example ``("float32", "strided", False)``.
+
+    Items that are not tensors have ``("", "", False)``.
+    """
+
+    dtype: str
+    layout: str
+    requires_grad: bool
 
 
 class ItemKind(IntEnum):
@@ -117,7 +123,7 @@ class Items:
         names: the distinct FQNs, sorted.
         paths: for each name its path in the nested state dict, for example ``("model", "layers", 0)``; ``None`` if the
             planner does not flatten.
-        properties: the distinct :data:`Properties`, sorted.
+        properties: the distinct :class:`Properties`, sorted.
         rank: int32 ``[N]``, the rank that holds the item; 0 for the items of one rank. It is not sent.
         name, properties_of: int32 ``[N]``, places in ``names`` and ``properties``.
         kind: uint8 ``[N]``, :class:`ItemKind`.
@@ -160,12 +166,12 @@ class Items:
     @cached_property
     def nbytes(self) -> Int64:
         """int64 ``[N]``: bytes in the chunk; 0 for objects."""
-        itemsizes = [int(getattr(torch, dtype).itemsize) if dtype else 0 for dtype, _, _ in self.properties]
+        itemsizes = [int(getattr(torch, each.dtype).itemsize) if each.dtype else 0 for each in self.properties]
         return self.numel * np.array(itemsizes or [0], dtype=np.int64)[self.properties_of]
 
-    def numbered(self, place: int) -> Int32:
-        """int32 ``[N]``: numbers that are equal where this entry of :data:`Properties` is."""
-        values = [each[place] for each in self.properties]
+    def numbered(self, name: str) -> Int32:
+        """int32 ``[N]``: numbers that are equal where the property ``name`` is, such as ``"dtype"``."""
+        values = [getattr(each, name) for each in self.properties]
         return np.array([values.index(each) for each in values], dtype=np.int32)[self.properties_of]
 
     @cached_property
@@ -244,7 +250,7 @@ def items_of(
     # Tensors of a model have few different structures, so columns are made of these, and then spread over the items.
     distinct = {structure: place for place, structure in enumerate(dict.fromkeys(structures))}
     which = np.fromiter(map(distinct.__getitem__, structures), dtype=np.intp, count=len(structures))
-    properties_of = [(each.dtype, each.layout, each.requires_grad) for each in distinct]
+    properties_of = [Properties(each.dtype, each.layout, each.requires_grad) for each in distinct]
     properties = tuple(sorted(set(properties_of)))
     ndim = max((len(each.shape) for each in distinct), default=0)
 

@@ -85,6 +85,18 @@ def plans_of(group: GroupKey) -> list[KnownPlan]:
     return [known for key, known in PLANS.latest_first() if key[0] == group]
 
 
+def keep_plan(group: GroupKey, known: KnownPlan) -> None:
+    """Keep a plan as the latest of its group."""
+    PLANS.put((group, known.share.plan_id, known.kind), known)
+
+
+def forget_plan(group: GroupKey, plan_id: bytes) -> None:
+    """Drop a plan, whatever its kind is, if it is there."""
+    for key, _ in PLANS.latest_first():
+        if key[:2] == (group, plan_id):
+            PLANS.forget(key)
+
+
 def plan_of(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> KnownPlan | None:
     """The plan to offer: that of this rank's structure, or else that of a loaded checkpoint, or else the latest."""
     plans = plans_of(group)
@@ -142,6 +154,6 @@ def _plan_of_loaded(group: GroupKey, rank: int, local: LocalStructure, *, leads:
         LOADED.forget(directory)
         signature, kind = local.signature.value, share.plan_id.hex()
         known = KnownPlan(share, placements, signature, plan, loaded_from=directory, kind=kind)
-        PLANS.put((group, share.plan_id, kind), known)
+        keep_plan(group, known)
         return known
     return None

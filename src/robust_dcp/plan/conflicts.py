@@ -54,8 +54,8 @@ def refuse_contradictions(items: Items, order: Rows) -> None:
     same_name = names[1:] == names[:-1]
     for column, what in (
         (items.kind == ItemKind.BYTES, "a tensor on some ranks and an object on others"),
-        (items.numbered(0), "of different dtypes"),
-        (items.numbered(1), "of different layouts"),
+        (items.numbered("dtype"), "of different dtypes"),
+        (items.numbered("layout"), "of different layouts"),
         (items.ndim, "of different numbers of dimensions"),
         (items.shape, "of different global sizes"),
     ):

@@ -164,7 +164,7 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
     first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # this works because every name is written
     # A rank may hold replicas with other properties than the one that is written.
     used, which_properties = np.unique(items.properties_of[written[first_of_name]], return_inverse=True)
-    has_objects = int(bool(len(used)) and not items.properties[used[0]][0])  # their properties are the first
+    has_objects = int(bool(len(used)) and not items.properties[used[0]].dtype)  # their properties are the first
     properties = [items.properties[each] for each in used[has_objects:].tolist()]
     ndims = items.ndim[written]
     # The distinct sizes and offsets of names and chunks are in one table.

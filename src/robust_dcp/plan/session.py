@@ -29,7 +29,7 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 from robust_dcp.items import ItemsMessage
-from robust_dcp.plan.cache import NAMED, PLANS, KnownPlan, last_of_kind, plan_of, plans_of
+from robust_dcp.plan.cache import NAMED, KnownPlan, forget_plan, keep_plan, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
@@ -465,9 +465,7 @@ class SaveSession:
                     self._publish(writer)
         except BaseException as error:
             # Only some ranks may know how the commit ended.
-            for key, _ in PLANS.latest_first():
-                if key[:2] == (self.channel.ranks, self.known.share.plan_id):
-                    PLANS.forget(key)
+            forget_plan(self.channel.ranks, self.known.share.plan_id)
             directory, phase = writer.directory, self.phase("clean up")
             if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
                 directory.roll_back(error)
@@ -605,7 +603,7 @@ class SaveSession:
             if self.options.kind is not None
             else known.kind or known.share.plan_id.hex(),
         )
-        PLANS.put((self.channel.ranks, known.share.plan_id, kept.kind), kept)
+        keep_plan(self.channel.ranks, kept)
 
     def report(self, *, blocked_seconds: float) -> SaveReport:
         """The report of the save, which is over. Listeners are told that it has ended."""

@@ -501,7 +501,7 @@ def share_reads(
 def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader) -> list[int]:
     """For each ``.metadata`` that some rank sees, the first rank that sees it; the coordinator comes first."""
     told = channel.all_gather(
-        f"load {checkpoint}: who has .metadata", lambda: _Missing((), fit=reader.source.fit()), _Missing
+        f"load {checkpoint}: who has .metadata", lambda: _Committed(reader.source.fit()), _Committed
     )
     first: dict[bytes, int] = {}
     for rank in sorted(range(channel.size), key=lambda rank: rank != channel.coordinator_rank):
@@ -510,16 +510,20 @@ def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader)
     return list(first.values())
 
 
+class _Committed(msgspec.Struct, frozen=True):
+    """The digest of the ``.metadata`` that a rank sees; empty if it sees none."""
+
+    fit: bytes
+
+
 class _Missing(msgspec.Struct, frozen=True):
     """Data files that a rank needs or was asked for, and does not see.
 
-    ``nodes`` are those that wrote the checkpoint, if they do not share its directory and this rank knows them. ``fit``
-    is the digest of the ``.metadata`` that the rank sees; empty if it sees none, or is not asked.
+    ``nodes`` are those that wrote the checkpoint, if they do not share its directory and this rank knows them.
     """
 
     files: tuple[str, ...]
     nodes: tuple[NodeOfSave, ...] = ()
-    fit: bytes = b""
 
 
 def find_elsewhere(

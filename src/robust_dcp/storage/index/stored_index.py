@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from robust_dcp.errors import StorageError
+from robust_dcp.items import Properties
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
 from robust_dcp.storage.index.form import MAX_NAME_NBYTES, Column, IndexFile, IndexMeta, fit_of_file
@@ -45,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 Int64 = npt.NDArray[np.int64]
 Size = torch.Size
-
-_Properties = tuple[str, str, bool]  # the names of a dtype and a layout, and requires_grad
 
 _MAX_DIMENSIONS: Final = 64
 _MAX_PARTS: Final = 10_000  # in a path
@@ -131,7 +130,7 @@ class StoredIndex:
         self.properties: list[tuple[torch.dtype, torch.layout, bool]] = []
         try:
             self.meta = msgspec.json.decode(meta, type=IndexMeta)
-            distinct = msgspec.json.decode(properties or b"[]", type=list[_Properties])
+            distinct = msgspec.json.decode(properties or b"[]", type=list[Properties])
             for dtype_name, layout_name, requires_grad in distinct:
                 dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
                 if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):

@@ -194,7 +194,7 @@ def kinds_of(items: Items, rows: npt.NDArray[np.intp]) -> tuple[Kinds, Int32]:
     first, kind_ids[fixed] = unique_rows(properties[fixed], ndim[fixed], *size[fixed].T)
     distinct = fixed[first].tolist()
     return [
-        (items.properties[properties[row]][0], tuple(size[row, : ndim[row]].tolist())) for row in distinct
+        (items.properties[properties[row]].dtype, tuple(size[row, : ndim[row]].tolist())) for row in distinct
     ], kind_ids
 
 
