@@ -319,6 +319,9 @@ _Parts = tuple[list[str], list[ItemStructure], list[Path] | None, tuple[int, ...
 _ITEM_NBYTES: Final = 500
 """Roughly how many bytes the lists, names and paths of one item take."""
 
+_CONTEXTS: Final = 8
+"""How many signatures one structure keeps. Several groups may save it, or it may be saved with other options."""
+
 
 class KnownStructure:
     """The structure of a state dict, and what every save of these items needs.
@@ -356,6 +359,8 @@ class KnownStructure:
     def signature(self, context: bytes) -> StructureSignature:
         """The signature of the items in an encoded context. It is hashed once for each context."""
         if context not in self._signatures:
+            if len(self._signatures) >= _CONTEXTS:
+                self._signatures.clear()
             self._signatures[context] = StructureSignature.of(self.items, context)
         return self._signatures[context]
 
