@@ -39,7 +39,7 @@ def fail_in(
 
         def run(verb: str, name: str, root: int, work: Work) -> Any:
             del its_operation.run
-            return its_operation.run(verb, name, root, replace(work, contribute=fail))
+            return its_operation.run(verb, name, root, replace(work, produce=fail))
 
         its_operation.run = run
 

@@ -120,7 +120,9 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        return self._run("agree", phase, Work(lambda: (produce(), b"")))[0]
+        work = Work(produce, lambda offer: (offer, b""))
+        self.last_agreement, _ = self._operation.run("agree", phase, self.coordinator_rank, work)
+        return self.last_agreement
 
     def barrier(
         self,
@@ -140,15 +142,12 @@ class Channel:
             RobustCheckpointError: see the class.
         """
 
-        def contribute() -> tuple[Offer, Payload]:
-            produce()
-            return offer(), b""
-
-        def go_on(agreement: Agreement, own: Payload, below: list[Payload]) -> Payload:
+        def go_on(own: Payload, below: list[Payload]) -> Payload:
             then()
             return b""
 
-        self._run("barrier", phase, Work(contribute, reply=go_on))
+        work = Work(produce, lambda nothing: (offer(), b""), reply=go_on)
+        self.last_agreement, _ = self._operation.run("barrier", phase, self.coordinator_rank, work)
 
     def gather(
         self,
@@ -176,13 +175,13 @@ class Channel:
         own: M | None = None
         gathered: list[M | None] = []
 
-        def contribute() -> tuple[Offer, Payload]:
+        def send_up(message: M | None) -> tuple[Offer, Payload]:
             nonlocal own
-            own = produce()
+            own = message
             payload = b"" if own is None or self.is_coordinator else self._bundled(own, message_type)
             return Offer() if offer is None else offer(own), payload
 
-        def open_all(agreement: Agreement, nothing: Payload, below: list[Payload]) -> Payload:
+        def open_all(nothing: Payload, below: list[Payload]) -> Payload:
             found = {} if own is None else {self.rank: own}
             if below:
                 found.update(self._merged(phase, below, message_type).open())
@@ -193,7 +192,8 @@ class Channel:
         def merge(own: Payload, below: list[Payload]) -> Payload:
             return self._merged(phase, [own, *below], message_type).encode()
 
-        self._run("gather", phase, Work(contribute, merge, open_all))
+        work = Work(produce, send_up, merge, open_all)
+        self.last_agreement, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
         return gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
@@ -204,13 +204,14 @@ class Channel:
         """
         own: list[M] = []
 
-        def contribute() -> tuple[Offer, Payload]:
-            if not self.is_coordinator:
+        def send_down(message: M | None) -> tuple[Offer, Payload]:
+            if message is None:
                 return Offer(), b""
-            own.append(produce())
-            return Offer(), encode(own[0]) if self.size > 1 else b""
+            own.append(message)
+            return Offer(), encode(message) if self.size > 1 else b""
 
-        _, payload = self._run("broadcast", phase, Work(contribute, reply=lambda agreement, own, below: own))
+        work = Work(produce if self.is_coordinator else lambda: None, send_down, reply=lambda own, below: own)
+        self.last_agreement, payload = self._operation.run("broadcast", phase, self.coordinator_rank, work)
         return own[0] if own else self._decoded(phase, lambda: decode(payload, message_type))
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
@@ -227,10 +228,9 @@ class Channel:
         """
         own: list[M | None] = []
 
-        def contribute() -> tuple[Offer, Payload]:
-            if not self.is_coordinator:
+        def send_down(made: Sequence[M | None] | None) -> tuple[Offer, Payload]:
+            if made is None:
                 return Offer(), b""
-            made = produce()
             if len(made) != self.size:
                 raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
             own.append(made[self.rank])
@@ -240,8 +240,9 @@ class Channel:
         def share(payload: Payload, child: int) -> Payload:
             return Shares.decode(payload).of(self._operation.tree.places_below(child)).encode()
 
-        work = Work(contribute, reply=lambda agreement, own, below: own, share=share)
-        _, payload = self._run("scatter", phase, work)
+        produce_there = produce if self.is_coordinator else lambda: None
+        work = Work(produce_there, send_down, reply=lambda own, below: own, share=share)
+        self.last_agreement, payload = self._operation.run("scatter", phase, self.coordinator_rank, work)
         if own:
             return own[0]
         mine = Shares.decode(payload).first() if payload else b""
@@ -255,15 +256,15 @@ class Channel:
         """
         own: list[M] = []
 
-        def contribute() -> tuple[Offer, Payload]:
-            own.append(produce())
-            return Offer(), self._bundled(own[0], message_type) if self.size > 1 else b""
+        def send_up(message: M) -> tuple[Offer, Payload]:
+            own.append(message)
+            return Offer(), self._bundled(message, message_type) if self.size > 1 else b""
 
         def merge(own: Payload, below: list[Payload]) -> Payload:
             return self._merged(phase, [own, *below], message_type).encode()
 
-        work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
-        _, payload = self._run("all_gather", phase, work)
+        work = Work(produce, send_up, merge, reply=merge)
+        self.last_agreement, payload = self._operation.run("all_gather", phase, self.coordinator_rank, work)
         if self.size == 1:
             return own
         found = self._decoded(phase, lambda: self._merged(phase, [payload], message_type).open())
@@ -332,10 +333,6 @@ class Channel:
         """Between blocks of data, report how far this rank is, and leave its work if another rank has failed."""
         self.note_progress(done_nbytes, total_nbytes)
         self.stop_if_announced()
-
-    def _run(self, verb: str, phase: str, work: Work) -> tuple[Agreement, Payload]:
-        self.last_agreement, payload = self._operation.run(verb, phase, self.coordinator_rank, work)
-        return self.last_agreement, payload
 
     def _bundled(self, message: M, message_type: type[M]) -> Payload:
         bundler = Bundler(message_type)

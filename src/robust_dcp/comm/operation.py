@@ -74,18 +74,19 @@ class Work:
     """What one exchange does on a rank.
 
     Attributes:
-        contribute: does this rank's own work. It returns the rank's offer, and the payload that it sends up (none if it
-            is empty).
+        produce: does this rank's own work.
+        send_up: makes of its result the rank's offer, and the payload that it sends up (none if it is empty).
         merge: joins this rank's payload and those of its children into one, on the way up. It is called only if at
             least one child sent a payload.
-        reply: makes the payload that goes down. It is called on the root, with the agreement of all ranks, the root's
-            own payload, and those of its children.
+        reply: makes the payload that goes down. It is called on the root, with the root's own payload, and those of its
+            children.
         share: returns the part of the payload that ``child`` gets, on the way down.
     """
 
-    contribute: Callable[[], tuple[Offer, Payload]]
+    produce: Callable[[], Any]
+    send_up: Callable[[Any], tuple[Offer, Payload]]
     merge: Callable[[Payload, list[Payload]], Payload] = lambda own, below: own
-    reply: Callable[[Agreement, Payload, list[Payload]], Payload] = lambda agreement, own, below: b""
+    reply: Callable[[Payload, list[Payload]], Payload] = lambda own, below: b""
     share: Callable[[Payload, int], Payload] = lambda payload, child: payload
 
 
@@ -440,8 +441,16 @@ class Operation:
         self.cost, self._own_error = ExchangeStats(exchanges=1), None
         try:
             exchange = self._start(verb, phase, root)
-            own = self._do_own_work(exchange, work)
-            has_failed, agreement, payload = self._go_up(exchange, work, *own)
+            offer, failures = Offer(), FailuresBelow()
+            payload: Payload = b""
+            try:
+                offer, payload = work.send_up(work.produce())
+            except BaseException as own_error:
+                failures = self._failed(exchange, own_error)
+            with self._changed:
+                exchange.is_working = False
+                exchange.moved_seconds = time.monotonic()
+            has_failed, agreement, payload = self._go_up(exchange, work, offer, payload, failures)
             self._go_down(exchange, work, has_failed, agreement, payload)
             with self._changed:
                 self.n_exchanges += 1
@@ -541,18 +550,6 @@ class Operation:
             _CLOCK.add(self)
         return exchange
 
-    def _do_own_work(self, exchange: _Exchange, work: Work) -> tuple[Offer, Payload, FailuresBelow]:
-        offer, failures = Offer(), FailuresBelow()
-        payload: Payload = b""
-        try:
-            offer, payload = work.contribute()
-        except BaseException as error:
-            failures = self._failed(exchange, error)
-        with self._changed:
-            exchange.is_working = False
-            exchange.moved_seconds = time.monotonic()
-        return offer, payload, failures
-
     def _failed(self, exchange: _Exchange, error: BaseException) -> FailuresBelow:
         """Record a failure of this rank, and tell the ranks that are still working."""
         self._own_error = error
@@ -583,7 +580,7 @@ class Operation:
                 below = [message.payload for message in arrived if message.payload]
                 if parent is None:
                     self.note_progress()  # this rank may have waited for long before
-                    payload = work.reply(total, payload, below)
+                    payload = work.reply(payload, below)
                 elif below:
                     payload = work.merge(payload, below)
             except BaseException as error:

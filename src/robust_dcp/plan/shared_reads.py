@@ -13,8 +13,9 @@ import hashlib
 import io
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from robust_dcp.comm import Agreement, Bucket, Channel, GroupMover, Offer, Relay, node_of
@@ -38,17 +39,11 @@ from robust_dcp.plan.global_plan import by_holders
 from robust_dcp.staging.tensor_bytes import flat_bytes, parts_in_order
 from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
+from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.layouts.places import deal, fill_up
+from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.reads import (
-    ON_DEVICE,
-    Read,
-    may_ask_early,
-    places_in_files,
-    reads_of,
-    sharable_reads,
-    target_of,
-)
+from robust_dcp.storage.reading.reads import Read, in_columns, may_ask_early, reads_of, target_of
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
 from robust_dcp.storage.records.record import is_plain
 
@@ -63,6 +58,9 @@ ROUND_NBYTES: Final = 64 << 20
 _LARGE_NBYTES: Final = 1 << 20
 """Smaller items are assigned in the order of their places. So one rank reads items that are next to each other, in one
 read."""
+
+ON_DEVICE: Final = 1 << 63
+"""This bit is set in the box of an item that ranks pass on from device to device."""
 
 _SHOWN: Final = 8
 _NOTHING: Final = Offer().plan_id
@@ -107,8 +105,11 @@ def node_reads_the_same(agreement: Agreement) -> bool:
 def _digest(items: Sequence[ReadItem]) -> bytes:
     if not items:
         return _NOTHING
-    parts = [(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths) for item in items]
-    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=len(_NOTHING)).digest()
+    whole, others = in_columns(items)
+    kinds = [(kind.offsets, kind.lengths) for kind in whole.kinds]
+    parts = [(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths) for item in others]
+    encoded = msgspec.msgpack.encode((whole.names, kinds, whole.kind_of.tobytes(), parts))
+    return hashlib.blake2b(encoded, digest_size=len(_NOTHING)).digest()
 
 
 def ranks_share(agreement: Agreement) -> bool:
@@ -181,7 +182,8 @@ class Needs(msgspec.Struct, frozen=True):
     Attributes:
         node: the number of the rank's node.
         items: int32 ``[n]``, the place of the stored item in ``.metadata``, which is the same on all ranks.
-        boxes: uint64 ``[n]``, which part of the item. ``ON_DEVICE`` is set if its bytes stay on devices.
+        boxes: uint64 ``[n]``, which part of the item: 0 for all of it as it is stored, else a hash. ``ON_DEVICE`` is
+            set if its bytes stay on devices.
         nbytes: int64 ``[n]``, how many bytes are to be filled.
         unseen: in the place of the columns, if the rank does not see the files: the boxes, ascending.
     """
@@ -469,26 +471,36 @@ def share_reads(
     needed: list[_Needed] = []
 
     def tell() -> Needs | None:
-        found = sharable_reads(
-            plan.items,
-            planner,
-            reader.metadata,
-            reader.path,
-            lambda device: device.type == device_type,
+        index = index_of(reader.metadata)
+        number_of: Callable[[MetadataIndex], int | None] = (
+            {stored: number for number, stored in enumerate(reader.metadata.storage_data or {})}.get
+            if index is None
+            else index.row
         )
-        needed.append(_Needed(found.places.tolist(), found.targets, found.nbytes.tolist()))
-        if not len(found.places):
+        rows: list[tuple[Any, int, torch.Tensor | None, int]] = []
+        reads = reads_of(plan.items, reader.metadata, reader.path)
+        for place, read, target in _that_others_may_read(enumerate(reads), planner):
+            number = number_of(read.item.storage_index)
+            if target is None and read.nbytes:
+                rows.append(((number, 0), place, None, read.nbytes))
+            elif target is not None and is_plain(target):
+                box = _number_of_box(read, target) | (ON_DEVICE if target.device.type == device_type else 0)
+                rows.append(((number, box), place, target, target.numel() * target.element_size()))
+        keys, of_rank = _in_order(rows)
+        needed.append(of_rank)
+        if not keys:
             return None
+        items, boxes = zip(*keys, strict=True)
         return Needs(
             node=node_of(channel.rank),
-            items=found.items.astype("<i4").tobytes(),
-            boxes=found.boxes.astype("<u8").tobytes(),
-            nbytes=found.nbytes.astype("<i8").tobytes(),
+            items=np.array(items, dtype="<i4").tobytes(),
+            boxes=np.array(boxes, dtype="<u8").tobytes(),
+            nbytes=np.array(of_rank.nbytes, dtype="<i8").tobytes(),
         )
 
     def assign() -> list[ReadShare | None]:
         across_nodes = reader.options.share_reads is None
-        return assign_readers(told or [], places_in_files(reader.metadata), across_nodes=across_nodes)
+        return assign_readers(told or [], _places_in_files(reader.metadata), across_nodes=across_nodes)
 
     told = channel.gather(f"load {checkpoint}: reads", tell, Needs)
     share = channel.scatter(f"load {checkpoint}: readers", assign, ReadShare)
@@ -496,6 +508,54 @@ def share_reads(
     if device_type is not None and share is not None and share.any_on_device:
         mover = GroupMover(group, device_type)
     return SharedReads(channel.rank, reader, plan.items, needed[0], share, mover)
+
+
+def _that_others_may_read(
+    reads: Iterable[tuple[int, Read]], planner: LoadPlanner
+) -> Iterator[tuple[int, Read, torch.Tensor | None]]:
+    """Find what another rank may read for this one: tensors and objects, each with the tensor that it is read into,
+    ``None`` for an object.
+
+    A rank reads two kinds of items for itself: those where the planner has to be called for each item, and those that
+    were stored through a transform.
+    """
+    for place, read in reads if may_ask_early(planner) else ():
+        target = None if read.item.type == LoadItemType.BYTE_IO else target_of(planner, read.item, early=True)
+        if not read.transforms and (target is None or target.numel()):
+            yield place, read, target
+
+
+def _in_order(
+    rows: list[tuple[Any, int, torch.Tensor | None, int]], elsewhere: Collection[int] = ()
+) -> tuple[list[Any], _Needed]:
+    """The keys of some needs, sorted, and the needs in that order. Each row has a key and what :class:`_Needed` has."""
+    rows.sort(key=lambda row: row[:2])
+    keys, places, targets, nbytes = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
+    return keys, _Needed(places, targets, nbytes, elsewhere)
+
+
+def _number_of_box(read: Read, target: torch.Tensor) -> int:
+    """A number of 63 bits for the part of a stored item that is read and for the target's dtype.
+
+    It is 0 if the whole item is read in its stored dtype.
+    """
+    if read.is_whole and target.dtype == read.dtype:
+        return 0
+    offsets, lengths = read.item.storage_offsets, read.item.lengths
+    encoded = struct.pack(f"<{2 * len(offsets)}q", *offsets, *lengths) + str(target.dtype).encode()
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") & (ON_DEVICE - 1) or 1
+
+
+def _places_in_files(metadata: Metadata) -> Int64:
+    """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
+    index = index_of(metadata)
+    if index is not None:
+        return index.order_in_files()
+    infos: list[Any] = list((metadata.storage_data or {}).values())
+    order = sorted(range(len(infos)), key=lambda number: (infos[number].relative_path, infos[number].offset))
+    places = np.empty(len(infos), dtype=np.int64)
+    places[order] = np.arange(len(infos))
+    return places
 
 
 def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader) -> list[int]:
@@ -567,7 +627,7 @@ def find_elsewhere(
     needed: list[_Needed] = []
 
     def ask() -> Needs | None:
-        boxes, of_rank = _unseen(reader, planner, reads, set(missing[channel.rank].files))
+        boxes, of_rank = _unseen(planner, reads, set(missing[channel.rank].files))
         needed.append(of_rank)
         return Needs(unseen=boxes) if boxes else None
 
@@ -578,24 +638,14 @@ def find_elsewhere(
     return SharedReads(channel.rank, reader, plan.items, needed[0], share)
 
 
-def _unseen(
-    reader: RobustReader, planner: LoadPlanner, reads: Sequence[Read], missing: Collection[str]
-) -> tuple[tuple[Box, ...], _Needed]:
-    """What this rank needs of files that it does not see: as boxes, and where they go.
+def _unseen(planner: LoadPlanner, reads: Sequence[Read], missing: Collection[str]) -> tuple[tuple[Box, ...], _Needed]:
+    """What this rank needs of the ``missing`` files, which it does not see: as boxes, and where they go.
 
     Raises:
         CorruptCheckpoint: an item can only be read by this rank itself.
     """
-    rows: dict[Box, tuple[int, torch.Tensor | None]] = {}
-    elsewhere = [place for place, read in enumerate(reads) if read.relative_path in missing]
-
-    def add(box: Box, place: int, target: torch.Tensor | None) -> None:
-        while box in rows:
-            box = msgspec.structs.replace(box, copy=box.copy + 1)
-        rows[box] = place, target
-
-    for place in elsewhere:
-        read = reads[place]
+    elsewhere = {place: read for place, read in enumerate(reads) if read.relative_path in missing}
+    for read in elsewhere.values():
         if read.transforms or not may_ask_early(planner):
             why = "was saved through a transform" if read.transforms else f"is filled by {type(planner).__name__}"
             raise CorruptCheckpoint(
@@ -606,40 +656,28 @@ def _unseen(
                 expected="a file in this rank's directory",
                 found="a file on another node",
             )
+    rows: list[tuple[Any, int, torch.Tensor | None, int]] = []
+    n_equal: Counter[Box] = Counter()
+
+    def add(box: Box, place: int, part: torch.Tensor | None) -> None:
+        rows.append((msgspec.structs.replace(box, copy=n_equal[box]), place, part, box.nbytes))
+        n_equal[box] += 1
+
+    for place, read, target in _that_others_may_read(elsewhere.items(), planner):
         index = read.item.storage_index
         file, name, chunk = read.relative_path, index.fqn, tuple(index.offset or ())
-        if read.item.type == LoadItemType.BYTE_IO:
+        if target is None:
             add(Box(file, name, chunk, (), (), "", read.nbytes), place, None)
             continue
-        target = target_of(planner, read.item, early=True)
-        if not target.numel():
-            continue
         # A tensor that is no plain memory is filled by ``copy_``, which takes all of it at once.
-        whole = ((0,) * target.dim(), tuple(target.shape))
-        dtype = str(target.dtype).removeprefix("torch.")
-        for offsets, lengths in _parts_of(target.shape, target.element_size()) if is_plain(target) else [whole]:
+        most = BUCKET_NBYTES // target.element_size() if is_plain(target) else target.numel()
+        for offsets, lengths in boxes_of(tuple(target.shape), most):
             part = target[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))]
             stored = tuple(a + b for a, b in zip(read.item.storage_offsets, offsets, strict=True))
-            nbytes = part.numel() * part.element_size()
+            dtype, nbytes = str(target.dtype).removeprefix("torch."), part.numel() * part.element_size()
             add(Box(file, name, chunk, stored, lengths, dtype, nbytes), place, part)
-    boxes = tuple(sorted(rows))
-    places, targets = [rows[box][0] for box in boxes], [rows[box][1] for box in boxes]
-    return boxes, _Needed(places, targets, [box.nbytes for box in boxes], frozenset(elsewhere))
-
-
-def _parts_of(lengths: Sequence[int], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a tensor into parts of at most ``BUCKET_NBYTES``: the offsets and lengths of each."""
-    nbytes = itemsize * int(np.prod(lengths, dtype=np.int64))
-    if nbytes <= BUCKET_NBYTES:
-        yield (0,) * len(lengths), tuple(lengths)
-        return
-    axis = next(axis for axis, length in enumerate(lengths) if length > 1)
-    rows = max(1, BUCKET_NBYTES // (nbytes // lengths[axis]))
-    for first in range(0, lengths[axis], rows):
-        some = [*lengths]
-        some[axis] = min(rows, lengths[axis] - first)
-        for offsets, part in _parts_of(some, itemsize):
-            yield (*offsets[:axis], first + offsets[axis], *offsets[axis + 1 :]), part
+    boxes, needed = _in_order(rows, elsewhere.keys())
+    return tuple(boxes), needed
 
 
 def _lost(

@@ -466,7 +466,10 @@ def _in_full(
         if first == len(views):
             return done, True
         some = views[first : first + _BUFFERS_PER_CALL]
-        nbytes: int = _call(operation, file.path, function, file.fd, some, offset + done)
+        try:
+            nbytes = function(file.fd, some, offset + done)
+        except OSError as error:
+            raise storage_error(operation, file.path, error) from error
         if nbytes == 0:
             return done, False
         done += nbytes

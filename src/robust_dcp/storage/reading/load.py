@@ -268,7 +268,10 @@ class ItemReader:
         if read.transforms:
             item.memory = _decoded(item, read.transforms)
             item.nbytes = len(item.memory)
-        if read.item.type == LoadItemType.BYTE_IO or item.memory is not None:
+        if read.item.type == LoadItemType.BYTE_IO:
+            result.set_result(checked_object(item, trusted=self._options.trusted))
+            return
+        if item.memory is not None:
             result.set_result(self._taken(item, target))
             return
         box = find_box(item, target if _is_flat(target) else None)
@@ -320,19 +323,18 @@ class ItemReader:
             for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
                 done[alike] = self._copy_alike(file, block, shift, end, places[alike])
         for place in places[~done].tolist():
-            read, target = self._reads.read(place), None
+            read = self._reads.read(place)
             begin = shift + read.offset
             memory = block.view[begin : min(begin + read.nbytes, end)]
-            if read.item.type != LoadItemType.BYTE_IO:
-                target = target_of(self._planner, read.item, early=self._targets_first)
-            self._hand_over(read, target, self._taken(StoredItem(file, read, self.verification, memory), target))
+            item = StoredItem(file, read, self.verification, memory)
+            if read.item.type == LoadItemType.BYTE_IO:
+                self._hand_over(read, None, checked_object(item, trusted=self._options.trusted))
+                continue
+            target = target_of(self._planner, read.item, early=self._targets_first)
+            self._hand_over(read, target, self._taken(item, target))
 
-    def _taken(self, item: StoredItem, target: torch.Tensor | None) -> Any:
-        """What is wanted of an item in memory: bytes of an object, or a tensor; ``None`` if ``target`` has been
-        filled.
-        """
-        if item.read.item.type == LoadItemType.BYTE_IO:
-            return checked_object(item, trusted=self._options.trusted)
+    def _taken(self, item: StoredItem, target: torch.Tensor | None) -> torch.Tensor | None:
+        """What is wanted of a tensor in memory; ``None`` if ``target`` has been filled."""
         box = find_box(item, target if _is_flat(target) and target.is_cpu else None)
         return loaded_by_torch(item, trusted=self._options.trusted) if box is None else box.taken()
 

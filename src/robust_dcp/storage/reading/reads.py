@@ -7,9 +7,7 @@ items that DCP's planner makes. Everything else that is read is a :class:`Read`.
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,13 +24,12 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.staging.blocks import Block
 from robust_dcp.staging.tensor_bytes import host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
-from robust_dcp.storage.index.stored_index import ChunkKind, index_of
+from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.footer import item_id, seed_of
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.record import is_plain
 
 
 def may_ask_early(planner: LoadPlanner) -> bool:
@@ -147,6 +144,11 @@ class PlannedItems(Sequence[ReadItem]):
 
     def __reduce__(self) -> Any:
         return list, (self._all,)
+
+
+def in_columns(items: Sequence[ReadItem]) -> tuple[WholeTensors, Sequence[ReadItem]]:
+    """The items of a plan that are in columns, and the others."""
+    return (items.whole, items.others) if isinstance(items, PlannedItems) else (NO_TENSORS, items)
 
 
 _ZEROS: Final = torch.Size([0] * 64)  # the most dimensions that torch allows
@@ -326,92 +328,3 @@ def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> l
             transforms = tuple(getattr(info, "transform_descriptors", None) or ())
             reads.append(Read(item, info.relative_path, info.offset, info.length, transforms, dtype, shape))
     return reads
-
-
-ON_DEVICE = 1 << 63
-"""This bit is set in the box of an item that ranks pass on from device to device."""
-
-
-class SharableReads(NamedTuple):
-    """Items of a plan, sorted by (item, box).
-
-    Attributes:
-        places: int64 ``[n]``, the place of each item in the plan.
-        targets: the tensor that each is read into; ``None`` for an object.
-        items: int32 ``[n]``, the place of the stored item in the metadata's ``storage_data``.
-        boxes: uint64 ``[n]``, which part is read: 0 for all of it as it is stored, else a hash. ``ON_DEVICE`` may be
-            added.
-        nbytes: int64 ``[n]``, the size of the target, or of the stored object.
-    """
-
-    places: npt.NDArray[np.int64]
-    targets: Sequence[torch.Tensor | None]
-    items: npt.NDArray[np.int32]
-    boxes: npt.NDArray[np.uint64]
-    nbytes: npt.NDArray[np.int64]
-
-
-def sharable_reads(
-    items: Sequence[ReadItem],
-    planner: LoadPlanner,
-    metadata: Metadata,
-    directory: str,
-    stays_on: Callable[[torch.device], bool],
-) -> SharableReads:
-    """Find the ``items`` that another rank may read for this one: plain tensors of any dtype and strides, and objects.
-
-    A rank reads two kinds of items for itself: those where the planner has to be called for each item, and those that
-    were stored through a transform.
-
-    Args:
-        stays_on: whether ranks can pass on a tensor on a device without a copy to the host.
-    """
-    stored = index_of(metadata)
-    number_of: Callable[[MetadataIndex], Any] = (
-        {index: number for number, index in enumerate(metadata.storage_data or {})}.__getitem__
-        if stored is None
-        else stored.row
-    )
-    rows: list[tuple[int, int, int, torch.Tensor | None, int]] = []
-    for place, read in enumerate(reads_of(items, metadata, directory) if may_ask_early(planner) else ()):
-        number = number_of(read.item.storage_index)
-        if read.item.type == LoadItemType.BYTE_IO:
-            if read.nbytes and not read.transforms:
-                rows.append((number, 0, place, None, read.nbytes))
-            continue
-        target = target_of(planner, read.item, early=True)
-        if target.numel() and is_plain(target):
-            box = _box_of(read, target) | (ON_DEVICE if stays_on(target.device) else 0)
-            rows.append((number, box, place, target, target.numel() * target.element_size()))
-    rows.sort(key=lambda row: row[:3])
-    return SharableReads(
-        places=np.array([row[2] for row in rows], dtype=np.int64),
-        targets=[row[3] for row in rows],
-        items=np.array([row[0] for row in rows], dtype=np.int32),
-        boxes=np.array([row[1] for row in rows], dtype=np.uint64),
-        nbytes=np.array([row[4] for row in rows], dtype=np.int64),
-    )
-
-
-def places_in_files(metadata: Metadata) -> npt.NDArray[np.int64]:
-    """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
-    stored = index_of(metadata)
-    if stored is not None:
-        return stored.order_in_files()
-    infos: list[Any] = list((metadata.storage_data or {}).values())
-    order = sorted(range(len(infos)), key=lambda number: (infos[number].relative_path, infos[number].offset))
-    places = np.empty(len(infos), dtype=np.int64)
-    places[order] = np.arange(len(infos))
-    return places
-
-
-def _box_of(read: Read, target: torch.Tensor) -> int:
-    """A number of 63 bits for the part of a stored item that is read and for the target's dtype.
-
-    It is 0 if the whole item is read in its stored dtype.
-    """
-    if read.is_whole and target.dtype == read.dtype:
-        return 0
-    offsets, lengths = read.item.storage_offsets, read.item.lengths
-    encoded = struct.pack(f"<{2 * len(offsets)}q", *offsets, *lengths) + str(target.dtype).encode()
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") & (ON_DEVICE - 1) or 1

@@ -182,17 +182,13 @@ class Unpickler:
         self._at = end
         return taken
 
-    def byte(self) -> int:
-        """The next byte."""
-        at = self._at
-        if at >= len(self._data):
-            raise NotAPickle("the pickle ends within an opcode")
-        self._at = at + 1
-        return self._data[at]
-
     def number(self, form: struct.Struct) -> Any:
         """The next number, in this format."""
-        return form.unpack(self.take(form.size))[0]
+        at, end = self._at, self._at + form.size
+        if end > len(self._data):
+            raise NotAPickle("the pickle ends within an opcode")
+        self._at = end
+        return form.unpack_from(self._data, at)[0]
 
     def counted(self, form: struct.Struct) -> bytes:
         """The next bytes, whose number comes first, in this format."""
@@ -211,7 +207,7 @@ class Unpickler:
         return line.decode()
 
     def _proto(self) -> None:
-        self._protocol = self.byte()
+        self._protocol = self.number(_UINT8)
         expect(self._protocol <= pickle.HIGHEST_PROTOCOL, f"protocol {self._protocol} of pickles is not known")
 
     def _frame(self) -> None:
@@ -453,7 +449,7 @@ _OF_VALUES: Final[dict[bytes, Callable[[Unpickler], Any]]] = {
     pickle.EMPTY_TUPLE: lambda _: (),
     pickle.EMPTY_LIST: lambda _: [],
     pickle.EMPTY_DICT: lambda _: {},
-    pickle.BININT1: lambda of: of.byte(),
+    pickle.BININT1: lambda of: of.number(_UINT8),
     pickle.BININT2: lambda of: of.number(_UINT16),
     pickle.BININT: lambda of: of.number(_INT32),
     pickle.LONG1: lambda of: _long(of.counted(_UINT8)),
@@ -466,7 +462,7 @@ _OF_VALUES: Final[dict[bytes, Callable[[Unpickler], Any]]] = {
     pickle.BINBYTES: lambda of: of.counted(_UINT32),
     pickle.BINBYTES8: lambda of: of.counted(_UINT64),
     pickle.BYTEARRAY8: lambda of: bytearray(of.counted(_UINT64)),
-    pickle.BINGET: lambda of: of._recall(of.byte()),
+    pickle.BINGET: lambda of: of._recall(of.number(_UINT8)),
     pickle.LONG_BINGET: lambda of: of._recall(of.number(_UINT32)),
     pickle.GLOBAL: Unpickler._global,
 }
@@ -481,7 +477,7 @@ def _pushes(value_of: Callable[[Unpickler], Any]) -> Callable[[Unpickler], None]
 _OF_STEPS: Final[dict[bytes, Callable[[Unpickler], None]]] = {
     pickle.PROTO: Unpickler._proto,
     pickle.FRAME: Unpickler._frame,
-    pickle.BINPUT: lambda of: of._remember(of.byte()),
+    pickle.BINPUT: lambda of: of._remember(of.number(_UINT8)),
     pickle.LONG_BINPUT: lambda of: of._remember(of.number(_UINT32)),
     pickle.MEMOIZE: lambda of: of._remember(len(of._memo)),
     pickle.MARK: Unpickler._push_mark,
