@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ def of_save(report: SaveReport, seconds: float, stock_seconds: float, loss: floa
 
 
 def write_evidence(work: Path, job: str, evidence: dict[str, Any]) -> None:
-    """Write ``<job>.json`` on rank 0. All ranks call it."""
+    """Write ``<job>.json`` on rank 0, and whether robust_dcp has been imported there. All ranks call it."""
+    evidence["robust_dcp_imported"] = any(name.startswith("robust_dcp.") for name in sys.modules)
     if dist.get_rank() == 0:
         (work / f"{job}.json").write_text(json.dumps(evidence))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
+from typing import Any
 
-sys.modules["robust_dcp"] = None  # type: ignore[assignment]  # an import of it anywhere below fails
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-
-from demo.evidence import write_evidence  # noqa: E402
-from demo.fsdp_model import Trainer, global_values  # noqa: E402
-from demo.truth import Comparison, Truth, read_truth  # noqa: E402
+from demo.evidence import write_evidence
+from demo.fsdp_model import Trainer, global_values
+from demo.truth import Comparison, Truth, read_truth
 
 __all__ = ["main"]
 
@@ -34,7 +30,7 @@ def main(work: Path) -> None:
             truth = read_truth(work / "fsdp_truth" / f"{number}.pt")
             comparison = _load_and_compare(mesh, work / "fsdp_robust" / str(number), truth)
             layout = " x ".join(map(str, shape)) + " ranks"
-            loads.append({"save": number, "layout": layout, **comparison.over_all_ranks(truth)})
+            loads.append({"save": number, "layout": layout, **comparison.over_all_ranks()})
     evidence: dict[str, Any] = {"loads": loads}
     if world_size > 2 and dist.get_rank() == 0:
         truth = read_truth(work / "fsdp_truth" / "4.pt")
@@ -43,7 +39,6 @@ def main(work: Path) -> None:
             "robust": _as_the_converter_reads_it(work / "fsdp_robust" / "4", work),
             "stock": _as_the_converter_reads_it(work / "fsdp_stock" / "4", work),
         }
-    evidence["robust_dcp_imported"] = any(name.startswith("robust_dcp.") for name in sys.modules)
     write_evidence(work, "fsdp_load", evidence)
 
 
@@ -51,19 +46,14 @@ def _load_and_compare(mesh: DeviceMesh, checkpoint: Path, truth: Truth) -> Compa
     trainer = Trainer(mesh, seed=2)
     state_dict = trainer.state_dict()
     state_dict["loss_weights"] = torch.empty_like(truth["loss_weights"])
-    if any(key.startswith("ema/") for key in truth):
+    if any(key.startswith("ema.") for key in truth):
         state_dict["ema"] = {name: torch.zeros_like(weight) for name, weight in state_dict["model"].items()}
     dcp.load(state_dict, checkpoint_id=checkpoint)
     trainer.load_state_dict(state_dict)
     in_use = {**state_dict, **trainer.state_dict()}
-    comparison = Comparison()
+    comparison = Comparison(truth)
     for key, value in global_values(in_use).items():
-        if key not in truth:
-            comparison.missing(key)
-        elif isinstance(value, torch.Tensor):
-            comparison.tensor(key, value, truth[key])
-        else:
-            comparison.object(key, value, truth[key])
+        comparison.compare(key, value)
     return comparison
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -78,13 +79,10 @@ class Trainer:
         self.iteration = state_dict["iteration"]
 
 
-def global_values(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The whole tensor, or the object, of every leaf by path. It gathers DTensors, so all ranks call it together."""
-    if isinstance(tree, dict):
-        children = ((str(key), value) for key, value in tree.items())
-    elif isinstance(tree, list | tuple):
-        children = ((str(place), value) for place, value in enumerate(tree))
-    else:
-        value = tree.full_tensor() if isinstance(tree, DTensor) else tree
-        return {"/".join(path): value.detach().clone() if isinstance(value, torch.Tensor) else value}
-    return {name: leaf for key, value in children for name, leaf in global_values(value, (*path, key)).items()}
+def global_values(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The whole tensor, or the object, by FQN. It gathers DTensors, so all ranks call it together."""
+    values, _ = flatten_state_dict(state_dict)
+    for name, value in values.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        values[name] = whole.detach().clone() if isinstance(whole, torch.Tensor) else whole
+    return values

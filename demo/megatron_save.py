@@ -10,27 +10,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+import megatron.core
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
 from demo import megatron_cpu
-
-megatron_cpu.install()
-
-import megatron.core  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
-
-from demo.evidence import of_save, write_evidence  # noqa: E402
-from demo.megatron_model import SAVED_LAYOUT, Trainer  # noqa: E402
-from demo.megatron_truth import gather_truth  # noqa: E402
-from demo.truth import write_truth  # noqa: E402
-from robust_dcp.megatron import RobustSaveStrategy  # noqa: E402
+from demo.evidence import of_save, write_evidence
+from demo.megatron_model import SAVED_LAYOUT, Trainer
+from demo.megatron_truth import gather_truth
+from demo.truth import write_truth
+from robust_dcp.megatron import RobustSaveStrategy
 
 __all__ = ["main"]
 
 
 def main(work: Path) -> None:
     """Train, save, and leave truth, checkpoints and evidence in ``work``."""
+    megatron_cpu.install()
     trainer = Trainer(SAVED_LAYOUT, seed=1)
     data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     robust = RobustSaveStrategy()

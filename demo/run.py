@@ -202,7 +202,7 @@ def _about_loads(
     for load in loads:
         may_skip = layout_bound if load["layout"] != loads[0]["layout"] else ()
         skipped = [key for key in load["not_loaded"] if not (may_skip and key.startswith(may_skip))]
-        is_equal = not load["differing"] and not skipped and load["n_tensors"] > 0
+        is_equal = not load["differing"] and not skipped and load["nbytes"] > 0
         problem = "" if is_equal else f"; differing: {load['differing'][:5]}, not loaded: {skipped[:5]}"
         told = f"{reader}: save {load['save']} into {load['layout']}: {load['n_keys']} keys equal{problem}"
         claims.append((told, is_equal))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree
 
 __all__ = ["Comparison", "Truth", "read_truth", "write_truth"]
 
@@ -35,60 +36,52 @@ def read_truth(path: Path) -> Truth:
 
 @dataclass
 class Comparison:
-    """Counts what this rank found equal, and names what differs."""
+    """What this rank compared with ``truth``, and what differed."""
 
-    n_tensors: int = 0
-    n_objects: int = 0
+    truth: Truth
     nbytes: int = 0
     keys: set[str] = field(default_factory=set)
     differing: list[str] = field(default_factory=list)
 
-    def tensor(self, key: str, loaded: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare dtype, shape and every bit. So NaN equals NaN, and 0 differs from -0."""
+    def compare(self, key: str, loaded: Any, place: Any = ...) -> None:
+        """Compare a tensor, or an object, with what was saved: structure, dtypes, shapes and every bit. So NaN equals
+        NaN, and 0 differs from -0.
+
+        Args:
+            place: which part of the whole tensor ``loaded`` is, as an index.
+        """
+        if key not in self.truth:
+            self.differing.append(f"{key} (not in the state dict that was saved)")
+            return
+        expected = self.truth[key]
+        if isinstance(loaded, torch.Tensor):
+            expected = expected[place]
+            self.nbytes += loaded.nbytes
         self.keys.add(key)
-        self.n_tensors += 1
-        self.nbytes += loaded.nbytes
-        same = loaded.dtype == expected.dtype and loaded.shape == expected.shape
-        if not same or not torch.equal(_bits(loaded), _bits(expected)):
+        leaves, structure = _pytree.tree_flatten(loaded)
+        expected_leaves, expected_structure = _pytree.tree_flatten(expected)
+        if structure != expected_structure or not all(map(_are_equal, leaves, expected_leaves)):
             self.differing.append(key)
 
-    def object(self, key: str, loaded: Any, expected: Any) -> None:
-        self.keys.add(key)
-        self.n_objects += 1
-        if not _equal(loaded, expected):
-            self.differing.append(key)
-
-    def missing(self, key: str) -> None:
-        self.differing.append(f"{key} (not in the state dict that was saved)")
-
-    def over_all_ranks(self, truth: Truth) -> dict[str, Any]:
-        """The counts of all ranks together. A key of ``truth`` that no rank compared counts as differing."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self)
-        seen = set().union(*(one.keys for one in found))
+    def over_all_ranks(self) -> dict[str, Any]:
+        """What all ranks found together. Keys of ``truth`` that no rank compared are ``not_loaded``."""
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self.keys, self.nbytes, self.differing))
+        keys = set().union(*(keys for keys, _, _ in ranks))
         return {
-            "n_tensors": sum(one.n_tensors for one in found),
-            "n_objects": sum(one.n_objects for one in found),
-            "nbytes": sum(one.nbytes for one in found),
-            "n_keys": len(seen),
-            "differing": sorted({key for one in found for key in one.differing}),
-            "not_loaded": sorted(set(truth) - seen),
+            "n_keys": len(keys),
+            "nbytes": sum(nbytes for _, nbytes, _ in ranks),
+            "differing": sorted({key for _, _, differing in ranks for key in differing}),
+            "not_loaded": sorted(self.truth.keys() - keys),
         }
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    if not isinstance(left, torch.Tensor):
+        return bool(left == right)
+    is_alike = isinstance(right, torch.Tensor) and (left.dtype, left.shape) == (right.dtype, right.shape)
+    return is_alike and torch.equal(_bits(left), _bits(right))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
-    if isinstance(left, Mapping):
-        return (
-            isinstance(right, Mapping)
-            and left.keys() == right.keys()
-            and all(_equal(left[key], right[key]) for key in left)
-        )
-    if isinstance(left, list | tuple):
-        return type(left) is type(right) and len(left) == len(right) and all(map(_equal, left, right))
-    return bool(left == right)

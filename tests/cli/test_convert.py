@@ -28,7 +28,6 @@ from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
-from tests.support.torch_versions import needs_consolidation
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.uint16, torch.complex128]
@@ -138,22 +137,16 @@ def save_shards(path: str) -> dict[str, torch.Tensor]:
     return {**whole, "b": whole["b"].bfloat16(), "plain": torch.ones(5)}
 
 
-def test_what_ranks_hold_in_shards_becomes_whole_tensors(tmp_path: Path) -> None:
+def test_what_ranks_hold_in_shards_becomes_whole_tensors_and_stocks_own_tool_consolidates_them(tmp_path: Path) -> None:
     expected, *_ = values(run_ranks(4, save_shards, str(tmp_path)))
     for layout in LAYOUTS:
         model = tmp_path / f"model {layout.name}"
         convert(tmp_path / layout.name, model, form="safetensors", buffer_nbytes=1 << 15)
         assert differences(expected, tensors_of(model)) == []
-
-
-@needs_consolidation
-def test_stock_s_own_tool_consolidates_our_shards(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-
-    expected, *_ = values(run_ranks(2, save_shards, str(tmp_path)))
+    stocks = pytest.importorskip("torch.distributed.checkpoint._consolidate_hf_safetensors")  # not in torch 2.7
     (tmp_path / "model").mkdir()
-    names = dict.fromkeys(expected, 1)
-    consolidate_safetensors_files(str(tmp_path / "safetensors"), str(tmp_path / "model"), fqn_to_index_mapping=names)
+    places = str(tmp_path / "safetensors"), str(tmp_path / "model")
+    stocks.consolidate_safetensors_files(*places, fqn_to_index_mapping=dict.fromkeys(expected, 1))
     assert differences(expected, load_file(tmp_path / "model" / "model-00001-of-00001.safetensors")) == []
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from robust_dcp.storage.files.paths import INDEX_NAME
 
-__all__ = ["PROGRAMS", "Job", "checkpoints_in", "is_ours", "run_command", "run_job"]
+__all__ = ["PROGRAMS", "Job", "checkpoints_in", "is_ours", "run_command", "run_job", "torchrun"]
 
 PROGRAMS = Path(__file__).parent / "programs"
 _ANNOUNCEMENT = "takes over save, load and async_save of torch.distributed.checkpoint"
@@ -52,19 +52,21 @@ class Job:
         return [line.split(mark, 1)[1] for line in self.output.splitlines() if mark in line]
 
 
-def run_job(program: str, *arguments: str | Path, robust: bool, ranks: int = 2, **environment: str) -> Job:
-    """Run a program of the folder ``programs`` on some ranks.
+def run_job(program: str, *arguments: str | Path, robust: bool) -> Job:
+    """Run a program of the folder ``programs`` on two ranks.
 
     Raises:
         AssertionError: it has failed; the message is what it printed.
     """
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    return run_command(
-        *torchrun, PROGRAMS / "rank.py", PROGRAMS / f"{program}.py", *arguments, robust=robust, **environment
-    )
+    words = (PROGRAMS / "rank.py", PROGRAMS / f"{program}.py", *arguments)
+    return run_command(*torchrun(2), *words, robust=robust)
 
 
-def run_command(*arguments: str | Path, robust: bool, **environment: str) -> Job:
+def torchrun(n_ranks: int) -> tuple[str, ...]:
+    return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"
+
+
+def run_command(*arguments: str | Path, robust: bool) -> Job:
     """Run this Python, with the variable or without it.
 
     Raises:
@@ -73,7 +75,7 @@ def run_command(*arguments: str | Path, robust: bool, **environment: str) -> Job
     own = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env={**own, "OMP_NUM_THREADS": "1", **({"ROBUST_DCP": "1"} if robust else {}), **environment},
+        env={**own, "OMP_NUM_THREADS": "1", **({"ROBUST_DCP": "1"} if robust else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
-from tests.gpu.device import on_device
+from tests.gpu.device import DEVICE, on_device
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
 from tests.harness.state_dicts import KINDS
@@ -22,34 +23,35 @@ pytestmark = pytest.mark.gpu
 MOVED = tuple(kind for kind in KINDS if kind not in ("quantized", "sharded_tensor", "stateful"))
 
 
-def save_and_load(directory: str, layout: str, how: str) -> list[str]:
+def save_and_load(directory: str) -> list[str]:
+    ways: list[tuple[Any, str]] = [("torch", "save"), ("torch", "async_save"), ("safetensors", "save")]
+    moves: dict[str, Any] = {"device": on_device, "host": lambda value: value}
     problems = []
-    for kind in MOVED:
-        path = os.path.join(directory, kind)
-        expected = on_device(KINDS[kind](1))
-        writer = RobustWriter(path, layout=layout)
-        if how == "save":
-            robust_dcp.save(expected, storage_writer=writer)
-        else:
-            robust_dcp.async_save(expected, storage_writer=writer).result(timeout=120)
-        for where, move in (("device", on_device), ("host", lambda value: value)):
-            target = move(KINDS[kind](0))
-            robust_dcp.load(target, storage_reader=RobustReader(path))
-            problems += [f"{kind} to the {where}: {each}" for each in differences(KINDS[kind](1), target)]
-            dist.barrier()
+    for number, kind in enumerate(MOVED):
+        for layout, how in ways if DEVICE.type == "cuda" else [ways[number % len(ways)]]:
+            path = os.path.join(directory, kind, layout, how)
+            expected = on_device(KINDS[kind](1))
+            writer = RobustWriter(path, layout=layout)
+            if how == "save":
+                robust_dcp.save(expected, storage_writer=writer)
+            else:
+                robust_dcp.async_save(expected, storage_writer=writer).result(timeout=120)
+            for where, move in moves.items():
+                target = move(KINDS[kind](0))
+                robust_dcp.load(target, storage_reader=RobustReader(path))
+                problems += [f"{path} to the {where}: {each}" for each in differences(KINDS[kind](1), target)]
+                dist.barrier()
     return problems
 
 
-@pytest.mark.parametrize(("layout", "how"), [("torch", "save"), ("torch", "async_save"), ("safetensors", "save")])
-def test_every_kind_comes_back_to_the_device_and_to_the_host(tmp_path: Path, layout: str, how: str) -> None:
-    for problems in values(run_ranks(4, save_and_load, str(tmp_path), layout, how, timeout_seconds=150)):
-        assert problems == []
+def test_every_kind_comes_back_to_the_device_and_to_the_host(tmp_path: Path) -> None:
+    """Saved in each layout and beside training; without a device, where this says little, each kind in one way."""
+    assert values(run_ranks(4, save_and_load, str(tmp_path), timeout_seconds=170)) == [[]] * 4
 
 
-def save_laid_out(directory: str) -> bool:
+def save_laid_out(directory: str) -> None:
     for variant in range(7):
         robust_dcp.save(on_device(laid_out(1, variant)), checkpoint_id=f"{directory}/{variant}")
-    return True
 
 
 def load_laid_out(directory: str) -> list[str]:
@@ -63,5 +65,5 @@ def load_laid_out(directory: str) -> list[str]:
 
 @pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 3)])
 def test_what_some_ranks_saved_others_load_in_other_layouts(tmp_path: Path, saving: int, loading: int) -> None:
-    assert all(values(run_ranks(saving, save_laid_out, str(tmp_path), timeout_seconds=120)))
+    values(run_ranks(saving, save_laid_out, str(tmp_path), timeout_seconds=120))
     assert values(run_ranks(loading, load_laid_out, str(tmp_path), timeout_seconds=120)) == [[]] * loading

@@ -103,7 +103,7 @@ def resume_megatron(directory: str) -> tuple[list[str], list[str], set[str]]:
     loaded = dist_checkpointing.load(fresh.sharded_state_dict(is_loading=True), directory, RobustLoadStrategy())
     devices = {value.device.type for value in loaded["model"].values() if isinstance(value, torch.Tensor)}
     fresh.model.load_state_dict(loaded.pop("model"))
-    comparison = compare(fresh.sharded_state_dict(is_loading=True), loaded, truth).over_all_ranks(truth)
+    comparison = compare(fresh.sharded_state_dict(is_loading=True), loaded, truth).over_all_ranks()
     dist.destroy_process_group()
     return comparison["differing"], comparison["not_loaded"], devices
 

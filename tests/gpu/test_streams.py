@@ -138,6 +138,7 @@ def test_cuda_graphs_captured_before_and_after_a_save_replay(tmp_path: Path) -> 
     assert float(loaded(tmp_path / "2", weight)[0]) == 3.0
 
 
+@needs_cuda
 def test_expandable_segments_are_saved_and_loaded(tmp_path: Path) -> None:
     script = """
         import sys, torch, robust_dcp

@@ -1,4 +1,4 @@
-"""Compares the attributes of real Megatron before, during and after ``install``, in a process of its own.
+"""Compares the functions of real Megatron before, during and after ``install``, in a process of its own.
 
 First Megatron is imported after ``install``, then before it. ``test_install`` runs it.
 """
@@ -18,59 +18,51 @@ def _import_megatron() -> None:
     import torch.distributed.checkpoint  # noqa: F401
 
 
-def _attributes() -> dict[Any, Any]:
-    """Each patch, and what its module or class holds under that name; ``None`` if nothing."""
-    from robust_dcp.installation import PATCHES
-
+def _functions() -> dict[str, Any]:
+    """All functions that modules and classes of Megatron and torch hold, by the name there."""
     found = {}
-    for patch in PATCHES:
-        owner: Any = sys.modules.get(patch.module)
-        *path, name = patch.name.split(".")
-        for part in path:
-            owner = getattr(owner, part, None)
-        found[patch] = None if owner is None else vars(owner).get(name)
-    return found
-
-
-def _names_with_our_code() -> set[tuple[str, str]]:
-    """Names in modules and classes of Megatron and torch whose code stands in robust_dcp."""
-    found = set()
     for module in [each for name, each in sys.modules.items() if name.partition(".")[0] in ("megatron", "torch")]:
         if not isinstance(module, types.ModuleType):
             continue
-        for holder in [module, *(value for value in list(vars(module).values()) if isinstance(value, type))]:
+        classes = [each for each in list(vars(module).values()) if isinstance(each, type)]
+        holders = {module.__name__: module, **{f"{each.__module__}.{each.__qualname__}": each for each in classes}}
+        for holder_name, holder in holders.items():
             for name, value in list(vars(holder).items()):
-                function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-                if isinstance(function, types.FunctionType) and "/robust_dcp/" in function.__code__.co_filename:
-                    found.add((holder.__name__, name))
+                if isinstance(value, (types.FunctionType, staticmethod, classmethod)):
+                    found[f"{holder_name}.{name}"] = value
     return found
+
+
+def _ours() -> set[str]:
+    """The names of those whose code stands in robust_dcp."""
+    codes = {name: getattr(getattr(each, "__func__", each), "__code__", None) for name, each in _functions().items()}
+    return {name for name, code in codes.items() if code is not None and "/robust_dcp/" in code.co_filename}
 
 
 def _main() -> None:
     import robust_dcp.megatron
+    from robust_dcp.installation import PATCHES
 
     robust_dcp.megatron.install()
     assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
     _import_megatron()
-    assert len(_names_with_our_code()) > 10
+    assert len(_ours()) > 10
     robust_dcp.megatron.uninstall()
-    assert _names_with_our_code() == set(), _names_with_our_code()
+    assert _ours() == set(), _ours()
 
     robust_dcp.megatron.install("default")  # adds the arguments, and replaces nothing else
-    assert _names_with_our_code() == set()
+    assert _ours() == set()
     robust_dcp.megatron.uninstall()
-    before, finders = _attributes(), list(sys.meta_path)
+    before, finders = _functions(), list(sys.meta_path)
     robust_dcp.megatron.install()
     robust_dcp.megatron.install()
-    unchanged = [patch for patch, value in _attributes().items() if value is before[patch] is not None]
-    assert unchanged == [], unchanged
-    ours = _names_with_our_code()
-    assert len(ours) > 10  # each name that Megatron has imported early is ours too
-    for module, name in (("", "save"), ("", "load"), (".serialization", "load")):
-        assert (f"megatron.core.dist_checkpointing{module}", name) in ours
+    replaced = {name for name, value in _functions().items() if value is not before.get(name)}
+    left = {f"{patch.module}.{patch.name}" for patch in PATCHES} & before.keys() - replaced
+    assert left == set(), left
+    for name in ("save", "load", "serialization.load"):  # those that Megatron has imported early are ours too
+        assert f"megatron.core.dist_checkpointing.{name}" in _ours()
     robust_dcp.megatron.uninstall()
-    assert all(value is before[patch] for patch, value in _attributes().items())
-    assert _names_with_our_code() == set()
+    assert _functions() == before
     assert sys.meta_path == finders
 
 

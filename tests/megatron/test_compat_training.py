@@ -9,14 +9,17 @@ Megatron hashes all files of a checkpoint, and robust_dcp does: the hashes of ea
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.megatron.training_job import Job, run_job
+from tests.frameworks.jobs import run_command, torchrun
 
 pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -28,6 +31,46 @@ _OURS = ("--ckpt-planner", "robust_dcp", "--ckpt-exchange-timeout-seconds", "30"
 _ASYNC = (*_OURS, "--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker")
 _HOW = {"stock": (), "ours": _OURS, "async": _ASYNC}
 _GOES_ON = "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)"
+
+_ARGUMENTS = """
+--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
+--position-embedding-type rope --no-rope-fusion --swiglu --vocab-size 64 --untie-embeddings-and-output-weights
+--transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-persist-layer-norm --no-bias-dropout-fusion --distributed-backend gloo --bf16 --micro-batch-size 1
+--train-iters 12 --lr 0.01 --save-interval 4
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What became of a job: what each rank noted at each step, and the log and standard error of all."""
+
+    ranks: list[list[dict[str, Any]]]
+    output: str
+
+    def noted(self, key: str, step: int = 0) -> list[Any]:
+        """What the ranks noted under ``key`` at one step."""
+        return [rank[step].get(key) for rank in self.ranks]
+
+
+def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
+    """Run two ranks of a training job until they have done all their steps.
+
+    Args:
+        directory: an empty one, for what the ranks note.
+        arguments: of Megatron-LM. Without them it trains twelve iterations and saves after each fourth.
+        steps: ``load:DIRECTORY``, ``load:DIRECTORY@ITERATION``, and ``train``. With ``train:5=full,8=open`` something
+            happens to the disk of rank 1 before the forward pass of these iterations. What is saved after it has no
+            room (``full``), or is not written (``gate``) until that is allowed (``open``).
+
+    Raises:
+        AssertionError: a rank failed; the message is what the ranks printed.
+    """
+    directory.mkdir(parents=True)
+    words = (*_ARGUMENTS.split(), *arguments, "--notes", directory, "--steps", *steps.split())
+    output = run_command(*torchrun(2), "-m", "tests.megatron.training_job", *words, robust=False).output
+    return Job([json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)], output)
+
 
 Trained = Callable[[str, str], tuple[Job, Path]]
 

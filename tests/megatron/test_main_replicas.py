@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -20,33 +20,14 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from demo import megatron_cpu
 from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import chosen, save
+from tests.megatron.torch_dist import chosen, plain, save
 
 _RANKS = 4
-_LAYOUTS = (((2, 1, 2), ("alone", "dp")), ((1, 2, 2), ("stage", "world")), ((1, 1, 4), ("dp",)))
-"""Tensor, pipeline and data parallel sizes, and the groups of Megatron's wrapper."""
+_LAYOUTS = (((2, 1), ("alone", "dp")), ((1, 2), ("stage", "world")), ((1, 1), ("dp",)))
+"""Tensor and pipeline parallel sizes, and the groups of Megatron's wrapper."""
 
 
-class _Place:
-    """Where this rank stands: tensor parallel ranks next to each other, then data parallel ones, as in Megatron."""
-
-    def __init__(self, tp: int, pp: int, dp: int) -> None:
-        self.tp_size, self.pp_size, self.dp_size = tp, pp, dp
-        rank = dist.get_rank()
-        self.tp, self.dp, self.pp = rank % tp, rank // tp % dp, rank // (tp * dp)
-        self.dp_group = self._group(lambda other: (other % tp, other // (tp * dp)))
-        self.stage_group = self._group(lambda other: other // (tp * dp))
-
-    def _group(self, family: Any) -> Any:
-        mine = None
-        for which in sorted({family(rank) for rank in range(_RANKS)}, key=str):
-            ranks = [rank for rank in range(_RANKS) if family(rank) == which]
-            group = dist.new_group(ranks)
-            mine = group if dist.get_rank() in ranks else mine
-        return mine
-
-
-def _state(place: _Place, *, is_template: bool = False) -> dict[str, Any]:
+def _state(*, is_template: bool = False) -> dict[str, Any]:
     """Every tensor and object holds another content on each rank; no two tensors of a rank are alike."""
     state: dict[str, Any] = {}
     draw = random.Random(7)  # the same on all ranks
@@ -58,36 +39,40 @@ def _state(place: _Place, *, is_template: bool = False) -> dict[str, Any]:
     def add(key: str, tensor: torch.Tensor, *cuts: tuple[int, int, int], **options: Any) -> None:
         state[key] = ShardedTensor.from_rank_offsets(key, tensor, *cuts, **options)
 
-    tp, dp, pp = place.tp, place.dp, place.pp
+    tp, tp_size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    dp, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    pp = parallel_state.get_pipeline_model_parallel_rank()
+    pp_size = parallel_state.get_pipeline_model_parallel_world_size()
     for number in range(12):  # sizes with ties, so that whom stock gives a shard to depends on all before it
         size, stage = draw.choice((3, 5, 5, 8, 40)), f"stage{pp}"
         add(f"{stage}.norm{number}", data(size), replica_id=(0, tp, dp))
-        add(f"{stage}.column{number}", data(size, 2), (0, tp, place.tp_size), replica_id=(0, 0, dp))
-        turned = (0, (tp + number) % place.tp_size, (dp + number // 2) % place.dp_size)
+        add(f"{stage}.column{number}", data(size, 2), (0, tp, tp_size), replica_id=(0, 0, dp))
+        turned = (0, (tp + number) % tp_size, (dp + number // 2) % dp_size)
         add(f"{stage}.rotating{number}", data(size), replica_id=turned)
-        add(f"{stage}.expert{number}", data(1, size), (0, dp, place.dp_size), replica_id=(0, tp, 0))
+        add(f"{stage}.expert{number}", data(1, size), (0, dp, dp_size), replica_id=(0, tp, 0))
         add(f"everywhere{number}", data(size), replica_id=(dist.get_rank() + number) % _RANKS)
         state[f"object{number}"] = ShardedObject(
             f"object{number}", float(data(1)[0]), (1,), (0,), replica_id=(dist.get_rank() + number) % _RANKS
         )
-    add("layers", data(4), (0, pp, place.pp_size), replica_id=(0, tp, dp), prepend_axis_num=1)
-    if pp in (0, place.pp_size - 1):  # a tied embedding, and one whose main replica is that of the last stage
+    add("layers", data(4), (0, pp, pp_size), replica_id=(0, tp, dp), prepend_axis_num=1)
+    if pp in (0, pp_size - 1):  # a tied embedding, and one whose main replica is that of the last stage
         is_last = int(pp != 0)
-        add("tied", data(6, 2), (0, tp, place.tp_size), replica_id=(is_last, 0, dp))
-        add("tied_to_last", data(6, 2), (0, tp, place.tp_size), replica_id=(int(pp != place.pp_size - 1), 0, dp))
+        add("tied", data(6, 2), (0, tp, tp_size), replica_id=(is_last, 0, dp))
+        add("tied_to_last", data(6, 2), (0, tp, tp_size), replica_id=(int(pp != pp_size - 1), 0, dp))
     return state
 
 
-def _loaded(directory: Path, place: _Place) -> dict[str, list[float]]:
+def _loaded(directory: Path) -> dict[str, Any]:
     """All that a checkpoint holds of this rank's state dict, loaded by stock."""
-    loaded = dist_checkpointing.load(_state(place, is_template=True), str(directory))
-    return {
-        key: value.flatten().tolist() if isinstance(value, torch.Tensor) else value for key, value in loaded.items()
+    return plain(dist_checkpointing.load(_state(is_template=True), str(directory)))
+
+
+def _wrapped(strategy: Any, how: str) -> Any:
+    groups = {
+        "dp": parallel_state.get_data_parallel_group(),
+        "stage": parallel_state.get_tensor_and_data_parallel_group(),
+        "world": dist.group.WORLD,
     }
-
-
-def _wrapped(strategy: Any, how: str, place: _Place) -> Any:
-    groups = {"dp": place.dp_group, "stage": place.stage_group, "world": dist.group.WORLD}
     return strategy if how == "alone" else FullyParallelSaveStrategyWrapper(strategy, groups[how])
 
 
@@ -95,18 +80,19 @@ def _differences(directory: Path) -> list[str]:
     megatron_cpu.install()
     found = []
     for layout, groups in _LAYOUTS:
-        place = _Place(*layout)
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(*layout)
         for how in groups:
             name = f"{'x'.join(map(str, layout))} {how}"
-            save(_state(place), directory / name / "stock", _wrapped(stock_strategy(), how, place))
+            save(_state(), directory / name / "stock", _wrapped(stock_strategy(), how))
             with chosen():
                 for turn in ("first", "again"):
                     ours = TorchDistSaveShardedStrategy("torch_dist", 1)
-                    save(_state(place), directory / name / turn, _wrapped(ours, how, place))
+                    save(_state(), directory / name / turn, _wrapped(ours, how))
             dist.barrier()
-            expected = _loaded(directory / name / "stock", place)
+            expected = _loaded(directory / name / "stock")
             for turn in ("first", "again"):
-                saved = _loaded(directory / name / turn, place)
+                saved = _loaded(directory / name / turn)
                 found += [f"{name}, {turn}: {key}" for key in expected if saved[key] != expected[key]]
     return found
 

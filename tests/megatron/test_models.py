@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,50 +30,33 @@ from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import chosen, save
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is saved, from which layout, and into which it is loaded.
-
-    Attributes:
-        n_ranks: of all layouts.
-        experts: of each MoE layer; 0 for a dense model.
-        is_parallel: whether ours saves and loads in Megatron's fully parallel wrappers.
-    """
-
-    n_ranks: int
-    saved: Layout
-    loaded: tuple[Layout, ...]
-    experts: int = 0
-    is_parallel: bool = False
-
-    def trainer(self, layout: Layout, *, seed: int) -> Trainer:
-        return Trainer(layout, seed=seed, experts=self.experts, n_layers=2, hidden_size=32)
-
-
-_MOE = Case(
-    4,
-    Layout(pipeline=2, expert=2),
-    (Layout(pipeline=2, expert=2), Layout(tensor=2, expert=2)),
-    experts=4,
-    is_parallel=True,
-)
-_DENSE = Case(4, Layout(tensor=2, pipeline=2), (Layout(tensor=2, pipeline=2), Layout(pipeline=2)))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(_MOE, id="moe"), pytest.param(_DENSE, id="dense")])
-def test_ours_and_stock_load_each_others_checkpoints_bit_for_bit_into_any_layout(tmp_path: Path, case: Case) -> None:
-    """Ours reuses its plan, and makes no collective of the world."""
-    for outcome in values(run_ranks(case.n_ranks, _both_ways, case, tmp_path, timeout_seconds=170)):
+@pytest.mark.parametrize(
+    ("experts", "saved", "other"),
+    [
+        pytest.param(4, Layout(pipeline=2, expert=2), Layout(tensor=2, expert=2), id="moe"),
+        pytest.param(0, Layout(tensor=2, pipeline=2), Layout(pipeline=2), id="dense"),
+    ],
+)
+def test_ours_and_stock_load_each_others_checkpoints_bit_for_bit_into_any_layout(
+    tmp_path: Path, experts: int, saved: Layout, other: Layout
+) -> None:
+    """Ours reuses its plan, and makes no collective of the world. Those with experts are in Megatron's fully parallel
+    wrappers."""
+    for outcome in values(run_ranks(4, _both_ways, experts, (saved, other), tmp_path, timeout_seconds=170)):
         assert outcome["plans"] == ["built", "reused"]
         assert outcome["calls"] == [0, 0]
-        assert outcome["found"] == {str(layout): (([], []), ([], [])) for layout in case.loaded}
+        assert outcome["found"] == {str(layout): (([], []), ([], [])) for layout in (saved, other)}
 
 
-def _both_ways(case: Case, directory: Path) -> dict[str, Any]:
-    """Save with ours twice and with stock once; load each with the other into all layouts."""
+def _trainer(layout: Layout, experts: int, *, seed: int) -> Trainer:
+    return Trainer(layout, seed=seed, experts=experts, n_layers=2, hidden_size=32)
+
+
+def _both_ways(experts: int, layouts: tuple[Layout, Layout], directory: Path) -> dict[str, Any]:
+    """Save with ours twice and with stock once, from the first layout; load each with the other into all layouts."""
     megatron_cpu.install()
-    trainer = case.trainer(case.saved, seed=1)
+    trainer = _trainer(layouts[0], experts, seed=1)
     ours = TorchDistSaveShardedStrategy("torch_dist", 1)
     plans, calls = [], []
     truth: dict[str, Any] = {}
@@ -83,31 +65,31 @@ def _both_ways(case: Case, directory: Path) -> dict[str, Any]:
         truth = _shared_truth(trainer.sharded_state_dict())
         state = trainer.sharded_state_dict()  # the optimizer's own gathers are none of the save's
         with chosen(timeout_seconds=60), counted_collectives() as counts:
-            strategy = FullyParallelSaveStrategyWrapper(ours, _group()) if case.is_parallel else ours
+            strategy = FullyParallelSaveStrategyWrapper(ours, _group()) if experts else ours
             save(state, directory / f"ours{number}", strategy)
         plans.append(ours.last_report.plan)
         calls.append(sum(counts.values()) - counts["barrier"])
     save(trainer.sharded_state_dict(), directory / "stock", stock_strategy())
     found = {}
-    for layout in case.loaded:
-        by_stock = _load_and_compare(case, layout, directory / "ours2", truth, is_parallel=False)
+    for layout in layouts:
+        by_stock = _load_and_compare(_trainer(layout, experts, seed=2), directory / "ours2", truth, is_parallel=False)
         with chosen(timeout_seconds=60):
-            by_ours = _load_and_compare(case, layout, directory / "stock", truth, is_parallel=case.is_parallel)
+            fresh = _trainer(layout, experts, seed=2)
+            by_ours = _load_and_compare(fresh, directory / "stock", truth, is_parallel=experts > 0)
         found[str(layout)] = (by_stock, by_ours)
     return {"plans": plans, "calls": calls, "found": found}
 
 
 def _load_and_compare(
-    case: Case, layout: Layout, directory: Path, truth: dict[str, Any], *, is_parallel: bool
+    fresh: Trainer, directory: Path, truth: dict[str, Any], *, is_parallel: bool
 ) -> tuple[list[str], list[str]]:
-    """Load into a fresh model of ``layout``; what differs, and what was not loaded, on any rank."""
-    fresh = case.trainer(layout, seed=2)
+    """Load into a fresh model; what differs, and what was not loaded, on any rank."""
     strategy: Any = TorchDistLoadShardedStrategy()
     if is_parallel:
         strategy = FullyParallelLoadStrategyWrapper(strategy, _group())
     loaded = dist_checkpointing.load(fresh.sharded_state_dict(is_loading=True), str(directory), strategy)
     fresh.model.load_state_dict(loaded.pop("model"))
-    comparison = compare(fresh.sharded_state_dict(is_loading=True), loaded, truth).over_all_ranks(truth)
+    comparison = compare(fresh.sharded_state_dict(is_loading=True), loaded, truth).over_all_ranks()
     return comparison["differing"], comparison["not_loaded"]
 
 

@@ -48,6 +48,7 @@ from tests.megatron.torch_dist import (
     failures_of,
     made,
     per_rank_object,
+    plain,
     replicated,
     replicated_object,
     save,
@@ -90,17 +91,8 @@ def _one(value: float = 0.0) -> dict[str, Any]:
     return {"weight": cut("weight", torch.full((2,), value))}
 
 
-def _plain(value: Any) -> Any:
-    """A loaded state dict as values that can be compared."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value
-
-
 def _load(directory: Path, template: Callable[[], dict[str, Any]] = _template, *args: Any, **options: Any) -> Any:
-    return _plain(dist_checkpointing.load(template(), str(directory), *args, **options))
+    return plain(dist_checkpointing.load(template(), str(directory), *args, **options))
 
 
 def _parallel(**options: Any) -> FullyParallelLoadStrategyWrapper:
@@ -111,7 +103,7 @@ def _load_bound_early(directory: Path) -> Any:
     without_data = _template()
     for shard in without_data["many"]:
         shard.data = None
-    return _plain(load_bound_early(without_data, str(directory), _parallel()))
+    return plain(load_bound_early(without_data, str(directory), _parallel()))
 
 
 SAVES: dict[str, Callable[[Any, Path], Any]] = {
@@ -363,8 +355,8 @@ def every_mode_of_strictness_does_what_it_says_and_refuses_on_all_ranks(director
         assert results[passing]["cut"] == results["ignore_all"]["cut"]
         assert "unknown" not in results[passing]
     unexpected = {"unknown"} if dist.get_rank() == 1 else set()
-    assert results["return_unexpected"][1:] == [set(), unexpected]
-    assert results["return_all"][1:] == [{"more", "small"}, unexpected]
+    assert results["return_unexpected"][1:] == (set(), unexpected)
+    assert results["return_all"][1:] == ({"more", "small"}, unexpected)
 
 
 @SCENARIOS.add
@@ -424,7 +416,7 @@ def what_is_told_of_a_checkpoint_is_what_stock_tells(directory: Path) -> None:
             {key: type(value).__name__ for key, value in load_sharded_metadata(path).items()},
             dist_checkpointing.load_common_state_dict(path),
             dist_checkpointing.load_content_metadata(path),
-            _plain(dist_checkpointing.load_plain_tensors(path)),
+            plain(dist_checkpointing.load_plain_tensors(path)),
         ]
 
     with chosen():

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
 
 from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
@@ -29,6 +31,7 @@ __all__ = [
     "failures_of",
     "made",
     "per_rank_object",
+    "plain",
     "queue_option",
     "replicated",
     "replicated_object",
@@ -134,6 +137,16 @@ def made(directory: Path) -> Path:
 def save(state_dict: dict[str, Any], directory: Path, strategy: Any = None, **options: Any) -> Any:
     """``dist_checkpointing.save``, whichever that is now, into a new directory."""
     return dist_checkpointing.save(state_dict, str(made(directory)), strategy, **options)
+
+
+def plain(value: Any) -> Any:
+    """A state dict as values that can be compared: of a tensor dtype and numbers, of a DTensor those of this rank."""
+
+    def compared(leaf: Any) -> Any:
+        leaf = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        return (str(leaf.dtype), leaf.tolist()) if isinstance(leaf, torch.Tensor) else leaf
+
+    return _pytree.tree_map(compared, value)
 
 
 def queue_option() -> dict[str, str]:

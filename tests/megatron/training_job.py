@@ -1,10 +1,8 @@
-"""A training job of Megatron-LM's on two CPU ranks, by unmodified ``megatron.training``, and what starts it.
+"""One rank of a training job of Megatron-LM's on CPU, by unmodified ``megatron.training``: a script for ``torchrun``.
 
 Arguments, global variables, process groups, DDP, optimizer, training loop, ``load_checkpoint`` and the saves are
 Megatron's own. A script gives it a model, batches and a loss. A batch follows from the number of its iteration, so that
 a job that goes on from a checkpoint sees what a job without interruption would have seen.
-
-Run as a script it is one rank; :func:`run_job` is for tests.
 """
 
 from __future__ import annotations
@@ -13,85 +11,11 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "children", "run_job"]
-
-_ROOT = Path(__file__).parents[2]
-_RANKS = 2
-_ARGUMENTS = """
---num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
---position-embedding-type rope --no-rope-fusion --swiglu --vocab-size 64 --untie-embeddings-and-output-weights
---transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
---no-persist-layer-norm --no-bias-dropout-fusion --distributed-backend gloo --bf16 --micro-batch-size 1
---train-iters 12 --lr 0.01 --save-interval 4
-"""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What became of a job: what each rank noted at each step, and the log and standard error of all."""
-
-    ranks: list[list[dict[str, Any]]]
-    output: str
-
-    def noted(self, key: str, step: int = 0) -> list[Any]:
-        """What the ranks noted under ``key`` at one step."""
-        return [rank[step].get(key) for rank in self.ranks]
-
-
-def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
-    """Run two ranks of a training job until they have done all their steps.
-
-    Args:
-        directory: an empty one, for what the ranks note.
-        arguments: of Megatron-LM. Without them it trains twelve iterations and saves after each fourth.
-        steps: ``load:DIRECTORY``, ``load:DIRECTORY@ITERATION``, and ``train``. With ``train:5=full,8=open`` something
-            happens to the disk of rank 1 before the forward pass of these iterations. What is saved after it has no
-            room (``full``), or is not written (``gate``) until that is allowed (``open``).
-
-    Raises:
-        AssertionError: a rank failed, or was still running after 400 seconds; all have ended then.
-    """
-    directory.mkdir(parents=True)
-    command = [sys.executable, __file__, *_ARGUMENTS.split(), *map(str, arguments)]
-    command += ["--notes", str(directory), "--steps", *steps.split()]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
-    variables.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    variables["PYTHONPATH"] = os.pathsep.join([str(_ROOT), variables.get("PYTHONPATH", "")]).strip(os.pathsep)
-    variables.update(WORLD_SIZE=str(_RANKS), OMP_NUM_THREADS="1")
-    with (directory / "output").open("wb") as output:
-        processes = [
-            subprocess.Popen(
-                command,
-                env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            for rank in range(_RANKS)
-        ]
-        deadline = time.monotonic() + 400
-        try:
-            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = []
-        finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with what Megatron has started for it
-                process.wait()
-    text = (directory / "output").read_text(errors="replace")
-    assert codes == [0] * _RANKS, f"exit codes {codes or 'missing: not done in time'}\n{text}"
-    return Job([json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(_RANKS)], text)
+__all__ = ["children"]
 
 
 def children() -> set[int]:

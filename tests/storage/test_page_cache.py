@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,16 +51,14 @@ def is_in_memory(path: Path) -> bool:
     return opened.alignment is None
 
 
-def by_mincore(fd: int, offset: int, nbytes: int) -> int:
-    pages = kernel._by_mincore(fd, offset, nbytes)
-    return -1 if pages is None else min(nbytes, pages * PAGE_NBYTES)
-
-
-@pytest.mark.parametrize("ask", [cached_nbytes, by_mincore])
+@pytest.mark.parametrize("has_cachestat", [True, False])
 def test_the_pages_that_were_read_are_cached_and_no_others(
-    file: Path, fd: int, ask: Callable[[int, int, int], int]
+    file: Path, fd: int, has_cachestat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = FILE_NBYTES if is_in_memory(file) else 0
+    """A system that does not know cachestat is asked by mincore."""
+    if not has_cachestat:
+        monkeypatch.setattr(kernel, "_CACHESTAT", 100_000)  # no such call: ENOSYS
+    ask, elsewhere = cached_nbytes, FILE_NBYTES if is_in_memory(file) else 0
     assert ask(fd, 0, FILE_NBYTES) == elsewhere
     os.pread(fd, 2 << 20, 1 << 20)
     assert ask(fd, 0, FILE_NBYTES) == (elsewhere or 2 << 20)
@@ -71,19 +69,6 @@ def test_the_pages_that_were_read_are_cached_and_no_others(
     assert ask(fd, FILE_NBYTES - 100, 100) == 100
     assert ask(fd, FILE_NBYTES + PAGE_NBYTES, 100) == 0
     assert ask(fd, 0, 0) == 0
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_system_that_does_not_know_cachestat_is_asked_by_mincore(
-    file: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "_CACHESTAT", 100_000)  # no such call: ENOSYS
-    if cached:
-        file.read_bytes()
-    opened = os.open(file, os.O_RDONLY)
-    assert kernel._by_cachestat(opened, 0, FILE_NBYTES) is None
-    assert cached_nbytes(opened, 0, FILE_NBYTES) == (FILE_NBYTES if cached or is_in_memory(file) else 0)
-    os.close(opened)
 
 
 @pytest.mark.parametrize(("cached", "past_the_cache"), [(0.0, True), (0.25, True), (0.75, False), (1.0, False)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 
 import pytest
@@ -12,7 +11,6 @@ from torch.distributed.checkpoint import staging, state_dict_saver
 __all__ = [
     "HAS_SAFETENSORS",
     "needs_background_stager",
-    "needs_consolidation",
     "needs_response",
     "needs_safetensors",
     "needs_use_collectives",
@@ -21,11 +19,6 @@ __all__ = [
 HAS_SAFETENSORS = hasattr(dcp, "HuggingFaceStorageReader")
 
 needs_safetensors = pytest.mark.skipif(not HAS_SAFETENSORS, reason="this torch has no HuggingFaceStorageReader")
-
-needs_consolidation = pytest.mark.skipif(
-    importlib.util.find_spec("torch.distributed.checkpoint._consolidate_hf_safetensors") is None,
-    reason="this torch has no consolidate_safetensors_files",
-)
 
 needs_background_stager = pytest.mark.skipif(
     not hasattr(staging, "DefaultStager"), reason="this torch has no DefaultStager, which copies in the background"

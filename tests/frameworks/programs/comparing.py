@@ -19,28 +19,32 @@ def small_model():
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
 
 
-class Run:
-    """A program: ``PROGRAM.py save NAME DIRECTORY``, or ``load NAME`` and some directories.
+def arguments():
+    """Of ``PROGRAM.py save NAME DIRECTORY``, or ``load NAME`` and some directories: whether it saves, and the place
+    ``NAME`` in each directory."""
+    warnings.simplefilter("ignore")
+    command, name, *directories = sys.argv[1:]
+    return command == "save", [Path(directory, name) for directory in directories]
 
-    A subclass makes ``model`` and ``optimizer``, and has ``save`` and ``load``, which take a path.
-    """
+
+class Run:
+    """A program. A subclass makes ``model`` and ``optimizer``, and has ``save`` and ``load``, which take a path."""
 
     @classmethod
     def main(cls):
-        warnings.simplefilter("ignore")
-        command, name, *directories = sys.argv[1:]
-        torch.manual_seed(1 if command == "save" else 2)
-        run = cls(name)
-        for path in (Path(directory, name) for directory in directories):
-            if command == "save":
+        is_new, paths = arguments()
+        torch.manual_seed(1 if is_new else 2)
+        run = cls(paths[0].name)
+        for path in paths:
+            if is_new:
                 for _ in range(2):  # twice at one place, as with a checkpoint "last"
                     tell(*run.train(2))
                     run.save(path)
-                keep(path.parent, name, run.state())
+                keep(path, run.state())
             else:
                 run.train(1)
                 run.load(path)
-                compare(path.parent, name, run.state())
+                compare(path, run.state())
                 torch.manual_seed(3)
                 tell(*run.train(2))
         if dist.is_initialized():
@@ -66,14 +70,14 @@ class Run:
         return [self.model.state_dict(), self.optimizer.state_dict()]
 
 
-def keep(directory, name, state):
-    """Write this rank's part of a state beside the checkpoints."""
-    torch.save(_leaves(state), _file(directory, name))
+def keep(path, state):
+    """Write this rank's part of a state beside the place of the checkpoints."""
+    torch.save(_leaves(state), _file(path))
 
 
-def compare(directory, name, state):
+def compare(path, state):
     """Raise unless the state is the one that was kept, bit for bit; say so on rank 0."""
-    kept, now = torch.load(_file(directory, name)), _leaves(state)
+    kept, now = torch.load(_file(path)), _leaves(state)
     assert kept.keys() == now.keys(), sorted(kept.keys() ^ now.keys())
     assert kept, "there is nothing to compare"
     for key, value in kept.items():
@@ -82,7 +86,7 @@ def compare(directory, name, state):
         else:
             assert value == now[key], (key, value, now[key])
     if os.environ["RANK"] == "0":
-        print(f"equal: {name} ", flush=True)  # a line of another rank may follow before this one ends
+        print(f"equal: {path.name} ", flush=True)  # a line of another rank may follow before this one ends
 
 
 def digest(state):
@@ -105,10 +109,9 @@ def tell(*losses):
             print(f"loss: {float(loss):.9g} ", flush=True)
 
 
-def _file(directory, name):
-    folder = Path(directory) / "kept"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{name}.{os.environ['RANK']}.pt"
+def _file(path):
+    (path.parent / "kept").mkdir(parents=True, exist_ok=True)
+    return path.parent / "kept" / f"{path.name}.{os.environ['RANK']}.pt"
 
 
 def _leaves(state):

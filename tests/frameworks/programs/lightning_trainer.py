@@ -1,18 +1,14 @@
-"""A program that trains with Lightning's Trainer: ``lightning_trainer.py save NAME DIRECTORY``, or ``load``
-and some directories.
+"""A program that trains with Lightning's Trainer.
 
 Two epochs write a checkpoint each. ``load`` goes on from the second, as ``trainer.fit(ckpt_path=...)`` does, and looks
 at what it starts from.
 """
 
 import logging
-import sys
-import warnings
-from pathlib import Path
 
 import lightning
 import torch
-from comparing import compare, keep, small_model, tell
+from comparing import arguments, compare, keep, small_model, tell
 from fabric import let_fsdp_run_on_cpu, sharded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -23,15 +19,15 @@ class FSDPTrainerOnCPU(FSDPStrategy):
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, name, directory, is_new):
+    def __init__(self, path, is_new):
         super().__init__()
-        self.name, self.directory, self.is_new = name, directory, is_new
+        self.path, self.is_new = path, is_new
         self.model = None
 
     def configure_model(self):
         if self.model is None:
             self.model = small_model()
-            if self.name == "mp":
+            if self.path.name == "mp":
                 sharded(self.model, self.device_mesh)
 
     def configure_optimizers(self):
@@ -47,12 +43,12 @@ class Module(lightning.LightningModule):
 
     def on_train_start(self):
         if not self.is_new:
-            compare(self.directory, self.name, self.state())
+            compare(self.path, self.state())
             assert self.trainer.current_epoch == 2
 
     def on_train_end(self):
         if self.is_new:
-            keep(self.directory, self.name, self.state())
+            keep(self.path, self.state())
 
     def state(self):
         return [
@@ -68,29 +64,23 @@ def strategy_named(name):
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
 
-def fit(name, directory, is_new):
+def fit(path, is_new):
     lightning.seed_everything(1 if is_new else 2)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy_named(name),
+        strategy=strategy_named(path.name),
         max_epochs=2 if is_new else 3,
-        callbacks=[ModelCheckpoint(directory / name, filename="{epoch}", save_top_k=-1, save_last=is_new)],
+        callbacks=[ModelCheckpoint(path, filename="{epoch}", save_top_k=-1, save_last=is_new)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    path = None if is_new else directory / name / "epoch=1.ckpt"
-    trainer.fit(Module(name, directory, is_new), ckpt_path=path)
-
-
-def main():
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    command, name, *directories = sys.argv[1:]
-    for directory in map(Path, directories):
-        fit(name, directory, is_new=command == "save")
+    trainer.fit(Module(path, is_new), ckpt_path=None if is_new else path / "epoch=1.ckpt")
 
 
 if __name__ == "__main__":
-    main()
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    is_new, paths = arguments()
+    for path in paths:
+        fit(path, is_new)

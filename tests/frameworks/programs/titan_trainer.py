@@ -1,19 +1,18 @@
 """A program that trains torchtitan's debug llama with torchtitan's own ``Trainer``, on a CPU.
 
-``titan_trainer.py save MODE DIRECTORY`` trains three steps and writes a checkpoint after each. ``load`` goes on from
-the last, and looks at what it starts from. ``MODE`` is ``checkpoint.async_mode``.
+It trains three steps and writes a checkpoint after each. ``load`` goes on from the last, and looks at what it starts
+from. It is named by ``checkpoint.async_mode``.
 
 torchtitan is for accelerators. What stands in for them here: the name of the device, what it says of its memory, and
 attention, whose kernel has no backward on a CPU.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch._utils
-from comparing import compare, keep, tell
+from comparing import arguments, compare, keep, tell
 from torch.distributed.fsdp import FSDPModule
 
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -98,9 +97,9 @@ class Tokenizer(BaseTokenizer):
         return 97
 
 
-def configured(mode, directory, steps):
+def configured(path, steps):
     config = llama3_debugmodel()
-    config.dump_folder = str(directory)
+    config.dump_folder = str(path.parent)
     config.tokenizer, config.dataloader = Tokenizer.Config(), DataLoader.Config()
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 1, 32, steps
     config.training.disable_cuda_graphs = True
@@ -109,7 +108,7 @@ def configured(mode, directory, steps):
     config.activation_checkpoint = None
     config.validator.enable = False
     config.checkpoint = CheckpointManager.Config(
-        enable=True, folder=mode, interval=1, async_mode=mode, last_save_model_only=False
+        enable=True, folder=path.name, interval=1, async_mode=path.name, last_save_model_only=False
     )
     return config
 
@@ -122,12 +121,12 @@ class LookingTrainer(Trainer):
         pass
 
     def train_step(self, data_iterator):
-        mode = self.config.checkpoint.folder
+        path = Path(self.config.dump_folder, self.config.checkpoint.folder)
         if self.step == 4:
-            compare(self.config.dump_folder, mode, self.everything())
+            compare(path, self.everything())
         super().train_step(data_iterator)
         if self.step == 3:
-            keep(self.config.dump_folder, mode, self.everything())
+            keep(path, self.everything())
 
     def forward_backward_step(self, **kwargs):
         loss = super().forward_backward_step(**kwargs)
@@ -144,8 +143,8 @@ class LookingTrainer(Trainer):
 
 
 def main():
-    command, mode, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    trainer = LookingTrainer(configured(mode, directory, steps=3 if command == "save" else 4))
+    is_new, (path,) = arguments()
+    trainer = LookingTrainer(configured(path, steps=3 if is_new else 4))
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
