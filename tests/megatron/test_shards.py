@@ -42,7 +42,7 @@ def _described(shards: Shards) -> Any:
     """All that a save takes from the shards, without the data."""
     facts = ShardFacts(shards)
     _, items = saved_shards(facts)
-    return items.names, items.structures, facts.once(described)[0]
+    return items.names, items.structures, facts.once(described).message
 
 
 def test_equal_shards_of_another_save_are_described_by_what_is_known_and_their_data_is_their_own() -> None:

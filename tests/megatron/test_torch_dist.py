@@ -209,7 +209,7 @@ def what_a_rank_cannot_save_is_one_error_on_all_and_nothing_is_left(directory: P
         error, failures = failures_of(lambda: save(without_main_replica, directory / "4"))  # as Megatron would
     assert isinstance(error, CheckpointingException) and isinstance(error, PlanConflict)
     assert (error.key, failures) == ("weight", [])
-    assert "Invalid access pattern" in str(error) and "1 of 2 shards" in str(error)
+    assert "Invalid access pattern" in str(error) and "2 of 4 elements" in str(error)
     assert not [path for name in "1234" for path in (directory / name).iterdir()]
 
 
@@ -231,7 +231,26 @@ def a_structure_that_is_claimed_to_be_constant_is_validated_once_it_is_not(direc
         grown = {**_one(), "rng": replicated_object("rng", 1)}
         grown["rng"].replica_id = 7
         error, _ = failures_of(lambda: save(grown, directory / "2", strategy, validate_access_integrity=False))
-    assert isinstance(error, PlanConflict) and error.key == "rng"
+    assert isinstance(error, PlanConflict) and error.key == "rng/shard_0_1"
+
+
+@SCENARIOS.add
+def every_other_wrong_access_is_refused_on_all_ranks_and_says_what_is_wrong(directory: Path) -> None:
+    rank = dist.get_rank()
+    cases: dict[str, dict[str, Any]] = {
+        "2 parts of an object that has 3": {"rng": ShardedObject("rng", 1, (3,), (rank,))},
+        "its key is that of a tensor too": {
+            "x": replicated("x", torch.ones(1), replica_id=0) if rank else ShardedObject("x", 1, (1,), (0,))
+        },
+        "of different dtypes": {"w": replicated("w", torch.ones(2, dtype=(torch.float32, torch.float16)[rank]))},
+        "of different global sizes": {"w": replicated("w", torch.ones(2 + rank))},
+        "two tensors that claim": {each: replicated("w", torch.ones(2), replica_id=rank) for each in ("one", "other")},
+    }
+    with chosen():
+        for problem, state in cases.items():
+            error, _ = failures_of(lambda state=state: save(state, directory / "1"))
+            assert isinstance(error, CheckpointingException) and isinstance(error, PlanConflict)
+            assert str(error).startswith("Invalid access pattern: ") and problem in str(error)
 
 
 @SCENARIOS.add

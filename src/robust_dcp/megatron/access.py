@@ -1,250 +1,118 @@
 """Megatron's access rule: each shard must have its main replica on exactly one rank. All ranks reach the same verdict.
 
-Each rank describes its sharded state dict as columns, and the coordinator checks the columns of all ranks together. A
-structure that was found valid before is not checked again. This module owns the rule, the exchange and the memory of
-valid structures.
+Each rank describes its sharded state dict as :class:`Items`, and the coordinator checks those of all ranks by the rules
+of a global plan: ranks do not contradict each other, and the main replicas cover each tensor once. A structure that was
+found valid before is not checked again. This module owns the exchange and the memory of valid structures.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from robust_dcp.comm import Agreement, Channel, Offer
-from robust_dcp.errors import ExchangeError, entry_point, ranks_in_words
+from robust_dcp.errors import PlanConflict, entry_point, ranks_in_words
+from robust_dcp.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, ItemStructure, Replica, items_of, merged
 from robust_dcp.megatron.failures import InvalidAccess
-from robust_dcp.megatron.shards import ShardFacts
-from robust_dcp.megatron.versions import KeyOnly
+from robust_dcp.megatron.shards import ShardFacts, claimed_twice, structure_of
+from robust_dcp.plan.conflicts import check_bounds, check_coverage, differs_from_previous, refuse_contradictions
+from robust_dcp.plan.global_plan import order_of
 from robust_dcp.structure_cache import Cache
 
-_OBJECT, _REGULAR, _MAIN = 1, 2, 4
 
-Ints = npt.NDArray[np.int64]
-
-
-class _Shape(msgspec.Struct, frozen=True, array_like=True):
-    """How a tensor is cut. An object has no dtype and no local shape, and one part in each place."""
-
-    dtype: str
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    cuts: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype or 'object'} {list(self.global_shape)} cut into {list(self.cuts) or 'uneven parts'}"
-
-
-class AccessColumns(msgspec.Struct, frozen=True):
-    """The ShardedTensors and ShardedObjects that one rank holds, in the order of its state dict. Little-endian.
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The ShardedTensors and ShardedObjects of one rank.
 
     Attributes:
-        keys: the distinct keys.
-        shapes: the distinct dtypes, shapes and cuts.
-        key_ids, shape_ids: int32, one for each item: its place in ``keys`` and ``shapes``.
-        flags: uint8, one for each item, with the bits object, regular grid and main replica.
-        offsets: int64, the global offsets of all items, one item after the other.
+        message: what they are. A chunk that the rank holds several times is there once, as the main replica if it is.
+            A tensor that is cut unevenly counts as of variable size.
+        signature: 16 bytes, a digest of all that is checked.
+        twice: the number of a shard of which this rank holds two main replicas; ``None`` if there is none.
     """
 
-    keys: tuple[str, ...]
-    shapes: tuple[_Shape, ...]
-    key_ids: bytes
-    shape_ids: bytes
-    flags: bytes
-    offsets: bytes
+    message: ItemsMessage
+    signature: bytes
+    twice: int | None
 
-    @classmethod
-    def of(cls, shards: Iterable[ShardedBase]) -> AccessColumns:
-        """Describe the shards of one rank.
 
-        Raises:
-            TypeError: a value is neither a ShardedTensor nor a ShardedObject.
-        """
-        keys: dict[str, int] = {}
-        shapes: dict[_Shape, int] = {}
-        key_ids: list[int] = []
-        shape_ids: list[int] = []
-        flags = bytearray()
-        offsets: list[int] = []
-        for shard in shards:
-            if isinstance(shard, ShardedObject):
-                flag, dtype, local, cuts = _OBJECT | _REGULAR, "", (), shard.global_shape
-            else:
-                dtype, local, cuts = str(shard.dtype), tuple(shard.local_shape), shard.axis_fragmentations or ()
-                flag = 0 if shard.axis_fragmentations is None else _REGULAR
-            shape = _Shape(dtype, *(tuple(map(int, each)) for each in (shard.global_shape, local, cuts)))
-            key_ids.append(keys.setdefault(shard.key, len(keys)))
-            shape_ids.append(shapes.setdefault(shape, len(shapes)))
-            flags.append(flag | (_MAIN if is_main_replica(shard.replica_id) else 0))
-            offsets.extend(map(int, shard.global_offset))
-        return cls(
-            keys=tuple(keys),
-            shapes=tuple(shapes),
-            key_ids=np.array(key_ids, dtype="<i4").tobytes(),
-            shape_ids=np.array(shape_ids, dtype="<i4").tobytes(),
-            flags=bytes(flags),
-            offsets=np.array(offsets, dtype="<i8").tobytes(),
+def described(facts: ShardFacts) -> Held:
+    """Describe the shards of one rank."""
+    held: dict[tuple[str, tuple[int, ...]], ItemStructure] = {}
+    twice: int | None = None
+    for number, shard in enumerate(facts.shards):
+        structure, key = structure_of(shard), getattr(shard, "unique_key", shard.key)
+        if not isinstance(shard, ShardedObject) and shard.axis_fragmentations is None:
+            structure = structure._replace(form=Form.VARIABLE)
+        before = held.setdefault((key, structure.offsets), structure)
+        if structure.replica == Replica.MAIN:
+            if before is not structure and before.replica == Replica.MAIN:
+                twice = number
+            held[key, structure.offsets] = structure
+    chunks = sorted(held)
+    items = items_of([key for key, _ in chunks], [held[chunk] for chunk in chunks])
+    message = ItemsMessage.of(items, context=b"", signature=b"")
+    signature = hashlib.blake2b(msgspec.msgpack.encode((message, twice)), digest_size=16).digest()
+    return Held(message, signature, twice)
+
+
+def refuse_wrong_access(items: Items) -> None:
+    """Check the shards of all ranks. The rule is that of stock's ``validate_sharding_integrity``.
+
+    For each key all ranks must agree whether it is a tensor or an object, and on dtype and global shape. Each chunk of
+    a tensor, and each part of an object, must have exactly one main replica. Tensors that are cut unevenly are checked
+    by the plan of a save, as stock leaves them to DCP.
+
+    Raises:
+        PlanConflict: that is not so. The error names the first such key, and ranks.
+    """
+    check_bounds(items)
+    order = order_of(items)
+    refuse_contradictions(items, order)
+    is_object = items.kind == ItemKind.BYTES
+    is_checked = is_object | (items.form == Form.FIXED)
+    mains = order[(is_checked & (items.replica == Replica.MAIN))[order]]
+    twice = items.name[mains[~differs_from_previous(items, mains)]]
+    without = np.setdiff1d(items.name[is_checked], items.name[mains])
+    wrong = [
+        *((name, "has two main replicas of one shard") for name in twice[:1].tolist()),
+        *((name, "has no main replica") for name in without[:1].tolist()),
+    ]
+    tensors = {items.names[name] for name in np.unique(items.name[~is_object]).tolist()}
+    parts: dict[str, list[int]] = {}
+    for name in np.unique(items.name[is_object]).tolist():
+        parts.setdefault(key_of(items.names[name]), []).append(name)
+    for key, names in parts.items():
+        shape = items.names[names[0]].rpartition("_")[2]
+        n_parts = math.prod(int(size) for size in shape.split(".") if size)
+        if key in tensors:
+            wrong.append((names[0], "is an object, and its key is that of a tensor too"))
+        elif len(names) != n_parts:
+            wrong.append((names[0], f"is one of {len(names)} parts of an object that has {n_parts}"))
+    for name, problem in wrong:
+        ranks = sorted(set(items.rank[items.name == name].tolist()))
+        raise PlanConflict(
+            f"{items.names[name]!r} on {ranks_in_words(ranks)} {problem}: exactly one rank must hold the main replica "
+            "of each shard",
+            key=items.names[name],
+            ranks=ranks,
         )
-
-    def decoded(self, keys: Ints, shapes: Ints, width: int) -> tuple[Ints, Ints, Ints, Ints]:
-        """For each item its key, its shape, its flags, and its offsets padded with zeros.
-
-        Args:
-            keys, shapes: the numbers that the keys and shapes of this rank have among those of all ranks.
-            width: the largest number of dimensions on any rank.
-
-        Raises:
-            ExchangeError: the columns contradict each other.
-        """
-        key_ids, shape_ids = np.frombuffer(self.key_ids, "<i4"), np.frombuffer(self.shape_ids, "<i4")
-        flags, offsets = np.frombuffer(self.flags, np.uint8), np.frombuffer(self.offsets, "<i8")
-        fits = len(key_ids) == len(shape_ids) == len(flags)
-        for ids, table in ((key_ids, keys), (shape_ids, shapes)):
-            fits = fits and (not len(ids) or (ids.min() >= 0 and ids.max() < len(table)))
-        counts = np.array([len(shape.global_shape) for shape in self.shapes], dtype=np.int64)[shape_ids if fits else []]
-        if not fits or len(offsets) != counts.sum():
-            raise ExchangeError("columns of a sharded state dict do not fit each other", phase="validate")
-        padded = np.zeros((len(counts), width), dtype=np.int64)
-        padded[np.arange(width) < counts[:, None]] = offsets
-        return keys[key_ids], shapes[shape_ids], flags.astype(np.int64), padded
+    check_coverage(items, mains, complete=True)
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """What the coordinator found.
-
-    Attributes:
-        keys: the keys that any rank holds, if they were asked for.
-        message: what is wrong; empty if the accesses are valid. ``key`` and ``ranks`` say where.
-    """
-
-    keys: tuple[str, ...] = ()
-    key: str = ""
-    ranks: tuple[int, ...] = ()
-    message: str = ""
-
-    @entry_point
-    def raise_if_wrong(self) -> None:
-        """Raise InvalidAccess if the accesses are not valid. All ranks raise it alike."""
-        if self.message:
-            raise InvalidAccess(self.message, key=self.key, ranks=list(self.ranks))
-
-    def key_lists(self) -> list[list[KeyOnly]]:
-        """The keys in place of the metadata of every rank, as if one rank held them all."""
-        return [[KeyOnly(key) for key in self.keys]]
+PART = "/shard_"
+"""In the name of an item, this stands between the key of a ShardedObject and the part that the item holds."""
 
 
-class _AllRanks:
-    """The columns of all ranks together, with one numbering of keys and shapes.
-
-    Attributes:
-        keys, shapes: the distinct keys and shapes of all ranks.
-        key, shape, rank, flags: one value for each item of each rank.
-        offsets: one row for each item, padded with zeros.
-    """
-
-    def __init__(self, all_columns: Sequence[AccessColumns]) -> None:
-        keys: dict[str, int] = {}
-        shapes: dict[_Shape, int] = {}
-        parts: dict[int, tuple[Ints, Ints, Ints, Ints]] = {}
-        width = max((len(shape.global_shape) for columns in all_columns for shape in columns.shapes), default=0)
-        for columns in all_columns:
-            if id(columns) not in parts:  # replicas may share one object for their columns
-                key_map = np.array([keys.setdefault(key, len(keys)) for key in columns.keys], dtype=np.int64)
-                shape_map = np.array([shapes.setdefault(each, len(shapes)) for each in columns.shapes], dtype=np.int64)
-                parts[id(columns)] = columns.decoded(key_map, shape_map, width)
-        nothing = (np.empty(0, np.int64),) * 3 + (np.empty((0, width), np.int64),)
-        of_rank = [parts[id(columns)] for columns in all_columns]
-        self.keys = list(keys)
-        self.shapes = list(shapes)
-        self.key, self.shape, self.flags, self.offsets = map(np.concatenate, zip(nothing, *of_rank, strict=True))
-        self.rank = np.repeat(np.arange(len(of_rank)), [len(part[0]) for part in of_rank])
-
-    def wrong(self, rows: npt.NDArray[np.intp], text: str) -> Verdict:
-        ranks = tuple(sorted(set(self.rank[rows].tolist())))
-        return Verdict(key=self.keys[int(self.key[int(rows[0])])], ranks=ranks, message=text)
-
-
-def find_violation(all_columns: Sequence[AccessColumns]) -> Verdict | None:
-    """Find the first violation of Megatron's access rule. The rule is that of stock's ``validate_sharding_integrity``.
-
-    For each key all ranks must agree whether it is a tensor or an object, and on dtype, global shape and cut. If the
-    cut is regular, each chunk must have exactly one main replica. The same holds for each part of an object. Uneven
-    cuts are checked by the plan later, as stock leaves them to DCP.
-
-    Args:
-        all_columns: the columns of each rank, in rank order.
-    """
-    ranks = _AllRanks(all_columns)
-    return _disagreement(ranks) or _wrong_count(ranks)
-
-
-def _disagreement(ranks: _AllRanks) -> Verdict | None:
-    first = np.full(len(ranks.keys), -1, dtype=np.int64)
-    first[ranks.key[::-1]] = np.arange(len(ranks.key))[::-1]
-    like = first[ranks.key]
-    kind = ranks.flags & (_OBJECT | _REGULAR)
-    wholes: dict[Any, int] = {}  # shapes of the same whole tensor have the same number
-    whole_of = [wholes.setdefault((shape.dtype, shape.global_shape), len(wholes)) for shape in ranks.shapes]
-    whole = np.array(whole_of, dtype=np.int64)[ranks.shape]
-    is_object = (kind & _OBJECT) != 0
-    differs = kind != kind[like]
-    differs |= ~is_object & (whole != whole[like])
-    differs |= (kind == _REGULAR) & (kind[like] == _REGULAR) & (ranks.shape != ranks.shape[like])
-    if not differs.any():
-        return None
-    key = int(ranks.key[int(np.flatnonzero(differs)[0])])
-    rows = np.flatnonzero(ranks.key == key)
-    held: dict[str, list[int]] = {}
-    for row in rows.tolist():
-        what = "a ShardedObject" if is_object[row] else f"a ShardedTensor {ranks.shapes[ranks.shape[row]]}"
-        held.setdefault(what, []).append(int(ranks.rank[row]))
-    told = "; ".join(f"{what} on {ranks_in_words(on)}" for what, on in list(held.items())[:8])
-    return ranks.wrong(rows, f"ranks disagree on {ranks.keys[key]!r}: {told}")
-
-
-def _wrong_count(ranks: _AllRanks) -> Verdict | None:
-    is_regular = ranks.flags & _REGULAR != 0
-    counted = np.flatnonzero((ranks.flags & _MAIN != 0) & is_regular)
-    order = counted[np.lexsort((*ranks.offsets[counted].T, ranks.key[counted]))]
-    key, offsets = ranks.key[order], ranks.offsets[order]
-    twice = np.flatnonzero((key[1:] == key[:-1]) & (offsets[1:] == offsets[:-1]).all(axis=1))
-    if len(twice):
-        return _accessed_twice(ranks, order[int(twice[0]) : int(twice[0]) + 2])
-    expected = np.zeros(len(ranks.keys), dtype=np.int64)
-    chunks = np.array([math.prod(shape.cuts) for shape in ranks.shapes], dtype=np.int64)
-    regular = np.flatnonzero(is_regular)[::-1]
-    expected[ranks.key[regular]] = chunks[ranks.shape[regular]]
-    found = np.bincount(key, minlength=len(ranks.keys))
-    wrong = np.flatnonzero(found != expected)
-    if not len(wrong):
-        return None
-    place = int(wrong[0])
-    rows = np.flatnonzero(ranks.key == place)
-    holders = ranks_in_words(sorted({int(rank) for rank in ranks.rank[rows]}))
-    kind = "ShardedObject" if ranks.flags[rows[0]] & _OBJECT else "ShardedTensor"
-    return ranks.wrong(
-        rows,
-        f"Invalid access pattern for {kind}(key={ranks.keys[place]!r}): {int(found[place])} of {int(expected[place])} "
-        f"shards have a main replica, among those on {holders}",
-    )
-
-
-def _accessed_twice(ranks: _AllRanks, rows: npt.NDArray[np.intp]) -> Verdict:
-    row = int(rows[0])
-    offset = ranks.offsets[row][: len(ranks.shapes[int(ranks.shape[row])].global_shape)].tolist()
-    kind = "ShardedObject" if ranks.flags[row] & _OBJECT else "ShardedTensor"
-    return ranks.wrong(
-        rows,
-        f"Invalid access pattern for {kind}(key={ranks.keys[int(ranks.key[row])]!r}): the shard at offset {offset} is "
-        f"the main replica more than once, on {ranks_in_words([int(rank) for rank in ranks.rank[rows]])}; expected one",
-    )
+def key_of(name: str) -> str:
+    """The key of a ShardedObject, by the name of the item that holds a part of it."""
+    return name.rpartition(PART)[0]
 
 
 _RIGHT: Cache[tuple[tuple[int, ...], bytes], bytes] = Cache(
@@ -260,16 +128,15 @@ is equal to the one computed from the signatures of this exchange. So no rank re
 
 @dataclass(frozen=True, eq=False)
 class AccessCheck:
-    """One validation on one rank, after the exchange in which all ranks have offered the signatures of their columns.
+    """One validation on one rank, after the exchange in which all ranks have offered the signatures of their shards.
 
     Attributes:
-        columns: what this rank holds, and ``signature``: a digest of that, 16 bytes.
+        facts: the shards of this rank.
         agreement: what all ranks have offered.
     """
 
     channel: Channel
-    columns: AccessColumns
-    signature: bytes
+    facts: ShardFacts
     agreement: Agreement
 
     @property
@@ -277,28 +144,47 @@ class AccessCheck:
         """Whether the structures of all ranks were validated before. All ranks get the same answer."""
         return self.agreement.same_plan_id and self.agreement.plan_id == self.agreement.signature
 
-    def verdict(self, phase: str, *, with_keys: bool = False) -> Verdict:
-        """Gather the columns on the coordinator, which checks them and sends its verdict to all ranks."""
-        gathered = self.channel.gather(f"{phase}: shards", lambda: self.columns, AccessColumns)
+    @entry_point
+    def run(self, phase: str, *, refuses: bool = True) -> tuple[str, ...]:
+        """Gather the shards of all ranks on the coordinator, which checks them.
 
-        def judge() -> Verdict:
-            held = [columns for columns in gathered or [] if columns is not None]
-            found = find_violation(held) or Verdict()
-            keys = sorted(set().union(*(columns.keys for columns in held))) if with_keys else ()
-            return msgspec.structs.replace(found, keys=tuple(keys))
+        Args:
+            refuses: whether to check them. Otherwise only their keys are wanted.
 
-        verdict = self.channel.broadcast(f"{phase}: verdict", judge, Verdict)
-        if not verdict.message:
-            _RIGHT.put((self.channel.ranks, self.signature), self.agreement.signature)
-        return verdict
+        Returns:
+            On the coordinator the keys of all ranks, on other ranks nothing.
+
+        Raises:
+            InvalidAccess: a shard is not accessed exactly once. All ranks raise it.
+        """
+        held = self.facts.once(described)
+        keys: tuple[str, ...] = ()
+
+        def message() -> ItemsMessage:
+            if refuses and held.twice is not None:
+                raise claimed_twice(self.facts.shards[held.twice])
+            return held.message
+
+        def judge(messages: Sequence[ItemsMessage | None]) -> None:
+            nonlocal keys
+            decoder = ItemsDecoder()
+            items = merged([decoder.decode(each) for each in messages if each is not None])
+            objects = set(items.name[items.kind == ItemKind.BYTES].tolist())
+            keys = tuple({key_of(name) if place in objects else name for place, name in enumerate(items.names)})
+            if refuses:
+                refuse_wrong_access(items)
+
+        try:
+            self.channel.gather(f"{phase}: shards", message, ItemsMessage, then=judge)
+        except PlanConflict as error:
+            raise InvalidAccess(f"Invalid access pattern: {error.message}", key=error.key, ranks=error.ranks) from None
+        if refuses:
+            _RIGHT.put((self.channel.ranks, held.signature), self.agreement.signature)
+        return keys
 
 
 def agree_on_access(
-    channel: Channel,
-    phase: str,
-    shards: Callable[[], Sequence[Any] | ShardFacts],
-    *,
-    value: Callable[[], int] = lambda: 0,
+    channel: Channel, phase: str, shards: Callable[[], ShardFacts], *, value: Callable[[], int] = lambda: 0
 ) -> AccessCheck:
     """Run the first exchange of a save or load. Every rank prepares its shards and offers their signature.
 
@@ -306,20 +192,13 @@ def agree_on_access(
         shards: prepares the ShardedTensors and ShardedObjects of this rank. If it raises, all ranks raise.
         value: called after ``shards``. It returns 64 bits that all ranks compare.
     """
-    offered: list[tuple[AccessColumns, bytes]] = []
+    offered: list[ShardFacts] = []
 
     def prepare() -> Offer:
-        held = shards()
-        offered.append(held.once(described) if isinstance(held, ShardFacts) else described(held))
-        signature = offered[0][1]
+        offered.append(shards())
+        signature = offered[0].once(described).signature
         identity = _RIGHT.get((channel.ranks, signature)) or bytes(16)
         return Offer(signature=signature, plan_id=identity, value=value())
 
     agreement = channel.agree(phase, prepare)
-    return AccessCheck(channel, *offered[0], agreement)
-
-
-def described(held: Sequence[Any] | ShardFacts) -> tuple[AccessColumns, bytes]:
-    """The columns of some shards, and a digest of them."""
-    columns = AccessColumns.of(held.shards if isinstance(held, ShardFacts) else held)
-    return columns, hashlib.blake2b(msgspec.msgpack.encode(columns), digest_size=16).digest()
+    return AccessCheck(channel, offered[0], agreement)

@@ -8,7 +8,7 @@ completely. This module owns the order of the steps.
 | verify files | a broadcast of the manifest and a barrier; only with ``verify_integrity`` |
 | common state | a broadcast: rank 0 reads ``metadata.json`` and the common state |
 | prepare | ``agree``: each rank offers the signature of the shards that it asks for |
-| validate | none, if all ranks found this structure valid before and the strictness mode needs no keys of all ranks |
+| validate | a gather, if this structure was not found valid before, or the mode needs the keys of all ranks |
 | strictness | a broadcast of the checkpoint's keys and a barrier; only in modes that compare keys |
 | read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` in each of its groups |
 | merge | a barrier |
@@ -36,9 +36,10 @@ from robust_dcp import api
 from robust_dcp.comm import Channel
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import common_state, integrity, versions
-from robust_dcp.megatron.access import Verdict, agree_on_access
+from robust_dcp.megatron.access import PART, agree_on_access, key_of
 from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
 from robust_dcp.megatron.options import current_options
+from robust_dcp.megatron.shards import ShardFacts
 from robust_dcp.plan.load_items import plan_reads
 from robust_dcp.plan.load_planner import check_filled, local_numel
 from robust_dcp.plan.save_planner import checkpoint_name
@@ -46,14 +47,14 @@ from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.index.stored_index import index_of
+from robust_dcp.storage.pieces import PieceReader
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.switch.patching import log_left_to_stock
 
 CheckpointDir = str | os.PathLike[str]
 
-_PART = "/shard_"
-"""In the name of an item, this stands between the key of a ShardedObject and the part that the item holds."""
+_BUFFER_NBYTES = 64 << 20
 
 
 class MegatronLoadPlanner(MCoreLoadPlanner):
@@ -189,27 +190,6 @@ def _read_sharded(
     return restore(targets)
 
 
-@entry_point
-def _load_in_parallel(
-    wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir, timeout_seconds: float
-) -> dict[str, Any]:
-    """Do the work of ``FullyParallelLoadStrategyWrapper.load``. All ranks of its parallelization group call it.
-
-    If several ranks need the same bytes, one rank reads them and passes them on, as in any load with shared reads. Of
-    Megatron's wrapper the group and the base strategy are used. Its cached distribution is not.
-    """
-    strategy = wrapper.base_strategy
-    loaded: dict[str, Any] = _read_sharded(
-        versions.dequantized(sharded_state_dict),
-        _reader(checkpoint_dir, share_reads=True),
-        timeout_seconds=timeout_seconds,
-        process_group=wrapper.parallelization_group,
-        strategy=strategy,
-    )
-    wrapper.cached_global_metadata = getattr(strategy, "cached_global_metadata", None)
-    return loaded
-
-
 class RobustLoadStrategy(TorchDistLoadShardedStrategy):
     """Loads Megatron checkpoints that robust_dcp or stock has saved.
 
@@ -275,6 +255,7 @@ def strategy_load(
     )
 
 
+@entry_point
 def parallel_load(
     stock: Callable[..., Any],
     wrapper: Any,
@@ -283,12 +264,26 @@ def parallel_load(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``FullyParallelLoadStrategyWrapper.load``, around a strategy that reads ``torch_dist``."""
-    if not versions.reads_torch_dist(wrapper.base_strategy):
-        name = type(wrapper.base_strategy).__name__
+    """``FullyParallelLoadStrategyWrapper.load``, around a strategy that reads ``torch_dist``. All ranks of its group
+    call it.
+
+    If several ranks need the same bytes, one rank reads them and passes them on, as in any load with shared reads. Of
+    Megatron's wrapper the group and the base strategy are used. Its cached distribution is not.
+    """
+    strategy = wrapper.base_strategy
+    if not versions.reads_torch_dist(strategy):
+        name = type(strategy).__name__
         log_left_to_stock(f"loads by {name}", "a strategy that loads in its own way is left to do so")
         return stock(wrapper, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    return _load_in_parallel(wrapper, sharded_state_dict, checkpoint_dir, current_options().exchange_timeout_seconds)
+    loaded = _read_sharded(
+        versions.dequantized(sharded_state_dict),
+        _reader(checkpoint_dir, share_reads=True),
+        timeout_seconds=current_options().exchange_timeout_seconds,
+        process_group=wrapper.parallelization_group,
+        strategy=strategy,
+    )
+    wrapper.cached_global_metadata = getattr(strategy, "cached_global_metadata", None)
+    return loaded
 
 
 def load_tensors_metadata(
@@ -319,9 +314,10 @@ class _Opened(msgspec.Struct, frozen=True):
 
 
 class _Keys(msgspec.Struct, frozen=True):
-    """The keys of the checkpoint, which rank 0 read from its metadata."""
+    """What rank 0 tells: the keys of the checkpoint, and those of all ranks if they were gathered."""
 
-    keys: tuple[str, ...]
+    stored: tuple[str, ...]
+    asked: tuple[str, ...]
 
 
 @entry_point
@@ -352,29 +348,27 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         sharded: dict[str, Any] = {}
         factories: dict[str, Any] = {}
 
-        def prepare() -> list[Any]:
+        def prepare() -> ShardFacts:
             nonlocal result, sharded, factories
             result = _decoded(opened, directory)
             sharded, not_persistent, factories = versions.prepare_to_load(call["sharded_state_dict"], strategy)
             merge(result, not_persistent)
-            return list(nested_values(sharded))
+            return ShardFacts(nested_values(sharded))
 
         check = agree_on_access(channel, f"{phase}: prepare", prepare)
-        verdict, validates = Verdict(), call["validate_access_integrity"]
+        asked, validates = tuple[str, ...](), call["validate_access_integrity"]
         if needs_global_keys or (validates and not check.is_known):
-            verdict = check.verdict(f"{phase}: validate", with_keys=needs_global_keys)
-            if validates:
-                verdict.raise_if_wrong()
+            asked = check.run(f"{phase}: validate", refuses=validates)
 
         missing: set[str] = set()
         unexpected: set[str] = set()
         if needs_checkpoint_keys:
-            stored = channel.broadcast(f"{phase}: keys", lambda: _stored_keys(directory), _Keys)
+            keys = channel.broadcast(f"{phase}: keys", lambda: _Keys(_stored_keys(directory), asked), _Keys)
 
             def check_keys() -> None:
                 nonlocal sharded, missing, unexpected
-                of_all_ranks = verdict.key_lists() if needs_global_keys else None
-                sharded, missing, unexpected = versions.check_keys(sharded, strict, of_all_ranks, stored.keys)
+                of_all_ranks = keys.asked if needs_global_keys else None
+                sharded, missing, unexpected = versions.check_keys(sharded, strict, of_all_ranks, keys.stored)
 
             channel.barrier(f"{phase}: strictness", check_keys)
 
@@ -399,13 +393,12 @@ def _read(
 ) -> dict[str, Any]:
     """Read the shards by the strategy that the caller gave. One that reads in its own way is asked to."""
     loaded: dict[str, Any] = {}
-    timeout_seconds = channel.timeout_seconds
     if versions.is_parallel_load_wrapper(strategy):
 
         def load_in_parallel() -> None:
             """Each parallelization group reads by itself. If one group fails, all ranks raise its error."""
             with failure_sent_to_all(dist.get_rank(strategy.parallelization_group)):
-                loaded.update(_load_in_parallel(strategy, sharded, directory, timeout_seconds))
+                loaded.update(strategy.load(sharded, directory))  # which is parallel_load
 
         channel.barrier(f"{phase}: read in parallel", load_in_parallel)
         return loaded
@@ -413,7 +406,7 @@ def _read(
         loaded = strategy.load(sharded, directory)
         return loaded
     return _read_sharded(
-        sharded, _reader(directory), timeout_seconds=timeout_seconds, process_group=group, strategy=strategy
+        sharded, _reader(directory), timeout_seconds=channel.timeout_seconds, process_group=group, strategy=strategy
     )
 
 
@@ -432,16 +425,16 @@ def load_common_state_dict(_: Any, checkpoint_dir: CheckpointDir) -> Any:
     return _decoded(_read_common(directory), directory)
 
 
-def _stored_keys(directory: str) -> _Keys:
+def _stored_keys(directory: str) -> tuple[str, ...]:
     """The keys of the ShardedTensors and ShardedObjects that a checkpoint holds."""
     metadata = _reader(directory).read_metadata()
     entries = metadata.state_dict_metadata
-    may_be_parts = [name for name in entries if _PART in name]
+    may_be_parts = [name for name in entries if PART in name]
     index = index_of(metadata)
     if index is not None:
         index.find_all(may_be_parts)
     parts = {name for name in may_be_parts if isinstance(entries[name], BytesStorageMetadata)}
-    return _Keys(tuple(sorted({name.partition(_PART)[0] if name in parts else name for name in entries})))
+    return tuple(sorted({key_of(name) if name in parts else name for name in entries}))
 
 
 def _open(directory: str) -> _Opened:
@@ -456,21 +449,10 @@ def _read_common(directory: str) -> _Opened:
     if file is not None:
         return _Opened("torch_dist", file)
     key = ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key
-    reader, planner = _reader(directory), _KeepsBytes()
-    if key not in reader.read_metadata().state_dict_metadata:
+    reader = PieceReader(directory, buffer_nbytes=_BUFFER_NBYTES)
+    if key not in reader.metadata.state_dict_metadata:
         raise CheckpointingException(f"Common file {path} does not exist")
-    with failure_sent_to_all(0):
-        api.load({key: None}, storage_reader=reader, planner=planner, no_dist=True)
-    return _Opened("torch_dist", planner.data, is_file=False)
-
-
-class _KeepsBytes(DefaultLoadPlanner):
-    """Loads one object and keeps its stored bytes in ``data``. Each rank decodes them later."""
-
-    data = b""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.data = value.getvalue()
+    return _Opened("torch_dist", reader.object_bytes(key), is_file=False)
 
 
 def _decoded(opened: _Opened, directory: str) -> Any:

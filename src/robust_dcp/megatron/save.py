@@ -7,7 +7,7 @@ owns the order of the steps.
 | step | exchanges |
 | --- | --- |
 | prepare | ``agree``: each rank offers the signature of the shards it accesses and the digest of its common state |
-| validate | none, if all ranks found this structure valid before; else a gather and a broadcast |
+| validate | none, if all ranks found this structure valid before; else a gather |
 | write, commit | those of :func:`robust_dcp.save` |
 | finish | a barrier, in which rank 0 writes ``common.pt`` and ``metadata.json`` |
 | manifest | a gather of the files' hashes; only with ``verify_integrity`` |
@@ -281,7 +281,7 @@ def _prepare_and_validate(
     # The user promises a constant structure by this option. It is validated all the same if it has changed.
     is_wanted = validates or getattr(strategy, "use_cached_ckpt_structure", False)
     if is_wanted and not check.is_known:
-        check.verdict(f"{phase}: validate").raise_if_wrong()
+        check.run(f"{phase}: validate")
     return prepared
 
 

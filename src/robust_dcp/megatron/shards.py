@@ -153,7 +153,7 @@ class _Saved:
             self.same += [(main[0], other) for other in main[1:]]
             self.by_key[key] = main
             self.names.append(key)
-            self.structures.append(ItemStructure(ItemKind.BYTES, Form.VARIABLE, replica=Replica.MAIN))
+            self.structures.append(structure_of(shards[main[0]]))
             self.data.append(MetadataIndex(key))
 
     def take_tensor(self, shards: Sequence[Any], key: str, numbers: list[int]) -> None:
@@ -179,23 +179,12 @@ class _Saved:
             self.translated.append(key)
 
     def _append(self, key: str, number: int, shard: Any) -> None:
-        sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        structure = structure_of(shard)._replace(dtype=str(shard.data.dtype).removeprefix("torch."))
         if shard.prepend_axis_num:
-            self.views[len(self.names)] = sizes
+            self.views[len(self.names)] = structure.sizes
         self.names.append(key)
         self.data.append(number)
-        self.structures.append(
-            ItemStructure(
-                kind=ItemKind.SHARD,
-                form=Form.FIXED,
-                dtype=str(shard.data.dtype).removeprefix("torch."),
-                layout="strided",
-                shape=tuple(map(int, shard.global_shape)),
-                offsets=tuple(map(int, shard.global_offset)),
-                sizes=tuple(map(int, sizes)),
-                replica=_replica_of(shard),
-            )
-        )
+        self.structures.append(structure)
 
 
 def _is_plain(shard: Any) -> bool:
@@ -207,8 +196,21 @@ def _is_plain(shard: Any) -> bool:
     )
 
 
-def _replica_of(shard: ShardedBase) -> Replica:
-    return Replica.MAIN if is_main_replica(shard.replica_id) else Replica.COPY
+def structure_of(shard: Any) -> ItemStructure:
+    """What a ShardedTensor or ShardedObject is as an item of DCP."""
+    replica = Replica.MAIN if is_main_replica(shard.replica_id) else Replica.COPY
+    if isinstance(shard, ShardedObject):
+        return ItemStructure(ItemKind.BYTES, Form.VARIABLE, replica=replica)
+    return ItemStructure(
+        kind=ItemKind.SHARD,
+        form=Form.FIXED,
+        dtype=str(shard.dtype).removeprefix("torch."),
+        layout="strided",
+        shape=tuple(map(int, shard.global_shape)),
+        offsets=tuple(map(int, shard.global_offset)),
+        sizes=tuple(map(int, (*(1,) * shard.prepend_axis_num, *shard.local_shape))),
+        replica=replica,
+    )
 
 
 class TranslatedStateDict(Mapping[str, Any]):
@@ -254,7 +256,7 @@ def saved_shards(facts: ShardFacts) -> tuple[TranslatedStateDict, DescribedItems
     saved = facts.once(_work_out)
     for one, other in saved.same:
         if not _is_same(shards[one], shards[other]):
-            raise _claimed_twice(shards[one])
+            raise claimed_twice(shards[one])
     state_dict = TranslatedStateDict(shards, saved.by_key)
     data: list[Any] = [each if isinstance(each, MetadataIndex) else shards[each].data for each in saved.data]
     for place, shape in saved.views.items():
@@ -273,7 +275,7 @@ def saved_shards(facts: ShardFacts) -> tuple[TranslatedStateDict, DescribedItems
         )
 
     found = describe_items(values, lookup)
-    replicas = [_replica_of(shards[number]) for key in saved.translated for number in saved.by_key[key]]
+    replicas = [structure_of(shards[number]).replica for key in saved.translated for number in saved.by_key[key]]
     structures = [
         structure._replace(replica=replica) for structure, replica in zip(found.structures, replicas, strict=True)
     ]
@@ -307,7 +309,8 @@ def _own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _claimed_twice(shard: ShardedBase) -> PlanConflict:
+def claimed_twice(shard: ShardedBase) -> PlanConflict:
+    """The error for two main replicas of one shard on this rank."""
     if isinstance(shard, ShardedObject):
         key = shard.unique_key
         what = f"two ShardedObjects under the key {key!r}, and both claim to be its main replica"

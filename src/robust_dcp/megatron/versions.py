@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -183,25 +184,15 @@ def load_is_collective() -> bool:
         return not common_state_is_a_sharded_object()
 
 
-class KeyOnly:
-    """Stands for a ShardedTensor or ShardedObject when only its key is known."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-
 def check_keys(
-    sharded_state_dict: dict[str, Any], strict: Any, global_metadata: Any, saved: Iterable[str]
+    sharded_state_dict: dict[str, Any], strict: Any, asked: Iterable[str] | None, saved: Iterable[str]
 ) -> tuple[dict[str, Any], set[str], set[str]]:
     """Apply Megatron's strictness: log, raise or ignore keys that only the checkpoint or only the state dict has.
 
     Args:
         sharded_state_dict: the state dict of this rank.
         strict: a ``StrictHandling``.
-        global_metadata: the keys of all ranks, as lists of objects with a ``key``; ``None`` if this mode does not need
-            them.
+        asked: the keys of all ranks; ``None`` if this mode does not need them.
         saved: the keys of the checkpoint.
 
     Returns:
@@ -215,8 +206,8 @@ def check_keys(
         strict,
         False,
         list(nested_values(sharded_state_dict)),
-        global_metadata,
-        {key: KeyOnly(key) for key in saved if key != COMMON_STATE_KEY},
+        None if asked is None else [[SimpleNamespace(key=key) for key in asked]],  # as if one rank held them all
+        {key: SimpleNamespace(key=key) for key in saved if key != COMMON_STATE_KEY},
     )
     return checked
 

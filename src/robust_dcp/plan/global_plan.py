@@ -75,7 +75,7 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
     """
     items = merged(ranks)
     check_bounds(items)
-    order = _order_of(items)
+    order = order_of(items)
     refuse_contradictions(items, order)
     paths = merged_paths(ranks, items)
     claims = _claims_of(items, _find_replicas(items, order), ranks)
@@ -103,7 +103,7 @@ def ascending(rows: Rows, n_rows: int) -> Rows:
     return np.flatnonzero(is_there)
 
 
-def _order_of(items: Items) -> Rows:
+def order_of(items: Items) -> Rows:
     """The rows of ``items`` sorted by (name, offsets, rank). Every check uses this order; a plan computes it once.
 
     Name and offsets are turned into one number, so that the sort has one key for any number of dimensions.

@@ -183,8 +183,6 @@ class Patches:
             if patch not in self._patches.get(patch.module, ()):
                 return  # `remove` came first
             setattr(owner, name, replacement)
-            # After a reload the module has new originals, so the record of the old ones must go.
-            self._applied = [each for each in self._applied if each.patch is not patch]
             self._applied.append(_Applied(patch, owner, name, before, replacement))
         self._on_applied(patch)
 
