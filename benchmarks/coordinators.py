@@ -42,10 +42,9 @@ from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.items import Form, Items
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.plan import Plan, PlanReply, Rows
-from robust_dcp.plan.session import MATCHES, SaveOptions, SaveSession
-from robust_dcp.plan.written import Written, written_message, written_offer
+from robust_dcp.plan.session import MATCHES, SaveOptions, SaveSession, digest_of_places
 from robust_dcp.report import PhaseReport
-from robust_dcp.report_rows import PhaseClock, said_of_rank
+from robust_dcp.report_rows import PhaseClock, Written
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import WriteItemSource
@@ -78,6 +77,7 @@ class OurCoordinator:
         session = SaveSession(
             channel, directory, writer, SaveOptions(on_structure_change="quiet"), commits_together=True
         )
+        writer.directory.announce()
         watch.start()
         session.agree(lambda: self._local, leads=True)
         writer.kept = session.known.share.kept
@@ -96,18 +96,8 @@ class _Writer(RobustWriter):
         self._items, self._watch = items, watch
         self.kept: Rows = np.empty(0, dtype=np.intp)
 
-    def begin(self, *, is_coordinator: bool, announces: bool = True) -> None:
-        pass
-
-    def announce(self) -> None:
-        pass
-
-    def join(self) -> bool:
-        return False  # all ranks see the coordinator's directory
-
     def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
         with self._watch.paused():
-            self.directory.begin(announces=True)
             self.directory.check_own = lambda names=None: None  # type: ignore[method-assign]  # nothing is written
             return _written_files(self._items, self.kept, rank)
 
@@ -179,10 +169,11 @@ class _OnTheCoordinator(SimulatedOperation):
             known = self._save == "repeated"
 
             def message_of(rank: int) -> Written | None:
-                said = said_of_rank(rank, _clock(rank), 0, 0, "")
-                return written_message(places[rank], places[rank] if known else None, said=said)
+                new = b"" if known else places[rank].astype("<i8").tobytes()
+                return Written.with_row(rank, _clock(rank), 0, 0, (), places=new)
 
-            return [Offer(), *map(written_offer, places[1:])], messages_up(ranks, message_of, Written)
+            offers = [Offer(signature=digest_of_places(each)) for each in places[1:]]
+            return [Offer(), *offers], messages_up(ranks, message_of, Written)
         return none, {}
 
 

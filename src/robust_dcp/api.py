@@ -123,10 +123,13 @@ def save(
         kind,
         on_commit,
     )
-    with session.in_turn():
-        session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
-        session.write(partial(planner.source, session))
-        session.commit()
+    with session.clock.telling_failures():
+        session.clock.tell("started")
+        session.queues[0].wait()  # for the earlier async saves of this group
+        with session.channel.together():
+            session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
+            session.write(partial(planner.source, session))
+            session.commit()
     return session.report(blocked_seconds=session.clock.seconds)
 
 

@@ -99,7 +99,9 @@ class Event:
 
 Listener = Callable[[Event], object]
 
-_LISTENERS: list[Listener] = []
+LISTENERS: Final[list[Listener]] = []
+"""Those that are called. Code that is called often first looks whether there are any."""
+
 _FAILED: Final[set[int]] = set()
 """Ids of listeners that have raised. Only the first error of each is logged."""
 
@@ -109,12 +111,12 @@ class Listening:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        _LISTENERS.append(listener)
+        LISTENERS.append(listener)
 
     def stop(self) -> None:
         """Call the listener no more."""
-        if self._listener in _LISTENERS:
-            _LISTENERS.remove(self._listener)
+        if self._listener in LISTENERS:
+            LISTENERS.remove(self._listener)
             _FAILED.discard(id(self._listener))
 
     def __enter__(self) -> Listening:
@@ -144,14 +146,9 @@ def on_event(listener: Listener) -> Listening:
     return Listening(listener)
 
 
-def is_heard() -> bool:
-    """Whether anybody listens. Code that is called often asks first."""
-    return bool(_LISTENERS)
-
-
 def tell(event: Event) -> None:
     """Call all listeners."""
-    for listener in tuple(_LISTENERS):
+    for listener in tuple(LISTENERS):
         try:
             listener(event)
         except Exception:  # noqa: PERF203 (there are few)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.comm import Channel, node_name
-from robust_dcp.events import Event, EventName, is_heard, tell
+from robust_dcp.events import LISTENERS, Event, EventName, tell
 from robust_dcp.report import Modules, PhaseReport, PlanReport, Ranks, SavedReport, find_stragglers, shortened
 from robust_dcp.version import __version__
 
@@ -39,18 +39,38 @@ _NODE_LENGTH: Final = 64
 _PATH_LENGTH: Final = 4096
 
 
-class SaidOfRank(msgspec.Struct, frozen=True):
-    """What a rank tells the coordinator for the report.
+class Written(msgspec.Struct, frozen=True):
+    """What a rank tells the coordinator of what it has written: only what does not follow from the plan.
 
     Attributes:
-        row: no bytes if there is to be no report.
+        row: for the report of the save; no bytes if there is to be none.
         node, how: the name of the rank's node, and how it wrote. They are not in the row, because what many ranks have
             in common is sent once.
+        places: int64 ``[n, 2]``, offset and length of the rank's items of variable size, in plan order. No bytes if the
+            coordinator knows these places.
+        unloadable: objects that a load would refuse, and why, by key.
     """
 
     row: bytes = b""
     node: str = ""
     how: tuple[str, ...] = ()
+    places: bytes = b""
+    unloadable: dict[str, str] = {}
+
+    @classmethod
+    def with_row(
+        cls, rank: int, clock: PhaseClock, nbytes: int, files: int, how: Sequence[str], **more: Any
+    ) -> Written:
+        """The message of a rank whose row is to be in the report. Its texts have bounded lengths.
+
+        Args:
+            nbytes, files, how: what it has written, into how many files, and in which ways.
+            more: the other attributes.
+        """
+        seconds = {phase.name: phase.seconds for phase in clock.records}
+        row = _ROW.pack(seconds["plan"], seconds.get("stage", 0.0), clock.own_write_seconds, nbytes, files)
+        how = tuple(shortened(text, _TEXT_LENGTH) for text in (*how, *clock.remarks)[:_MOST_TEXTS])
+        return cls(row, shortened(node_name(rank), _NODE_LENGTH), how, **more)
 
 
 @dataclass(eq=False)
@@ -102,13 +122,6 @@ class PhaseClock:
         self.records.append(PhaseReport(name, self.seconds - sum(record.seconds for record in self.records)))
 
     @contextmanager
-    def own_write(self) -> Iterator[None]:
-        """Time the block, in which this rank writes."""
-        started = time.perf_counter()
-        yield
-        self.own_write_seconds = time.perf_counter() - started
-
-    @contextmanager
     def telling_failures(self) -> Iterator[None]:
         """Tell listeners if the block raises."""
         try:
@@ -122,30 +135,15 @@ class PhaseClock:
         """Wall time since the call, in seconds."""
         return time.perf_counter() - self.started_seconds
 
-    def seconds_of(self, name: str) -> float:
-        """How long the phases of this name have taken together."""
-        return sum(record.seconds for record in self.records if record.name == name)
-
     def tell(self, name: EventName, **more: Any) -> None:
         """Tell listeners what happened in this call."""
         channel = self.channel
-        if channel is not None and self.tells and is_heard():
+        if channel is not None and self.tells and LISTENERS:
             tell(Event(name, channel.operation, channel.rank, channel.size, is_async=self.is_async, **more))
 
 
-def said_of_rank(rank: int, clock: PhaseClock, nbytes: int, files: int, how: Sequence[str]) -> SaidOfRank:
-    """What a rank tells the coordinator for the report. Its texts have bounded lengths.
-
-    Args:
-        nbytes, files, how: what it has written, into how many files, and in which ways.
-    """
-    seconds = (clock.seconds_of("plan"), clock.seconds_of("stage"), clock.own_write_seconds)
-    how = tuple(shortened(text, _TEXT_LENGTH) for text in (*how, *clock.remarks)[:_MOST_TEXTS])
-    return SaidOfRank(_ROW.pack(*seconds, nbytes, files), shortened(node_name(rank), _NODE_LENGTH), how)
-
-
 def make_report(
-    said: Sequence[SaidOfRank | None],
+    messages: Sequence[Written | None],
     clock: PhaseClock,
     *,
     checkpoint: str,
@@ -160,11 +158,11 @@ def make_report(
     """The report of a save that was just committed.
 
     Args:
-        said: what each rank has told, if it has.
+        messages: what each rank has told, if it has.
         clock: that of the coordinator.
         plan, waits, fallbacks: as in :class:`SavedReport`, of any length.
     """
-    told = [(rank, each) for rank, each in enumerate(said) if each is not None and each.row]
+    told = [(rank, each) for rank, each in enumerate(messages) if each is not None and each.row]
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
     rows = _ROW.iter_unpack(b"".join(each.row for _, each in told))

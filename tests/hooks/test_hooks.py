@@ -71,7 +71,7 @@ PROGRAM = """
     from robust_dcp import events
     from robust_dcp.hooks import watch_in_terminal
     watch_in_terminal()
-    sys.exit(10 + len(events._LISTENERS))
+    sys.exit(10 + len(events.LISTENERS))
 """
 
 

@@ -21,7 +21,7 @@ from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.relay import Passing, Relay
 from robust_dcp.errors import ExchangeError
-from robust_dcp.events import Event, is_heard, tell
+from robust_dcp.events import LISTENERS, Event, tell
 
 M = TypeVar("M", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -308,7 +308,7 @@ class Channel:
         """Record that this rank's work has advanced, and how far. Others wait for a rank that does. Any thread may call
         this."""
         self._operation.note_progress(done_nbytes, total_nbytes)
-        if is_heard():
+        if LISTENERS:
             progress = Event(
                 "progress", self.operation, self.rank, self.size, done_nbytes=done_nbytes, total_nbytes=total_nbytes
             )

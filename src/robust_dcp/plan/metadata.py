@@ -7,10 +7,10 @@ plan is encoded once and kept with it. File names and the places of items of var
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,18 +24,18 @@ from robust_dcp.report_rows import module_sizes
 from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index.build import IndexTemplate
-from robust_dcp.storage.index.form import Section
+from robust_dcp.storage.index.form import Fragment, Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 
-T = TypeVar("T")
-
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
+
+_NO_INDEX: Final = "the checkpoint gets no index, so a load takes longer: %s"
 
 
 class MetadataTemplate:
@@ -56,11 +56,8 @@ class MetadataTemplate:
         self._uncompiled: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
         self._variable_places: Int64 = np.empty((0, 2), dtype=np.int64)
 
-    def _compile(self) -> None:
-        if (made_of := self._uncompiled) is None:
-            return
-        placements = made_of[1]
-        self._columns = columns = _metadata_columns(*made_of)
+    def _compile(self, plan: GlobalPlan, placements: Sequence[Placements]) -> None:
+        self._columns = columns = _metadata_columns(plan, placements)
         # Ranks report items of variable size rank after rank, in plan order. Within a file that is the order of the
         # columns, too. So `order` has, for each such item in the columns, its place in the list of all ranks.
         rank_of_file = np.repeat(np.arange(len(placements)), [placement.n_files for placement in placements])
@@ -69,7 +66,11 @@ class MetadataTemplate:
         order[np.argsort(rank_of_file[files], kind="stable")] = np.arange(len(files))
         self._order = order
         self._pickled = MetadataPickle(columns)
-        self._index = _index_if_possible(lambda: IndexTemplate(columns))
+        self._index: IndexTemplate | None = None
+        try:
+            self._index = IndexTemplate(columns)
+        except (ValueError, TypeError) as error:  # for example, a name is too long
+            logger.warning(_NO_INDEX, error)
         self._uncompiled = None
 
     @property
@@ -100,17 +101,20 @@ class MetadataTemplate:
         for rank, (places, n_variable) in enumerate(zip(places_of_ranks, self._n_variable, strict=True)):
             if len(places) != n_variable:
                 raise ValueError(f"rank {rank} gave {len(places)} places for {n_variable} items of variable size")
-        self._compile()
+        if self._uncompiled is not None:
+            self._compile(*self._uncompiled)
         places = self._variable_places = np.concatenate(places_of_ranks)[self._order]
         mark = mark_of(storage_meta.save_id or "")
         of_ranks = (self._layout.file_names(rank, heads, mark) for rank, heads in enumerate(self._head_nbytes))
         names = list(chain.from_iterable(of_ranks))
         fragments = self._pickled.encode(names, places, storage_meta)
-        index = None
-        if (template := self._index) is not None:
-            own = (names, places, storage_meta, FORMAT_VERSION, kept_plan or {})
-            index = _index_if_possible(lambda: template.encode(fragments, *own))
-        return MetadataToPublish(fragments, frozenset(names), index or ())
+        index: Sequence[Fragment] = ()
+        if self._index is not None:
+            try:
+                index = self._index.encode(fragments, names, places, storage_meta, FORMAT_VERSION, kept_plan or {})
+            except (ValueError, TypeError) as error:  # for example, another torch has more in its StorageMeta
+                logger.warning(_NO_INDEX, error)
+        return MetadataToPublish(fragments, frozenset(names), index)
 
     def for_stock(self) -> Metadata:
         """DCP's own object, for storage writers other than ours. The writer fills in ``storage_data``."""
@@ -127,22 +131,12 @@ class MetadataTemplate:
         Like all else that takes time for each item, it is computed once for each plan. So in later checkpoints the
         sizes of objects are those of the first.
         """
-        self._compile()
         columns = self._columns
         nbytes = columns.nbytes.copy()
         nbytes[columns.start < 0] = self._variable_places[:, 1]
         of_names = np.zeros(len(columns.names), dtype=np.int64)
         np.add.at(of_names, columns.name, nbytes)
         return module_sizes(columns.names, of_names)
-
-
-def _index_if_possible(make: Callable[[], T]) -> T | None:
-    """What ``make`` returns; ``None`` if there can be no index, for example because UTF-8 cannot encode a path."""
-    try:
-        return make()
-    except (ValueError, TypeError) as error:  # for example, another torch has more in its StorageMeta
-        logger.warning("the checkpoint gets no index, so a load takes longer: %s", error)
-        return None
 
 
 def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> MetadataColumns:

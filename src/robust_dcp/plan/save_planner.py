@@ -130,8 +130,8 @@ class RobustPlanner(DefaultSavePlanner):
             on_unloadable_object=on_unloadable_object,
             kind=kind,
         )
-        self._items = DescribedItems([], [], [])
-        self._structure = KnownStructure(([], [], None, ()))
+        self._items: DescribedItems
+        self._structure: KnownStructure
         self._writer: RobustWriter | None = None
         self._checkpoint = ""
         self._set_up_error: Exception | None = None

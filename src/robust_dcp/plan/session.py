@@ -7,14 +7,18 @@ tells its writer what to do when. It knows nothing of tensors, files or file nam
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -37,9 +41,8 @@ from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
-from robust_dcp.plan.written import LEADS_DIRECTORY, Places, Written, places_of_all, written_message, written_offer
 from robust_dcp.report import PlanReport, SavedReport, SaveReport
-from robust_dcp.report_rows import PhaseClock, make_report, said_of_rank
+from robust_dcp.report_rows import PhaseClock, Written, make_report
 from robust_dcp.save_queue import SaveQueue
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.index.form import Section
@@ -53,6 +56,7 @@ OnStructureChange = Literal["rebuild", "error", "quiet"]
 OnReplicaMismatch = Literal["warn", "error", "ignore"]
 
 Data = torch.Tensor | io.BytesIO
+Places = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,10 @@ _LEADS: Final = 4
 
 _NEEDS_ROOM: Final = 8
 """Flag of an offer: this rank is not sure that its disks have room for the files of all ranks."""
+
+_LEADS_DIRECTORY: Final = 1
+"""Flag of the offer after writing: this rank does not see the coordinator's directory, and is the first of those that
+see its own."""
 
 _NO_PLAN: Final = Offer().plan_id
 _SHOWN: Final = 8
@@ -162,15 +170,6 @@ class SaveSession:
         """The name of a phase of this save in exchanges and errors."""
         return f"save {self.checkpoint}: {name}"
 
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Wait until the earlier async saves of this group are over, and then run the block."""
-        with self.clock.telling_failures():
-            self.clock.tell("started")
-            self.queues[0].wait()
-            with self.channel.together():
-                yield
-
     def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> None:
         """Let the writer begin, and agree with all ranks on the plan of this save.
 
@@ -225,9 +224,9 @@ class SaveSession:
     def _offer(self, describe: Callable[[], LocalStructure]) -> Offer:
         """Look at what this rank holds, and offer the plan that it would use, which need not fit the structure."""
         writer = self.writer
-        if writer is not None:
+        if writer is not None and self.leads and self.channel.rank == 0:
             # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
-            writer.begin(is_coordinator=self.leads, announces=self.channel.rank == 0)
+            writer.directory.announce()
         for queue in self.queues:
             queue.raise_unreported()
         self.local = describe()
@@ -362,17 +361,17 @@ class SaveSession:
                 refuse = partial(refuse_without_room, self.checkpoint)
                 self.channel.gather(self.phase("room"), self._room, RoomOfRank, then=refuse)
             messages = self.channel.gather(
-                self.phase("write"), lambda: self._write_own(source), Written, offer=lambda _: self._written_offer()
+                self.phase("write"), partial(self._write_own, source), Written, offer=self._written_offer
             )
             written = self.channel.last_agreement
-            self._are_on_nodes = written.count(LEADS_DIRECTORY) > 0
+            self._are_on_nodes = written.count(_LEADS_DIRECTORY) > 0
             what = self.needs_one_directory
             if not self.commits_together:
                 what = "A save by torch.distributed.checkpoint"
             elif not self.local.layout.may_share_directory:
                 what = f"A save with layout={self.local.layout.name!r}"
             if self._are_on_nodes and what:
-                raise not_one_directory(self.checkpoint, f"rank {written.first_rank(LEADS_DIRECTORY)}", what)
+                raise not_one_directory(self.checkpoint, f"rank {written.first_rank(_LEADS_DIRECTORY)}", what)
         if messages is None:
             return
         self.messages = messages
@@ -396,21 +395,27 @@ class SaveSession:
     def _write_own(self, source: Callable[[], ItemSource]) -> Written | None:
         """Write this rank's files. Returns what the coordinator does not know of them."""
         writer, placements = self._joined()
-        known_places = self.known.variable_places
-        with self.clock.own_write():
-            self.written = written = writer.write(
-                self.channel.rank, source(), placements, self.channel.check_stop, known_places
-            )
+        rank, known_places, started = self.channel.rank, self.known.variable_places, time.perf_counter()
+        written = writer.write(rank, source(), placements, self.channel.check_stop, known_places)
+        self.clock.own_write_seconds = time.perf_counter() - started
+        self.written, places, unloadable = written, b"", self.unloadable.found
         self.unloadable.raise_if_forbidden(self.checkpoint)
-        said = None
+        if known_places is None or not np.array_equal(known_places, written.variable_places):
+            places = written.variable_places.astype("<i8").tobytes()
         if writer.options.report:
-            said = said_of_rank(self.channel.rank, self.clock, written.nbytes, len(written.names), written.how)
-        return written_message(written.variable_places, known_places, self.unloadable.found, said)
+            n_files, how = len(written.names), written.how
+            return Written.with_row(
+                rank, self.clock, written.nbytes, n_files, how, places=places, unloadable=unloadable
+            )
+        return Written(places=places, unloadable=unloadable) if places or unloadable else None
 
-    def _written_offer(self) -> Offer:
+    def _written_offer(self, _: Written | None) -> Offer:
+        """By the digest of this rank's places the coordinator notices if it would fill in other places than it
+        meant."""
         if self.written is None:
             return Offer()
-        return written_offer(self.written.variable_places, leads_directory=self.leads_directory)
+        flags = _LEADS_DIRECTORY if self.leads_directory else 0
+        return Offer(signature=digest_of_places(self.written.variable_places), flags=flags)
 
     def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         """Do the same as :meth:`write` when stock ``save`` calls the writer's ``write_data``.
@@ -455,12 +460,11 @@ class SaveSession:
                         self.phase,
                         writer.directory,
                         leads_directory=self.leads_directory,
-                        make_metadata=lambda: self._make_metadata(writer),
+                        make_metadata=partial(self._make_metadata, writer),
                     )
                 elif self.commits_together:
-                    self.channel.barrier(
-                        self.phase("commit"), writer.directory.check_own, then=lambda: self._publish(writer)
-                    )
+                    publish = partial(self._publish, writer)
+                    self.channel.barrier(self.phase("commit"), writer.directory.check_own, then=publish)
                 elif self.channel.is_coordinator:  # the writer checks the files of all ranks
                     self._publish(writer)
         except BaseException as error:
@@ -492,12 +496,7 @@ class SaveSession:
         plan = self.known.plan
         if plan is None:
             raise ValueError("only the coordinator has the metadata")
-        self._places_of_all = places_of_all(
-            self.messages,
-            self.known.places_of_all,
-            self._written_signature,
-            self.channel.combined_signature,
-        )
+        self._places_of_all = self._places_told()
         stored: Mapping[str, Section] = {}
         if not plan.is_contested:  # if several ranks claim the main replica, a resumed job must warn again
             try:
@@ -506,6 +505,25 @@ class SaveSession:
                 without = "its plan could not be stored, so a job that resumes from it makes a new plan"
                 logger.warning("%s: %s: %s", self.checkpoint, without, error)
         return plan.metadata.encode(self._places_of_all, writer.plain_meta(), stored)
+
+    def _places_told(self) -> tuple[Places, ...]:
+        """On the coordinator, the places of the items of variable size of every rank.
+
+        Raises:
+            ExchangeError: they are not those that the ranks meant.
+        """
+        none = np.empty((0, 2), dtype=np.int64)
+        places = list(self.known.places_of_all or [none] * len(self.messages))
+        for rank, message in enumerate(self.messages):
+            if message is not None and message.places:
+                if len(message.places) % 16:
+                    raise ExchangeError(f"rank {rank} sent {len(message.places)} bytes of places", ranks=[rank])
+                places[rank] = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
+        if self.channel.combined_signature(list(map(digest_of_places, places))) != self._written_signature:
+            raise ExchangeError(
+                "the places of the objects that ranks wrote are not those that the coordinator has; save again"
+            )
+        return tuple(places)
 
     def _copy_and_tell(self, writer: RobustWriter) -> None:
         """After the commit: call ``on_commit``, and copy the checkpoint to where it is to be."""
@@ -653,6 +671,11 @@ class SaveSession:
             fallbacks=fallbacks,
             modules=None if metadata is None else metadata.module_sizes,
         )
+
+
+def digest_of_places(places: Places) -> bytes:
+    """What a rank offers for the places of its items of variable size: int64 ``[v, 2]``, as they are sent."""
+    return hashlib.blake2b(places.astype("<i8").tobytes(), digest_size=16).digest()
 
 
 def _in_words(differing: Sequence[Differing]) -> str:

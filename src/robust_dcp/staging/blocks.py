@@ -22,10 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-
-def copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """Copy memory from the address ``source`` to the address ``target``, without the GIL."""
-    _memmove(target, source, nbytes)
+copy_bytes: Final = ctypes.memmove
+"""``copy_bytes(target, source, nbytes)``: copy memory between two addresses, without the GIL."""
 
 
 def copy_each(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[int]) -> None:
@@ -33,7 +31,6 @@ def copy_each(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[i
     deque(map(_memmove_with_gil, targets, sources, nbytes), maxlen=0)
 
 
-_memmove: Any = ctypes.memmove
 _memmove_with_gil: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from torch.futures import Future
 from robust_dcp.comm import node_of
 from robust_dcp.errors import StorageError, entry_point, ranks_in_words
 from robust_dcp.report import PlanReport, SavedReport
-from robust_dcp.report_rows import PhaseClock, SaidOfRank, make_report, module_sizes, said_of_rank
+from robust_dcp.report_rows import PhaseClock, Written, make_report, module_sizes
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
@@ -77,7 +78,7 @@ class RobustWriter(StorageWriter):
 
     Raises:
         ValueError: an option is out of range, or a path is a URL (``scheme://…``).
-        StorageError: a call to the file system failed. Not raised before :meth:`begin`.
+        StorageError: a call to the file system failed. Not raised before the save begins.
     """
 
     def __init__(
@@ -102,8 +103,7 @@ class RobustWriter(StorageWriter):
         self.save_id = str(uuid.uuid4())
         self._directory: Save | None = None
         self._is_coordinator = False
-        self._begun = False
-        self._announces = False
+        self._is_agreed = False
         self._clock = PhaseClock()
         self._planner_name = ""
 
@@ -114,26 +114,6 @@ class RobustWriter(StorageWriter):
 
     # The methods of one save, in the order in which `api.save` calls them.
 
-    def begin(self, *, is_coordinator: bool, announces: bool = True) -> None:
-        """Make the directory, see what is in it, and announce the save there. Called before any rank writes.
-
-        Args:
-            announces: ``False`` if ``directory.announce`` will be called.
-
-        Raises:
-            StorageError: there is a checkpoint and ``overwrite`` is false; the directory holds files that may not lie
-                beside those of the layout; or it cannot be made.
-        """
-        self._begun = True
-        self._directory = None
-        if not is_coordinator:
-            return
-        try:
-            self.directory.begin(announces=announces)
-        except BaseException:
-            self.directory.give_up()
-            raise
-
     @property
     def mark(self) -> int:
         """A number that tells the files of this save from those of other saves."""
@@ -141,6 +121,7 @@ class RobustWriter(StorageWriter):
 
     def adopt(self, mark: int) -> None:
         """Use the coordinator's ``mark`` for this save. Called on every rank before :meth:`write`."""
+        self._is_agreed = True
         if mark != self.mark:
             self.save_id = f"{mark:016x}"
             self._directory = None
@@ -210,7 +191,7 @@ class RobustWriter(StorageWriter):
         if self._directory is not None:
             self._directory.release()
             self._directory = None
-        self._begun = self._announces = False
+        self._is_agreed = False
         self.write_files = write_files
 
     def storage_meta(self) -> WriterMeta:
@@ -222,7 +203,7 @@ class RobustWriter(StorageWriter):
                 "RobustWriter(drain_to=…) needs robust_dcp.save or robust_dcp.async_save: stock's save knows nothing "
                 "of it. Call one of these, or copy the checkpoint afterwards with robust_dcp.copy_checkpoint"
             )
-        self._begun = self._announces = False
+        self._is_agreed = False
         self._clock = PhaseClock()
         self._planner_name = ""
         self._is_coordinator = is_coordinator
@@ -232,16 +213,17 @@ class RobustWriter(StorageWriter):
                 "itself. Leave use_collectives at True, or save with torch's FileSystemWriter"
             )
 
-    @entry_point
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self._begun:  # our planner calls begin itself, and announces the save as well
-            self.begin(is_coordinator=self._is_coordinator, announces=False)
-            self._announces = self._is_coordinator
         return plan
 
+    @entry_point
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if self._announces:
-            self.directory.announce()
+        if not self._is_agreed:  # a save that our planner has planned is announced already
+            try:
+                self.directory.announce()
+            except BaseException as error:
+                self.directory.roll_back(error)
+                raise
         return [replace(plan, storage_data=(rank, self.mark)) for rank, plan in enumerate(plans)]
 
     @entry_point
@@ -277,9 +259,10 @@ class RobustWriter(StorageWriter):
         self._planner_name = type(planner).__name__
         self._clock.ends("plan")
         placements = place_as_they_come([_data_nbytes(item) for item in plan.items], files=self.options.n_files)
-        with self._clock.own_write():
-            source = WriteItemSource(plan.items, planner.resolve_data)
-            written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        started = time.perf_counter()
+        source = WriteItemSource(plan.items, planner.resolve_data)
+        written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        self._clock.own_write_seconds = time.perf_counter() - started
         places = zip(placements.file.tolist(), written.variable_places.tolist(), strict=True)
         results = [
             WriteResult(item.index, nbytes, StorageInfo(written.names[file], offset, nbytes))
@@ -287,8 +270,8 @@ class RobustWriter(StorageWriter):
         ]
         if results and self.options.report:  # a rank that has written nothing tells nothing
             last = results.pop()
-            said = said_of_rank(rank, self._clock, written.nbytes, len(written.names), written.how)
-            results.append(_TellingResult(last.index, last.size_in_bytes, last.storage_data, said))
+            told = Written.with_row(rank, self._clock, written.nbytes, len(written.names), written.how)
+            results.append(_TellingResult(last.index, last.size_in_bytes, last.storage_data, told))
         return results
 
     def _refuse_another_directory(self, rank: int) -> None:
@@ -330,7 +313,7 @@ class RobustWriter(StorageWriter):
                 sizes[result.index.fqn] += result.size_in_bytes
         lasts = [part[-1] if part else None for part in results]
         return make_report(
-            [last.said if isinstance(last, _TellingResult) else None for last in lasts],
+            [last.told if isinstance(last, _TellingResult) else None for last in lasts],
             self._clock,
             checkpoint=self.checkpoint_id,
             save_id=save_id,
@@ -365,7 +348,7 @@ class RobustWriter(StorageWriter):
 class _TellingResult(WriteResult):
     """A result with what its rank tells for the report."""
 
-    said: SaidOfRank | None = None
+    told: Written | None = None
 
 
 def _data_nbytes(item: WriteItem) -> int:

@@ -213,45 +213,29 @@ class Save:
 
     # Before any rank writes.
 
-    def begin(self, *, announces: bool) -> None:
-        """Make the checkpoint's directory and see what is in it. It is removed if the save fails.
-
-        Args:
-            announces: call :meth:`announce`, too.
-
-        Raises:
-            StorageError: there is a checkpoint that must not be replaced, or a call to the file system failed.
-        """
-        self._made += self._disk.mkdirs(self.path)
-        if announces:
-            self.announce()
-        else:
-            self._look()
-
-    def _look(self) -> None:
-        self.names = tuple(self._disk.list_directory(self.path))
-        if METADATA_NAME not in self.names:
-            return
-        if not self._overwrite:
-            raise StorageError(
-                f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
-                path=self.path,
-                operation="begin",
-            )
-        if not self._layout.may_share_directory:
-            raise self._cannot_share("a committed checkpoint")
-
     def announce(self) -> None:
-        """Claim the directory, unless that is done, and find out what earlier saves have left.
+        """Make the checkpoint's directory and claim it, unless that is done, and find out what earlier saves have left.
+        The directory is removed if the save fails.
 
         Raises:
-            StorageError: another save is running into the directory; it holds files that may not lie beside those of
-                the layout; the errno is EEXIST if another rank has announced this save; or a call failed.
+            StorageError: there is a checkpoint that must not be replaced; another save is running into the directory;
+                it holds files that may not lie beside those of the layout; the errno is EEXIST if another rank has
+                announced this save; or a call to the file system failed.
         """
         if self._saving is not None:
             return
-        self._look()  # another save may have ended since ``begin``
-        self.earlier = _committed_in(self._disk, self._path_of(METADATA_NAME)) if METADATA_NAME in self.names else None
+        self._made += self._disk.mkdirs(self.path)
+        self.names = tuple(self._disk.list_directory(self.path))
+        if METADATA_NAME in self.names:
+            if not self._overwrite:
+                raise StorageError(
+                    f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
+                    path=self.path,
+                    operation="begin",
+                )
+            if not self._layout.may_share_directory:
+                raise self._cannot_share("a committed checkpoint")
+            self.earlier = _committed_in(self._disk, self._path_of(METADATA_NAME))
         needed = frozenset() if self.earlier is None else self.earlier.files
         replaces = (needed or frozenset()) & set(self.names)
         saving = SavingFile.create(self._disk, self.path, save_id=self.save_id, replaces=replaces)
@@ -281,12 +265,12 @@ class Save:
             whether this rank has announced the save now. It then leads the commit in this directory.
 
         Raises:
-            StorageError: as :meth:`begin` and :meth:`announce`.
+            StorageError: as :meth:`announce`.
         """
         if self._saving is not None or is_announced(self._disk, self.path, self.save_id):
             return False
         try:
-            self.begin(announces=True)
+            self.announce()
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise

@@ -146,6 +146,8 @@ def with_keywords(options: Options, keywords: Mapping[str, Any]) -> Options:
         ValueError: an option is given both as a keyword and in ``options``, with two different values.
         TypeError: there is no such option.
     """
+    if not keywords:
+        return options
     given = type(options)(**keywords)
     for name in keywords:
         own, keyword = getattr(options, name), getattr(given, name)
