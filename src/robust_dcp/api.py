@@ -272,16 +272,38 @@ def load(
         no_dist=no_dist,
     )
     robust = reader if isinstance(reader, RobustReader) else None
-    loading = _Load(state_dict, reader, robust, planner, checkpoint, channel, process_group, PhaseClock(channel))
-    with loading.clock.telling_failures():
-        loading.clock.tell("started")
+    loading = _Load(state_dict, reader, robust, planner, checkpoint, channel, PhaseClock(channel))
+    clock = loading.clock
+    with clock.telling_failures():
+        clock.tell("started")
         # The coordinator keeps the checkpoint from being removed while it is loaded.
         held: AbstractContextManager[None] = nullcontext()
         if robust is not None and channel.is_coordinator:
             held = robust.source.held()
         with channel.together(), held:
-            loading.read_one_version()
-            with loading.clock.phase("apply"):
+            for is_last_try in (False, True):
+                try:
+                    with clock.phase("plan"):
+                        agreement = loading.plan_reads(channel, by_index=True)
+                        if robust is not None and ranks_share(agreement):
+                            group = dist.group.WORLD if process_group is None else process_group
+                            loading.shared = share_reads(channel, checkpoint, robust, loading.plan, planner, group)
+                        elif robust is not None:
+                            robust.node_reads_the_same = node_reads_the_same(agreement)
+                    loading.read()
+                    break
+                except (CorruptCheckpoint, StorageError) as error:
+                    # All ranks have raised the same error.
+                    if robust is None:
+                        raise
+                    if not loading.is_overwritten():
+                        loading.read_from_nodes(robust, error)
+                        break
+                    if is_last_try:
+                        raise overwritten(checkpoint, error) from error
+                    again = "was overwritten while it was loaded: it is loaded once more"
+                    logger.warning("%s %s (%s)", checkpoint, again, error)
+            with clock.phase("apply"):
                 asked = channel.gather(loading.phase("apply"), loading.apply, AskedKeys)
     if robust is not None and not is_url(robust.path):
         LOADED.put(robust.path, None)
@@ -290,7 +312,7 @@ def load(
         if unread:
             logger.warning("%s: %s", checkpoint, unread)
     report = loading.report()
-    loading.clock.tell("ended", report=report, seconds=loading.clock.seconds)
+    clock.tell("ended", report=report, seconds=clock.seconds)
     return report
 
 
@@ -300,9 +322,8 @@ class _Load:
 
     Attributes:
         robust: the reader, if it is ours.
-        values: what is read into, by key. ``stand_ins``: those of them that stand for modules, optimizers and others.
         plan: the items that this rank reads. ``shared``: what of that it gets from other ranks, and reads for them.
-        stored: where the metadata comes from.
+        values: what is read into, by key. ``stand_ins``: those of them that stand for modules, optimizers and others.
     """
 
     state_dict: dict[str, Any]
@@ -311,49 +332,21 @@ class _Load:
     planner: LoadPlanner
     checkpoint: str
     channel: Channel
-    process_group: dist.ProcessGroup | None
     clock: PhaseClock
+    plan: LoadPlan = field(init=False)
+    shared: SharedReads | None = field(default=None, init=False)
     values: dict[str, Any] = field(default_factory=dict, init=False)
     stand_ins: dict[str, StandIn] = field(default_factory=dict, init=False)
-    plan: LoadPlan = field(default_factory=lambda: LoadPlan([]), init=False)
-    stored: _StoredMetadata = field(default_factory=_StoredMetadata, init=False)
-    shared: SharedReads | None = field(default=None, init=False)
 
     def phase(self, name: str) -> str:
         """The name of an exchange of this load."""
         return f"load {self.checkpoint}: {name}"
 
-    def read_one_version(self) -> None:
-        """Plan and read. If the checkpoint is overwritten meanwhile, do so once more."""
-        for is_last_try in (False, True):
-            try:
-                with self.clock.phase("plan"):
-                    agreement = self._plan(self.channel, by_index=True)
-                    if self.robust is not None and ranks_share(agreement):
-                        self.shared = share_reads(
-                            self.channel, self.checkpoint, self.robust, self.plan, self.planner, self.process_group
-                        )
-                    elif self.robust is not None:
-                        self.robust.node_reads_the_same = node_reads_the_same(agreement)
-                self._read()
-                return
-            except (CorruptCheckpoint, StorageError) as error:  # noqa: PERF203 (twice at most)
-                if self.robust is None:
-                    raise
-                # All ranks have raised the same error. Let the coordinator look whether ``.metadata`` was replaced.
-                phase = self.phase("has it been overwritten")
-                if not self.channel.agree(phase, self._overwritten).count(1):
-                    self._read_from_nodes(self.robust, error)
-                    return
-                if is_last_try:
-                    raise overwritten(self.checkpoint, error) from error
-                again = "was overwritten while it was loaded: it is loaded once more"
-                logger.warning("%s %s (%s)", self.checkpoint, again, error)
-
-    def _plan(self, leader: Channel, *, by_index: bool) -> Agreement:
+    def plan_reads(self, leader: Channel, *, by_index: bool) -> Agreement:
         """Let the coordinator of ``leader`` find the index or ``.metadata`` for all, and make this rank's plan. Other
         readers than ours look for themselves."""
         self.shared, source = None, None if self.robust is None else self.robust.source
+        stored = _StoredMetadata()
 
         def find() -> _StoredMetadata:
             index = source.find_index() if source is not None and by_index else b""
@@ -362,50 +355,29 @@ class _Load:
             return _StoredMetadata(file=source.metadata_bytes())
 
         if source is not None:
-            self.stored = leader.broadcast(self.phase("metadata"), find, _StoredMetadata)
-        agreement = self.channel.agree(self.phase("plan" if by_index else "plan by .metadata"), self._prepare)
+            stored = leader.broadcast(self.phase("metadata"), find, _StoredMetadata)
+        phase = self.phase("plan" if by_index else "plan by .metadata")
+        agreement = self.channel.agree(phase, partial(self._plan_own, stored))
         n_plans = sum(agreement.count(wish) for wish in WISHES.values())
-        if self.stored.index and n_plans < agreement.n_ranks:
-            return self._plan(leader, by_index=False)  # some ranks see another directory, for example on a local disk
+        if stored.index and n_plans < agreement.n_ranks:
+            return self.plan_reads(leader, by_index=False)  # some ranks see another directory, say on a local disk
         return agreement
 
-    def _overwritten(self) -> Offer:
-        """On the coordinator, a flag that says whether ``.metadata`` was replaced."""
-        robust = self.robust if self.channel.is_coordinator else None
-        return Offer(flags=int(robust is not None and robust.source.is_overwritten()))
-
-    def _read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
-        """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""
-        channel, errors = self.channel, list[RobustCheckpointError]()
-        for source in ranks_with_metadata(channel, self.checkpoint, reader):
-            try:
-                with self.clock.phase("plan"):
-                    self._plan(channel.led_by(source), by_index=False)
-                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
-                if self.shared is None and source == channel.coordinator_rank:
-                    continue  # no file is missing, so the error had another reason
-                self._read()
-            except (CorruptCheckpoint, StorageError) as another:
-                errors.append(another)
-            else:
-                return
-        raise errors[0] if errors else error
-
-    def _prepare(self) -> Offer:
+    def _plan_own(self, stored: _StoredMetadata) -> Offer:
         """Make this rank's plan, and say what it reads."""
         refuse_other_than_dict(self.state_dict)
         reader, channel = self.robust, self.channel
         if reader is None:
             metadata: Metadata | None = self.reader.read_metadata()
-        elif self.stored.index:
-            metadata = reader.source.indexed_metadata(self.stored.index)
+        elif stored.index:
+            metadata = reader.source.indexed_metadata(stored.index)
         else:
-            metadata = reader.source.decode_metadata(self.stored.file)
+            metadata = reader.source.decode_metadata(stored.file)
         if metadata is None:
             return Offer()  # this rank does not see the coordinator's index
         self.stand_ins.update(stand_ins_for(self.state_dict, metadata.state_dict_metadata))
         together = {**self.state_dict, **{key: each.values for key, each in self.stand_ins.items()}}
-        self.values.update(sorted(together.items(), key=lambda item: str(item[0])))  # keys need not be text
+        self.values.update({key: together[key] for key in sorted(together, key=str)})  # keys need not be text
         # DCP's load plans are local, so no rank needs the plan of another.
         planner = self.planner
         planner.set_up_planner(self.values, metadata, channel.is_coordinator)
@@ -421,7 +393,8 @@ class _Load:
         items = self.plan.items if channel.size > 1 else ()  # only other ranks need to know the items
         return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=may_ask_early(planner))
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read what this rank has planned, and get from others what they read for it."""
         with self.clock.phase("read"):
             self.channel.barrier(self.phase("read"), self._read_own)
         if self.shared is not None:
@@ -434,6 +407,32 @@ class _Load:
                 self.shared.read(self.planner)
             else:
                 self.reader.read_data(self.plan, self.planner).wait()
+
+    def is_overwritten(self) -> bool:
+        """Let the coordinator look whether ``.metadata`` was replaced."""
+
+        def look() -> Offer:
+            robust = self.robust if self.channel.is_coordinator else None
+            return Offer(flags=int(robust is not None and robust.source.is_overwritten()))
+
+        return self.channel.agree(self.phase("has it been overwritten"), look).count(1) > 0
+
+    def read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
+        """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""
+        channel, errors = self.channel, list[RobustCheckpointError]()
+        for source in ranks_with_metadata(channel, self.checkpoint, reader):
+            try:
+                with self.clock.phase("plan"):
+                    self.plan_reads(channel.led_by(source), by_index=False)
+                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
+                if self.shared is None and source == channel.coordinator_rank:
+                    continue  # no file is missing, so the error had another reason
+                self.read()
+            except (CorruptCheckpoint, StorageError) as another:
+                errors.append(another)
+            else:
+                return
+        raise errors[0] if errors else error
 
     def apply(self) -> AskedKeys | None:
         """Put what was read into the state dict. Returns the keys that this rank has asked for."""

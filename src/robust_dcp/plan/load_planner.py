@@ -25,7 +25,7 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, plan_reads, whole_tensors
 from robust_dcp.plan.state_dict import global_size
-from robust_dcp.plan.target_memory import local_tensors, overlapping_targets, unusable_targets
+from robust_dcp.plan.target_memory import check_targets, local_tensors
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import NO_TENSORS, PlannedItems
@@ -120,21 +120,31 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
-            whole = NO_TENSORS
-            index = index_of(self.metadata)
-            has_all = index is not None or self.state_dict.keys() <= self._saved.keys()
-            # Where keys may have older names, stock's planner is asked for all of them.
-            if self._answers_as_stock() and has_all and not self._may_have_old_names():
+            whole, index, saved, plan = NO_TENSORS, index_of(self.metadata), self._saved, None
+            if self._may_have_old_names():
+                # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
+                with suppress(RuntimeError, ValueError):
+                    plan = super().create_local_plan()
+            elif self._answers_as_stock() and (index is not None or self.state_dict.keys() <= saved.keys()):
                 whole = whole_tensors(self.state_dict, self.metadata)
             self._whole_keys = frozenset(whole.names)
+            # The values that are not known to be saved as exactly one chunk, in the order of the state dict.
+            others = {}
+            if len(whole) < len(self.state_dict):
+                others = {key: value for key, value in self.state_dict.items() if key not in self._whole_keys}
             if index is not None:
-                index.find_all(self._others())
-            planned = self._checked_plan(self.metadata)
-            asked = {key: value for key, value in self._others().items() if key in self._saved}
-            targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]
-            if problems := unusable_targets(targets):
+                index.find_all(others)
+            asked = {key: value for key, value in others.items() if key in saved}
+            problems = [] if self.allow_partial_load else [f"{_MISSING}{key!r}" for key in self.missing_keys]
+            for key, value in asked.items():
+                problems += self._mismatch(key, value, saved[key])
+            if problems:
                 raise PlanConflict(self._in_words(problems))
-            if shared := overlapping_targets(targets):
+            planned = plan_reads(asked, self.metadata) if plan is None else plan.items
+            problems, shared = check_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
+            if problems:
+                raise PlanConflict(self._in_words(problems))
+            if shared:
                 logger.warning(
                     "%d pair(s) of tensors that are loaded overlap in memory: %s. Where the checkpoint has other "
                     "values for one than for the other, the one that is filled last wins: load one of them, or into a "
@@ -142,34 +152,18 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                     len(shared),
                     ", ".join(f"{one!r} and {other!r}" for one, other in shared[:_SHOWN]),
                 )
-            tensors = (key for key in asked if isinstance(self._saved[key], TensorStorageMetadata))
+            tensors = (key for key in asked if isinstance(saved[key], TensorStorageMetadata))
             check_filled(planned, {key: local_numel(asked[key]) for key in tensors})
         if not len(whole):
             return LoadPlan(planned)
         return LoadPlan(PlannedItems(whole, planned, self))  # type: ignore[arg-type]  # no list, but as good
 
-    def _others(self) -> dict[str, Any]:
-        """The values that are not known to be saved as exactly one chunk, in the order of the state dict."""
-        if len(self._whole_keys) == len(self.state_dict):
-            return {}
-        return {key: value for key, value in self.state_dict.items() if key not in self._whole_keys}
-
     def _answers_as_stock(self) -> bool:
         """Whether a plan may be carried out without asking this planner about each tensor. That is so unless a subclass
         overrides one of the methods."""
-        own = (getattr(getattr(self, name), "__func__", None) for name in _PROTOCOL)
-        return all(method is getattr(RobustLoadPlanner, name) for method, name in zip(own, _PROTOCOL, strict=True))
-
-    def _checked_plan(self, metadata: Metadata) -> list[ReadItem]:
-        """The reads for the values that are not known to be saved as exactly one chunk."""
-        plan: LoadPlan | None = None
-        if self._may_have_old_names():
-            # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
-            with suppress(RuntimeError, ValueError):
-                plan = super().create_local_plan()
-        if problems := self._problems():
-            raise PlanConflict(self._in_words(problems))
-        return plan_reads(self._others(), metadata) if plan is None else plan.items
+        return all(
+            getattr(getattr(self, name), "__func__", None) is getattr(RobustLoadPlanner, name) for name in _PROTOCOL
+        )
 
     def _may_have_old_names(self) -> bool:
         """Whether saved keys that are not asked for may be older names of keys that are asked for.
@@ -181,15 +175,6 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             and not self._saved.keys() <= self.state_dict.keys()
             and any(isinstance(part, int) for path in self.mappings.values() for part in path)
         )
-
-    def _problems(self) -> list[str]:
-        """Describe everything that does not fit, missing keys first."""
-        problems = [] if self.allow_partial_load else [f"{_MISSING}{key!r}" for key in self.missing_keys]
-        for key, value in self._others().items():
-            saved = self._saved.get(key)
-            if saved is not None:
-                problems.extend(self._mismatch(key, value, saved))
-        return problems
 
     def _in_words(self, problems: list[str]) -> str:
         """The error message: one line for each problem, and what the checkpoint has instead of missing keys."""

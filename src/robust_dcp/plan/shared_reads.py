@@ -449,19 +449,19 @@ def share_reads(
     reader: RobustReader,
     plan: LoadPlan,
     planner: LoadPlanner,
-    process_group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
 ) -> SharedReads:
     """Agree on who reads what several ranks need.
 
     Args:
         checkpoint: the name in the names of phases.
         plan: this rank's plan, made with the metadata that ``reader`` has.
-        process_group: the ranks that load together. This group moves bytes between devices.
+        group: the ranks that load together. This group moves bytes between devices.
 
     Raises:
         RobustCheckpointError: the same on all ranks.
     """
-    device_type, group = None, dist.group.WORLD if process_group is None else process_group
+    device_type = None
     if channel.size > 1:
         backends = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
         # The type of device between which the training group moves bytes directly: "cuda" for NCCL. gloo also copies

@@ -8,7 +8,7 @@ module before anything is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -36,15 +36,23 @@ def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
                 yield name, value
 
 
-def _in_memory(targets: Targets) -> tuple[Targets, UInt64, UInt64]:
-    """The targets whose elements lie in memory that torch lets us look at, and where each begins and ends there."""
-    targets = [
+def check_targets(targets: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Find which tensors cannot be filled, and which share some of their memory.
+
+    Returns:
+        One text for each tensor that cannot be filled, which says why. If there are none: pairs of names of tensors
+        that overlap. A tensor that has two names is fine, as with tied weights.
+    """
+    # Only tensors whose elements lie in memory that torch lets us look at.
+    held = [
         (name, tensor)
         for name, tensor in targets
         if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
     ]
-    begins = np.array([tensor.data_ptr() for _, tensor in targets], dtype=np.uint64)
-    return targets, begins, begins + np.array([_extent_nbytes(tensor) for _, tensor in targets], dtype=np.uint64)
+    begins = np.array([tensor.data_ptr() for _, tensor in held], dtype=np.uint64)
+    ends = begins + np.array([_extent_nbytes(tensor) for _, tensor in held], dtype=np.uint64)
+    unusable = _unusable(held, begins, ends)
+    return unusable, [] if unusable else _overlapping(held, begins, ends)
 
 
 def _extent_nbytes(tensor: torch.Tensor) -> int:
@@ -55,9 +63,7 @@ def _extent_nbytes(tensor: torch.Tensor) -> int:
     return int((last + 1) * tensor.itemsize)
 
 
-def unusable_targets(targets: Targets) -> list[str]:
-    """Say which tensors cannot be filled, and why: one text for each."""
-    targets, begins, ends = _in_memory(targets)
+def _unusable(targets: Targets, begins: UInt64, ends: UInt64) -> list[str]:
     # One call for each column: this runs for each tensor of a load.
     storages = [tensor.untyped_storage() for _, tensor in targets]
     held = np.array([storage.data_ptr() + storage.nbytes() for storage in storages], dtype=np.uint64)
@@ -95,9 +101,7 @@ def _are_read_only(addresses: UInt64) -> npt.NDArray[np.bool_]:
     return inside
 
 
-def overlapping_targets(targets: Targets) -> list[tuple[str, str]]:
-    """Pairs of tensors that share some of their memory. A tensor that has two names is fine, as with tied weights."""
-    targets, begins, ends = _in_memory(targets)
+def _overlapping(targets: Targets, begins: UInt64, ends: UInt64) -> list[tuple[str, str]]:
     order = np.argsort(begins, kind="stable")
     furthest = np.maximum.accumulate(ends[order])
     found = []

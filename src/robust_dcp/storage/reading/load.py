@@ -364,6 +364,7 @@ class ItemReader:
         """
         whole, numbers = self._reads.whole, self._reads.order[places]
         kind = whole.kinds[int(whole.kind_of[numbers[0]])]
+        data_nbytes = kind.nbytes
         start, nbytes = self._reads.places.start[places], self._reads.places.nbytes[places]
         if (nbytes != nbytes[0]).any() or int(start.max() + nbytes[0]) + shift > end:
             return np.zeros(len(places), dtype=np.bool_)
@@ -373,7 +374,7 @@ class ItemReader:
         else:
             known = self.verification.known_records
             found = known_record(known, block.memory, int(at[0]), int(nbytes[0]), kind.dtype, kind.lengths)
-            if found is None or found[0].data_nbytes != kind.nbytes:
+            if found is None or found[0].data_nbytes != data_nbytes:
                 return np.zeros(len(places), dtype=np.bool_)
             crcs = np.array(found[0].crc32s_in(block.memory, at.tolist()), dtype=np.int64)
             at = at + found[0].data_offset
@@ -389,13 +390,13 @@ class ItemReader:
         ]
         sound: npt.NDArray[np.bool_] = np.array(takes_bytes) & (crcs != NOT_ALIKE)
         if self._options.verify_checksums is not False:
-            data = [block.view[begin : begin + kind.nbytes] for begin in at.tolist()]
+            data = [block.view[begin : begin + data_nbytes] for begin in at.tolist()]
             # Tensors without a checksum (0) are counted, or refused, one by one.
             sound &= (crcs != 0) & (crcs == np.fromiter(map(crc32, data), dtype=np.int64, count=len(data)))
         else:
-            self.verification.skip(int(sound.sum()) * kind.nbytes, "", file.path)
+            self.verification.skip(int(sound.sum()) * data_nbytes, "", file.path)
         into = [target.data_ptr() for target in compress(targets, sound.tolist())]
-        copy_each(into, (block.address + at[sound]).tolist(), repeat(kind.nbytes))
+        copy_each(into, (block.address + at[sound]).tolist(), repeat(data_nbytes))
         return sound
 
     def _crcs_in_head(self, file: DataFile, numbers: Int64, start: Int64, kind: ChunkKind) -> Int64:
