@@ -10,10 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import robust_dcp
 from robust_dcp import on_event
 from tests.docs.pages import DOCS, blocks_of
-from tests.hooks.saves import save_twice_and_fail
+
+
+def save_twice_and_fail(root: Path) -> None:
+    """Calls that a monitoring system is shown: two saves, a load, and a save that fails."""
+    for step in (10, 20):
+        robust_dcp.save({"w": torch.full((9,), float(step))}, checkpoint_id=root / f"step_{step}")
+    robust_dcp.load({"w": torch.zeros(9)}, checkpoint_id=root / "step_20")
+    (root / "step_30").write_text("no directory")
+    with pytest.raises(robust_dcp.StorageError):
+        robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=root / "step_30")
 
 
 @contextmanager

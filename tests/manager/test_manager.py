@@ -72,31 +72,32 @@ class BrokenPolicy:
         raise KeyError("a mistake in the policy")
 
 
-def save_all(root: str, options: dict[str, Any], is_async: bool) -> list[int]:
-    manager = CheckpointManager(root, **options)
-    for step in (10, 20, 30, 40, 50):
-        (manager.async_save if is_async else manager.save)(step, state(step), metrics={"loss": abs(step - 25.0)})
-    robust_dcp.finish_async_saves()
-    dist.barrier()
-    return [each.step for each in manager.checkpoints()]
+POLICIES: list[tuple[dict[str, Any], list[int], bool]] = [
+    ({}, [10, 20, 30, 40, 50], False),
+    ({"keep_last": 2}, [40, 50], True),
+    ({"keep_last": 1, "keep_every": 20}, [20, 40, 50], False),
+    ({"keep_best": "loss"}, [30, 50], True),  # of 20 and 30, which are equally good, the newer one
+    ({"keep": [KeepBest("loss", number=2, best="largest"), KeepLast(1)]}, [40, 50], False),
+    ({"keep": [KeepFirst()]}, [10, 50], False),
+    ({"keep": [BrokenPolicy()]}, [10, 20, 30, 40, 50], False),
+]
+"""Options, what is kept of the steps 10 to 50, and whether they are saved beside training."""
 
 
-@pytest.mark.parametrize(
-    ("options", "kept", "is_async"),
-    [
-        ({}, [10, 20, 30, 40, 50], False),
-        ({"keep_last": 2}, [40, 50], True),
-        ({"keep_last": 1, "keep_every": 20}, [20, 40, 50], False),
-        ({"keep_best": "loss"}, [30, 50], True),  # of 20 and 30, which are equally good, the newer one
-        ({"keep": [KeepBest("loss", number=2, best="largest"), KeepLast(1)]}, [40, 50], False),
-        ({"keep": [KeepFirst()]}, [10, 50], False),
-        ({"keep": [BrokenPolicy()]}, [10, 20, 30, 40, 50], False),
-    ],
-)
-def test_what_a_policy_keeps_stays_and_so_does_the_newest(
-    options: dict[str, Any], kept: list[int], is_async: bool, tmp_path: Path
-) -> None:
-    assert values(run_ranks(2, save_all, str(tmp_path), options, is_async)) == [kept, kept]
+def save_by_each_policy(root: str) -> list[list[int]]:
+    kept = []
+    for number, (options, _, is_async) in enumerate(POLICIES):
+        manager = CheckpointManager(f"{root}/{number}", **options)
+        for step in (10, 20, 30, 40, 50):
+            (manager.async_save if is_async else manager.save)(step, state(step), metrics={"loss": abs(step - 25.0)})
+        robust_dcp.finish_async_saves()
+        dist.barrier()
+        kept.append([each.step for each in manager.checkpoints()])
+    return kept
+
+
+def test_what_a_policy_keeps_stays_and_so_does_the_newest(tmp_path: Path) -> None:
+    assert values(run_ranks(2, save_by_each_policy, str(tmp_path))) == [[kept for _, kept, _ in POLICIES]] * 2
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ DATA: list[Any] = [
     torch.float32,
     np.float32(3),
     np.dtype("f4"),
+    datetime.datetime(2024, 1, 2),
     datetime.timedelta(1),
     pathlib.Path("/x/y"),
     datetime.date(2024, 2, 29),
