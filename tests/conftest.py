@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.harness", "tests.support")
+pytest.register_assert_rewrite("tests.harness")
 # A TCPStore looks up the name of each side whenever one connects. On a machine whose name server limits how often it is
 # asked, each such connection costs five seconds else; ranks inherit this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -31,3 +33,10 @@ _LONG = ["round_trips", "processes_that_end", "async", "schedules", "ranks", "hi
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {f"test_{name}.py": place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_shared_ranks() -> Iterator[None]:
+    yield
+    if ranks := sys.modules.get("tests.harness.ranks"):
+        ranks.end_shared_ranks()

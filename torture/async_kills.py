@@ -31,7 +31,6 @@ import torch.distributed as dist
 import robust_dcp
 from tests.faults.disk import Call, FaultDisk
 from tests.harness.ranks import Outcome, RanksOverran, run_ranks
-from tests.support.waiting import wait_until
 from torture.generations import files_not_named, generation_in, is_gone, make_state, set_generation, writer_pids
 from torture.trials import Result, Trial, main
 
@@ -281,11 +280,10 @@ def _is_outlived(path: str) -> bool:
     """Whether the writer process of the victim lives on."""
     with open(path) as file:
         pids = [int(pid) for pid in file.read().split()]
-    try:
-        wait_until(lambda: all(is_gone(pid) for pid in pids), 60.0)  # it may still be importing torch
-    except AssertionError:
-        return True
-    return False
+    until = time.monotonic() + 60  # it may still be importing torch
+    while not all(map(is_gone, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not all(map(is_gone, pids))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError
-from tests.support.rank_threads import quick, run_threads
-from tests.support.simulated_network import Fault, FaultKind, SimulatedNetwork
+from tests.harness.network import Fault, FaultKind, SimulatedNetwork, quick, run_threads
 from torture.trials import Result, Trial, main
 
 __all__ = ["KINDS", "make_trials"]

@@ -16,7 +16,7 @@ from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 from tests.comm.messages import Note
-from tests.comm.threads import Group
+from tests.harness.network import GlooNetwork, run_channels
 from tests.harness.ranks import run_ranks, values
 
 
@@ -67,8 +67,7 @@ def test_every_verb_delivers_what_was_sent_and_to_whom(world_size: int, nbytes: 
 
 
 def test_every_verb_delivers_among_many_ranks() -> None:
-    with Group(100) as group:
-        _check_verbs(group.run(lambda channel: _all_verbs(channel, 50)), 50)
+    _check_verbs(run_channels(GlooNetwork(100), lambda channel: _all_verbs(channel, 50), timeout_seconds=120), 50)
 
 
 def _check_verbs(seen_by_ranks: list[dict[str, Any]], nbytes: int) -> None:

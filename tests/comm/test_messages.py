@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.comm.link import Link
 from robust_dcp.comm.messages import decode, encode
-from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from tests.comm.messages import Note
-from tests.support.rank_threads import quick, run_threads
-from tests.support.simulated_network import SimulatedNetwork
+from tests.harness.network import SimulatedNetwork, run_channels
 
 
 class Structure(msgspec.Struct, frozen=True):
@@ -104,19 +101,13 @@ class NoteOfAnotherVersion(msgspec.Struct, frozen=True):
     data: bytes = b""
 
 
-def gather(link: Link, message: Any, kind: Any) -> tuple[str, list[int] | None]:
-    channel = Channel(Operation(link, "save", 30.0), 0)
-    with pytest.raises(RobustCheckpointError) as caught:
-        channel.gather("plan", lambda: message, kind)
-    assert channel.agree("next", Offer).n_ranks == link.size, "the ranks are still in step"
-    return caught.value.message, caught.value.to_fields().get("ranks")
-
-
 def test_a_field_of_another_type_names_the_rank_that_sent_it_on_all_ranks() -> None:
-    def be_rank(link: Link) -> Any:
-        return gather(link, NoteOfAnotherVersion("two") if link.rank == 2 else Note(link.rank), Note)
+    def gather(channel: Channel) -> str:
+        note: Any = NoteOfAnotherVersion("two") if channel.rank == 2 else Note(channel.rank)
+        with pytest.raises(RobustCheckpointError) as caught:
+            channel.gather("plan", lambda: note, Note)
+        assert channel.agree("next", Offer).n_ranks == channel.size, "the ranks are still in step"
+        return caught.value.message
 
-    with quick():
-        found = run_threads(SimulatedNetwork(4), be_rank)
-    assert len(set(map(str, found))) == 1
-    assert "what rank 2 sent is no Note: 'rank': Expected `int`, got `str`" in found[0][0]
+    (message,) = set(run_channels(SimulatedNetwork(4), gather))
+    assert "what rank 2 sent is no Note: 'rank': Expected `int`, got `str`" in message

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm.link import Link
+from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeError
 from tests.comm.messages import Note
-from tests.harness.ranks import run_ranks, values
+from tests.harness.network import SimulatedNetwork, run_threads
 
 
 def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
@@ -33,63 +34,55 @@ def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def _gather_often(operation: str, nbytes: int) -> list[list[int] | None]:
-    channel = Channel.for_group(operation=operation, timeout_seconds=40)
-    found = []
-    for turn in range(10):
-        notes = channel.gather(f"turn {turn}", lambda: Note(channel.rank, operation.encode() * nbytes), Note)
-        found.append(
-            None if notes is None else [note.rank for note in notes if note and operation.encode() in note.data]
-        )
-    return found
-
-
-def _saves_and_a_load() -> list[Any]:
-    operations = ["save 1", "save 2", "load 1"]
-    if dist.get_rank() % 2:
-        operations.reverse()
-    found = at_once([lambda name=name: _gather_often(name, 20_000) for name in operations])  # type: ignore[misc]
-    return [found[operations.index(name)] for name in sorted(operations)]
-
-
 def test_operations_run_at_the_same_time_though_ranks_start_them_in_different_order() -> None:
-    outcomes = values(run_ranks(4, _saves_and_a_load))
-    assert outcomes[0] == [[[0, 1, 2, 3]] * 10] * 3
-    assert outcomes[1:] == [[[None] * 10] * 3] * 3
+    def gather_often(link: Link, operation: str) -> list[list[int] | None]:
+        channel, found = Channel(Operation(link, operation, 40.0), 0), []
+        for turn in range(10):
+            notes = channel.gather(f"turn {turn}", lambda: Note(channel.rank, operation.encode() * 20_000), Note)
+            found.append(
+                None if notes is None else [note.rank for note in notes if note and operation.encode() in note.data]
+            )
+        return found
 
+    def two_saves_and_a_load(link: Link) -> list[Any]:
+        operations = ["load 1", "save 1", "save 2"]
+        order = operations if link.rank % 2 else operations[::-1]
+        found = at_once([lambda name=name: gather_often(link, name) for name in order])  # type: ignore[misc]
+        return [found[order.index(name)] for name in operations]
 
-def _one_times_out() -> list[Any]:
-    given_up = threading.Event()
-    Channel.for_group(operation="connect", timeout_seconds=40).barrier("all are here")
-
-    def time_out() -> list[int] | None:
-        channel = Channel.for_group(operation="save 1", timeout_seconds=1.5)
-        try:
-            channel.barrier("plan")
-            with pytest.raises(ExchangeError) as caught:
-                channel.barrier("write", (lambda: None) if channel.rank != 1 else lambda: _wait_until_told(channel))
-            return caught.value.ranks
-        finally:
-            given_up.set()
-
-    def gather_until_then() -> int:
-        channel = Channel.for_group(operation="save 2", timeout_seconds=40)
-        n_turns = 0
-        while not channel.agree(f"turn {n_turns}", lambda: Offer(flags=int(given_up.is_set()))).count(1):
-            n_turns += 1
-        return n_turns
-
-    return at_once([time_out, gather_until_then])
-
-
-def _wait_until_told(channel: Channel) -> None:
-    while channel.failure_announced() is None:
-        threading.Event().wait(0.02)
-    channel.stop_if_announced()
+    outcomes = run_threads(SimulatedNetwork(4), two_saves_and_a_load)
+    assert outcomes == [[[[0, 1, 2, 3]] * 10] * 3, *[[[None] * 10] * 3] * 3]
 
 
 def test_a_timeout_in_one_operation_leaves_the_other_alone() -> None:
-    outcomes = values(run_ranks(4, _one_times_out))
+    given_up = threading.Event()
+
+    def one_times_out(link: Link) -> list[Any]:
+        Channel(Operation(link, "connect", 40.0), 0).barrier("all are here")
+
+        def time_out() -> list[int] | None:
+            channel = Channel(Operation(link, "save 1", 1.5), 0)
+
+            def wait_until_told() -> None:
+                while link.rank == 1 and channel.failure_announced() is None:
+                    threading.Event().wait(0.02)
+                channel.stop_if_announced()
+
+            channel.barrier("plan")
+            with pytest.raises(ExchangeError) as caught:
+                channel.barrier("write", wait_until_told)
+            given_up.set()
+            return caught.value.ranks
+
+        def gather_until_then() -> int:
+            channel, n_turns = Channel(Operation(link, "save 2", 40.0), 0), 0
+            while not channel.agree(f"turn {n_turns}", lambda: Offer(flags=int(given_up.is_set()))).count(1):
+                n_turns += 1
+            return n_turns
+
+        return at_once([time_out, gather_until_then])
+
+    outcomes = run_threads(SimulatedNetwork(4), one_times_out, timeout_seconds=60)
     assert [ranks for ranks, _ in outcomes] == [[1]] * 4
     assert len({n_turns for _, n_turns in outcomes}) == 1
     assert outcomes[0][1] > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.support.rank_threads import quick
+from tests.harness.network import quick
 from torture import exchanges
 from torture.trials import run
 

@@ -2,51 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import socket
+import threading
 
 import pytest
 
 from robust_dcp.comm import Channel, Offer
 from tests.comm.messages import Note
-from tests.comm.threads import Group, n_sockets
+from tests.harness.network import GlooNetwork, run_channels
 
 
-def _save(channel: Channel) -> None:
-    """The exchanges of a save with a known plan, in which no rank has anything to send."""
-    channel.agree("save: plan", lambda: Offer(bytes(16), bytes(16), 1, 1))
-    channel.gather("save: write", lambda: None, Note)
-    channel.barrier("save: commit")
+def n_sockets() -> int:
+    """The number of TCP sockets of this process."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd))) as each:
+                    found += each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6)
+    return found
 
 
 @pytest.mark.parametrize("size", [8, 64])
 def test_sockets_bytes_and_the_store_do_not_grow_with_the_group(size: int) -> None:
-    before = n_sockets()
-    with Group(size) as group:
-        group.run(_save)
-        store_nbytes = group.store.nbytes
-        for nbytes in group.nbytes:
+    before, network, after_saves = n_sockets(), GlooNetwork(size), list[tuple[int, int, int]]()
+
+    def count() -> None:
+        most_nbytes = max(max(nbytes.values()) for nbytes in network.nbytes)
+        after_saves.append((n_sockets() - before, most_nbytes, network.store_nbytes))
+        for nbytes in network.nbytes:
             nbytes.clear()
-        group.run(_save)
-        connections = group.n_connections()
-        # Each rank has a socket that listens, and both ends of each connection are sockets of this process.
-        assert n_sockets() - before == sum(connections) + size
-        assert sum(connections) / size + 1 <= 4
-        assert max(connections) + 1 <= 2 * (size - 1).bit_length() + 2
-        assert max(max(nbytes.values()) for nbytes in group.nbytes) <= 2048
-        assert store_nbytes / size <= 2048
-        assert group.store.nbytes == store_nbytes, "ranks that are connected asked the store"
 
+    all_have_saved = threading.Barrier(size, action=count)
 
-def _scatter_to_half(channel: Channel) -> tuple[int, int]:
-    """One message for the ranks of even number. Returns its size, and the bytes that this rank has sent."""
-    note = Note(7, random.Random(7).randbytes(100_000))
-    with channel.recording() as stats:
-        got = channel.scatter("scatter", lambda: [None if rank % 2 else note for rank in range(channel.size)], Note)
-    assert got == (None if channel.rank % 2 else note)
-    return len(note.data), stats.payload_nbytes_sent
+    def save_twice(channel: Channel) -> int:
+        """The exchanges of a save with a known plan, in which no rank has anything to send."""
+        for _ in range(2):
+            channel.agree("save: plan", lambda: Offer(bytes(16), bytes(16), 1, 1))
+            channel.gather("save: write", lambda: None, Note)
+            channel.barrier("save: commit")
+            all_have_saved.wait()
+        return len(channel._operation.link._connections.peers)
+
+    connections = run_channels(network, save_twice, timeout_seconds=120)
+    (_, _, store_nbytes), (more_sockets, most_nbytes, store_nbytes_again) = after_saves
+    # Each rank has a socket that listens, and both ends of each connection are sockets of this process.
+    assert more_sockets == sum(connections) + size
+    assert sum(connections) / size + 1 <= 4
+    assert max(connections) + 1 <= 2 * (size - 1).bit_length() + 2
+    assert most_nbytes <= 2048
+    assert store_nbytes / size <= 2048
+    assert store_nbytes_again == store_nbytes, "ranks that are connected asked the store"
 
 
 def test_a_message_for_many_ranks_is_scattered_as_one() -> None:
-    with Group(16) as group:
-        nbytes, sent = group.run(_scatter_to_half)[0]
-    assert nbytes < sent < 4 * nbytes + 1000  # once to each of at most four ranks below, not once for each rank
+    note = Note(7, random.Random(7).randbytes(100_000))
+
+    def scatter_to_half(channel: Channel) -> int:
+        """One message for the ranks of even number. Returns the bytes that this rank has sent."""
+        with channel.recording() as stats:
+            got = channel.scatter("scatter", lambda: [None if rank % 2 else note for rank in range(16)], Note)
+        assert got == (None if channel.rank % 2 else note)
+        return stats.payload_nbytes_sent
+
+    sent = run_channels(GlooNetwork(16), scatter_to_half)[0]
+    assert 100_000 < sent < 401_000  # once to each of at most four ranks below, not once for each rank

@@ -39,6 +39,7 @@ __all__ = [
     "Fault",
     "FaultDisk",
     "Full",
+    "Gate",
     "each_call",
     "kill",
     "short",
@@ -93,6 +94,22 @@ def kill(call: Call) -> None:
 def short(call: Call) -> int:
     """Let a read or a write do about half of what it is asked for."""
     return max(call.nbytes // 2, min(call.nbytes, 1))
+
+
+class Gate:
+    """Calls stand still until it is opened.
+
+    Attributes:
+        is_there: is set when the first call stands before it.
+        opened: set it to let all calls go on.
+    """
+
+    def __init__(self) -> None:
+        self.is_there, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, call: Call) -> None:
+        self.is_there.set()
+        assert self.opened.wait(100), f"nobody has opened the gate of {call.path}"
 
 
 class Full:

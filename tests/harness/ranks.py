@@ -43,7 +43,9 @@ __all__ = [
     "Job",
     "Outcome",
     "RanksOverran",
+    "end_shared_ranks",
     "errors",
+    "on_ranks",
     "run_alone",
     "run_program",
     "run_ranks",
@@ -77,10 +79,10 @@ class Outcome:
         if self.error is not None:
             what = self.error.traceback_text
         elif self.exitcode == 0:
-            what = "returned\n"
+            what = "returned or still runs\n"
         else:
             what = f"ended with exit code {self.exitcode}\n"
-        return f"--- rank {self.rank} {what}" + _indented("output", self.output)
+        return f"--- rank {self.rank} {what}" + textwrap.indent(self.output, "    ")
 
 
 class RanksOverran(AssertionError):
@@ -101,6 +103,30 @@ def run_ranks(
     """
     with Job(world_size, failed_ranks_stay_seconds=failed_ranks_stay_seconds, **options) as job:
         return job.outcomes(function, *args)
+
+
+_shared_jobs: dict[tuple[int, bool], Job] = {}
+
+
+def on_ranks(n_ranks: int, function: Callable[..., Any], *args: Any, init: bool = True) -> list[Any]:
+    """What ``function(*args)`` returned on ranks that all tests of a module share, in one group.
+
+    A test that needs fresh processes, or ends some, uses :func:`run_ranks`.
+    """
+    key = n_ranks, init
+    if key not in _shared_jobs:
+        _shared_jobs[key] = Job(n_ranks, timeout_seconds=150, init=init)
+    try:
+        return _shared_jobs[key].run(function, *args)
+    except BaseException:
+        _shared_jobs.pop(key).end()  # they may not be in step any more
+        raise
+
+
+def end_shared_ranks() -> None:
+    """End the ranks of :func:`on_ranks`; called after each module."""
+    while _shared_jobs:
+        _shared_jobs.popitem()[1].end()
 
 
 _PROGRAM = """
@@ -230,7 +256,9 @@ class Job:
             now = time.monotonic()
             if now > deadline:
                 _dump_stacks(self._ranks)
-                raise RanksOverran(_overrun_message(self._ranks, self._timeout_seconds))
+                what = f"were still running after {self._timeout_seconds:g} seconds"
+                outcomes = [rank.outcome() for rank in self._ranks]
+                raise RanksOverran(_report(what, [outcomes[rank.task.rank] for rank in running], outcomes))
             failed = [rank for rank in self._ranks if rank.has_raised]
             if failed:
                 failed_may_leave = min(failed_may_leave, now + self._failed_ranks_stay_seconds)
@@ -379,27 +407,9 @@ def _dump_stacks(ranks: Sequence[_Rank]) -> None:
     time.sleep(0.2)  # the signal handler writes line by line
 
 
-def _overrun_message(ranks: Sequence[_Rank], timeout_seconds: float) -> str:
-    lines = []
-    for rank in ranks:
-        if rank.is_running:
-            what = "still running"
-        elif rank.result is None:
-            what = f"ended with exit code {rank.exitcode}"
-        else:
-            what = f"raised {rank.result}" if rank.has_raised else "returned"
-        lines.append(f"--- rank {rank.task.rank} {what}\n" + _indented("output", rank.output()))
-    running = [rank.task.rank for rank in ranks if rank.is_running]
-    return f"ranks {running} were still running after {timeout_seconds:g} seconds\n" + "\n".join(lines)
-
-
 def _report(what: str, culprits: Sequence[Outcome], outcomes: Sequence[Outcome]) -> str:
     ranks = [outcome.rank for outcome in culprits]
     return f"ranks {ranks} {what}\n" + "\n".join(str(outcome) for outcome in outcomes)
-
-
-def _indented(title: str, text: str) -> str:
-    return f"  {title}:\n" + "".join(f"    {line}\n" for line in text.splitlines()) if text else ""
 
 
 def _rank_environment(rank: int, world_size: int, port: int, more: Mapping[str, str | None]) -> dict[str, str]:

@@ -25,17 +25,16 @@ from robust_dcp import (
     KeepEvery,
     KeepLast,
     RobustCheckpointError,
-    RobustWriter,
     StorageError,
 )
 from robust_dcp.drain.record import DrainRecord, digest_at, write_drain_record
 from robust_dcp.manager.series import LATEST_NAME, RECORD_NAME
-from robust_dcp.storage.files.disk import Disk, storage_error
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import REMOVING_PREFIX, SAVING_PREFIX
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from tests.cli.commands import shell
+from tests.faults.disk import Fault, FaultDisk, Gate
 from tests.harness.damage import cut_short, data_files
-from tests.harness.disks import Acts
 from tests.harness.faults import kill_in
 from tests.harness.ranks import errors, run_ranks, values
 
@@ -57,9 +56,7 @@ def loaded(path: Path) -> float:
     return float(found["shared"][0])
 
 
-def refuse(path: str) -> None:
-    error = OSError(errno.EACCES, "Permission denied")
-    raise storage_error("use", path, error) from error
+REFUSED = OSError(errno.EACCES, "")
 
 
 class KeepFirst:
@@ -275,18 +272,6 @@ def save_with_two_managers(root: str) -> list[int]:
     return save_steps(manager, *range(first, 20, 2))
 
 
-class SlowRemoval(Disk):
-    """Removes nothing before somebody waits for the end of all saves."""
-
-    def __init__(self) -> None:
-        self.waited = threading.Event()
-
-    def rename(self, source: str, target: str) -> None:
-        if ".removing." in target:
-            assert self.waited.wait(60)
-        super().rename(source, target)
-
-
 class TestRemovals:
     @pytest.mark.parametrize("link", ["step_1", f"{REMOVING_PREFIX}step_1"])
     def test_what_a_symbolic_link_leads_to_is_never_removed(self, link: str, tmp_path: Path) -> None:
@@ -318,21 +303,21 @@ class TestRemovals:
         assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1", "step_3"]
 
     @pytest.mark.parametrize(
-        ("call", "end"),
-        [("exists", "step_1/.metadata"), ("modified", "step_1/.metadata"), ("rename", "removing.step_1")],
+        "call", ["stat:step_1/.metadata#1", "stat:step_1/.metadata#2", f"rename:{REMOVING_PREFIX}step_1"]
     )
     def test_one_that_cannot_be_looked_at_or_removed_does_not_keep_others_from_being_removed(
-        self, call: str, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, call: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         save_steps(CheckpointManager(tmp_path), 1, 2, 3)
-        manager = CheckpointManager(tmp_path, keep_last=1, disk=Acts(call, end, refuse))
-        assert manager.prune() == [str(tmp_path / "step_2")]
-        assert [each.step for each in CheckpointManager(tmp_path).checkpoints()] == [1, 3]
-        if call == "rename":
-            assert "step_1 is not removed: use " in caplog.text
+        manager = CheckpointManager(tmp_path, keep_last=1)
+        with FaultDisk(tmp_path, on={call: REFUSED}):
+            assert manager.prune() == [str(tmp_path / "step_2")]
+        assert [each.step for each in manager.checkpoints()] == [1, 3]
+        if call.startswith("rename"):
+            assert "step_1 is not removed: rename " in caplog.text
             return
-        with pytest.raises(StorageError, match="Permission denied"):  # it may be the latest
-            manager.checkpoints()
+        with FaultDisk(tmp_path, on={call: REFUSED}), pytest.raises(StorageError, match="Permission denied"):
+            manager.checkpoints()  # it may be the latest
 
     @pytest.mark.parametrize(("error", "is_told"), [(PermissionError(13, "no"), True), (FileNotFoundError(), False)])
     def test_files_that_cannot_be_removed_are_told_and_removed_later(
@@ -367,20 +352,19 @@ class TestRemovals:
         assert latest is not None and found["shared"][0] == latest.checkpoint.step and latest.skipped == ()
 
     def test_whoever_waits_for_all_saves_waits_for_the_removals_too(self, tmp_path: Path) -> None:
-        disk = SlowRemoval()
-        manager = CheckpointManager(tmp_path, keep_last=1, disk=disk)
+        manager, gate = CheckpointManager(tmp_path, keep_last=1), Gate()
         manager.save(1, state(1))
-        manager.async_save(2, state(2)).result()
-        assert not robust_dcp.finish_async_saves(timeout_seconds=0.1) and (tmp_path / "step_1").exists()
-        disk.waited.set()
-        assert robust_dcp.finish_async_saves() and not (tmp_path / "step_1").exists()
+        with FaultDisk(tmp_path, on={f"rename:{REMOVING_PREFIX}*": gate}):
+            manager.async_save(2, state(2)).result()
+            assert not robust_dcp.finish_async_saves(timeout_seconds=0.1) and (tmp_path / "step_1").exists()
+            gate.opened.set()
+            assert robust_dcp.finish_async_saves() and not (tmp_path / "step_1").exists()
 
     def test_a_failed_async_save_removes_nothing(self, tmp_path: Path) -> None:
         manager = CheckpointManager(tmp_path, keep_last=1)
         save_steps(manager, 1)
-        writer = RobustWriter(tmp_path / "step_2", disk=Acts("rename", "step_2/.metadata", refuse))
-        with pytest.raises(StorageError, match="Permission denied"):
-            manager.async_save(2, state(2), storage_writer=writer).result()
+        with FaultDisk(tmp_path, on={"rename:step_2/.metadata": REFUSED}), pytest.raises(StorageError, match="EACCES"):
+            manager.async_save(2, state(2)).result()
         robust_dcp.finish_async_saves()
         assert [each.step for each in manager.checkpoints()] == [1]
 
@@ -416,19 +400,21 @@ class TestCrashedSaves:
         step.mkdir()
         (step / f"{SAVING_PREFIX}{'0' * 16}").touch()
         has_claimed, has_begun = threading.Event(), threading.Event()
+        claimed: set[int] = set()
 
-        def sweep(path: str) -> None:
-            if len(list(step.glob(f"{SAVING_PREFIX}*"))) > 1:
+        def meet(call: object) -> None:
+            if threading.get_ident() not in claimed:
+                return
+            if threading.current_thread() is threading.main_thread():
+                threading.Timer(0.05, has_begun.set).start()
+            else:
                 has_claimed.set()
                 has_begun.wait(20)
 
-        def begin(path: str) -> None:
-            if len(list(step.glob(f"{SAVING_PREFIX}*"))) > 2:
-                threading.Timer(0.05, has_begun.set).start()
-
-        with ThreadPoolExecutor(1) as thread:
-            sweeping = thread.submit(CheckpointManager(tmp_path, disk=Acts("list", "step_1", sweep)).prune)
+        on: dict[str, Fault] = {"list:step_1": meet}
+        on[f"create:step_1/{SAVING_PREFIX}*"] = lambda call: claimed.add(threading.get_ident())
+        with ThreadPoolExecutor(1) as thread, FaultDisk(tmp_path, on=on):
+            sweeping = thread.submit(CheckpointManager(tmp_path).prune)
             assert has_claimed.wait(20)
-            writer = RobustWriter(step, disk=Acts("list", "step_1", begin))
-            CheckpointManager(tmp_path).save(1, state(1), storage_writer=writer)
+            CheckpointManager(tmp_path).save(1, state(1))
             assert sweeping.result() == []

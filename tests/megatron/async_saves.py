@@ -1,38 +1,21 @@
-"""What tests of asynchronous saves share: where they are written, and what the ranks of a job do with a queue."""
+"""What tests of asynchronous saves share: what is saved and loaded, and what the ranks of a job do with a queue."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from robust_dcp.megatron import dcp_formats
-from robust_dcp.megatron import save as torch_dist_save
-from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.writer import RobustWriter
-from tests.harness.disks import GatedDisk
+from tests.faults.disk import FaultDisk, Gate
 from tests.megatron.torch_dist import chosen, cut, queue_option, replicated_object, save
 from tests.megatron.training_job import children
 
-__all__ = ["as_saved", "loaded", "save_beside_training", "state", "written_on"]
+__all__ = ["as_saved", "loaded", "save_beside_training", "state"]
 
 _ROWS = 1000
-
-
-@contextmanager
-def written_on(disk: Disk) -> Iterator[None]:
-    """Saves that this rank asks for within the block are written on ``disk``, also when it is over."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (torch_dist_save, dcp_formats):
-            patch.setattr(module, "RobustWriter", functools.partial(RobustWriter, disk=disk))
-        yield
 
 
 def state(value: float) -> dict[str, Any]:
@@ -59,11 +42,12 @@ def save_beside_training(directory: Path, queue: Any, request_class: Any = None)
         queue: an ``AsyncCallsQueue``.
         request_class: its ``AsyncRequest``, where that is not the one of this Megatron.
     """
-    rank, tracker, disk = dist.get_rank(), directory / "latest_checkpointed_iteration.txt", GatedDisk()
+    rank, tracker, gate = dist.get_rank(), directory / "latest_checkpointed_iteration.txt", Gate()
     before, held = children(), state(1.0)
     if rank == 0:
-        disk.gate.set()
-    with chosen(), written_on(disk):
+        gate.opened.set()
+    disk = FaultDisk(directory, on={"create:*.distcp": gate}).install()
+    with chosen():
         request = save(held, directory / "1", async_sharded_save=True, **queue_option())
         if request_class is not None:
             request = request_class(**request._asdict())
@@ -82,11 +66,12 @@ def save_beside_training(directory: Path, queue: Any, request_class: Any = None)
     assert not tracker.exists() and not (directory / "1" / ".metadata").exists()
     assert children() == before
     dist.barrier()
-    disk.gate.set()
+    gate.opened.set()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0] and queue.get_num_unfinalized_calls() == 0
     dist.barrier()
     assert tracker.read_text() == "1"
     assert loaded(directory / "1") == as_saved(1.0)
+    disk.__exit__()
 
 
 def as_saved(value: float) -> tuple[float, float, float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import gc
 import sys
 import types
@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from robust_dcp.megatron import RobustSaveStrategy
-from tests.harness.disks import FullDisk, GatedDisk
-from tests.megatron.async_saves import as_saved, loaded, save_beside_training, state, written_on
+from tests.faults.disk import FaultDisk, Gate
+from tests.megatron.async_saves import as_saved, loaded, save_beside_training, state
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save, warnings_of
 
@@ -90,31 +90,33 @@ def a_strategy_that_is_asked_directly_saves_beside_training_too(directory: Path)
 @SCENARIOS.add
 def a_rank_that_cannot_write_fails_the_finalizer_on_all_ranks_and_not_the_next_save(directory: Path) -> None:
     """With ``warn`` the failure is logged, by a module in the place of ``megatron.training.async_utils``."""
-    queue, is_full = AsyncCallsQueue(), dist.get_rank() == 1
+    queue = AsyncCallsQueue()
     module = types.ModuleType("megatron.training.async_utils")
 
     def maybe_finalize_async_save(blocking: bool = False) -> list[int]:
         return list(queue.maybe_finalize_async_calls(blocking))
 
-    def ask_for(name: str, *, fails: bool) -> None:
-        with written_on(FullDisk()) if fails and is_full else contextlib.nullcontext():
-            path = directory / name
-            queue.schedule_async_request(save(state(float(name)), path, async_sharded_save=True, **queue_option()))
+    def ask_for(name: str) -> None:
+        path = directory / name
+        queue.schedule_async_request(save(state(float(name)), path, async_sharded_save=True, **queue_option()))
 
     module.maybe_finalize_async_save = maybe_finalize_async_save  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
+    is_full = {"write:[24]/*.distcp": OSError(errno.ENOSPC, "")} if dist.get_rank() == 1 else {}
+    disk = FaultDisk(directory, on=is_full).install()
     try:
         with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
             for name in "123":
-                ask_for(name, fails=name == "2")
+                ask_for(name)
             module.maybe_finalize_async_save(blocking=True)
         with chosen():
-            ask_for("4", fails=True)
-            ask_for("5", fails=False)
+            ask_for("4")
+            ask_for("5")
             error, failures = failures_of(lambda: module.maybe_finalize_async_save(blocking=True))
             module.maybe_finalize_async_save(blocking=True)
     finally:
         del sys.modules[module.__name__]
+        disk.__exit__()
     dist.barrier()
     assert [name for name in "12345" if (directory / name / "metadata.json").exists()] == ["1", "3", "5"]
     assert not (directory / "4" / ".metadata").exists()
@@ -127,14 +129,14 @@ def a_rank_that_cannot_write_fails_the_finalizer_on_all_ranks_and_not_the_next_s
 
 @SCENARIOS.add
 def tensors_are_let_go_of_once_they_have_been_copied(directory: Path) -> None:
-    disk, own = GatedDisk(), state(1.0)
+    gate, own = Gate(), state(1.0)
     held = weakref.ref(own["weight"].data)
-    with chosen(), written_on(disk):
+    with chosen(), FaultDisk(directory, on={"create:*.distcp": gate}):
         request = save(own, directory / "1", async_sharded_save=True, **queue_option())
         del own
         gc.collect()
         is_held = held() is not None
-        disk.gate.set()
+        gate.opened.set()
         request.execute_sync()
     assert not is_held
 

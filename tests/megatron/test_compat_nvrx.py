@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("megatron.core")
 
-from tests.harness.disks import GatedDisk
-from tests.megatron.async_saves import save_beside_training, written_on
+from tests.faults.disk import FaultDisk, Gate
+from tests.megatron.async_saves import save_beside_training
 from tests.megatron.torch_dist import Scenarios, chosen
 from tests.megatron.training_checkpointing import named
 
@@ -40,19 +40,20 @@ def training_goes_on_while_shards_are_written_and_the_tracker_moves_after_the_co
 
 @SCENARIOS.add
 def a_save_of_fsdp_dtensor_by_megatron_bridge_is_written_beside_training(directory: Path) -> None:
-    name, path, disk = "megatron.bridge.training.checkpointing", directory / "saved", GatedDisk()
+    name, path, gate = "megatron.bridge.training.checkpointing", directory / "saved", Gate()
     bridge = named(name, str(Path(__file__).with_name("bridge_checkpointing.py")))
     sys.modules[name] = bridge
     weight = torch.ones(3)
-    try:
-        with chosen(), written_on(disk):
-            request = bridge.save_async({"weight": weight}, str(path))
-    finally:
-        del sys.modules[name]
-    weight.fill_(-1)
-    assert not (path / ".metadata").exists()
-    disk.gate.set()
-    request.execute_sync()
+    with FaultDisk(path, on={"create:*.distcp": gate}):
+        try:
+            with chosen():
+                request = bridge.save_async({"weight": weight}, str(path))
+        finally:
+            del sys.modules[name]
+        weight.fill_(-1)
+        assert not (path / ".metadata").exists()
+        gate.opened.set()
+        request.execute_sync()
     loaded = {"weight": torch.zeros(3)}
     dcp.load(loaded, checkpoint_id=path)
     assert loaded["weight"].tolist() == [1.0] * 3

@@ -17,8 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 pytest.importorskip("megatron.core")
 
 from robust_dcp import RobustCheckpointError
-from tests.harness.disks import GatedDisk
-from tests.megatron.async_saves import written_on
+from tests.faults.disk import FaultDisk, Gate
 from tests.megatron.torch_dist import Scenarios, chosen, plain
 from tests.megatron.training_checkpointing import megatron_lm
 
@@ -91,20 +90,21 @@ def saves_of_others_stay_stock(directory: Path) -> None:
 
 @SCENARIOS.add
 def an_asynchronous_save_is_written_beside_training_and_finalized_when_committed(directory: Path) -> None:
-    checkpointing, saved, disk = megatron_lm(), _state_dict(3), GatedDisk()
+    checkpointing, saved, gate = megatron_lm(), _state_dict(3), Gate()
     sys.modules["megatron.training.checkpointing"] = checkpointing
-    try:
-        with chosen(), written_on(disk):
-            request = checkpointing.save_async(saved, str(directory), "mcore")
-    finally:
-        del sys.modules["megatron.training.checkpointing"]
-    saved["model"]["bias"].fill_(-1)
-    saved["model"]["weight"].to_local().fill_(-1)
-    assert not (directory / ".metadata").exists()
-    disk.gate.set()
-    committed: list[bool] = []
-    request.add_finalize_fn(lambda: committed.append((directory / ".metadata").exists()))
-    request.execute_sync()
+    with FaultDisk(directory, on={"create:*.distcp": gate}):
+        try:
+            with chosen():
+                request = checkpointing.save_async(saved, str(directory), "mcore")
+        finally:
+            del sys.modules["megatron.training.checkpointing"]
+        saved["model"]["bias"].fill_(-1)
+        saved["model"]["weight"].to_local().fill_(-1)
+        assert not (directory / ".metadata").exists()
+        gate.opened.set()
+        committed: list[bool] = []
+        request.add_finalize_fn(lambda: committed.append((directory / ".metadata").exists()))
+        request.execute_sync()
     assert committed == [True]
     state_dict = _state_dict(1)
     checkpointing.load_checkpoint(state_dict, str(directory))

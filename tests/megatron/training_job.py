@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 from collections.abc import Iterator
@@ -72,7 +73,6 @@ class _Training:
             else:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
-        self.gates: list[Any] = []
         self.disk = contextlib.ExitStack()
 
     def do(self, step: str) -> dict[str, Any]:
@@ -130,7 +130,6 @@ class _Training:
 
         batch = next(batches)
         self.iteration += 1
-        self.disk.close()
         self.note_tracker()
         self.happen(self.events.get(self.iteration, ""))
         length = batch.shape[1] - 1
@@ -145,16 +144,15 @@ class _Training:
         return model(batch[:, :-1].contiguous(), positions, mask, labels=batch[:, 1:].contiguous()), mean
 
     def happen(self, event: str) -> None:
-        from tests.harness.disks import FullDisk, GatedDisk
-        from tests.megatron.async_saves import written_on
+        from tests.faults.disk import FaultDisk, Gate
 
-        if event == "full":
-            self.disk.enter_context(written_on(FullDisk()))
-        elif event == "gate":
-            self.gates.append(GatedDisk())
-            self.disk.enter_context(written_on(self.gates[-1]))
-        elif event == "open":
-            self.gates.pop().gate.set()
+        if event == "open":
+            self.gate.opened.set()
+        elif event:
+            self.gate = Gate()
+            fault = self.gate if event == "gate" else OSError(errno.ENOSPC, "")
+            on = {f"write:iter_{self.iteration:07d}/*.distcp": fault}
+            self.disk.enter_context(FaultDisk(self.args.save, on=on))
 
     def tracker(self) -> str | None:
         """The iteration that the file says which names the latest checkpoint."""

@@ -18,7 +18,7 @@ from robust_dcp.plan.save_planner import CommittedMetadata
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.build import MAX_NAME_NBYTES
 from tests.harness.ranks import errors, run_ranks, values
-from tests.support.torch_versions import needs_use_collectives
+from tests.harness.torch_versions import needs_use_collectives
 
 
 def state() -> dict[str, Any]:

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, StorageError
-from tests.faults.disk import LONG_TESTS, FaultDisk
-from tests.harness.ranks import run_program, run_ranks, values
-from tests.support.torch_versions import needs_response
+from tests.faults.disk import LONG_TESTS, FaultDisk, Gate
+from tests.harness.ranks import on_ranks, run_program, run_ranks, values
+from tests.harness.torch_versions import needs_response
 from torture.async_kills import Kill
 from torture.async_kills import judge as judge_kill
 from torture.back_to_back import judge as judge_row
@@ -47,27 +47,6 @@ def loaded(path: Any, like: dict[str, Any]) -> dict[str, Any]:
 def value_at(path: Path, key: str = "w") -> float:
     (value,) = set(loaded(path, {key: torch.zeros(9)})[key].tolist())
     return float(value)
-
-
-class Gate:
-    """A disk that stands still before some calls until it is told to go on."""
-
-    def __init__(self, directory: Any, calls: str = "write:*.distcp") -> None:
-        self.is_there, self.opened = threading.Event(), threading.Event()
-        self.disk = FaultDisk(directory, on={calls: self._stand})
-
-    def _stand(self, call: object) -> None:
-        self.is_there.set()
-        assert self.opened.wait(60)
-
-    def __enter__(self) -> Gate:
-        self.disk.install()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.opened.set()
-        robust_dcp.finish_async_saves()
-        self.disk.__exit__()
 
 
 # --- what it holds ----------------------------------------------------------------------------------------------------
@@ -114,7 +93,7 @@ def test_what_is_saved_is_what_the_state_dict_held_at_the_call(
     tmp_path: Path, staging: str, executor: str, limit_nbytes: int | None
 ) -> None:
     """What the host cannot hold is written while the caller waits; each rank has its own limit."""
-    for told in values(run_ranks(2, save_and_overwrite, str(tmp_path), staging, executor, limit_nbytes)):
+    for told in on_ranks(2, save_and_overwrite, str(tmp_path), staging, executor, limit_nbytes):
         assert told == [("built", limit_nbytes is not None), ("reused", limit_nbytes is not None)]
 
 
@@ -144,7 +123,7 @@ def test_a_lazy_save_has_what_stock_calls_an_async_save_response(tmp_path: Path)
 # --- one after the other ----------------------------------------------------------------------------------------------
 
 
-def ask_while_one_is_written(directory: str, executor: Any) -> list[bool]:
+def ask_while_one_is_written(directory: str, executor: Any) -> bool:
     """Rank 1 alone is slow: when rank 0 asks for the next save, only rank 1 has one under way."""
     state: dict[str, Any] = {"w": torch.ones(9)}
 
@@ -156,7 +135,8 @@ def ask_while_one_is_written(directory: str, executor: Any) -> list[bool]:
     order: list[str] = []
     if executor == "process" and dist.get_rank() == 1:
         os.kill(writers[0], signal.SIGSTOP)
-    with Gate(directory) as gate:
+    gate = Gate()
+    with FaultDisk(directory, on={"write:*.distcp": gate}):
         if dist.get_rank() == 0:
             gate.opened.set()
         first = save("1")
@@ -174,20 +154,21 @@ def ask_while_one_is_written(directory: str, executor: Any) -> list[bool]:
         assert first.done() and second.done() and order == ["first", "second"]
         third.result(timeout=60)
     assert children() == writers
-    return [skipped.result() is None, len(writers) == (executor == "process")]
+    return skipped.result() is None
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_the_next_save_waits_is_skipped_or_refused_on_all_ranks_and_one_process_writes_all(
     tmp_path: Path, executor: str
 ) -> None:
-    assert values(run_ranks(2, ask_while_one_is_written, str(tmp_path), executor)) == [[True, True]] * 2
+    assert on_ranks(2, ask_while_one_is_written, str(tmp_path), executor) == [True] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
 
 
 def test_one_rank_alone_cannot_cancel_a_save_and_a_callback_may_wait_for_all(tmp_path: Path) -> None:
     finished: list[bool] = []
-    with Gate(tmp_path) as gate:
+    gate = Gate()
+    with FaultDisk(tmp_path, on={"write:*.distcp": gate}):
         saving: Any = robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path)
         saving.add_done_callback(lambda _: finished.append(robust_dcp.finish_async_saves()))
         assert not saving.cancel() and not saving.cancelled()
@@ -227,15 +208,18 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path, argument: str, value: Any,
 def fail_and_ask_on_one_rank(directory: str, executor: Any) -> list[str]:
     """Rank 1 has no room: the error is raised to who asks for it, and else by the next save, on all ranks."""
     rank, told = dist.get_rank(), []
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(nbytes: int) -> None:
+        for pid in (os.getpid(), *children()):  # a writer process that is started later has it too
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
     def save(name: str) -> Any:
         return robust_dcp.async_save(
             {f"w{rank}": torch.ones(MEGABYTE)}, checkpoint_id=f"{directory}/{name}", executor=executor
         )
 
-    if rank == 1:  # a writer process that is started now has it too
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    if rank == 1:
+        limit(1000)
     first = save("1")
     if rank == 0:
         with pytest.raises(StorageError) as caught:
@@ -247,9 +231,7 @@ def fail_and_ask_on_one_rank(directory: str, executor: Any) -> list[str]:
     with pytest.raises(StorageError) as again:  # rank 1 has not asked, so all are told
         save("2")
     told.append(str(again.value))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    for pid in children():
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    limit(resource.RLIM_INFINITY)
     save("3").result(timeout=60)
     assert robust_dcp.finish_async_saves()
     return told
@@ -259,7 +241,7 @@ def fail_and_ask_on_one_rank(directory: str, executor: Any) -> list[str]:
 def test_the_error_of_a_save_is_raised_by_result_and_by_the_next_save_on_all_ranks(
     tmp_path: Path, executor: str
 ) -> None:
-    told = values(run_ranks(2, fail_and_ask_on_one_rank, str(tmp_path), executor))
+    told = on_ranks(2, fail_and_ask_on_one_rank, str(tmp_path), executor)
     assert [len(each) for each in told] == [2, 1]
     assert all("File too large" in each and "rank 1" in each for rank in told for each in rank)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3"]
@@ -336,7 +318,8 @@ def test_a_writer_process_that_does_not_stop_does_not_hold_up_its_rank(can_be_ki
 
 _SAVE_AND_END = """
     import threading
-    from tests.promises.test_async import Gate, children
+    from tests.faults.disk import FaultDisk, Gate
+    from tests.promises.test_async import children
 
     def save(value):
         return robust_dcp.async_save({{"w": torch.full((9,), value)}}, checkpoint_id=path, executor={executor!r})
@@ -344,7 +327,8 @@ _SAVE_AND_END = """
     save(0.0).result()
     writers = children()
     print("writers", *writers, flush=True)
-    gate = Gate(path, {calls!r}).__enter__()
+    gate = Gate()
+    FaultDisk(path, on={{{calls!r}: gate}}).install()
     for writer in writers:
         os.kill(writer, signal.SIGSTOP)
     saving = save(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import os
 import signal
 import tempfile
@@ -27,12 +28,10 @@ from torch.utils.data import DataLoader
 import robust_dcp
 from robust_dcp import CheckpointManager, CorruptCheckpoint, StorageError
 from robust_dcp.manager.preemption import _signals
-from robust_dcp.storage.files.disk import storage_error
 from tests.cli.commands import shell
 from tests.drain.checkpoints import ONE_THREAD
 from tests.faults.disk import CHANGES, FaultDisk, kill
 from tests.harness.damage import data_files
-from tests.harness.disks import Acts
 from tests.harness.faults import fail_in
 from tests.harness.ranks import errors, run_ranks, values
 
@@ -118,43 +117,31 @@ class TestCommands:
         assert {path.name for path in tmp_path.iterdir()} == {"base_model_13", "step_1", "step_4", "latest"}
 
 
-def refuses(call: str, end: str, number: int, n_times: int) -> Acts:
-    """Answers the first calls for some file with an error, as a network file system does for a while."""
-
-    def refuse(path: str) -> None:
-        if disk.n_acted <= n_times:
-            error = OSError(number, os.strerror(number))
-            raise storage_error(call, path, error) from error
-
-    disk = Acts(call, end, refuse)
-    return disk
-
-
 PASSING = (errno.ETIMEDOUT, errno.ESTALE, errno.EIO, errno.EMFILE)
-CALLS = [("open", ".distcp"), ("open", "step_2/.metadata"), ("exists", "step_2/.metadata"), ("open", "latest")]
+CALLS = ["open:*.distcp", "open:step_2/.metadata", "stat:step_2/.metadata", "open:latest"]
 
 
 class TestErrorsThatPass:
     @pytest.mark.parametrize(("call", "number"), list(zip(CALLS, PASSING, strict=True)))
     def test_what_the_file_system_refuses_once_is_tried_again_and_costs_no_step(
-        self, call: tuple[str, str], number: int, tmp_path: Path
+        self, call: str, number: int, tmp_path: Path
     ) -> None:
+        """As a network file system does for a while."""
         save_steps(CheckpointManager(tmp_path), 1, 3, 2)
-        disk = refuses(*call, number, 1)
         found = state(-1)
-        one = CheckpointManager(tmp_path, disk=disk).load_latest(found)
-        assert disk.n_acted > 1, "the call was never made"
+        with FaultDisk(tmp_path, on={f"{call}#1": OSError(number, "")}) as disk:
+            one = CheckpointManager(tmp_path).load_latest(found)
+        assert fnmatch.filter(disk.names(), call.partition(":")[2])[1:], "the call was never made again"
         assert one is not None and one.checkpoint.step == found["weight"][0] == 2 and one.skipped == ()
 
-    @pytest.mark.parametrize(("call", "end"), [*CALLS, ("list", "root")])
+    @pytest.mark.parametrize("call", [*CALLS, "list:."])
     def test_what_the_file_system_refuses_for_good_is_raised_and_no_older_step_is_loaded(
-        self, call: str, end: str, tmp_path: Path
+        self, call: str, tmp_path: Path
     ) -> None:
-        root = tmp_path / "root"
-        save_steps(CheckpointManager(root), 1, 3, 2)
+        save_steps(CheckpointManager(tmp_path), 1, 3, 2)
         found = state(-1)
-        with pytest.raises(StorageError) as caught:
-            CheckpointManager(root, disk=refuses(call, end, errno.ETIMEDOUT, 10**9)).load_latest(found)
+        with FaultDisk(tmp_path, on={call: OSError(errno.ETIMEDOUT, "")}), pytest.raises(StorageError) as caught:
+            CheckpointManager(tmp_path).load_latest(found)
         assert caught.value.errno == errno.ETIMEDOUT
         assert (found["weight"] == -1).all()
 
@@ -162,8 +149,8 @@ class TestErrorsThatPass:
         manager = CheckpointManager(tmp_path)
         for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4)):
             manager.save(step, state(step), metrics={"loss": loss})
-        disk = refuses("open", "step_1/.robust_dcp.step.json", errno.EIO, 10**9)
-        CheckpointManager(tmp_path, keep_best="loss", disk=disk).prune()
+        with FaultDisk(tmp_path, on={"open:step_1/.robust_dcp.step.json": OSError(errno.EIO, "")}):
+            CheckpointManager(tmp_path, keep_best="loss").prune()
         assert [each.step for each in manager.checkpoints()] == [1, 3]
 
     def test_a_note_of_a_copy_that_cannot_be_read_now_keeps_its_checkpoint(self, tmp_path: Path) -> None:
@@ -174,9 +161,10 @@ class TestErrorsThatPass:
             save_steps(manager, 1)
             robust_dcp.finish_async_saves()
         save_steps(CheckpointManager(tmp_path / "root"), 2, 3)
-        disk = refuses("open", "step_1/.robust_dcp.drain.json", errno.EIO, 10**9)
-        CheckpointManager(tmp_path / "root", keep_last=1, disk=disk).prune()
-        assert disk.n_acted, "the note was never looked at"
+        note = "step_1/.robust_dcp.drain.json"
+        with FaultDisk(tmp_path / "root", on={f"open:{note}": OSError(errno.EIO, "")}) as disk:
+            CheckpointManager(tmp_path / "root", keep_last=1).prune()
+        assert note in disk.names("open"), "the note was never looked at"
         assert [each.step for each in CheckpointManager(tmp_path / "root").checkpoints()] == [1, 3]
 
 

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustLoadPlanner
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import on_ranks
 from tests.harness.verdicts import lines_of_the_log
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -101,7 +101,7 @@ def save_and_load(path: str, saved_by: str) -> list[str]:
 
 @pytest.mark.parametrize("saved_by", WRAPS)
 def test_what_is_saved_under_one_way_to_distribute_is_loaded_under_every_other(saved_by: str, tmp_path: Path) -> None:
-    for wrong in values(run_ranks(2, save_and_load, str(tmp_path), saved_by, timeout_seconds=150)):
+    for wrong in on_ranks(2, save_and_load, str(tmp_path), saved_by):
         assert wrong == []
 
 
@@ -121,7 +121,7 @@ def exchange_with_the_tutorial(path: str) -> bool:
 
 
 def test_names_are_those_of_pytorchs_own_recipe(tmp_path: Path) -> None:
-    assert values(run_ranks(2, exchange_with_the_tutorial, str(tmp_path))) == [True, True]
+    assert on_ranks(2, exchange_with_the_tutorial, str(tmp_path)) == [True, True]
 
 
 def load_what_stock_named(path: str, wrap: str) -> bool:
@@ -135,7 +135,7 @@ def load_what_stock_named(path: str, wrap: str) -> bool:
 
 @pytest.mark.parametrize("wrap", ["plain", "compiled", "DDP", "FSDP2"])
 def test_modules_and_optimizers_that_stock_has_saved_are_loaded_under_its_names(wrap: str, tmp_path: Path) -> None:
-    assert values(run_ranks(2, load_what_stock_named, str(tmp_path), wrap)) == [True, True]
+    assert on_ranks(2, load_what_stock_named, str(tmp_path), wrap) == [True, True]
 
 
 def trained_on(model: nn.Module, optimizer: Optimizer) -> list[float]:
@@ -223,7 +223,7 @@ def save_behind_training(path: str) -> bool:
 
 
 def test_async_saves_take_modules_and_optimizers_too(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_behind_training, str(tmp_path))) == [True, True]
+    assert on_ranks(2, save_behind_training, str(tmp_path)) == [True, True]
 
 
 # --- optimizers whose parameters have not all had a gradient, and what nobody asked for -------------------------------
@@ -354,7 +354,7 @@ def save_and_load_stages(path: str) -> tuple[list[bool], set[str]]:
 def test_stages_of_a_pipeline_are_a_list_whose_optimizers_are_named_by_parameter_and_loaded_in_part(
     tmp_path: Path,
 ) -> None:
-    for equal, names in values(run_ranks(2, save_and_load_stages, str(tmp_path))):
+    for equal, names in on_ranks(2, save_and_load_stages, str(tmp_path)):
         assert equal == [True] * 6
         assert {f"model.stage{number}.router.weight" for number in range(4)} <= names
         assert {f"optimizer.param_groups.stage{number}.router.weight.lr" for number in range(4)} <= names
@@ -382,7 +382,7 @@ def save_and_load_sharded(path: str) -> list[bool]:
 
 
 def test_under_fsdp2_they_are_loaded_in_part(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_and_load_sharded, str(tmp_path))) == [[True, True]] * 2
+    assert on_ranks(2, save_and_load_sharded, str(tmp_path)) == [[True, True]] * 2
 
 
 def load_telling(path: str, asked: list[list[str]]) -> list[str]:
@@ -395,8 +395,8 @@ def load_telling(path: str, asked: list[list[str]]) -> list[str]:
 def test_one_line_says_what_no_rank_has_asked_for(tmp_path: Path) -> None:
     keys = [*(f"model.{number}" for number in range(5)), *(f"optimizer.{number}" for number in range(3))]
     robust_dcp.save({**{key: torch.ones(2) for key in keys}, "step": torch.ones(2)}, checkpoint_id=tmp_path)
-    (line,), nothing = values(run_ranks(2, load_telling, str(tmp_path), [keys[:2], keys[2:4]]))
+    (line,), nothing = on_ranks(2, load_telling, str(tmp_path), [keys[:2], keys[2:4]])
     for word in ("5 of its 9 keys", "model (1 of 5: 'model.4')", "optimizer (all 3)", "step", str(tmp_path)):
         assert word in line
     assert nothing == []
-    assert values(run_ranks(2, load_telling, str(tmp_path), [keys[:4], [*keys[4:], "step"]])) == [[], []]
+    assert on_ranks(2, load_telling, str(tmp_path), [keys[:4], [*keys[4:], "step"]]) == [[], []]

@@ -21,8 +21,8 @@ import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
 from tests.faults.disk import CHANGES, Fault, FaultDisk, each_call
 from tests.harness.ranks import run_ranks, values
+from tests.harness.torch_versions import needs_use_collectives
 from tests.harness.verdicts import Verdict, verdict_of
-from tests.support.torch_versions import needs_use_collectives
 
 StateDict = dict[str, Any]
 N = 300_000
@@ -271,6 +271,11 @@ def somebody_removes_a_file(directory: str) -> None:
     os.unlink(max(Path(directory).glob("__1_*.distcp"), key=lambda path: path.stat().st_mtime_ns))
 
 
+def somebody_removes_the_claim(directory: str) -> None:
+    (claim,) = Path(directory).glob(".robust_dcp.saving.*")
+    claim.unlink()
+
+
 def save_while(directory: str, meanwhile: Callable[[str], None], exists: bool) -> tuple[Verdict, list[str]]:
     """The file system knows no locks, and something happens right before the coordinator commits."""
     rank = dist.get_rank()
@@ -279,7 +284,8 @@ def save_while(directory: str, meanwhile: Callable[[str], None], exists: bool) -
     on: dict[str, Fault] = {"lock": OSError(errno.ENOLCK, "")}
     with ExitStack() as stack:
         if rank == 0:
-            on["create:.metadata.*#1"] = lambda call: (stack.close(), meanwhile(directory))
+            moment = "write:__0_0*#1" if meanwhile is somebody_removes_the_claim else "create:.metadata.*#1"
+            on[moment] = lambda call: (stack.close(), meanwhile(directory))
         stack.enter_context(FaultDisk(directory, on=on))
         verdict = verdict_of(robust_dcp.save, state(2, rank), checkpoint_id=directory, timeout_seconds=20)
     dist.barrier()
@@ -292,6 +298,7 @@ def save_while(directory: str, meanwhile: Callable[[str], None], exists: bool) -
         *((each, exists) for each in (stock_saves, ours_saves) for exists in (True, False)),
         (somebody_writes_metadata, True),
         (somebody_removes_a_file, True),
+        (somebody_removes_the_claim, True),
     ],
 )
 def test_a_save_commits_nothing_over_what_others_did_meanwhile(
@@ -302,7 +309,7 @@ def test_a_save_commits_nothing_over_what_others_did_meanwhile(
         assert verdict.type_name == "StorageError" and "nothing is committed" in verdict.message
         assert left == []
     if meanwhile is not somebody_removes_a_file:
-        check(directory, 1 if meanwhile is somebody_writes_metadata else 7)
+        check(directory, 7 if meanwhile in (stock_saves, ours_saves) else 1)
 
 
 def save_twice_at_once(directory: str, locks: bool) -> list[str]:

@@ -51,8 +51,11 @@ def save_with_a_fault(path: str, phase: str, error: BaseException) -> tuple[str,
 
 @pytest.mark.parametrize(
     ("phase", "error"),
-    [*((phase, LookupError("lost")) for phase in SAVE_PHASES), ("write", KeyboardInterrupt("lost"))],
-    ids=["plan", "write", "commit", "Ctrl-C"],
+    [
+        *((phase, LookupError("lost")) for phase in SAVE_PHASES),
+        *((phase, KeyboardInterrupt("lost")) for phase in ("write", "commit")),
+    ],
+    ids=["plan", "write", "commit", "Ctrl-C in write", "Ctrl-C in commit"],
 )
 def test_a_rank_that_fails_in_a_phase_fails_the_save_on_all_ranks_and_the_checkpoint_stays(
     phase: str, error: BaseException, tmp_path: Path

@@ -22,10 +22,10 @@ import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustWriter, StorageError, UnsafeCheckpoint
 from robust_dcp.storage.layouts.safetensors import DTYPES
 from tests.harness.fingerprints import differences
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import on_ranks
 from tests.harness.state_dicts import KINDS, full_tensor, pattern
+from tests.harness.torch_versions import HAS_SAFETENSORS
 from tests.harness.ways import LOADERS, OTHER_SAVERS, SAVERS
-from tests.support.torch_versions import HAS_SAFETENSORS
 
 StateDict = dict[str, Any]
 
@@ -70,7 +70,7 @@ def save_and_load_all_kinds(directory: str, saver: str, loaders: tuple[str, ...]
 @pytest.mark.parametrize("saver", WAYS)
 def test_what_is_saved_one_way_is_loaded_every_other_way_bit_for_bit(saver: str, tmp_path: Path) -> None:
     loaders = READ_BY_US if saver == "safetensors" else tuple(LOADERS) if saver in READ_BY_ALL else READ_BY_SOME
-    for problems in values(run_ranks(4, save_and_load_all_kinds, str(tmp_path), saver, loaders, timeout_seconds=150)):
+    for problems in on_ranks(4, save_and_load_all_kinds, str(tmp_path), saver, loaders):
         assert problems == []
 
 
@@ -89,8 +89,8 @@ def load_some_keys(directory: str, saver: str) -> list[str]:
 
 @pytest.mark.parametrize("saver", ["ours", "stock"])
 def test_a_part_of_a_checkpoint_is_loaded_alone(saver: str, tmp_path: Path) -> None:
-    values(run_ranks(4, save_in_all_layouts, str(tmp_path), [saver]))
-    for problems in values(run_ranks(2, load_some_keys, str(tmp_path), saver)):
+    on_ranks(4, save_in_all_layouts, str(tmp_path), [saver])
+    for problems in on_ranks(2, load_some_keys, str(tmp_path), saver):
         assert problems == []
 
 
@@ -170,13 +170,13 @@ PAIRS = [(saver, "ours") for saver in RESHARDED] + [("ours", "stock")]
 def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_in_other_layouts(
     saving_ranks: int, loading_ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    values(run_ranks(saving_ranks, save_in_all_layouts, str(tmp_path), RESHARDED, init=saving_ranks > 1))
+    on_ranks(saving_ranks, save_in_all_layouts, str(tmp_path), RESHARDED, init=saving_ranks > 1)
     pairs = PAIRS + [("safetensors", "hf")] * HAS_SAFETENSORS
     for n_ranks in loading_ranks:
-        for problems in values(run_ranks(n_ranks, load_in_other_layouts, str(tmp_path), pairs)):
+        for problems in on_ranks(n_ranks, load_in_other_layouts, str(tmp_path), pairs):
             assert problems == []
     # One process, without torch.distributed.
-    assert values(run_ranks(1, load_in_other_layouts, str(tmp_path), pairs, init=False)) == [[]]
+    assert on_ranks(1, load_in_other_layouts, str(tmp_path), pairs, init=False) == [[]]
 
 
 # --- files of safetensors ---------------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def save_and_load_sharded(directory: str) -> list[bool]:
 
 
 def test_one_within_a_dtensor_is_loaded_on_each_rank(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(2, save_and_load_sharded, str(tmp_path), timeout_seconds=180))
+    outcomes = on_ranks(2, save_and_load_sharded, str(tmp_path))
     assert outcomes == [[True] * len(WRAPPED_SAVERS) * len(WRAPPED_LOADERS)] * 2
 
 

@@ -23,7 +23,7 @@ import robust_dcp
 from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
 from tests.faults.disk import Fault, FaultDisk
 from tests.harness.fingerprints import fingerprint
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import on_ranks
 from tests.harness.verdicts import Verdict, lines_of_the_log, verdict_of
 
 StateDict = dict[str, Any]
@@ -78,7 +78,7 @@ def run_into_conflicts(directory: str) -> list[tuple[str, Verdict]]:
 
 
 def test_contradictions_name_the_key_on_all_ranks(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, run_into_conflicts, str(tmp_path / "checkpoint")))
+    outcomes = on_ranks(3, run_into_conflicts, str(tmp_path / "checkpoint"))
     assert outcomes[0] == outcomes[1] == outcomes[2]
     for case, verdict in outcomes[0]:
         _, key, words = CONFLICTS[case]
@@ -103,7 +103,7 @@ def save_unloadable(directory: str, mode: Any) -> tuple[list[str], Verdict]:
 
 @pytest.mark.parametrize("mode", ["warn", "ignore", "error"])
 def test_what_a_load_would_refuse_is_told_by_the_save_once_for_all_ranks(mode: str, tmp_path: Path) -> None:
-    (told, verdict), (by_other, other) = values(run_ranks(2, save_unloadable, str(tmp_path / "c"), mode))
+    (told, verdict), (by_other, other) = on_ranks(2, save_unloadable, str(tmp_path / "c"), mode)
     assert by_other == [] and len(told) == (2 if mode == "warn" else 0)
     for message in told:
         for word in ("3 object(s)", "'own 0'", "'own 1'", "'common'", "Own", "rank 1", "add_safe_globals"):
@@ -190,11 +190,14 @@ DIFFER: dict[str, tuple[Callable[[str], object], str, list[str]]] = {
         "RobustCheckpointError",
         ["lost its"],
     ),
-    "freed": (
-        lambda path: save_async(path, {"f": freed_on_rank_1()}),
-        "RobustCheckpointError",
-        ["'f'", "was freed", "rank 1"],
-    ),
+    **{
+        f"freed, {name}": (
+            lambda path, name=name: save_async(path, {name or f"own {dist.get_rank()}": freed_on_rank_1()}),
+            "RobustCheckpointError",
+            [f"'{name or 'own 1'}'", "was freed", "rank 1"],
+        )
+        for name in ("of all", "")  # what one rank has alone is looked at when it is copied
+    },
 }
 LAYOUTS: Any = ("torch", "safetensors")
 
@@ -209,7 +212,7 @@ def differ(directory: str) -> list[tuple[str, Verdict]]:
 
 
 def test_ranks_that_differ_are_told_so_alike_and_the_next_save_works(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(2, differ, str(tmp_path)))
+    outcomes = on_ranks(2, differ, str(tmp_path))
     for (case, verdict), (_, other) in zip(*outcomes, strict=True):
         _, type_name, words = DIFFER[case]
         assert (verdict.type_name, verdict.message) == (type_name, other.message), (case, verdict)
@@ -233,7 +236,7 @@ def pass_what_is_no_dict(directory: str) -> list[list[str]]:
 
 
 def test_what_is_no_dict_is_refused_on_all_ranks_with_what_to_pass(tmp_path: Path) -> None:
-    first, second = values(run_ranks(2, pass_what_is_no_dict, str(tmp_path / "checkpoint")))
+    first, second = on_ranks(2, pass_what_is_no_dict, str(tmp_path / "checkpoint"))
     assert first == second
     for kind, type_name, message in first:
         assert type_name == "RobustCheckpointError" and f"a {kind} was passed" in message
@@ -324,7 +327,7 @@ def load_what_does_not_fit(directory: str) -> list[tuple[str, Verdict]]:
 
 
 def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_modified(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, load_what_does_not_fit, str(tmp_path / "checkpoint")))
+    outcomes = on_ranks(3, load_what_does_not_fit, str(tmp_path / "checkpoint"))
     assert outcomes[0] == outcomes[1] == outcomes[2]
     for kind, verdict in outcomes[0]:
         assert verdict.type_name == "PlanConflict"
@@ -345,7 +348,7 @@ def load_with_options(directory: str) -> None:
 
 
 def test_casts_and_partial_loads_are_done_on_request(tmp_path: Path) -> None:
-    values(run_ranks(2, load_with_options, str(tmp_path / "checkpoint")))
+    on_ranks(2, load_with_options, str(tmp_path / "checkpoint"))
 
 
 def load_torch_save_file(path: str) -> torch.Tensor:
@@ -357,7 +360,7 @@ def load_torch_save_file(path: str) -> torch.Tensor:
 
 def test_a_reader_that_takes_no_more_than_the_first_torch_asked_for_is_used(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(4.0)}, tmp_path / "model.pt")
-    for loaded in values(run_ranks(2, load_torch_save_file, str(tmp_path / "model.pt"))):
+    for loaded in on_ranks(2, load_torch_save_file, str(tmp_path / "model.pt")):
         assert torch.equal(loaded, torch.arange(4.0))
 
 
@@ -415,7 +418,7 @@ def save_while_it_changes(directory: str) -> list[tuple[str, str]]:
 
 
 def test_a_tensor_that_changes_while_it_is_saved_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
-    for told in values(run_ranks(2, save_while_it_changes, str(tmp_path))):
+    for told in on_ranks(2, save_while_it_changes, str(tmp_path)):
         for kind, message in told:
             assert ("'sharded'" if kind == "DTensor" else "'rank 1'") in message, (kind, message)
             assert "changed while it was saved" in message, (kind, message)
@@ -451,7 +454,7 @@ def _differing_state() -> dict[str, Any]:
 
 def _save_what_differs(path: Path, mode: Any) -> tuple[Any, list[str], dict[str, Any]]:
     lines = lines_of_the_log()
-    planner = RobustPlanner(on_replica_mismatch=mode)
+    planner = RobustPlanner(on_replica_mismatch=mode, kind=mode)
     try:
         found: Any = robust_dcp.save(_differing_state(), checkpoint_id=path, planner=planner).differing_replicas
     except PlanConflict as error:
@@ -474,7 +477,7 @@ def _save_what_differs(path: Path, mode: Any) -> tuple[Any, list[str], dict[str,
 def test_what_differs_is_named_once_or_an_error_and_the_lowest_ranks_copy_is_saved(
     mode: str, found: Any, n_lines: int, tmp_path: Path
 ) -> None:
-    outcomes = values(run_ranks(3, _save_what_differs, tmp_path / "saved", mode))
+    outcomes = on_ranks(3, _save_what_differs, tmp_path / "saved", mode)
     assert [outcome[0] for outcome in outcomes] == [found] * 3
     loaded = {} if mode == "error" else {"python": (0, "state"), "small": 0}
     assert [outcome[2] for outcome in outcomes] == [loaded] * 3
@@ -504,7 +507,7 @@ def _pickles_in_repeated_saves(directory: Path) -> list[int]:
 
 
 def test_a_repeated_save_pickles_only_what_it_writes(tmp_path: Path) -> None:
-    writing, other = values(run_ranks(2, _pickles_in_repeated_saves, tmp_path))
+    writing, other = on_ranks(2, _pickles_in_repeated_saves, tmp_path)
     assert other == [other[0]] * 3
     assert writing[2] - writing[1] == writing[1] - writing[0] > 0
 
@@ -588,7 +591,7 @@ def load_into(path: str, how: str) -> list[list[str]]:
 def test_targets_that_cannot_be_filled_are_refused_by_name_and_those_that_overlap_are_warned_of(
     how: str, tmp_path: Path
 ) -> None:
-    (told,) = values(run_ranks(1, load_into, str(tmp_path), how))
+    (told,) = on_ranks(1, load_into, str(tmp_path), how)
     for lines in told:
         assert len([line for line in lines if all(word in line for word in TARGETS[how][1:])]) == 1
         assert any(line.startswith("refused") for line in lines) == (TARGETS[how][2] != "overlap")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_versions import needs_background_stager, needs_safetensors
+from tests.harness.torch_versions import needs_background_stager, needs_safetensors
 from tests.switch.programs import is_ours, run
 
 EVERY_WAY = """

@@ -15,7 +15,7 @@ import robust_dcp
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.switch import dcp_calls, patching
 from tests.harness.ranks import run_ranks, values
-from tests.support.torch_versions import needs_background_stager, needs_use_collectives
+from tests.harness.torch_versions import needs_background_stager, needs_use_collectives
 from tests.switch.programs import is_ours, run
 
 

@@ -1,31 +1,38 @@
-"""A network between ranks that are threads of this process: it damages, delays and cuts what it is told to.
+"""Ranks that are threads of this process: the real channel, on a simulated network or on counted connections of gloo.
 
-It stands where gloo and the store stand: :meth:`SimulatedNetwork.link` gives a rank its ``Link``. Everything above is
-the real thing. It never decides by itself what goes wrong: the faults are a list that its maker gives it.
+:meth:`SimulatedNetwork.link` gives a rank its ``Link``, with connections and a store that damage, delay and cut what
+they are told to; everything above is the real thing. It never decides by itself what goes wrong: the faults are a list
+that its maker gives it. :class:`GlooNetwork` has no faults, and counts.
 
     network = SimulatedNetwork(3, [Fault(FaultKind.CUT, sender=1, receiver=0, message=2)])
-    channel = Channel(Operation(network.link(1), "save", 30.0), 0)
+    results = run_channels(network, lambda channel: channel.barrier("plan"))
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import os
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from robust_dcp.comm import Channel, patience
 from robust_dcp.comm.connections import Ask, Broken, Connections, Moving, Whereabouts
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.comm.link import Link
+from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.store import Notes
 
-__all__ = ["Fault", "FaultKind", "SimulatedNetwork"]
+__all__ = ["Fault", "FaultKind", "GlooNetwork", "SimulatedNetwork", "quick", "run_channels", "run_threads"]
 
 
 class FaultKind(Enum):
@@ -55,28 +62,33 @@ class Fault:
 class _StoreOfRank(dist.Store):
     """The store that all ranks share, as one rank reaches it."""
 
-    def __init__(self, network: SimulatedNetwork, rank: int, store: Any) -> None:
+    def __init__(self, network: SimulatedNetwork | GlooNetwork, rank: int) -> None:
         super().__init__()
-        self._network, self._rank, self._store = network, rank, store
+        self._network, self._rank = network, rank
 
-    def _reached(self) -> Any:
-        self._network.await_store(self._rank)
-        return self._store
+    def _reached(self, *parts: Any) -> Any:
+        return self._network.reach_store(self._rank, sum(map(len, parts)))
 
     def set(self, key: str, value: Any) -> None:
-        self._reached().set(key, value)
+        self._reached(key, value).set(key, value)
 
     def get(self, key: str) -> bytes:
-        return bytes(self._reached().get(key))
+        return bytes(self._reached(key).get(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._reached().check(list(keys)))
+        return bool(self._reached(*keys).check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta = datetime.timedelta(seconds=60)) -> None:
+        self._reached(*keys).wait(list(keys), timeout)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._reached().add(key, amount))
+        return int(self._reached(key, bytes(8)).add(key, amount))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return bytes(self._reached().compare_set(key, expected, desired))
+        return bytes(self._reached(key, expected, desired).compare_set(key, expected, desired))
+
+    def clone(self) -> _StoreOfRank:
+        return self
 
 
 class _SimulatedConnections(Connections):
@@ -143,12 +155,10 @@ class SimulatedNetwork:
 
     def link(self, rank: int) -> Link:
         """The link of ``rank``."""
-        store = _StoreOfRank(self, rank, self._store)
-        notes = Notes(store, "robust_dcp/simulation")
         return Link(
             rank=rank,
             ranks=tuple(range(self.size)),
-            notes=notes,
+            notes=Notes(_StoreOfRank(self, rank), "robust_dcp/simulation"),
             make_connections=lambda place, ask: _SimulatedConnections(self, place, ask, rank),
             store_host=self._store_host,
         )
@@ -232,8 +242,8 @@ class SimulatedNetwork:
             return 0.0
         return max(0.0, max(self._thaws.get(rank, 0.0) for rank in ranks) - time.monotonic())
 
-    def await_store(self, rank: int) -> None:
-        """Wait until ``rank`` reaches the store.
+    def reach_store(self, rank: int, nbytes: int) -> dist.Store:
+        """The store, once ``rank`` reaches it.
 
         Raises:
             RuntimeError: the store is gone, or ``rank`` is.
@@ -243,6 +253,7 @@ class SimulatedNetwork:
                 self._changed.wait(pause)
             if rank in self.killed or self._store_host in self.killed or self._is_closed:
                 raise RuntimeError("connection reset by peer")
+        return self._store
 
     def kill(self, rank: int) -> None:
         """``rank`` is gone, and says nothing any more; its thread finds all its connections broken."""
@@ -273,3 +284,119 @@ class SimulatedNetwork:
 def _damaged(content: bytes) -> bytes:
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :]
+
+
+class _CountedConnections(Connections):
+    """Connections that count the bytes between their rank and each neighbour."""
+
+    def __init__(self, nbytes: Counter[int], *args: Any) -> None:
+        super().__init__(*args)
+        self._nbytes = nbytes
+
+    def send(self, peer: int, tag: int, data: Any) -> Moving:
+        self._nbytes[peer] += len(data)
+        return super().send(peer, tag, data)
+
+    def receive(self, peer: int, tag: int, nbytes: int, *args: Any, **more: Any) -> bytearray:
+        self._nbytes[peer] += nbytes
+        return super().receive(peer, tag, nbytes, *args, **more)
+
+
+class GlooNetwork:
+    """Real connections between ``size`` ranks, and a store in memory.
+
+    Attributes:
+        nbytes: what each rank has sent to and received from each neighbour.
+        store_nbytes: the keys and values that were sent to the store.
+    """
+
+    killed: frozenset[int] = frozenset()
+
+    def __init__(self, size: int) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.size = size
+        self.nbytes = [Counter[int]() for _ in range(size)]
+        self.store_nbytes = 0
+        self._store = dist.HashStore()
+        self._lock = threading.Lock()
+
+    def link(self, rank: int) -> Link:
+        """The link of ``rank``."""
+
+        def make_connections(place: str, ask: Ask) -> Connections:
+            here = Whereabouts("a thread", "127.0.0.1", "this host")
+            return _CountedConnections(self.nbytes[rank], ask, rank, self.size, here, b"hi")
+
+        notes = Notes(_StoreOfRank(self, rank), "robust_dcp/gloo")
+        return Link(rank=rank, ranks=tuple(range(self.size)), notes=notes, make_connections=make_connections)
+
+    def reach_store(self, rank: int, nbytes: int) -> dist.Store:
+        """The store."""
+        with self._lock:
+            self.store_nbytes += nbytes
+        return self._store
+
+    def close(self) -> None:
+        """Each link closes its own connections."""
+
+
+@contextlib.contextmanager
+def quick() -> Iterator[None]:
+    """Beats every 50 ms, and other times in proportion: within the block, for all links of the process.
+
+    But the store may take long, since a frozen rank does not reach it, while its clock goes on.
+    """
+    seconds_of = {"BEAT": 0.05, "RECONNECT": 0.5, "TICK": 0.01, "GONE": 0.005, "STORE_ANSWER": 20.0}
+    seconds_of |= {"ROLL_CALL": 3.0, "VERDICT": 8.0}  # who is alive has to answer, also where 72 ranks share a core
+    with contextlib.ExitStack() as stack:
+        for name, seconds in seconds_of.items():
+            stack.enter_context(mock.patch.object(patience, f"{name}_SECONDS", seconds))
+        yield
+
+
+def run_threads(
+    network: SimulatedNetwork | GlooNetwork, function: Callable[[Link], Any], *, timeout_seconds: float = 30.0
+) -> list[Any]:
+    """What ``function(link)`` returned on each rank, in rank order, or the exception that it raised.
+
+    Raises:
+        AssertionError: a rank that was not killed has not ended within ``timeout_seconds``.
+    """
+    ranks = tuple(range(network.size))
+    links = [network.link(rank) for rank in ranks]
+    results: dict[int, Any] = {}
+
+    def be_rank(rank: int) -> None:
+        try:
+            results[rank] = function(links[rank])
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=be_rank, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout_seconds
+    for rank, thread in enumerate(threads):
+        while thread.is_alive() and rank not in network.killed and time.monotonic() < end:
+            thread.join(0.05)
+    found = [results.get(rank) for rank in ranks]
+    late = [rank for rank in ranks if rank not in results and rank not in network.killed]
+    network.close()
+    for each in links:
+        each.close()
+    for thread in threads:
+        thread.join(timeout_seconds)
+    if late:
+        raise AssertionError(f"ranks {late} had not ended after {timeout_seconds:g} seconds; the others: {results}")
+    return found
+
+
+def run_channels(
+    network: SimulatedNetwork | GlooNetwork, function: Callable[[Channel], Any], *, timeout_seconds: float = 30.0
+) -> list[Any]:
+    """As :func:`run_threads`, with a channel for each rank, whose exchanges have this timeout."""
+
+    def be_rank(link: Link) -> Any:
+        return function(Channel(Operation(link, "save", timeout_seconds), 0))
+
+    return run_threads(network, be_rank, timeout_seconds=max(30.0, timeout_seconds))
