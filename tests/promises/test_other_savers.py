@@ -277,15 +277,16 @@ def somebody_removes_the_claim(directory: str) -> None:
 
 
 def save_while(directory: str, meanwhile: Callable[[str], None], exists: bool) -> tuple[Verdict, list[str]]:
-    """The file system knows no locks, and something happens right before the coordinator commits."""
+    """The file system knows no locks, and something happens right before the coordinator commits, or while the other
+    rank writes.
+    """
     rank = dist.get_rank()
     if exists:
         robust_dcp.save(state(1, rank), checkpoint_id=directory)
     on: dict[str, Fault] = {"lock": OSError(errno.ENOLCK, "")}
     with ExitStack() as stack:
-        if rank == 0:
-            moment = "write:__0_0*#1" if meanwhile is somebody_removes_the_claim else "create:.metadata.*#1"
-            on[moment] = lambda call: (stack.close(), meanwhile(directory))
+        if rank == (meanwhile is somebody_removes_the_claim):
+            on[("create:.metadata.*#1", "write:__1_0*#1")[rank]] = lambda call: (stack.close(), meanwhile(directory))
         stack.enter_context(FaultDisk(directory, on=on))
         verdict = verdict_of(robust_dcp.save, state(2, rank), checkpoint_id=directory, timeout_seconds=20)
     dist.barrier()
