@@ -60,8 +60,8 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
         directory: an empty one, for what the ranks note.
         arguments: of Megatron-LM. Without them it trains twelve iterations and saves after each fourth.
         steps: ``load:DIRECTORY``, ``load:DIRECTORY@ITERATION``, and ``train``. With ``train:5=full,8=open`` something
-            happens to the disk of rank 1 before the forward pass of these iterations. What is saved after it has no
-            room (``full``), or is not written (``gate``) until that is allowed (``open``).
+            happens to the disk of rank 1 before the forward pass of these iterations. What is saved in that
+            iteration has no room (``full``), or is not written (``gate``) until that is allowed (``open``).
 
     Raises:
         AssertionError: a rank failed; the message is what the ranks printed.
