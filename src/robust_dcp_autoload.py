@@ -33,7 +33,12 @@ def planner_asked_for(
             planner = str(arguments[place + 1]) if place + 1 < len(arguments) else ""
         elif isinstance(argument, str) and argument.startswith(_FLAG + "="):
             planner = argument[len(_FLAG) + 1 :]
-    is_on = _switch(environment)
+    is_on: bool | None = None
+    if any(name.startswith(_VARIABLE) for name in environment):
+        from robust_dcp.environment import check, value_of
+
+        check(environment)
+        is_on = value_of(_VARIABLE, environment)
     if planner is None:
         return "robust_dcp" if is_on else None
     return "robust_dcp" if planner == "robust_dcp" and is_on is not False else "default"
@@ -55,9 +60,10 @@ def activate() -> None:
     if planner is None:
         return
     try:
+        from robust_dcp.environment import value_of
         from robust_dcp.installation import install, install_for_megatron
 
-        if planner == "robust_dcp" and _switch(os.environ):
+        if planner == "robust_dcp" and value_of(_VARIABLE):
             install()
         else:
             install_for_megatron("robust_dcp" if planner == "robust_dcp" else "default")
@@ -66,14 +72,3 @@ def activate() -> None:
             f"robust_dcp was asked for ({_FLAG} or {_VARIABLE}) and cannot be switched on: "
             f"{type(error).__name__}: {error}. Mend that, or set {_VARIABLE}=0 to save by stock code"
         )
-
-
-def _switch(environment: "os._Environ[str] | dict[str, str]") -> "bool | None":
-    """What ``ROBUST_DCP`` says, after a look at all variables of robust_dcp."""
-    if not any(name.startswith(_VARIABLE) for name in environment):
-        return None
-    from robust_dcp.environment import check, value_of
-
-    check(environment)
-    is_on: bool | None = value_of(_VARIABLE, environment)
-    return is_on

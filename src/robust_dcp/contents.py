@@ -117,13 +117,13 @@ class StoredFile(NamedTuple):
         name: its path relative to the checkpoint.
         nbytes: its size; ``None`` if there is no such file.
         needed_nbytes: how long it must be to hold what ``.metadata`` says it holds.
-        n_chunks: how many chunks that is. What several ranks have saved for themselves is in several files.
+        chunks: how many chunks that is. What several ranks have saved for themselves is in several files.
     """
 
     name: str
     nbytes: int | None
     needed_nbytes: int
-    n_chunks: int
+    chunks: int
 
     @property
     def problem(self) -> str | None:

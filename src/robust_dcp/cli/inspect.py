@@ -41,7 +41,7 @@ def run(options: Namespace) -> int:
         Output.put(_as_json(contents, items))
     elif options.files:
         rows = [
-            (file.name, None if file.nbytes is None else size(file.nbytes), file.n_chunks, file.problem)
+            (file.name, None if file.nbytes is None else size(file.nbytes), file.chunks, file.problem)
             for file in contents.files
         ]
         Output.table(("file", "size", "chunks", "problem"), rows, right=("size", "chunks"))
@@ -114,14 +114,5 @@ def _as_json(contents: Contents, items: Sequence[Item]) -> dict[str, Any]:
             }
             for item in items
         ],
-        "data_files": [
-            {
-                "name": file.name,
-                "nbytes": file.nbytes,
-                "needed_nbytes": file.needed_nbytes,
-                "chunks": file.n_chunks,
-                "problem": file.problem,
-            }
-            for file in contents.files
-        ],
+        "data_files": [{**file._asdict(), "problem": file.problem} for file in contents.files],
     }

@@ -259,7 +259,6 @@ def _prepare_and_validate(
             # Stock warns too and does not raise: queued jobs have nobody to remove it.
             logger.warning("Overwriting old incomplete / corrupted checkpoint...")
         prepared.sharded, common = versions.prepare_to_save(call["sharded_state_dict"], call.get("content_metadata"))
-        shards = prepared.facts = ShardFacts(nested_values(prepared.sharded))
         if validates:
             preprocess = call["preprocess_common_before_consistancy_check"]
             prepared.digests = common_state.leaf_digests(preprocess(common) if preprocess else common)
@@ -267,11 +266,11 @@ def _prepare_and_validate(
             replica_id = 0 if channel.is_coordinator else 1 + channel.rank
             common_object = ShardedObject(versions.COMMON_STATE_KEY, common, (1,), (0,), replica_id)
             prepared.sharded[versions.COMMON_STATE_KEY] = common_object
-            prepared.facts = shards.plus(common_object)
         elif channel.is_coordinator:
             prepared.common_file = common_state.encode_common(common)
             prepared.refused = common_state.refused_in(common, prepared.common_file)
-        return shards
+        prepared.facts = ShardFacts(nested_values(prepared.sharded))
+        return prepared.facts
 
     check = agree_on_access(
         channel, f"{phase}: prepare", prepare, value=lambda: prepared.digests.whole() if validates else 0

@@ -80,13 +80,6 @@ class ShardFacts:
         self.facts: Facts = [_facts_of(shard) for shard in self.shards]
         self._found: _Known | None = None
 
-    def plus(self, shard: ShardedBase) -> ShardFacts:
-        """The same shards and one more."""
-        more = ShardFacts([shard])
-        more.shards = [*self.shards, *more.shards]
-        more.facts = [*self.facts, *more.facts]
-        return more
-
     def once(self, make: Callable[[ShardFacts], T]) -> T:
         """Return ``make(self)``, or its earlier result for equal facts. ``make`` must depend on the facts only."""
         if self._found is None:
