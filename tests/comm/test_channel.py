@@ -8,15 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from robust_dcp.comm import Channel, ExchangeStats, Offer, combined_signature, connections
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 from tests.comm.messages import Note
-from tests.harness.network import GlooNetwork, run_channels
+from tests.harness.network import GlooNetwork, SimulatedNetwork, run_channels
 from tests.harness.ranks import run_ranks, values
 
 
@@ -89,8 +87,7 @@ def _check_verbs(seen_by_ranks: list[dict[str, Any]], nbytes: int) -> None:
         assert seen["everything"] == notes
 
 
-def _cost_of_verbs() -> dict[tuple[str, int], ExchangeStats]:
-    channel = Channel.for_group(timeout_seconds=50)
+def _cost_of_verbs(channel: Channel) -> dict[tuple[str, int], ExchangeStats]:
     channel.barrier("connect")
     costs = {}
     for nbytes in (10, 100_000):
@@ -109,7 +106,7 @@ def _cost_of_verbs() -> dict[tuple[str, int], ExchangeStats]:
 
 
 def test_an_exchange_costs_one_frame_up_and_one_down_and_its_own_bytes_and_equal_columns_go_once() -> None:
-    for rank, costs in enumerate(values(run_ranks(4, _cost_of_verbs))):
+    for rank, costs in enumerate(run_channels(SimulatedNetwork(4), _cost_of_verbs)):
         neighbours = len(Tree(rank, 4).neighbours)
         for (name, _), cost in costs.items():
             assert (cost.exchanges, cost.header_nbytes_sent) == (1, neighbours * FRAME_NBYTES)
@@ -119,34 +116,6 @@ def test_an_exchange_costs_one_frame_up_and_one_down_and_its_own_bytes_and_equal
         sent = costs["gather", 100_000].payload_nbytes_sent
         assert sent == 0 if rank == 0 else 100_000 < sent < 100_100
         assert costs["broadcast", 100_000].payload_nbytes_sent // 100_000 == {0: 2, 1: 0, 2: 1, 3: 0}[rank]
-
-
-def _in_sub_groups() -> tuple[Any, ...]:
-    world_rank = dist.get_rank()
-    groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
-    if world_rank in (0, 2):
-        # The other two never know about this group's exchanges, and are in a collective of their own meanwhile.
-        channel = Channel.for_group(groups[1], timeout_seconds=50)
-        total = [channel.agree(f"sub {i}", lambda: Offer(value=world_rank + 1)) for i in range(3)]
-        seen = [total[-1].lowest, total[-1].highest]
-    else:
-        channel = Channel.for_group(groups[0], timeout_seconds=50)
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=groups[0])
-        told = channel.broadcast("from group rank 0", lambda: Note(world_rank), Note)
-        seen = [told.rank, int(tensor)]
-        with pytest.raises(ValueError, match="not a member"):
-            Channel.for_group(groups[1])
-    dist.barrier()
-    return channel.rank, channel.size, channel.ranks, seen
-
-
-def test_a_sub_group_exchanges_while_other_ranks_do_something_else() -> None:
-    outcomes = values(run_ranks(4, _in_sub_groups))
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome[1:] == (2, (0, 2), [1, 3])
-    for outcome in (outcomes[1], outcomes[3]):
-        assert outcome[3] == [outcome[2][0], 2]
 
 
 def test_an_exchange_within_the_work_of_another_is_refused_instead_of_blocking() -> None:

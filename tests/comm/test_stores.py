@@ -59,12 +59,9 @@ def save_and_load(path: str, of_python: bool) -> float:
     return float(loaded[f"own{1 - rank}"][0])
 
 
-def test_ranks_with_a_store_that_is_written_in_python_save_and_load(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_and_load, str(tmp_path), True, init=False)) == [2.0, 1.0]
-
-
-def test_ranks_with_a_store_in_a_file_save_and_load(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_and_load, str(tmp_path), False, init=False)) == [2.0, 1.0]
+@pytest.mark.parametrize("of_python", [True, False])
+def test_ranks_with_a_store_in_a_file_or_written_in_python_save_and_load(of_python: bool, tmp_path: Path) -> None:
+    assert values(run_ranks(2, save_and_load, str(tmp_path), of_python, init=False)) == [2.0, 1.0]
 
 
 def _free_port() -> str:

@@ -17,7 +17,7 @@ from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustRea
 from robust_dcp.plan.save_planner import CommittedMetadata
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.build import MAX_NAME_NBYTES
-from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.ranks import errors, on_ranks, run_ranks
 from tests.harness.torch_versions import needs_use_collectives
 
 
@@ -41,29 +41,29 @@ def metadata_of_a_stock_save(path: str) -> Any:
 
 
 def test_the_metadata_that_stocks_save_returns_is_that_of_the_checkpoint_and_small_to_send(tmp_path: Path) -> None:
-    for names, nbytes in values(run_ranks(2, metadata_of_a_stock_save, str(tmp_path / "1"))):
+    for names, nbytes in on_ranks(2, metadata_of_a_stock_save, str(tmp_path / "1")):
         assert names == ["own0", "own1", "shared", "step"]
         assert nbytes < 500
 
 
-def alone_among_others(path: str) -> None:
-    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path), planner=RobustPlanner(), no_dist=True)
+def save_by_itself(path: str, options: dict[str, bool]) -> None:
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path), planner=RobustPlanner(), **options)
 
 
-def test_ranks_that_each_save_for_themselves_may_not_overwrite_each_others_metadata(tmp_path: Path) -> None:
-    for error in errors(run_ranks(2, alone_among_others, str(tmp_path / "1"))):
-        assert "no_dist=True in a job of 2 ranks needs RobustWriter" in error.message
-    assert not (tmp_path / "1" / ".metadata").exists()
-
-
-def without_collectives(path: str) -> None:
-    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path), planner=RobustPlanner(), use_collectives=False)
-
-
-@needs_use_collectives
-def test_a_global_plan_is_not_lost_to_a_writer_that_commits_each_rank_by_itself(tmp_path: Path) -> None:
-    messages = [error.message for error in errors(run_ranks(2, without_collectives, str(tmp_path / "1")))]
-    assert any("RobustPlanner plans for all ranks together" in message for message in messages)
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"no_dist": True}, "no_dist=True in a job of 2 ranks needs RobustWriter"),
+        pytest.param(
+            {"use_collectives": False}, "RobustPlanner plans for all ranks together", marks=needs_use_collectives
+        ),
+    ],
+)
+def test_by_stocks_writer_ranks_that_plan_together_do_not_each_save_for_themselves(
+    option: dict[str, bool], words: str, tmp_path: Path
+) -> None:
+    caught = errors(run_ranks(2, save_by_itself, str(tmp_path / "1"), option))
+    assert any(words in error.message for error in caught) and not (tmp_path / "1" / ".metadata").exists()
 
 
 def test_hooks_out_of_order_are_an_error_that_names_the_one_that_is_missing() -> None:
@@ -83,30 +83,20 @@ def test_keys_that_nobody_asked_for_are_listed_by_the_planner(tmp_path: Path) ->
     assert planner.unread_keys == ("model.b", "step") and planner.missing_keys == ()
 
 
-def _saved_with_old_names(path: Path, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint as torch 2.3 wrote it: a list without tensors is one object."""
-    with monkeypatch.context() as patch:
-        patch.setattr(_version, "_derived_version", "2_3")
-        dcp.save(value, storage_writer=dcp.FileSystemWriter(path))
-
-
 def test_lists_of_checkpoints_from_before_torch_2_4_are_loaded_under_their_old_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _saved_with_old_names(tmp_path, {"groups": [{"lr": 0.5}, {"lr": 0.25}], "w": torch.ones(2)}, monkeypatch)
+    """Torch 2.3 wrote a list without tensors as one object."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_version, "_derived_version", "2_3")
+        saved = {"groups": [{"lr": 0.5}, {"lr": 0.25}], "w": torch.ones(2)}
+        dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
     assert sorted(RobustReader(tmp_path).read_metadata().state_dict_metadata) == ["groups", "w"]
     loaded = {"groups": [{"lr": 0.0}, {"lr": 0.0}], "w": torch.zeros(2)}
     robust_dcp.load(loaded, checkpoint_id=tmp_path)
     assert loaded["groups"] == [{"lr": 0.5}, {"lr": 0.25}] and loaded["w"].tolist() == [1.0, 1.0]
-
-
-def test_what_does_not_fit_such_a_checkpoint_is_still_refused_in_our_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _saved_with_old_names(tmp_path, {"groups": [1, 2], "w": torch.ones(2)}, monkeypatch)
-    with pytest.raises(PlanConflict) as caught:
-        robust_dcp.load({"groups": [0, 0], "w": torch.zeros(5)}, checkpoint_id=tmp_path)
-    assert "'w'" in str(caught.value) and "[5]" in str(caught.value)
+    with pytest.raises(PlanConflict, match=r"\[5\] for 'w'"):  # what does not fit is still refused in our words
+        robust_dcp.load({"groups": [{"lr": 0.0}, {"lr": 0.0}], "w": torch.zeros(5)}, checkpoint_id=tmp_path)
 
 
 def test_of_a_wrapper_that_renames_all_keys_the_wrapper_is_said_once(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_a_synchronous_save_comes_after_the_async_ones_and_raises_their_error(tm
 
 def save_often_in_a_process(directory: str) -> tuple[int, int]:
     """The writer's memory after a few saves and after many, in bytes."""
-    state = {f"layers.{number}.weight": torch.full((16,), float(number)) for number in range(10_000)}
+    state = {f"layers.{number}.weight": torch.full((16,), float(number)) for number in range(4_000)}
     nbytes = []
     for _ in range(14):
         robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result(timeout=120)
@@ -269,7 +269,7 @@ def save_often_in_a_process(directory: str) -> tuple[int, int]:
 
 def test_the_memory_of_a_writer_process_does_not_grow_from_save_to_save(tmp_path: Path) -> None:
     ((few, many),) = values(run_ranks(1, save_often_in_a_process, str(tmp_path / "checkpoint"), timeout_seconds=150))
-    assert many - few < 7 * MEGABYTE
+    assert many - few < 3 * MEGABYTE
 
 
 def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) -> str:
@@ -382,7 +382,7 @@ WRITING, COMMITTING, IN_A_PROCESS = ("thread", "write:*.distcp"), ("thread", "re
 SHORT = [
     *((WRITING, ending) for ending in ("end", "SIGTERM in a call", "own handler", "out of grace")),
     *((COMMITTING, ending) for ending in ("exception", "SIGTERM", "SIGKILL")),
-    *((IN_A_PROCESS, ending) for ending in ("end", "SIGTERM", "out of grace", "SIGKILL")),
+    *((IN_A_PROCESS, ending) for ending in ("SIGTERM", "out of grace", "SIGKILL")),
 ]
 WHOLE = [(when, ending) for when in (WRITING, COMMITTING, IN_A_PROCESS) for ending in ENDINGS]
 

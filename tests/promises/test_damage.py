@@ -7,7 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,35 +153,15 @@ def test_a_file_of_another_save_is_found(checkpoints: tuple[Path, Path], memory_
         file.write_bytes(whole)
 
 
-def records(path: Path) -> Iterator[tuple[Path, int, int]]:
-    """Where the items called ``one`` and ``two`` lie."""
-    for index, info in sorted(
-        FileSystemReader(path).read_metadata().storage_data.items(), key=lambda each: each[0].fqn
-    ):
-        if index.fqn in ("one", "two"):
-            yield path / info.relative_path, info.offset, info.length
-
-
-def test_a_record_of_another_item_is_found(checkpoints: tuple[Path, Path], memory_path: Path) -> None:
-    """Both are whole, of the same save, dtype and shape; only their places are exchanged."""
-    path = memory_path / "c"
-    shutil.copytree(checkpoints[0], path)
-    (file, one, nbytes), (other_file, two, other_nbytes) = records(path)
-    assert file == other_file and nbytes == other_nbytes
-    data = bytearray(file.read_bytes())
-    data[one : one + nbytes], data[two : two + nbytes] = data[two : two + nbytes], data[one : one + nbytes]
-    file.write_bytes(data)
-    assert command("verify", path) == 1
-    assert is_found(load_whole, path) and is_found(load_sliced, path)
-
-
 @pytest.mark.parametrize("text", [b"I0x10\n0cos\nsystem\n.", b"\x80\x02cposix\nmkdir\n"])
 def test_a_record_that_begins_as_a_pickle_of_other_times_is_damaged(text: bytes, memory_path: Path) -> None:
     """A load refuses it as unsafe. It has no checksum that could be compared, as all that we save has."""
     save(memory_path, 1, "torch")
-    (file, one, _), _ = records(memory_path)
+    places = FileSystemReader(memory_path).read_metadata().storage_data
+    (place,) = (place for index, place in places.items() if index.fqn == "one")
+    file = memory_path / place.relative_path
     data = bytearray(file.read_bytes())
-    data[one : one + len(text)] = text
+    data[place.offset : place.offset + len(text)] = text
     file.write_bytes(data)
     assert is_found(load_whole, memory_path) and command("verify", memory_path) == 1
 

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
 from tests.faults.disk import CHANGES, Fault, FaultDisk, each_call
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import on_ranks, run_ranks, values
 from tests.harness.torch_versions import needs_use_collectives
 from tests.harness.verdicts import Verdict, verdict_of
 
@@ -201,7 +201,7 @@ def test_a_failed_save_leaves_no_file_and_no_directory_that_was_not_there_before
     faults: Faults, layout: str, tmp_path: Path
 ) -> None:
     (tmp_path / "there").mkdir()
-    for verdict, left, after in values(run_ranks(2, fail_with, str(tmp_path), faults, layout)):
+    for verdict, left, after in on_ranks(2, fail_with, str(tmp_path), faults, layout):
         assert verdict.type_name == "StorageError" and verdict.fields["errno"] == errno.ENOSPC
         assert (left, after) == (["there"], [])
 
@@ -209,7 +209,7 @@ def test_a_failed_save_leaves_no_file_and_no_directory_that_was_not_there_before
 def test_what_cannot_be_removed_is_named_on_all_ranks_and_removed_by_the_next_save(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     faults = {"write:__1_1*": (1, OSError(errno.EIO, "")), "unlink:__1_0*": (1, OSError(errno.EACCES, ""))}
-    for verdict, left, after in values(run_ranks(2, fail_with, str(tmp_path), faults, "torch")):
+    for verdict, left, after in on_ranks(2, fail_with, str(tmp_path), faults, "torch"):
         assert verdict.type_name == "StorageError" and verdict.fields["errno"] == errno.EIO
         (stuck,) = [name for name in left if name.startswith("there/__1_0.")]
         assert f"could not remove: {tmp_path}/{stuck}; the next save" in verdict.message
@@ -237,7 +237,7 @@ def save_where_removing_is_slow(directory: str) -> None:
 
 
 def test_nobody_waits_for_the_removal_of_what_a_committed_checkpoint_replaces(tmp_path: Path) -> None:
-    values(run_ranks(2, save_where_removing_is_slow, str(tmp_path)))
+    on_ranks(2, save_where_removing_is_slow, str(tmp_path))
     check(tmp_path, 2)
     assert len({mark_of(name) for name in data_files(tmp_path)}) == 1
 
@@ -306,7 +306,7 @@ def test_a_save_commits_nothing_over_what_others_did_meanwhile(
     tmp_path: Path, meanwhile: Callable[[str], None], exists: bool
 ) -> None:
     directory = str(tmp_path / "checkpoint")
-    for verdict, left in values(run_ranks(2, save_while, directory, meanwhile, exists)):
+    for verdict, left in on_ranks(2, save_while, directory, meanwhile, exists):
         assert verdict.type_name == "StorageError" and "nothing is committed" in verdict.message
         assert left == []
     if meanwhile is not somebody_removes_a_file:
@@ -330,7 +330,7 @@ def save_twice_at_once(directory: str, locks: bool) -> list[str]:
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_of_two_jobs_that_save_at_once_each_is_told_the_truth(tmp_path: Path, locks: bool) -> None:
-    one, other = values(run_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks))
+    one, other = on_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks)
     assert {*one, *other} <= {"", "StorageError", "replaced"}
     assert all("" in pair for pair in zip(one, other, strict=True))  # what is there one of them was told it has saved
 
@@ -402,14 +402,14 @@ class SavesUnderTheLoad(RobustReader):
     n_loads = 0
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        store = dist.distributed_c10d._get_default_store()
+        store, key = dist.distributed_c10d._get_default_store(), f"saved {self.path} {self.n_loads}"
         if dist.get_rank() == 0:
             if self.n_loads < self.saves:
                 everything = state(50 + self.n_loads) | state(50 + self.n_loads, 1)
                 robust_dcp.save(everything, checkpoint_id=self.path, no_dist=True)
-            store.set(f"saved {self.n_loads}", "")
+            store.set(key, "")
         else:
-            store.wait([f"saved {self.n_loads}"])
+            store.wait([key])
         self.n_loads += 1
         return super().read_data(plan, planner)
 
@@ -427,9 +427,9 @@ def load_while_it_is_overwritten(directory: str, saves: int) -> Verdict:
 
 
 def test_a_load_whose_files_are_replaced_starts_over_and_says_so_if_that_happens_again(tmp_path: Path) -> None:
-    for verdict in values(run_ranks(2, load_while_it_is_overwritten, str(tmp_path / "1"), 1)):
+    for verdict in on_ranks(2, load_while_it_is_overwritten, str(tmp_path / "1"), 1):
         assert (verdict.type_name, verdict.value) == ("", 50)
-    for verdict in values(run_ranks(2, load_while_it_is_overwritten, str(tmp_path / "2"), 2)):
+    for verdict in on_ranks(2, load_while_it_is_overwritten, str(tmp_path / "2"), 2):
         assert verdict.type_name == "StorageError" and "was overwritten while it was loaded" in verdict.message
 
 

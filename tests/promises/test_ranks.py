@@ -20,7 +20,7 @@ from robust_dcp import RobustReader, RobustWriter
 from robust_dcp.comm.connections import Connections
 from tests.faults.disk import CHANGES, LONG_TESTS, Call, FaultDisk, kill
 from tests.harness.faults import fail_in, kill_in
-from tests.harness.ranks import errors, run_program, run_ranks, values
+from tests.harness.ranks import errors, on_ranks, run_program, run_ranks, values
 from tests.harness.verdicts import Verdict, verdict_of
 
 SAVE_PHASES = ("plan", "write", "commit")
@@ -32,9 +32,11 @@ def state(step: int) -> dict[str, Any]:
 
 
 def step_in(path: str) -> float:
-    loaded = state(0)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    loaded = {"shared": torch.zeros(1000), f"own {rank}": torch.zeros(10)}
     robust_dcp.load(loaded, checkpoint_id=path)
-    return float(loaded["shared"][0])
+    (step,) = {each for tensor in loaded.values() for each in tensor.tolist()}
+    return step
 
 
 def save_with_a_fault(path: str, phase: str, error: BaseException) -> tuple[str, float]:
@@ -42,7 +44,9 @@ def save_with_a_fault(path: str, phase: str, error: BaseException) -> tuple[str,
     with fail_in(phase, rank=1, error=error, operation="save"):
         verdict = verdict_of(robust_dcp.save, state(2), checkpoint_id=path)
     dist.barrier()
-    assert not [name for name in os.listdir(path) if "saving" in name], "the claim on the directory is left"
+    # Who was interrupted at the commit cannot be asked whether it was made, so nothing is removed then.
+    has_claim = phase == "commit" and isinstance(error, KeyboardInterrupt)
+    assert any("saving" in name for name in os.listdir(path)) == has_claim
     before = step_in(path)
     robust_dcp.save(state(3), checkpoint_id=path)
     assert step_in(path) == 3.0
@@ -60,7 +64,7 @@ def save_with_a_fault(path: str, phase: str, error: BaseException) -> tuple[str,
 def test_a_rank_that_fails_in_a_phase_fails_the_save_on_all_ranks_and_the_checkpoint_stays(
     phase: str, error: BaseException, tmp_path: Path
 ) -> None:
-    found = values(run_ranks(2, save_with_a_fault, str(tmp_path), phase, error))
+    found = on_ranks(2, save_with_a_fault, str(tmp_path), phase, error)
     assert [before for _, before in found] == [1.0, 1.0]
     (told, _), (by_itself, _) = found
     assert "lost" in told and "rank 1" in told and type(error).__name__ in told
@@ -98,7 +102,7 @@ def test_a_rank_that_is_killed_in_a_phase_is_named_by_the_others(phase: str, is_
     assert killed.exitcode == -signal.SIGKILL
     for outcome in (survivor, other):
         assert "rank 1" in values([outcome])[0]
-    assert values(run_ranks(1, step_in, str(tmp_path))) == [1.0]
+    assert step_in(str(tmp_path)) == 1.0
 
 
 def come_too_late(path: str, late: int) -> Verdict:
@@ -164,7 +168,7 @@ def go_slowly(path: str) -> tuple[Any, Any]:
 
 
 def test_a_rank_that_writes_or_reads_slowly_is_waited_for(tmp_path: Path) -> None:
-    assert len(values(run_ranks(3, go_slowly, str(tmp_path / "checkpoint"), timeout_seconds=150))) == 3
+    assert len(on_ranks(3, go_slowly, str(tmp_path / "checkpoint"))) == 3
 
 
 def save_as_another_version(path: str, where: str) -> Verdict:
@@ -199,7 +203,7 @@ def save_first(path: str) -> None:
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_of_two_ranks_may_be_killed_at_any_call(killed: int, memory_path: Path) -> None:
     path = memory_path / "0"
-    values(run_ranks(2, save_first, str(path)))
+    on_ranks(2, save_first, str(path))
     shutil.copytree(path, memory_path / "whole")
     n_calls = values(run_ranks(2, save_and_be_killed, str(memory_path / "whole"), killed, -1))[killed]
     left = []
@@ -208,8 +212,8 @@ def test_one_of_two_ranks_may_be_killed_at_any_call(killed: int, memory_path: Pa
         shutil.copytree(path, directory)
         outcomes = run_ranks(2, save_and_be_killed, directory, killed, number)
         assert outcomes[killed].exitcode == -signal.SIGKILL
-        left.append(values(run_ranks(1, step_in, directory))[0])
-        values(run_ranks(2, save_first, directory))  # what was left behind is in nobody's way
+        left.append(step_in(directory))
+        on_ranks(2, save_first, directory)  # what was left behind is in nobody's way
     assert left == sorted(left) and set(left) <= {1.0, 2.0} and left[0] == 1.0
 
 
@@ -224,7 +228,7 @@ def save_at_once(path: str) -> list[float]:
 
 
 def test_operations_that_overlap_on_one_group_do_not_disturb_each_other(tmp_path: Path) -> None:
-    assert values(run_ranks(3, save_at_once, str(tmp_path))) == [[7.0, 1.0, 2.0]] * 3
+    assert on_ranks(3, save_at_once, str(tmp_path)) == [[7.0, 1.0, 2.0]] * 3
 
 
 def stop_in_a_save(path: str) -> str:
@@ -245,7 +249,7 @@ def test_a_rank_that_is_stopped_is_named_within_the_timeout(tmp_path: Path) -> N
     first, stopped = run_ranks(2, stop_in_a_save, str(tmp_path / "checkpoint"))
     assert "rank 1" in values([first])[0]
     assert stopped.exitcode == -signal.SIGKILL
-    assert values(run_ranks(1, step_in, str(tmp_path / "checkpoint"))) == [1.0]
+    assert step_in(str(tmp_path / "checkpoint")) == 1.0
 
 
 _DISTURBED = """
@@ -320,10 +324,10 @@ NETWORK_CALLS = {"_await": 1, "send": 5, "start_receiving": 5}
 @pytest.mark.parametrize("call", NETWORK_CALLS)
 def test_a_rank_that_is_killed_before_any_call_to_the_network_is_named_by_all_others(call: str, tmp_path: Path) -> None:
     path = str(tmp_path)
-    values(run_ranks(5, save_first, path))
+    on_ranks(5, save_first, path)
     for number in range(0, NETWORK_CALLS[call], 1 if LONG_TESTS else 2):
         outcomes = run_ranks(5, save_while_rank_2_is_killed_at_the_network, path, call, number)
         assert outcomes[2].exitcode == -signal.SIGKILL
         verdicts = values([outcome for outcome in outcomes if outcome.rank != 2])
         assert [verdict.fields.get("missing_ranks") for verdict in verdicts] == [[2]] * 4, (number, verdicts)
-        assert values(run_ranks(1, step_in, path)) == [1.0]
+        assert step_in(path) == 1.0

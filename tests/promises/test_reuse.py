@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from tests.harness.fingerprints import blank, differences, wrongly_loaded
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import on_ranks, run_ranks, values
 from tests.harness.verdicts import lines_of_the_log, verdict_of
 from tests.harness.ways import SAVERS
 
@@ -70,7 +71,7 @@ def save_in_turn(directory: str, saver: str) -> None:
 
 @pytest.mark.parametrize("saver", ["ours", "stock + both", "stock no_dist + both"])
 def test_every_change_of_structure_is_saved_as_it_is(saver: str, tmp_path: Path) -> None:
-    values(run_ranks(2, save_in_turn, str(tmp_path), saver, timeout_seconds=90))
+    on_ranks(2, save_in_turn, str(tmp_path), saver)
 
 
 def change_one_rank(directory: str, changed_rank: int) -> tuple[str, str, Any, list[str]]:
@@ -188,8 +189,11 @@ def save_in_other_groups(directory: str) -> list[str]:
     outcomes: list[str] = []
     for number, group in enumerate([*turns, *turns]):
         if group is None:
+            with pytest.raises(ValueError, match="not a member"):
+                robust_dcp.Channel.for_group(outer)
             continue
         members = dist.get_process_group_ranks(group)
+        assert robust_dcp.Channel.for_group(group).ranks == tuple(members)
         path = f"{directory}/{number}-{members}"
         state_dict: StateDict = {"w": torch.arange(5.0), f"own {rank}": torch.full((rank + 1,), float(number))}
         report = robust_dcp.save(state_dict, checkpoint_id=path, process_group=group)
@@ -253,7 +257,7 @@ def save_from_each_coordinator(path: str) -> None:
 
 
 def test_a_save_whose_coordinator_is_not_rank_0_is_committed_and_so_is_the_next_with_another(tmp_path: Path) -> None:
-    values(run_ranks(3, save_from_each_coordinator, str(tmp_path)))
+    on_ranks(3, save_from_each_coordinator, str(tmp_path))
 
 
 def messages_of_repeated_saves(directory: str, n_items: int) -> tuple[int, int]:
@@ -306,6 +310,14 @@ def resume(directory: str, how: str) -> tuple[str, str]:
     return report.plan, report.reason
 
 
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("earlier")
+    for job in (save_first, save_after_a_change):
+        values(run_ranks(2, job, str(root)))
+    return root
+
+
 @pytest.mark.parametrize(
     ("how", "outcome"),
     [
@@ -318,10 +330,9 @@ def resume(directory: str, how: str) -> tuple[str, str]:
     ],
 )
 def test_a_job_that_loads_a_checkpoint_saves_by_the_plan_that_lies_in_it(
-    how: str, outcome: str, tmp_path: Path
+    how: str, outcome: str, earlier: Path, tmp_path: Path
 ) -> None:
-    for job in (save_first, save_after_a_change):
-        values(run_ranks(2, job, str(tmp_path)))
+    shutil.copytree(earlier, tmp_path, dirs_exist_ok=True)
     if how == "its plan is damaged":
         (tmp_path / "1" / ".robust_dcp.index").unlink()
     for plan, reason in values(run_ranks(2, resume, str(tmp_path), how)):
