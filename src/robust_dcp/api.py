@@ -146,20 +146,21 @@ def open_save(
 ) -> tuple[RobustPlanner, SaveSession]:
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
     watch_in_terminal()
-    place = None if checkpoint_id is None else place_of(checkpoint_id)
-    path = None if place is None else local_path_of(place)
-    moves_to = None
-    if place is not None and path is None:  # a URL: it is saved to by way of a local directory
-        # One of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
-        # `describe` raises that on all ranks.
-        with suppress(StorageError):
-            filesystem_of(place)
-        path, moves_to = staging_directory(place), place
+    path, moves_to = checkpoint_id, None
+    if checkpoint_id is not None and is_url(checkpoint_id):
+        place = place_of(checkpoint_id)
+        path = local_path_of(place)
+        if path is None:  # it is saved to by way of a local directory
+            # One of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
+            # `describe` raises that on all ranks.
+            with suppress(StorageError):
+                filesystem_of(place)
+            path, moves_to = staging_directory(place), place
     writer = storage_writer
-    if writer is None and path is None:
-        raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
     if writer is None:
-        writer = RobustWriter(str(path))
+        if path is None:
+            raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
+        writer = RobustWriter(path)
     elif isinstance(writer, RobustWriter):
         writer.reset(path)
     else:
@@ -182,7 +183,7 @@ def open_save(
             "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
         )
     session = planner.open_session(
-        checkpoint_name(writer.path),
+        os.path.normpath(writer.path),
         writer,
         process_group=process_group,
         timeout_seconds=timeout_seconds,

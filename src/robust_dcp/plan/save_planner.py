@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -133,7 +134,7 @@ class RobustPlanner(DefaultSavePlanner):
         self._items: DescribedItems
         self._structure: KnownStructure
         self._writer: RobustWriter | None = None
-        self._checkpoint = ""
+        self._checkpoint_id: str | os.PathLike[str] | None = None
         self._set_up_error: Exception | None = None
         self._session: SaveSession | None = None
 
@@ -219,14 +220,14 @@ class RobustPlanner(DefaultSavePlanner):
         If a subclass overrides ``lookup_object``, ``resolve_data`` or ``transform_object``, these are called for every
         item.
         """
+        resolve = partial(session.unloadable.resolve, self.resolve_data)
         if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
-            return WriteItemSource(self.kept_items(session), session.watched(self.resolve_data))
-        kept = session.known.share.kept
+            return WriteItemSource(self.kept_items(session), resolve)
 
         def lookup(index: MetadataIndex) -> Any:
             return session.unloadable.take(index.fqn, self.lookup_object(index))
 
-        return StateDictSource(self._items, self._structure, kept, lookup, session.watched(self.resolve_data))
+        return StateDictSource(self._items, self._structure, session.known.share.kept, lookup, resolve)
 
     def forget_state_dict(self) -> None:
         """Drop the state dict after everything to write has been copied, because its memory may be needed."""
@@ -279,7 +280,7 @@ class RobustPlanner(DefaultSavePlanner):
         """Take the state dict of one save. If something is wrong with it, the first exchange raises that on all
         ranks."""
         self._writer = storage_meta.writer if isinstance(storage_meta, WriterMeta) else None
-        self._checkpoint = checkpoint_name(None if storage_meta is None else storage_meta.checkpoint_id)
+        self._checkpoint_id = None if storage_meta is None else storage_meta.checkpoint_id
         self.is_coordinator = is_coordinator
         self._session = None
         self._set_up_error = None
@@ -304,7 +305,7 @@ class RobustPlanner(DefaultSavePlanner):
     @entry_point
     def create_local_plan(self) -> SavePlan:
         """Agree with all ranks on the plan. The plan returned here, which stock gathers, is empty."""
-        session = self.open_session(self._checkpoint, self._writer)
+        session = self.open_session(checkpoint_name(self._checkpoint_id), self._writer)
         session.agree(lambda: self.describe(session.channel), leads=self.is_coordinator)
         if self._writer is None and session.n_leaders > 1:
             raise RobustCheckpointError(
@@ -321,7 +322,7 @@ class RobustPlanner(DefaultSavePlanner):
         session = self._begun()
         if self._writer is not None:
             session.commits_together = len(all_plans) < session.channel.size
-            return list(all_plans), PlannedMetadata(session, self._checkpoint)
+            return list(all_plans), PlannedMetadata(session)
         plan = session.known.plan
         if plan is None:
             raise RobustCheckpointError(
@@ -381,6 +382,6 @@ class CommittedMetadata(Metadata):
 class PlannedMetadata(CommittedMetadata):
     """The metadata before the commit. ``RobustWriter.finish`` finds the save in it. Pickled it is a path too."""
 
-    def __init__(self, save: SaveSession, checkpoint: str) -> None:
-        super().__init__(checkpoint)
+    def __init__(self, save: SaveSession) -> None:
+        super().__init__(save.checkpoint)
         self.save = save

@@ -375,8 +375,9 @@ class SaveSession:
         if messages is None:
             return
         self.messages = messages
-        told = [(rank, message.unloadable) for rank, message in enumerate(messages) if message is not None]
-        self.unloadable_objects = report_unloadable(self.checkpoint, told)
+        told = {rank: message.unloadable for rank, message in enumerate(messages) if message and message.unloadable}
+        if told:
+            self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_signature = written.signature
 
     def _joined(self) -> tuple[RobustWriter, Placements]:
@@ -431,16 +432,13 @@ class SaveSession:
 
         def source() -> ItemSource:
             make: Callable[[SaveSession], ItemSource] | None = getattr(planner, "source", None)
-            return WriteItemSource(items, self.watched(planner.resolve_data)) if make is None else make(self)
+            if make is not None:
+                return make(self)
+            return WriteItemSource(items, partial(self.unloadable.resolve, planner.resolve_data))
 
         self.write(source)
         if not self.channel.is_coordinator and not self.commits_together:
             self._keep_plan(confirmed=False)
-
-    def watched(self, resolve: Callable[[WriteItem], Data]) -> Callable[[WriteItem], Data]:
-        """Wrap a planner's ``resolve_data``, so that all that is pickled on its way to the writer is checked for a
-        load."""
-        return lambda write_item: self.unloadable.take(write_item.index.fqn, resolve(write_item))
 
     def commit(self) -> None:
         """Make the checkpoint visible, keep the plan for the next save, and do what follows a commit.
@@ -483,8 +481,11 @@ class SaveSession:
             writer.directory.leave_report(self._saved_report)
         if self.channel.is_coordinator or self.leads_directory:
             writer.directory.tidy_up()
-        if self.queues:
-            self._copy_and_tell(writer)
+        target = self.moves_to or writer.drain_to
+        if self.queues and target is not None:
+            self._copy_and_tell(writer, target)
+        elif self.on_commit is not None:
+            self._tell_of_commit(self.on_commit)
 
     def _publish(self, writer: RobustWriter) -> None:
         metadata = self._make_metadata(writer)
@@ -525,12 +526,8 @@ class SaveSession:
             )
         return tuple(places)
 
-    def _copy_and_tell(self, writer: RobustWriter) -> None:
+    def _copy_and_tell(self, writer: RobustWriter, target: str) -> None:
         """After the commit: call ``on_commit``, and copy the checkpoint to where it is to be."""
-        target = self.moves_to or writer.drain_to
-        if target is None:
-            self._tell_of_commit()
-            return
         # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
         least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
         drain = Drain(
@@ -550,7 +547,8 @@ class SaveSession:
         drain.announce()
         if self.moves_to is None:
             try:
-                self._tell_of_commit()
+                if self.on_commit is not None:
+                    self._tell_of_commit(self.on_commit)
             finally:
                 # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note
                 # of an earlier save. If it raises, the checkpoint is committed all the same.
@@ -561,13 +559,11 @@ class SaveSession:
             self._moved_remarks = (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
             # In an exchange: a rank that is late must not remove what the next save of another makes there.
             self.channel.barrier(self.phase("remove the staged copy"), lambda: remove_staging(writer.path))
-            self._tell_of_commit()
+            if self.on_commit is not None:
+                self._tell_of_commit(self.on_commit)
 
-    def _tell_of_commit(self) -> None:
+    def _tell_of_commit(self, on_commit: Callable[[], object]) -> None:
         """Call ``on_commit`` on the coordinator. If it raises, all ranks raise."""
-        on_commit = self.on_commit
-        if on_commit is None:
-            return
 
         def tell() -> None:
             if not self.channel.is_coordinator:

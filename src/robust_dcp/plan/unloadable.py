@@ -10,17 +10,18 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import torch
+from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.records.objects import pickle_of, refusal_of
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.storage.records.unpickler import registered_by_user
-from robust_dcp.storage.writing.item_source import saved_by_torch
+from robust_dcp.storage.writing.item_source import Resolve, saved_by_torch
 from robust_dcp.structure_cache import Cache
 
 OnUnloadableObject = Literal["warn", "error", "ignore"]
@@ -75,6 +76,10 @@ class UnloadableObjects:
                 self.found[key] = str(verdict[0])
         return data
 
+    def resolve(self, resolve_data: Resolve, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of an item, as a planner's ``resolve_data`` gives it and :meth:`take` takes it."""
+        return self.take(write_item.index.fqn, resolve_data(write_item))
+
     def raise_if_forbidden(self, checkpoint: str) -> None:
         """Raise :class:`UnsafeCheckpoint` if the mode is ``"error"`` and anything was found."""
         if self.mode == "error" and self.found:
@@ -84,22 +89,21 @@ class UnloadableObjects:
             )
 
 
-def report_unloadable(checkpoint: str, found: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str, str]:
+def report_unloadable(checkpoint: str, found: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     """On the coordinator, warn once of what all ranks have found.
 
     Args:
-        found: for each rank its number, and a dict from key to reason.
+        found: for each rank that has found something a dict from key to reason.
 
     Returns:
         The reason for each key.
     """
     together: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for rank, keys in found:
+    for rank, keys in found.items():
         for key, why in keys.items():
             told, ranks = together.get(key, (why, ()))
             together[key] = (told, (*ranks, rank))
-    if together:
-        logger.warning("%s is saved, but cannot be loaded as it is: %s", checkpoint, _in_words(together))
+    logger.warning("%s is saved, but cannot be loaded as it is: %s", checkpoint, _in_words(together))
     return {key: why for key, (why, _) in together.items()}
 
 

@@ -35,11 +35,11 @@ from robust_dcp.storage.files.paths import directory_path, is_url, mark_of, unco
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.remote import CopyOptions, place_of
+from robust_dcp.storage.remote import DEFAULT_COPY_OPTIONS, CopyOptions, place_of
 from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.write_options import WriteKeywords, WriteOptions, with_keywords
+from robust_dcp.storage.writing.write_options import DEFAULT_WRITE_OPTIONS, WriteKeywords, WriteOptions, with_keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,12 +92,12 @@ class RobustWriter(StorageWriter):
         **keywords: Unpack[WriteKeywords],
     ) -> None:
         super().__init__()
-        self.options = with_keywords(options or WriteOptions(), keywords)
+        self.options = with_keywords(options or DEFAULT_WRITE_OPTIONS, keywords)
         self.known_as: str | None = None
         self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
         self.drain_to = None if drain_to is None else place_of(drain_to)
-        self.drain_options = drain_options or CopyOptions()
+        self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())

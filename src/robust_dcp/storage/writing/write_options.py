@@ -135,6 +135,9 @@ class WriteOptions(GivenOptions):
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
 
 
+DEFAULT_WRITE_OPTIONS: Final = WriteOptions()
+
+
 def with_keywords(options: Options, keywords: Mapping[str, Any]) -> Options:
     """Put keywords into options.
 
