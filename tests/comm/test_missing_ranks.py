@@ -48,38 +48,25 @@ def test_an_interrupt_while_waiting_ends_the_exchange_on_all_ranks_at_once() -> 
     assert seconds < 10
 
 
-def _connect_each_to_each() -> None:
-    """As torch 2.7 does, which knows no connections at first use."""
+def _in_a_mesh(is_killed: bool) -> list[list[int] | None]:
+    """Connections as torch 2.7 makes them, which knows none at first use. Whom the others name if rank 3 does not come,
+    or is killed."""
     connections.make_device = lambda address: (dist.ProcessGroupGloo.create_device(hostname=address), False)
-
-
-def _killed_in_a_mesh() -> list[list[int] | None]:
-    _connect_each_to_each()
-    channel = Channel.for_group(timeout_seconds=40)
-    channel.barrier("connect")
-    if channel.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if is_killed:
+        Channel.for_group(timeout_seconds=40).barrier("connect")
+    if dist.get_rank() == 3:
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return []
     named = []
-    for seconds in (40, 2):
+    for seconds in (40, 2) if is_killed else (2,):
         with pytest.raises(ExchangeTimeout) as caught:
             Channel.for_group(timeout_seconds=seconds).barrier("step")
         named.append(caught.value.missing_ranks)
     return named
 
 
-def test_a_killed_rank_is_named_where_torch_connects_each_to_each() -> None:
-    outcomes = run_ranks(4, _killed_in_a_mesh)
-    assert values([outcomes[rank] for rank in (0, 1, 3)]) == [[[2], [2]]] * 3
-
-
-def _one_never_comes_to_a_mesh() -> list[int] | None:
-    _connect_each_to_each()
-    if dist.get_rank() == 3:
-        return None
-    with pytest.raises(ExchangeTimeout) as caught:
-        Channel.for_group(timeout_seconds=2).barrier("step")
-    return caught.value.missing_ranks
-
-
-def test_a_rank_that_never_comes_is_named_where_torch_connects_each_to_each() -> None:
-    assert values(run_ranks(4, _one_never_comes_to_a_mesh)) == [[3], [3], [3], None]
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_rank_that_is_killed_or_never_comes_is_named_where_torch_connects_each_to_each(is_killed: bool) -> None:
+    outcomes = run_ranks(4, _in_a_mesh, is_killed)
+    assert values(outcomes[:3]) == [[[3], [3]] if is_killed else [[3]]] * 3

@@ -61,7 +61,7 @@ def test_a_timeout_in_one_operation_leaves_the_other_alone() -> None:
         Channel(Operation(link, "connect", 40.0), 0).barrier("all are here")
 
         def time_out() -> list[int] | None:
-            channel = Channel(Operation(link, "save 1", 1.5), 0)
+            channel = Channel(Operation(link, "save 1", 3.0), 0)
 
             def wait_until_told() -> None:
                 while link.rank == 1 and channel.failure_announced() is None:

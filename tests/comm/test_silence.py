@@ -24,7 +24,7 @@ def _quick() -> Iterator[None]:
         yield
 
 
-def channel_of(link: Link, name: str = "save", timeout_seconds: float = 0.6) -> Channel:
+def channel_of(link: Link, name: str = "save", timeout_seconds: float = 1.5) -> Channel:
     return Channel(Operation(link, name, timeout_seconds), 0)
 
 
@@ -49,7 +49,7 @@ class _Raises(logging.Handler):
 def test_an_exception_in_the_thread_of_the_beats_ends_no_beats() -> None:
     def save(link: Link) -> str:
         channel = channel_of(link)
-        channel.barrier("write", lambda: works_for(channel, 2.0, says_so=True) if link.rank == 3 else None)
+        channel.barrier("write", lambda: works_for(channel, 4.0, says_so=True) if link.rank == 3 else None)
         return "saved"
 
     handler, logger = _Raises(), logging.getLogger("robust_dcp.comm.operation")
@@ -74,7 +74,7 @@ def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named() -> None
     for missing, says_where, seconds in run_threads(SimulatedNetwork(9), save):
         assert missing == [5]
         assert says_where
-        assert 0.5 < seconds < 15
+        assert 1 < seconds < 18
 
 
 @pytest.mark.parametrize("killed", [0, 3, 4])

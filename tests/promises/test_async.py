@@ -275,7 +275,7 @@ def test_the_memory_of_a_writer_process_does_not_grow_from_save_to_save(tmp_path
 def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) -> str:
     """Rank 1's writer has no room, and rank 0's does not hear that it is to stop."""
     writer_process: Any = importlib.import_module("robust_dcp.writer_process")
-    writer_process._END_SECONDS = 0.2
+    writer_process._END_SECONDS = 1.0
     if not can_be_killed:  # as in a call of the kernel that cannot be interrupted
         subprocess.Popen.kill = lambda self: None  # type: ignore[method-assign]
     rank = dist.get_rank()

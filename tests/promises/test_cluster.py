@@ -30,9 +30,8 @@ print("all is well", int(total), flush=True)
 
 # The store alone is used, and no collective of torch, which looks for its own address.
 _WITHOUT_COLLECTIVES = """
-from torch.testing._internal.distributed import fake_pg
 store = store_of_rank_0()
-dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+join_by(store)
 try:
     robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=20)
     print("all is well", flush=True)
@@ -140,9 +139,8 @@ def test_a_cable_that_is_out_for_two_seconds_is_waited_for_and_a_host_that_stays
 def test_a_firewall_that_drops_is_named_and_the_ranks_save_once_it_is_open(tmp_path: Path) -> None:
     """Hosts 2 and 3, which are neighbours in the tree, reach the store and all other hosts, but not each other."""
     script = """
-    from torch.testing._internal.distributed import fake_pg
     store = store_of_rank_0()
-    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    join_by(store)
     began = time.monotonic()
     try:
         robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=8)

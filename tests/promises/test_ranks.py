@@ -254,11 +254,10 @@ def test_a_rank_that_is_stopped_is_named_within_the_timeout(tmp_path: Path) -> N
 
 _DISTURBED = """
 import random, socket, struct, threading
-from torch.testing._internal.distributed import fake_pg
 from robust_dcp.comm.frames import Frame, Kind, operation_id, phase_id
 
 store = store_of_rank_0()
-dist.init_process_group("fake", store=store, rank=rank, world_size=size)  # so the ports are those of our own group
+join_by(store)  # so the ports are those of our own group
 ended, sent = threading.Event(), set()
 
 
