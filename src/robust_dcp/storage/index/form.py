@@ -222,7 +222,8 @@ class IndexFile:
         # As long as the file, but memory is taken only for what is read.
         self.data = np.empty(nbytes, dtype=np.uint8)
         self._n_first = 0
-        self._n_first = self._fill(0, min(_FIRST_READ_NBYTES, nbytes))
+        self._fill(0, min(_FIRST_READ_NBYTES, nbytes))
+        self._n_first = min(_FIRST_READ_NBYTES, nbytes)
         data = self.data[:HEAD_NBYTES].tobytes()
         self.identity = hashlib.sha256(data).digest()
         if len(data) != HEAD_NBYTES or not data.startswith(_MAGIC):
@@ -294,22 +295,21 @@ class IndexFile:
             StorageError: it cannot be read.
             DamagedIndex: its bytes are not what was written.
         """
-        end = HEAD_NBYTES
+        self._fill(0, len(self.data))
+        end, self._n_first = HEAD_NBYTES, len(self.data)
         for section, (start, nbytes) in self.places.items():
-            self._fill(end, start - end)
             if self.data[end:start].any():
                 raise self.damaged(f"the gap before {section} holds something")
             if section != "checksums":  # compared with their own CRC-32 when the file was opened
                 self.load(section, 0, -(-nbytes // SLAB_NBYTES))
             end = start + nbytes
 
-    def _fill(self, offset: int, nbytes: int) -> int:
-        """Read bytes of the file to their place in memory."""
+    def _fill(self, offset: int, nbytes: int) -> None:
+        """Read bytes of the file to their place in memory, unless they were among the first."""
         if offset + nbytes > self._n_first:
             found = self._disk.pread_into(self._file, self.data[offset : offset + nbytes].data, offset)
             if found != nbytes:
                 raise self.damaged(f"it ends after {offset + found} bytes")
-        return nbytes
 
 
 def _close(disk: Disk, file: OpenFile) -> None:

@@ -64,6 +64,9 @@ Int64 = npt.NDArray[np.int64]
 # So many reads per thread are submitted ahead. That keeps a thread busy while the calling thread copies.
 _AHEAD_PER_THREAD: Final = 4
 
+_NOT_ALL: Final = object()
+"""Is returned in place of an item of which other threads still read pieces."""
+
 
 class ItemReader:
     """Reads items from the files of a checkpoint and hands them to a planner. It is used once.
@@ -169,9 +172,10 @@ class ItemReader:
         self._check_places(group, file)
         if read is None:
             group.block = block = self._blocks.take()
-            self._threads.submit(self._on_thread, group.result, self._read_block, group, block, file)
+            first = int(self._reads.places.start[group.places[0]])
+            self._threads.submit(self._on_thread, group.result, file.read_block, block, first, group.end - first)
         else:
-            self._threads.submit(self._on_thread, group.result, self._read_alone, read, group.target, file)
+            self._threads.submit(self._on_thread, group.result, self._read_alone, group, read, file)
         self._pending.append(group)
         self._pending_nbytes += group.nbytes
         self._pending_blocks += group.block is not None
@@ -240,11 +244,13 @@ class ItemReader:
 
     # --- on several threads
 
-    def _on_thread(self, result: Future[Any], read: Callable[..., None], *arguments: Any) -> None:
-        """Call ``read``, which sets ``result`` when all pieces of an item are read. Note its error."""
+    def _on_thread(self, result: Future[Any], read: Callable[..., Any], *arguments: Any) -> None:
+        """Call ``read``, and note its error. What it returns is the result, unless other threads still read pieces."""
         try:
             self._note_read(0)
-            read(result, *arguments)
+            found = read(*arguments)
+            if found is not _NOT_ALL:
+                result.set_result(found)
         except BaseException as error:
             if not isinstance(error, CancelledError):
                 self._errors.append(error)
@@ -259,35 +265,25 @@ class ItemReader:
             self._read_nbytes += nbytes
         self._told_to_stop(self._read_nbytes, self._total_nbytes)
 
-    def _read_block(self, result: Future[Any], group: Group, block: Block, file: DataFile) -> None:
-        first = int(self._reads.places.start[group.places[0]])
-        result.set_result(file.read_block(block, first, group.end - first))
-
-    def _read_alone(self, result: Future[Any], read: Read, target: torch.Tensor | None, file: DataFile) -> None:
-        item = StoredItem(file, read, self.verification)
+    def _read_alone(self, group: Group, read: Read, file: DataFile) -> Any:
+        item, target = StoredItem(file, read, self.verification), group.target
         if read.transforms:
             item.memory = _decoded(item, read.transforms)
             item.nbytes = len(item.memory)
         if read.item.type == LoadItemType.BYTE_IO:
-            result.set_result(checked_object(item, trusted=self._options.trusted))
-            return
+            return checked_object(item, trusted=self._options.trusted)
         if item.memory is not None:
-            result.set_result(self._taken(item, target))
-            return
+            return self._taken(item, target)
         box = find_box(item, target if _is_flat(target) else None)
-        shares = [] if box is None else box.shares(self._block_nbytes)
         if box is None:
-            result.set_result(loaded_by_torch(item, trusted=self._options.trusted))
-        elif not shares:
-            result.set_result(box.tensor())
-        else:
-            for share in shares[1:]:
-                self._threads.submit(self._on_thread, result, self._read_share, box, share)
-            self._read_share(result, box, shares[0])
+            return loaded_by_torch(item, trusted=self._options.trusted)
+        first, *others = box.shares(self._block_nbytes)
+        for share in others:
+            self._threads.submit(self._on_thread, group.result, self._read_share, box, share)
+        return self._read_share(box, first)
 
-    def _read_share(self, result: Future[Any], box: BoxRead, share: Sequence[int]) -> None:
-        if box.read(share, self._blocks, self._copies):
-            result.set_result(box.tensor())
+    def _read_share(self, box: BoxRead, share: Sequence[int]) -> Any:
+        return box.tensor() if box.read(share, self._blocks, self._copies) else _NOT_ALL
 
     # --- what was read is handed over
 

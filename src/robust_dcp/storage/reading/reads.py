@@ -69,6 +69,8 @@ def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Ten
 
 Int64 = npt.NDArray[np.int64]
 
+_ZEROS: Final = torch.Size([0] * 64)  # the most dimensions that torch allows
+
 
 @dataclass(frozen=True, eq=False)
 class WholeTensors:
@@ -101,8 +103,11 @@ class WholeTensors:
 
     def item(self, place: int) -> ReadItem:
         """The tensor at ``place`` as a read item, as DCP's planner makes it."""
-        kind = self.kinds[int(self.kind_of[place])]
-        return whole_item(self.names[place], kind.offsets, kind.lengths, int(self.chunks[place]))
+        kind, chunk = self.kinds[int(self.kind_of[place])], int(self.chunks[place])
+        zeros = _ZEROS[: len(kind.offsets)]
+        stored = MetadataIndex(self.names[place], kind.offsets, chunk)
+        wanted = stored if chunk == 0 else MetadataIndex(self.names[place], kind.offsets, 0)
+        return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, kind.lengths)
 
 
 _NONE: Final[Int64] = np.empty(0, dtype=np.int64)
@@ -149,17 +154,6 @@ class PlannedItems(Sequence[ReadItem]):
 def in_columns(items: Sequence[ReadItem]) -> tuple[WholeTensors, Sequence[ReadItem]]:
     """The items of a plan that are in columns, and the others."""
     return (items.whole, items.others) if isinstance(items, PlannedItems) else (NO_TENSORS, items)
-
-
-_ZEROS: Final = torch.Size([0] * 64)  # the most dimensions that torch allows
-
-
-def whole_item(name: str, offsets: torch.Size, lengths: torch.Size, chunk: int) -> ReadItem:
-    """The read item that reads all of the saved chunk with this number into all that this rank holds of the tensor."""
-    zeros = _ZEROS[: len(offsets)]
-    stored = MetadataIndex(name, offsets, chunk)
-    wanted = stored if chunk == 0 else MetadataIndex(name, offsets, 0)
-    return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, lengths)
 
 
 _SMALL_NBYTES: Final = 64 << 10

@@ -362,7 +362,8 @@ class BoxRead:
         return self.tensor()
 
     def shares(self, piece_nbytes: int) -> list[list[int]]:
-        """The pieces that one thread reads, by number. Each share goes to :meth:`read` once, on any thread.
+        """The pieces that one thread reads, by number. There is at least one share, and each goes to :meth:`read` once,
+        on any thread.
 
         Args:
             piece_nbytes: the longest piece.
@@ -381,8 +382,8 @@ class BoxRead:
                 low = stop
         # Neighbours go to one thread, up to the length of a piece: handing a short piece over takes longer than reading
         # it.
-        shares: list[list[int]] = []
-        filled = piece_nbytes
+        shares: list[list[int]] = [[]]
+        filled = 0
         for number, (_, nbytes) in enumerate(self._pieces):
             if filled + nbytes > piece_nbytes:
                 shares.append([])

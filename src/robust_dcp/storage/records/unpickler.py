@@ -21,6 +21,7 @@ import pickletools
 import struct
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -482,9 +483,9 @@ _OF_STEPS: Final[dict[bytes, Callable[[Unpickler], None]]] = {
     pickle.MEMOIZE: lambda of: of._remember(len(of._memo)),
     pickle.MARK: Unpickler._push_mark,
     pickle.TUPLE: Unpickler._tuple_to_mark,
-    pickle.TUPLE1: lambda of: of._tuple_of(1),
-    pickle.TUPLE2: lambda of: of._tuple_of(2),
-    pickle.TUPLE3: lambda of: of._tuple_of(3),
+    pickle.TUPLE1: partial(Unpickler._tuple_of, n=1),
+    pickle.TUPLE2: partial(Unpickler._tuple_of, n=2),
+    pickle.TUPLE3: partial(Unpickler._tuple_of, n=3),
     pickle.APPEND: lambda of: of._append(of._pop(1)),
     pickle.APPENDS: lambda of: of._append(of._pop_mark()),
     pickle.SETITEM: lambda of: of._set(of._pop(2)),
