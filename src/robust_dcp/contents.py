@@ -181,7 +181,7 @@ def read_contents(disk: Disk, path: str) -> Contents:
         CorruptCheckpoint: its ``.metadata`` is not what a writer made, or makes no sense.
         UnsafeCheckpoint: it names files outside of the checkpoint, or classes that do not belong into it.
     """
-    source = MetadataSource(disk, path, load_id="")
+    source = MetadataSource(disk, path)
     names = set(disk.list_directory(path)) if disk.exists(path) else set()
     ranks: list[int | None] = [None]
     if METADATA_NAME not in names:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -115,7 +115,7 @@ class RobustReader(StorageReader):
         self.checkpoint_id = self.path = local_path_of(place) or place
         self._disk: Disk = self._given_disk or (RemoteDisk(self.path) if is_url(self.path) else Disk())
         self.load_id = str(uuid.uuid4())
-        self.source = MetadataSource(self._disk, self.path, self.load_id)
+        self.source = MetadataSource(self._disk, self.path)
         self.node_reads_the_same = False
         self._metadata: Metadata | None = None
 
@@ -164,6 +164,8 @@ class RobustReader(StorageReader):
                 expected="storage_data",
                 found=type(metadata.storage_data).__name__,
             )
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

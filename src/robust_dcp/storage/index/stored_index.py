@@ -191,10 +191,6 @@ class StoredIndex:
                     known[name] = at
         return {name: found for name in names if (found := known[name]) is not None}
 
-    def name(self, number: int) -> str:
-        """The name with this number."""
-        return self._text(self._name_bytes(number))
-
     def names(self) -> Iterator[str]:
         """All names, ascending."""
         before = [""]
@@ -221,9 +217,11 @@ class StoredIndex:
             raise self.file.damaged(f"name {number} has {end - start} bytes")
         return self._names.rows(start, end).tobytes()
 
-    def path(self, number: int) -> tuple[str | int, ...]:
-        """The keys that lead to a name in the nested state dict."""
-        name, at = self.name(number), 0
+    def path(self, name: Any) -> tuple[str | int, ...] | None:
+        """The keys that lead to a stored name in the nested state dict."""
+        number, at = self.number(name), 0
+        if number is None:
+            return None
         start, end = self._path_ends[number - 1] if number else 0, self._path_ends[number]
         if not 0 < end - start <= _MAX_PARTS:
             raise self.file.damaged(f"the path of {name[:60]!r} has {end - start} parts")
@@ -260,6 +258,18 @@ class StoredIndex:
         return known
 
     # --- the chunks of a name
+
+    def entry(self, name: Any) -> BytesStorageMetadata | TensorStorageMetadata | None:
+        """What ``.metadata`` says of a stored name."""
+        number = self.number(name)
+        if number is None:
+            return None
+        stored = self.stored(number)
+        if stored.size is None:
+            return BytesStorageMetadata()
+        dtype, layout, requires_grad = self.properties[stored.properties]
+        properties = TensorProperties(dtype=dtype, layout=layout, requires_grad=requires_grad)
+        return TensorStorageMetadata(properties, stored.size, stored)  # type: ignore[arg-type]  # no list, but as good
 
     def stored(self, number: int) -> StoredChunks:
         """The entry of the name with this number."""
@@ -341,12 +351,15 @@ class StoredIndex:
 
     # --- where chunks lie
 
-    def place(self, row: int) -> tuple[str, int, int]:
-        """The file of an item, where the item begins in it, and its length in bytes.
+    def info(self, item: Any) -> Any:
+        """DCP's ``_StorageInfo`` of a stored item: its file, where it begins there, and its length in bytes.
 
         Raises:
             UnsafeCheckpoint: the file does not lie in the checkpoint's directory.
         """
+        row = self.row(item) if isinstance(item, MetadataIndex) else None
+        if row is None:
+            return None
         start, nbytes = self._chunk_start[row], self._chunk_nbytes[row]
         if start < 0:
             rows = self._variable_rows.rows(0, len(self._variable_rows))
@@ -356,7 +369,7 @@ class StoredIndex:
             start, nbytes = self._variable_places[2 * at], self._variable_places[2 * at + 1]
         if start < 0 or nbytes < 0:
             raise self.file.damaged(f"row {row} begins at {start} and has {nbytes} bytes")
-        return self.file_name(self._chunk_file[row]), start, nbytes
+        return StorageInfo(self.file_name(self._chunk_file[row]), start, nbytes)
 
     def row(self, item: MetadataIndex) -> int | None:
         """The place of an item among all items, which are sorted by name and offsets. So all ranks call it the same."""
@@ -420,31 +433,11 @@ def lazy_metadata(index: StoredIndex) -> Metadata:
     Raises:
         DamagedIndex: a part that has to be decoded at once is not what was written.
     """
-
-    def entry(name: Any) -> Any:
-        number = index.number(name)
-        if number is None:
-            return None
-        stored = index.stored(number)
-        if stored.size is None:
-            return BytesStorageMetadata()
-        dtype, layout, requires_grad = index.properties[stored.properties]
-        properties = TensorProperties(dtype=dtype, layout=layout, requires_grad=requires_grad)
-        return TensorStorageMetadata(properties, stored.size, stored)  # type: ignore[arg-type]  # no list, but as good
-
-    def path(name: Any) -> tuple[str | int, ...] | None:
-        number = index.number(name)
-        return None if number is None else index.path(number)
-
-    def place(item: Any) -> Any:
-        row = index.row(item) if isinstance(item, MetadataIndex) else None
-        return None if row is None else StorageInfo(*index.place(row))
-
     meta = index.meta.storage_meta
     metadata = Metadata(
-        state_dict_metadata=_OnDemand(index, entry, index.names, len(index)),  # type: ignore[arg-type]
-        planner_data=_OnDemand(index, path, index.names, len(index)) if index.meta.has_paths else None,
-        storage_data=_OnDemand(index, place, index.items, index.n_rows),
+        state_dict_metadata=_OnDemand(index, index.entry, index.names, len(index)),  # type: ignore[arg-type]
+        planner_data=_OnDemand(index, index.path, index.names, len(index)) if index.meta.has_paths else None,
+        storage_data=_OnDemand(index, index.info, index.items, index.n_rows),
         storage_meta=None
         if meta is None
         else StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules)),

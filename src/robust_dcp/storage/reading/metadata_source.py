@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from errno import ENOENT, ENOTDIR
 from functools import partial
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
@@ -48,16 +48,14 @@ class MetadataSource:
     Args:
         disk: the file system.
         path: the checkpoint's directory, or a URL of fsspec.
-        load_id: is put into the metadata.
 
     Attributes:
         held: a ``with`` block that keeps the checkpoint from being removed by a manager.
     """
 
-    def __init__(self, disk: Disk, path: str, load_id: str) -> None:
+    def __init__(self, disk: Disk, path: str) -> None:
         self._disk = disk
         self._path = path
-        self._load_id = load_id
         self.held: Callable[[], AbstractContextManager[None]] = partial(needed_for_a_load, disk, path)
         self._index: StoredIndex | None = None
         self._was_read: tuple[int | None, bytes] | None = None
@@ -108,10 +106,7 @@ class MetadataSource:
             CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
         """
         self._are_marked = files_are_marked(data)
-        metadata = decode_metadata(data, self.path_of_metadata(rank))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self._load_id
-        return metadata
+        return decode_metadata(data, self.path_of_metadata(rank))
 
     def find_index(self) -> bytes:
         """Look for an index that fits the ``.metadata`` beside it, and check all of it.
@@ -146,10 +141,7 @@ class MetadataSource:
             if self._index is None:
                 return None
             self._are_marked = True  # a version that writes an index also writes marks
-            metadata = lazy_metadata(self._index)
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self._load_id
-            return metadata
+            return lazy_metadata(self._index)
         except (DamagedIndex, StorageError) as error:
             logger.warning("%s; .metadata is read instead", error.message)
             return None
