@@ -292,14 +292,14 @@ class ItemReader:
         group = self._pending.popleft()
         found = group.result.result()
         self._pending_nbytes -= group.nbytes
-        file = self._file_of(group)
+        number = int(self._reads.places.file[group.places[0]])
+        file = self._files[number]
         if group.alone is not None:
             self._hand_over(group.alone, group.target, found)
         elif group.block is not None:
             self._pending_blocks -= 1
             self._hand_over_block(group.places, file, group.block, *found)
             self._blocks.give_back(group.block)
-        number = int(self._reads.places.file[group.places[0]])
         self._reads_left[number] -= len(group.places)
         if self._reads_left[number] == 0:
             del self._files[number]

@@ -236,20 +236,26 @@ def _check_box(item: StoredItem, shape: Sequence[int], offsets: Sequence[int], l
 
 
 def _sums(item: StoredItem, record: Record, crc: int | None, begin: int, end: int) -> BlockSums | None:
-    """The checksums of the blocks that bytes ``begin`` to ``end`` of the item lie in.
+    """The checksums of the blocks that bytes ``begin`` to ``end`` of the item lie in; ``None`` if these are not verified.
 
-    Those of the footer come first: they tell what lies at this place of the file. A record's own checksum is right in a
-    record of another item, too.
+    The checksums of the footer come first: they tell what lies at this place of the file. A record's own checksum is
+    right in a record of another item, too.
     """
-    sums = item.find_sums(begin, end)
+    verify, nbytes = item.verification.verify, end - begin
+    sums = None if verify is False else item.find_sums(begin, end)
     if sums is not None:
         _check_frame(item, record, sums)
-        return sums
-    if item.raw is not None and item.raw.block_crc32s and end - begin < record.data_nbytes:
-        return BlockSums(0, record.data_nbytes, SUM_NBYTES, item.raw.block_crc32s)
-    if crc is None:
-        return None
-    return BlockSums(record.data_offset, record.data_nbytes, max(record.data_nbytes, 1), (crc,))
+    elif verify is not False and item.raw is not None and item.raw.block_crc32s and nbytes < record.data_nbytes:
+        sums = BlockSums(0, record.data_nbytes, SUM_NBYTES, item.raw.block_crc32s)
+    elif verify is not False and crc is not None:
+        sums = BlockSums(record.data_offset, record.data_nbytes, max(record.data_nbytes, 1), (crc,))
+    if sums is not None and nbytes:
+        first, last = sums.around(begin, end)
+        more = last - first - nbytes
+        if verify == "all" or more <= _CHEAP_NBYTES or more * _CHEAP_PART <= nbytes:
+            return sums
+    item.verification.skip(nbytes, item.name, item.file.path)
+    return None
 
 
 def _check_frame(item: StoredItem, record: Record, sums: BlockSums) -> None:
@@ -323,25 +329,12 @@ class BoxRead:
         self._item = item
         self._begin = record.data_offset + first * itemsize
         self._end = self._begin + count * itemsize
-        self._sums = self._sums_to_compare(record, crc)
+        self._sums = _sums(item, record, crc, self._begin, self._end)
         self._range = (self._begin, self._end) if self._sums is None else self._sums.around(self._begin, self._end)
         item.check_bounds(self._range[0], self._range[1] - self._range[0])
         self._is_straight = into is not None and is_one_piece and into.dtype == record.dtype
         self._buffer = torch.empty(count, dtype=record.dtype) if into is None or not self._is_straight else into
         self._lengths, self._stride = lengths, stride
-
-    def _sums_to_compare(self, record: Record, crc: int | None) -> BlockSums | None:
-        """The checksums that the range is compared with; ``None`` if it is not verified."""
-        item, nbytes = self._item, self._end - self._begin
-        verify = item.verification.verify
-        sums = None if verify is False else _sums(item, record, crc, self._begin, self._end)
-        if sums is not None and nbytes:
-            first, last = sums.around(self._begin, self._end)
-            more = last - first - nbytes
-            if verify == "all" or more <= _CHEAP_NBYTES or more * _CHEAP_PART <= nbytes:
-                return sums
-        item.verification.skip(nbytes, item.name, item.file.path)
-        return None
 
     def tensor(self) -> torch.Tensor | None:
         """A CPU tensor of the stored dtype, which owns its memory; ``None`` if ``into`` has been filled."""
