@@ -50,7 +50,7 @@ from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for, 
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import overwritten
-from robust_dcp.storage.reading.reads import in_columns, may_ask_early
+from robust_dcp.storage.reading.reads import PlannedItems, may_ask_early
 from robust_dcp.storage.remote import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writer import RobustWriter
 
@@ -471,9 +471,9 @@ class _Load:
 def _planned_nbytes(items: Sequence[ReadItem], metadata: Metadata | None) -> int:
     """The bytes of stored tensor data that these items read."""
     saved = {} if metadata is None else metadata.state_dict_metadata
-    whole, others = in_columns(items)
-    total = whole.data_nbytes
-    for item in others:
+    planned = PlannedItems.of(items)
+    total = planned.whole_nbytes
+    for item in planned.others:
         entry = saved.get(item.storage_index.fqn)
         if item.type == LoadItemType.TENSOR and isinstance(entry, TensorStorageMetadata):
             total += math.prod(item.lengths) * int(entry.properties.dtype.itemsize)

@@ -46,7 +46,7 @@ from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.load import ItemReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.read_options import ReadOptions
-from robust_dcp.storage.reading.reads import PlannedItems, WholeTensors
+from robust_dcp.storage.reading.reads import PlannedItems
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})")
 
@@ -414,7 +414,7 @@ def _as_bytes(wanted: _Wanted) -> ReadItem:
     return ReadItem(LoadItemType.BYTE_IO, wanted.at, nothing, wanted.at, nothing, nothing)
 
 
-def _in_columns(wanted: Sequence[_Wanted]) -> WholeTensors:
+def _in_columns(wanted: Sequence[_Wanted], planner: _Nowhere) -> PlannedItems:
     """Plain tensors. Those of one kind have one target."""
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(each.kind for each in wanted))}
     files = {file: number for number, file in enumerate(dict.fromkeys(each.file for each in wanted))}
@@ -422,7 +422,7 @@ def _in_columns(wanted: Sequence[_Wanted]) -> WholeTensors:
     rows = [(kinds[each.kind], each.at.index, files[each.file], each.start, each.stored_nbytes) for each in wanted]
     kind_of, chunks, *places = np.array(rows, dtype=np.int64).T
     names, of_each = [each.at.fqn for each in wanted], [targets[number] for number in kind_of.tolist()]
-    return WholeTensors(names, of_each, [*kinds], kind_of, chunks, Places([*files], *places))
+    return PlannedItems(names, of_each, [*kinds], kind_of, chunks, Places([*files], *places), planner=planner)
 
 
 class _Nowhere(DefaultLoadPlanner):
@@ -485,7 +485,7 @@ class _Load:
         contents, findings, planner = self.contents, self.findings, _Nowhere(metadata)
         before_nbytes, nbytes = findings.checked_nbytes, sum(each.nbytes for each in batch)
         are_plain = batch[0].kind is not None
-        items: Any = PlannedItems(_in_columns(batch), [], planner) if are_plain else list(map(_as_bytes, batch))
+        items: Any = _in_columns(batch, planner) if are_plain else list(map(_as_bytes, batch))
         # Bytes are not loaded, so nothing in them runs.
         options = ReadOptions(threads=self.threads, trusted=not are_plain, buffer_bytes=2 * _BATCH_NBYTES)
         try:

@@ -26,7 +26,7 @@ from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, holds_shards, ow
 from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
 from robust_dcp.storage.layouts.places import Int64, Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
-from robust_dcp.storage.reading.reads import WholeTensors
+from robust_dcp.storage.reading.reads import PlannedItems
 
 
 def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> list[ReadItem]:
@@ -54,7 +54,7 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> list[ReadIt
     return items
 
 
-def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTensors:
+def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedItems:
     """The tensors for which the checkpoint has exactly the chunk, size and dtype that this rank holds.
 
     :func:`plan_reads` plans all other tensors.
@@ -94,7 +94,7 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTen
     )
     if len(asked) < len(names):
         names, targets = [names[place] for place in asked], [targets[place] for place in asked]
-    return WholeTensors(names, targets, kinds, np.array(kind_of, dtype=np.int64)[asked], chunks, places)
+    return PlannedItems(names, targets, kinds, np.array(kind_of, dtype=np.int64)[asked], chunks, places)
 
 
 def _whole_chunks(

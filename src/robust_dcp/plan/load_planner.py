@@ -28,7 +28,7 @@ from robust_dcp.plan.state_dict import global_size
 from robust_dcp.plan.target_memory import check_targets, local_tensors
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
-from robust_dcp.storage.reading.reads import NO_TENSORS, PlannedItems
+from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
-            whole, index, saved, plan = NO_TENSORS, index_of(self.metadata), self._saved, None
+            whole, index, saved, plan = PlannedItems(), index_of(self.metadata), self._saved, None
             if self._may_have_old_names():
                 # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
                 with suppress(RuntimeError, ValueError):
@@ -130,7 +130,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             self._whole_keys = frozenset(whole.names)
             # The values that are not known to be saved as exactly one chunk, in the order of the state dict.
             others = {}
-            if len(whole) < len(self.state_dict):
+            if len(whole.names) < len(self.state_dict):
                 others = {key: value for key, value in self.state_dict.items() if key not in self._whole_keys}
             if index is not None:
                 index.find_all(others)
@@ -154,9 +154,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 )
             tensors = (key for key in asked if isinstance(saved[key], TensorStorageMetadata))
             check_filled(planned, {key: local_numel(asked[key]) for key in tensors})
-        if not len(whole):
+        if not whole.names:
             return LoadPlan(planned)
-        return LoadPlan(PlannedItems(whole, planned, self))  # type: ignore[arg-type]  # no list, but as good
+        whole.others, whole.planner = planned, self
+        return LoadPlan(whole)  # type: ignore[arg-type]  # no list, but as good
 
     def _answers_as_stock(self) -> bool:
         """Whether a plan may be carried out without asking this planner about each tensor. That is so unless a subclass

@@ -43,7 +43,7 @@ from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.layouts.places import deal, fill_up
 from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.reads import Read, in_columns, may_ask_early, reads_of, target_of
+from robust_dcp.storage.reading.reads import PlannedItems, Read, may_ask_early, reads_of, target_of
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
 from robust_dcp.storage.records.record import is_plain
 
@@ -105,10 +105,13 @@ def node_reads_the_same(agreement: Agreement) -> bool:
 def _digest(items: Sequence[ReadItem]) -> bytes:
     if not items:
         return _NOTHING
-    whole, others = in_columns(items)
-    kinds = [(kind.offsets, kind.lengths) for kind in whole.kinds]
-    parts = [(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths) for item in others]
-    encoded = msgspec.msgpack.encode((whole.names, kinds, whole.kind_of.tobytes(), parts))
+    planned = PlannedItems.of(items)
+    kinds = [(kind.offsets, kind.lengths) for kind in planned.kinds]
+    parts = [
+        (each.storage_index.fqn, each.storage_index.offset, each.storage_offsets, each.lengths)
+        for each in planned.others
+    ]
+    encoded = msgspec.msgpack.encode((planned.names, kinds, planned.kind_of.tobytes(), parts))
     return hashlib.blake2b(encoded, digest_size=len(_NOTHING)).digest()
 
 

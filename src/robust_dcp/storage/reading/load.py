@@ -37,7 +37,6 @@ from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.reads import (
-    NO_TENSORS,
     Group,
     PlannedItems,
     Read,
@@ -94,10 +93,10 @@ class ItemReader:
         check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None,
         mark: str | None = None,
     ) -> None:
-        whole, others = NO_TENSORS, items
-        if isinstance(items, PlannedItems) and items.planner is planner:
-            whole, others = items.whole, items.others
-        self._reads = reads = Reads(whole, reads_of(others, metadata, directory))
+        planned = PlannedItems.of(items)
+        if planned.names and planned.planner is not planner:
+            planned = PlannedItems(others=list(planned))
+        self._reads = reads = Reads(planned, reads_of(planned.others, metadata, directory))
         self._planner = planner
         self._directory = directory
         self._disk = disk
@@ -312,9 +311,9 @@ class ItemReader:
         # finds out what it is, or what is wrong with it.
         done = np.zeros(len(places), dtype=np.bool_)
         numbers = self._reads.order[places]
-        whole = np.flatnonzero(numbers < len(self._reads.whole))
+        whole = np.flatnonzero(numbers < self._reads.n_whole)
         if len(whole):
-            kinds = self._reads.whole.kind_of[numbers[whole]]
+            kinds = self._reads.items.kind_of[numbers[whole]]
             order = np.argsort(kinds, kind="stable")
             for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
                 done[alike] = self._copy_alike(file, block, shift, end, places[alike])
@@ -358,8 +357,8 @@ class ItemReader:
         Returns:
             for each of ``places`` whether its target has been filled.
         """
-        whole, numbers = self._reads.whole, self._reads.order[places]
-        kind = whole.kinds[int(whole.kind_of[numbers[0]])]
+        items, numbers = self._reads.items, self._reads.order[places]
+        kind = items.kinds[int(items.kind_of[numbers[0]])]
         data_nbytes = kind.nbytes
         start, nbytes = self._reads.places.start[places], self._reads.places.nbytes[places]
         if (nbytes != nbytes[0]).any() or int(start.max() + nbytes[0]) + shift > end:
@@ -377,7 +376,7 @@ class ItemReader:
             footer = None if self._options.verify_checksums is False else file.footer
             if footer is not None and footer.n_items:  # a sound record of another item has a right CRC-32 of its own
                 crcs[crcs != footer.crc32s_at(start)] = NOT_ALIKE
-        targets = list(map(whole.targets.__getitem__, numbers.tolist()))
+        targets = list(map(items.targets.__getitem__, numbers.tolist()))
         if targets[0].is_complex() or targets[0].is_quantized:
             return np.zeros(len(places), dtype=np.bool_)
         takes_bytes = [
@@ -399,7 +398,7 @@ class ItemReader:
         """The CRC-32 of each tensor according to the head of its file: 0 if it has none, ``NOT_ALIKE`` if this is
         another tensor.
         """
-        tensors, names = file.head.tensors if file.head else {}, self._reads.whole.names
+        tensors, names = file.head.tensors if file.head else {}, self._reads.items.names
         found = [tensors.get(names[number]) for number in numbers.tolist()]
         wanted = (kind.dtype, kind.lengths, kind.nbytes, tuple(kind.offsets))
         crcs = [

@@ -1,7 +1,7 @@
 """The reads of a load: what is read, from where, into which tensor, and what is read together.
 
 A load plan may hold thousands of tensors that are read exactly as they were saved. They stay in columns
-(:class:`WholeTensors`), from the look-up in the index to the copy. Everyone else sees them as the ordinary list of read
+(:class:`PlannedItems`), from the look-up in the index to the copy. Everyone else sees them as the ordinary list of read
 items that DCP's planner makes. Everything else that is read is a :class:`Read`.
 """
 
@@ -72,69 +72,59 @@ Int64 = npt.NDArray[np.int64]
 _ZEROS: Final = torch.Size([0] * 64)  # the most dimensions that torch allows
 
 
-@dataclass(frozen=True, eq=False)
-class WholeTensors:
-    """Tensors that are read exactly as they were saved, in columns.
+_NONE: Final[Int64] = np.empty(0, dtype=np.int64)
+
+
+@dataclass(eq=False)
+class PlannedItems(Sequence[ReadItem]):
+    """The items of a load plan. Tensors that are read exactly as they were saved come first, and are in columns.
 
     Attributes:
-        names: the name of each tensor.
+        names: the name of each of these tensors.
         targets: this rank's tensor for each, of the dtype and size of its kind.
         kinds: the distinct pairs of dtype and size.
         kind_of: int64, the number of each tensor's kind.
         chunks: int64, for each the number of its chunk among the saved chunks of the tensor.
         places: where each lies.
+        others: all other items.
+        planner: the planner that made the plan. The targets are used only if the reader gets this planner with the
+            plan.
     """
 
-    names: Sequence[str]
-    targets: Sequence[torch.Tensor]
-    kinds: Sequence[ChunkKind]
-    kind_of: Int64
-    chunks: Int64
-    places: Places
+    names: Sequence[str] = ()
+    targets: Sequence[torch.Tensor] = ()
+    kinds: Sequence[ChunkKind] = ()
+    kind_of: Int64 = field(default_factory=_NONE.copy)
+    chunks: Int64 = field(default_factory=_NONE.copy)
+    places: Places = Places((), _NONE, _NONE, _NONE)  # noqa: RUF009 (it is never changed)
+    others: Sequence[ReadItem] = ()
+    planner: LoadPlanner | None = None
 
-    def __len__(self) -> int:
-        return len(self.names)
+    @classmethod
+    def of(cls, items: Sequence[ReadItem]) -> PlannedItems:
+        """These items. In a plan of another planner none are in columns."""
+        return items if isinstance(items, cls) else cls(others=items)
 
     @property
-    def data_nbytes(self) -> int:
-        """Bytes of all tensors."""
+    def whole_nbytes(self) -> int:
+        """Bytes of all tensors that are in columns."""
         counts = np.bincount(self.kind_of, minlength=len(self.kinds))
         return int(counts @ np.array([kind.nbytes for kind in self.kinds], dtype=np.int64))
 
-    def item(self, place: int) -> ReadItem:
-        """The tensor at ``place`` as a read item, as DCP's planner makes it."""
+    def whole(self, place: int) -> ReadItem:
+        """The tensor at ``place`` in the columns as a read item, as DCP's planner makes it."""
         kind, chunk = self.kinds[int(self.kind_of[place])], int(self.chunks[place])
         zeros = _ZEROS[: len(kind.offsets)]
         stored = MetadataIndex(self.names[place], kind.offsets, chunk)
         wanted = stored if chunk == 0 else MetadataIndex(self.names[place], kind.offsets, 0)
         return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, kind.lengths)
 
-
-_NONE: Final[Int64] = np.empty(0, dtype=np.int64)
-NO_TENSORS: Final = WholeTensors((), (), (), _NONE, _NONE, Places((), _NONE, _NONE, _NONE))
-
-
-class PlannedItems(Sequence[ReadItem]):
-    """The items of a load plan. The items of :attr:`whole` come first.
-
-    Args:
-        whole: the tensors that are read as they were saved.
-        others: everything else.
-        planner: the planner that made the plan. The targets in ``whole`` are used only if the reader gets this planner
-            with the plan.
-    """
-
-    def __init__(self, whole: WholeTensors, others: list[ReadItem], planner: LoadPlanner) -> None:
-        self.whole = whole
-        self.others = others
-        self.planner = planner
-
     @cached_property
     def _all(self) -> list[ReadItem]:
-        return [self.whole.item(place) for place in range(len(self.whole))] + self.others
+        return [*map(self.whole, range(len(self.names))), *self.others]
 
     def __len__(self) -> int:
-        return len(self.whole) + len(self.others)
+        return len(self.names) + len(self.others)
 
     def __getitem__(self, place: Any) -> Any:
         return self._all[place]
@@ -149,11 +139,6 @@ class PlannedItems(Sequence[ReadItem]):
 
     def __reduce__(self) -> Any:
         return list, (self._all,)
-
-
-def in_columns(items: Sequence[ReadItem]) -> tuple[WholeTensors, Sequence[ReadItem]]:
-    """The items of a plan that are in columns, and the others."""
-    return (items.whole, items.others) if isinstance(items, PlannedItems) else (NO_TENSORS, items)
 
 
 _SMALL_NBYTES: Final = 64 << 10
@@ -226,19 +211,19 @@ class Reads:
     """The reads of a load, ordered by file and by place in the file.
 
     Args:
-        whole: the tensors that are read as they were saved. A :class:`Read` is made of one only if somebody asks for
-            it.
-        others: everything else.
+        items: the items. A :class:`Read` is made of one that is in columns only if somebody asks for it.
+        others: a read for each of the others.
 
     Attributes:
-        order: int64, for each read its number among ``whole``, or after these among ``others``.
+        order: int64, for each read its number among ``items``.
         places: where each lies.
     """
 
-    def __init__(self, whole: WholeTensors, others: Sequence[Read]) -> None:
-        self.whole = whole
+    def __init__(self, items: PlannedItems, others: Sequence[Read]) -> None:
+        self.items = items
+        self.n_whole = len(items.names)
         self._others = others
-        at = whole.places
+        at = items.places
         paths = np.array([*at.files, *(read.relative_path for read in others)], dtype=object)
         files, number = np.unique(paths, return_inverse=True)
         file = np.concatenate((number[: len(at.files)][at.file], number[len(at.files) :]))
@@ -250,20 +235,20 @@ class Reads:
     @cached_property
     def item_ids(self) -> Int64:
         """int64: for each read its :func:`~robust_dcp.storage.layouts.footer.item_id`. Only files of ours need them."""
-        whole, seeds = self.whole, [seed_of(tuple(kind.offsets)) for kind in self.whole.kinds]
-        kind_of = zip(whole.names, whole.kind_of.tolist(), strict=True)
+        seeds = [seed_of(tuple(kind.offsets)) for kind in self.items.kinds]
+        kind_of = zip(self.items.names, self.items.kind_of.tolist(), strict=True)
         ids = [crc32(name.encode(errors="surrogatepass"), seeds[kind]) for name, kind in kind_of]
         ids += [item_id(read.item.storage_index.fqn, read.item.storage_index.offset or ()) for read in self._others]
         return np.array(ids, dtype=np.int64)[self.order]
 
     def read(self, place: int) -> Read:
         """The read at ``place``."""
-        number, whole, at = int(self.order[place]), self.whole, self.places
-        if number >= len(whole):
-            return self._others[number - len(whole)]
-        kind, path = whole.kinds[int(whole.kind_of[number])], at.files[int(at.file[place])]
+        number, items, at = int(self.order[place]), self.items, self.places
+        if number >= self.n_whole:
+            return self._others[number - self.n_whole]
+        kind, path = items.kinds[int(items.kind_of[number])], at.files[int(at.file[place])]
         start, nbytes = int(at.start[place]), int(at.nbytes[place])
-        return Read(whole.item(number), path, start, nbytes, (), kind.dtype, kind.lengths)
+        return Read(items.whole(number), path, start, nbytes, (), kind.dtype, kind.lengths)
 
     def groups(self, block_nbytes: int) -> list[Group]:
         """All reads. Items that lie next to each other are in groups of up to ``block_nbytes`` bytes.
@@ -271,9 +256,8 @@ class Reads:
         Items are alone if they are large, have transforms, or are wanted only in part.
         """
         _, file, start, nbytes = self.places
-        n_whole = len(self.whole)
         is_alone = np.zeros(len(file), dtype=np.bool_)
-        for number, read in enumerate(self._others, n_whole):
+        for number, read in enumerate(self._others, self.n_whole):
             is_alone[number] = bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole)
         is_alone = is_alone[self.order] | (nbytes > min(block_nbytes, _MEDIUM_NBYTES))
         groups: list[Group] = []

@@ -236,7 +236,7 @@ def _check_box(item: StoredItem, shape: Sequence[int], offsets: Sequence[int], l
 
 
 def _sums(item: StoredItem, record: Record, crc: int | None, begin: int, end: int) -> BlockSums | None:
-    """The checksums of the blocks that bytes ``begin`` to ``end`` of the item lie in; ``None`` if these are not verified.
+    """The checksums of the blocks that bytes ``begin`` to ``end`` of the item lie in; ``None`` if nothing is compared.
 
     The checksums of the footer come first: they tell what lies at this place of the file. A record's own checksum is
     right in a record of another item, too.
