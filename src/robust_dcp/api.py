@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +18,8 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Agreement, Channel, Offer
@@ -457,24 +456,12 @@ class _Load:
             rank=channel.rank,
             world_size=channel.size,
             items=len(items),
-            nbytes=_planned_nbytes(items, metadata),
+            nbytes=PlannedItems.of(items).data_nbytes(metadata),
             phases=tuple(self.clock.records),
             missing_keys=getattr(planner, "missing_keys", ()),
             _find_unread_keys=planner.unread_keys_later() if isinstance(planner, RobustLoadPlanner) else tuple,
-            shared_nbytes=0 if self.shared is None else _planned_nbytes(self.shared.received, metadata),
+            shared_nbytes=0 if self.shared is None else PlannedItems.of(self.shared.received).data_nbytes(metadata),
             peak_buffer_nbytes=getattr(self.reader, "peak_buffer_nbytes", 0),
             unverified_nbytes=getattr(self.reader, "unverified_nbytes", 0),
             stragglers=channel.stragglers,
         )
-
-
-def _planned_nbytes(items: Sequence[ReadItem], metadata: Metadata | None) -> int:
-    """The bytes of stored tensor data that these items read."""
-    saved = {} if metadata is None else metadata.state_dict_metadata
-    planned = PlannedItems.of(items)
-    total = planned.whole_nbytes
-    for item in planned.others:
-        entry = saved.get(item.storage_index.fqn)
-        if item.type == LoadItemType.TENSOR and isinstance(entry, TensorStorageMetadata):
-            total += math.prod(item.lengths) * int(entry.properties.dtype.itemsize)
-    return total

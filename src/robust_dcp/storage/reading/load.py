@@ -297,36 +297,22 @@ class ItemReader:
             self._hand_over(group.alone, group.target, found)
         elif group.block is not None:
             self._pending_blocks -= 1
-            self._hand_over_block(group.places, file, group.block, *found)
-            self._blocks.give_back(group.block)
+            block, (at, nbytes) = group.block, found
+            shift, end = at - int(self._reads.places.start[group.places[0]]), at + nbytes
+            for place in self._not_in_columns(group.places, file, block, shift, end):
+                read = self._reads.read(place)
+                begin = shift + read.offset
+                item = StoredItem(file, read, self.verification, block.view[begin : min(begin + read.nbytes, end)])
+                if read.item.type == LoadItemType.BYTE_IO:
+                    self._hand_over(read, None, checked_object(item, trusted=self._options.trusted))
+                    continue
+                target = target_of(self._planner, read.item, early=self._targets_first)
+                self._hand_over(read, target, self._taken(item, target))
+            self._blocks.give_back(block)
         self._reads_left[number] -= len(group.places)
         if self._reads_left[number] == 0:
             del self._files[number]
             file.close()
-
-    def _hand_over_block(self, places: Int64, file: DataFile, block: Block, at: int, nbytes: int) -> None:
-        """Hand over the items of a block whose ``nbytes`` bytes begin at byte ``at`` of its memory."""
-        shift, end = at - int(self._reads.places.start[places[0]]), at + nbytes
-        # Whole tensors of one dtype and size are copied together. One that is not filled then is read by itself, which
-        # finds out what it is, or what is wrong with it.
-        done = np.zeros(len(places), dtype=np.bool_)
-        numbers = self._reads.order[places]
-        whole = np.flatnonzero(numbers < self._reads.n_whole)
-        if len(whole):
-            kinds = self._reads.items.kind_of[numbers[whole]]
-            order = np.argsort(kinds, kind="stable")
-            for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
-                done[alike] = self._copy_alike(file, block, shift, end, places[alike])
-        for place in places[~done].tolist():
-            read = self._reads.read(place)
-            begin = shift + read.offset
-            memory = block.view[begin : min(begin + read.nbytes, end)]
-            item = StoredItem(file, read, self.verification, memory)
-            if read.item.type == LoadItemType.BYTE_IO:
-                self._hand_over(read, None, checked_object(item, trusted=self._options.trusted))
-                continue
-            target = target_of(self._planner, read.item, early=self._targets_first)
-            self._hand_over(read, target, self._taken(item, target))
 
     def _taken(self, item: StoredItem, target: torch.Tensor | None) -> torch.Tensor | None:
         """What is wanted of a tensor in memory; ``None`` if ``target`` has been filled."""
@@ -345,6 +331,26 @@ class ItemReader:
         self._planner.commit_tensor(read.item, target)
 
     # --- whole tensors in columns
+
+    def _not_in_columns(self, places: Int64, file: DataFile, block: Block, shift: int, end: int) -> list[int]:
+        """Fill the targets of whole tensors from a block. Those of one dtype and size are copied together.
+
+        Args:
+            places: the reads. The other arguments are those of :meth:`_copy_alike`.
+
+        Returns:
+            the reads that are to be handed over one by one, which finds out what they are, or what is wrong with them.
+        """
+        done = np.zeros(len(places), dtype=np.bool_)
+        numbers = self._reads.order[places]
+        whole = np.flatnonzero(numbers < self._reads.n_whole)
+        if len(whole):
+            kinds = self._reads.items.kind_of[numbers[whole]]
+            order = np.argsort(kinds, kind="stable")
+            for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
+                done[alike] = self._copy_alike(file, block, shift, end, places[alike])
+        left: list[int] = places[~done].tolist()
+        return left
 
     def _copy_alike(self, file: DataFile, block: Block, shift: int, end: int, places: Int64) -> npt.NDArray[np.bool_]:
         """Fill the targets of whole tensors of one dtype and size from a block.

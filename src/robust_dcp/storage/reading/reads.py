@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -105,11 +106,16 @@ class PlannedItems(Sequence[ReadItem]):
         """These items. In a plan of another planner none are in columns."""
         return items if isinstance(items, cls) else cls(others=items)
 
-    @property
-    def whole_nbytes(self) -> int:
-        """Bytes of all tensors that are in columns."""
+    def data_nbytes(self, metadata: Metadata | None) -> int:
+        """The bytes of stored tensor data that these items read."""
         counts = np.bincount(self.kind_of, minlength=len(self.kinds))
-        return int(counts @ np.array([kind.nbytes for kind in self.kinds], dtype=np.int64))
+        total = int(counts @ np.array([kind.nbytes for kind in self.kinds], dtype=np.int64))
+        saved = {} if metadata is None else metadata.state_dict_metadata
+        for item in self.others:
+            entry = saved.get(item.storage_index.fqn)
+            if item.type == LoadItemType.TENSOR and isinstance(entry, TensorStorageMetadata):
+                total += prod(item.lengths) * int(entry.properties.dtype.itemsize)
+        return total
 
     def whole(self, place: int) -> ReadItem:
         """The tensor at ``place`` in the columns as a read item, as DCP's planner makes it."""
