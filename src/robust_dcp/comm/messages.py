@@ -160,7 +160,8 @@ class Shares(msgspec.Struct, array_like=True):
 
     @staticmethod
     def decode(payload: Payload) -> Shares:
-        return msgspec.msgpack.decode(payload, type=Shares)
+        shares: Shares = _decoder_of(Shares).decode(payload)
+        return shares
 
 
 class Column(msgspec.Struct, array_like=True, frozen=True):

@@ -50,6 +50,9 @@ Size = torch.Size
 _MAX_DIMENSIONS: Final = 64
 _MAX_PARTS: Final = 10_000  # in a path
 _NAMES_AT_ONCE: Final = 1 << 12
+# They are made here, because msgspec crashes if two threads look at a type for the first time.
+_META: Final = msgspec.json.Decoder(IndexMeta)
+_PROPERTIES: Final = msgspec.json.Decoder(list[Properties])
 _FEW: Final = 16
 """If fewer than one in this many names of the index are wanted, they are looked up by bisection."""
 
@@ -129,8 +132,8 @@ class StoredIndex:
         meta, properties = Column(file, "meta").rows().tobytes(), Column(file, "properties").rows().tobytes()
         self.properties: list[tuple[torch.dtype, torch.layout, bool]] = []
         try:
-            self.meta = msgspec.json.decode(meta, type=IndexMeta)
-            distinct = msgspec.json.decode(properties or b"[]", type=list[Properties])
+            self.meta: IndexMeta = _META.decode(meta)
+            distinct: list[Properties] = _PROPERTIES.decode(properties or b"[]")
             for dtype_name, layout_name, requires_grad in distinct:
                 dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
                 if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
