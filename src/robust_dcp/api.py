@@ -27,7 +27,7 @@ from robust_dcp.drain.drain import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
 from robust_dcp.plan.cache import LOADED
-from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
+from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words, unread_keys
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
@@ -451,6 +451,9 @@ class _Load:
         """The report of the load, which is over."""
         channel, planner, items = self.channel, self.planner, self.plan.items
         metadata = getattr(planner, "metadata", None)
+        find_unread_keys: Callable[[], tuple[str, ...]] = tuple
+        if isinstance(planner, RobustLoadPlanner) and metadata is not None:
+            find_unread_keys = partial(unread_keys, metadata.state_dict_metadata, frozenset(planner.state_dict))
         return LoadReport(
             checkpoint_id=self.checkpoint,
             rank=channel.rank,
@@ -459,7 +462,7 @@ class _Load:
             nbytes=PlannedItems.of(items).data_nbytes(metadata),
             phases=tuple(self.clock.records),
             missing_keys=getattr(planner, "missing_keys", ()),
-            _find_unread_keys=planner.unread_keys_later() if isinstance(planner, RobustLoadPlanner) else tuple,
+            _find_unread_keys=find_unread_keys,
             shared_nbytes=0 if self.shared is None else PlannedItems.of(self.shared.received).data_nbytes(metadata),
             peak_buffer_nbytes=getattr(self.reader, "peak_buffer_nbytes", 0),
             unverified_nbytes=getattr(self.reader, "unverified_nbytes", 0),

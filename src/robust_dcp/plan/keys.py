@@ -11,7 +11,7 @@ import difflib
 import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -36,6 +36,11 @@ _SHOWN_GROUPS: Final = 8
 _SHOWN_KEYS: Final = 3
 _IS_NEAR: Final = 0.7
 """How similar the one differing part of two names must be, measured by ``difflib``."""
+
+
+def unread_keys(saved: Iterable[str], asked: Container[str]) -> tuple[str, ...]:
+    """The keys of a checkpoint that nobody asks for, sorted."""
+    return tuple(sorted(key for key in saved if key not in asked))
 
 
 def what_is_saved(asked: Collection[str], saved: Collection[str]) -> str:

@@ -10,7 +10,7 @@ import io
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
-from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
+from robust_dcp.plan.keys import near_names, renamed_in_words, unread_keys, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, plan_reads, whole_tensors
 from robust_dcp.plan.state_dict import global_size
 from robust_dcp.plan.target_memory import check_targets, local_tensors
@@ -91,12 +91,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     @property
     def unread_keys(self) -> tuple[str, ...]:
         """Keys of the checkpoint that the state dict does not ask for."""
-        return self.unread_keys_later()()
-
-    def unread_keys_later(self) -> Callable[[], tuple[str, ...]]:
-        """Return a function that gives :attr:`unread_keys` of this load, even after the next load has begun."""
-        saved, asked = self._saved, frozenset(self.state_dict)
-        return lambda: tuple(sorted(key for key in saved if key not in asked))
+        return unread_keys(self._saved, self.state_dict)
 
     @property
     def _saved(self) -> Mapping[str, Any]:

@@ -146,7 +146,7 @@ class StoredIndex:
         counts = Column(file, "size_counts")
         if len(counts) > _MAX_DIMENSIONS + 1:
             raise file.damaged(f"it has sizes of {len(counts) - 1} dimensions")
-        for ndim, count in enumerate(counts.rows(0, len(counts)).tolist()):
+        for ndim, count in enumerate(counts.rows().tolist()):
             self._first_of_ndim.append(self._first_of_ndim[-1] + count)
             self._at_of_ndim.append(self._at_of_ndim[-1] + count * ndim)
         if self._at_of_ndim.pop() != len(self._sizes):
@@ -365,7 +365,7 @@ class StoredIndex:
             return None
         start, nbytes = self._chunk_start[row], self._chunk_nbytes[row]
         if start < 0:
-            rows = self._variable_rows.rows(0, len(self._variable_rows))
+            rows = self._variable_rows.rows()
             at = int(np.searchsorted(rows, row))
             if at == len(rows) or rows[at] != row:
                 raise self.file.damaged(f"row {row} has no place")
@@ -412,11 +412,11 @@ class StoredIndex:
 
     def order_in_files(self) -> Int64:
         """The place of each row when all are sorted by file and by where they begin in it."""
-        files, starts = self._chunk_file.rows(0, self.n_rows), self._chunk_start.rows(0, self.n_rows).copy()
-        variable = self._variable_rows.rows(0, len(self._variable_rows))
+        files, starts = self._chunk_file.rows(), self._chunk_start.rows().copy()
+        variable = self._variable_rows.rows()
         if len(variable) and not 0 <= int(variable.min()) <= int(variable.max()) < self.n_rows:
             raise self.file.damaged("items of variable size are not among its rows")
-        starts[variable] = self._variable_places.rows(0, len(self._variable_places))[::2]
+        starts[variable] = self._variable_places.rows()[::2]
         names = [self.file_name(number) for number in range(len(self._file_ends))]
         if len(files) and not 0 <= int(files.min()) <= int(files.max()) < len(names):
             raise self.file.damaged("items lie in files that it does not name")
