@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 import shutil
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
+from robust_dcp.comm import connections, patience
 from robust_dcp.comm.connections import Connections
 from tests.faults.disk import CHANGES, LONG_TESTS, Call, FaultDisk, kill
 from tests.harness.faults import fail_in, kill_in
@@ -330,3 +332,29 @@ def test_a_rank_that_is_killed_before_any_call_to_the_network_is_named_by_all_ot
         verdicts = values([outcome for outcome in outcomes if outcome.rank != 2])
         assert [verdict.fields.get("missing_ranks") for verdict in verdicts] == [[2]] * 4, (number, verdicts)
         assert step_in(path) == 1.0
+
+
+def stand_still_while_connecting(path: str) -> list[float]:
+    send, seconds = Connections.send, iter([0.0])
+
+    def stand_still_and_send(self: Connections, peer: int, tag: int, data: Any) -> Any:
+        if dist.get_rank() == 1 and tag == connections.GREETING_TAG:
+            time.sleep(next(seconds, 0))
+        return send(self, peer, tag, data)
+
+    found = []
+    with (
+        mock.patch.object(Connections, "send", stand_still_and_send),
+        mock.patch.object(connections, "_CONNECT_TIMEOUT", datetime.timedelta(seconds=0.4)),  # gloo waits 5 times that
+        mock.patch.object(patience, "GREETING_SECONDS", 2.0),
+    ):
+        for delay in (1.9, 2.03, 2.1, 2.2, 3.0):
+            seconds = iter([delay])
+            there = f"{path}/{delay}"
+            robust_dcp.save(state(3), checkpoint_id=there, process_group=dist.new_group(), timeout_seconds=30)
+            found.append(step_in(there))
+    return found
+
+
+def test_a_rank_that_stands_still_while_it_connects_is_waited_for_and_ends_no_other(tmp_path: Path) -> None:
+    assert values(run_ranks(2, stand_still_while_connecting, str(tmp_path))) == [[3.0] * 5] * 2

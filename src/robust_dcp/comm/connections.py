@@ -28,6 +28,7 @@ import socket
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,7 +128,8 @@ class Connections:
         peers: for each connected rank what it said about its process.
         closed: the ranks that closed their connections before this one did, each with what is known of it; with no
             text if it had not come to an operation that goes on.
-        kept: what may never be read, and must not be freed before the connections.
+        kept: what gloo may still send, by the exchange that needs it; ``None`` for what may never be read. Keeping it
+            keeps the group, so it is here, where it ends with the group.
     """
 
     def __init__(self, ask: Ask, rank: int, size: int, here: Whereabouts, greeting: bytes) -> None:
@@ -137,14 +139,15 @@ class Connections:
         self._here = here
         self._greeting = greeting
         self._turns: dict[int, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._making = threading.Lock()
         self._group: Any = None
         self._tags = itertools.count(_PAYLOAD_TAGS)
         self.is_dropped = False
         self.peers: dict[int, str] = {}
         self.closed: dict[int, str] = {}
-        self.kept: list[Any] = []
+        self.kept: defaultdict[Any, list[Moving]] = defaultdict(list)
+        self._connecting: set[int] = set()  # the peers that gloo is connecting to
         self._connected: set[int] = set()
         self._awaits_all = False
 
@@ -160,7 +163,7 @@ class Connections:
             RobustCheckpointError: one of the two listens where the other one cannot reach it.
             StoreLost: the store is gone.
         """
-        with self._lock:
+        with self._changed:
             turn = self._turns.setdefault(peer, threading.Lock())
         with turn:  # several operations may need this connection
             if peer in self.peers:
@@ -175,13 +178,25 @@ class Connections:
             self._here.refuse_loopback(there)
             there.refuse_loopback(self._here)
             try:
-                self.kept.append(self.send(peer, GREETING_TAG, self._greeting))
+                self._greet(peer)
                 answer = self.receive(peer, GREETING_TAG, len(self._greeting), patience.GREETING_SECONDS)
             except Broken as error:
+                self.drop()  # at once: gloo ends the process if that rank connects after all
                 raise Broken(f"{CONNECTING_FAILED}: {there.process}: {error}") from None
             if answer != self._greeting:
                 raise Broken(f"{CONNECTING_FAILED}: whoever answered is not {there.process}")
             self.peers[peer] = there.process
+
+    def _greet(self, peer: int) -> None:
+        """Connect: gloo does that when it has something to send."""
+        with self._changed:
+            self._connecting.add(peer)
+        try:
+            self.kept[None].append(self.send(peer, GREETING_TAG, self._greeting))
+        finally:
+            with self._changed:
+                self._connecting.discard(peer)
+                self._changed.notify_all()
 
     def _make_group(self, look: Callable[[], None]) -> None:
         """Make the gloo group. Without ``lazy_init`` that connects each rank to each other one, so all must be here."""
@@ -200,7 +215,7 @@ class Connections:
                 self._awaits_all = False
             store = dist.PrefixStore("gloo", self._ask(lambda store: store, look))
             group = _call(dist.ProcessGroupGloo, store, self._rank, self._size, options)
-            with self._lock:
+            with self._changed:
                 if self.is_dropped:
                     raise Broken("the connections were dropped")
                 self._group = group
@@ -284,8 +299,10 @@ class Connections:
 
     def drop(self) -> None:
         """Close all connections. All waits end, here and on the other ranks."""
-        with self._lock:
+        with self._changed:
             self.is_dropped = True
+            # If a connection comes about after gloo was told of its end, gloo ends the process.
+            self._changed.wait_for(lambda: not self._connecting, patience.CONNECTING_SECONDS)
             group, self._group = self._group, None
         # When a wait times out, every version of gloo closes all connections and wakes all who wait on them. That takes
         # a connection which is not broken yet.
@@ -299,6 +316,11 @@ class Connections:
         if group is None:
             raise Broken("the connections were dropped")
         return group
+
+
+def has_timed_out(detail: str) -> bool:
+    """Whether connecting failed because no answer came in time. A rank that has given up before refuses instead."""
+    return detail.startswith(CONNECTING_FAILED) and ("Connect timeout" in detail or "Timed out waiting" in detail)
 
 
 def _call(function: Any, *args: Any) -> Any:

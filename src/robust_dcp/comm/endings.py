@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from robust_dcp.comm.connections import INTERFACE
 from robust_dcp.comm.messages import encode
 from robust_dcp.errors import (
     ExchangeError,
@@ -221,6 +222,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
         missing: ranks that it lost or does not hear, each with what it knows of it.
         closed: ranks that closed their connections to it, each with what it knows of it if it took part in its
             operations.
+        apart: ranks that did not answer when it connected to them, each with what went wrong.
     """
 
     rank: int
@@ -228,6 +230,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     inside: tuple[tuple[int, int], ...]
     missing: dict[int, str]
     closed: dict[int, str] = {}
+    apart: dict[int, str] = {}
 
 
 class EndMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -261,6 +264,14 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
     inside = {each for answer in answers for each in answer.inside}
     closed = [each for answer in answers for each in answer.closed.items() if each[0] not in alive]
     dead = {rank: text for rank, text in closed if text}
+    tried = {(answer.rank, rank): detail for answer in answers for rank, detail in answer.apart.items()}
+    # If only one of two ranks tells of it, the other one was late.
+    apart = {
+        rank: f"rank {own_rank} and rank {rank} cannot connect to each other ({detail}): does {INTERFACE} name the "
+        "interface of the network that joins the hosts?"
+        for (own_rank, rank), detail in tried.items()
+        if own_rank < rank and (rank, own_rank) in tried
+    }
     ending: set[tuple[int, int]] = {key}
     error: RobustCheckpointError
     if problem.cause is not None:
@@ -271,6 +282,9 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
     elif dead:
         ending |= inside
         error = _missing_ranks_error(Problem.of_lost(dead), operation, size, answers)
+    elif apart:
+        ending |= inside
+        error = _missing_ranks_error(Problem.of_lost(apart), operation, size, answers)
     elif problem.is_loss:
         ending = set()
         error = ExchangeError("the ranks connect again")

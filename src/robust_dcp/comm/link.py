@@ -282,7 +282,8 @@ class Link:
             missing.update(each.missing())
         doing = "; ".join(sorted(each.doing() for each in operations)) or "no operation"
         closed = {} if connections is None else dict(connections.closed)
-        return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed)
+        apart = {rank: detail for rank, detail in self.gone.items() if network.has_timed_out(detail)}
+        return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed, apart)
 
     def _agree_on_end(
         self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]

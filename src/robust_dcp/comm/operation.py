@@ -171,7 +171,6 @@ class _Exchange:
         sent: for each neighbour what it has to get, so that it can be sent again.
         announced: the neighbours that find in the store where this rank listens.
         damaged: the neighbours that have been asked to send something again.
-        kept: what gloo is sending. It must not be freed before it has arrived.
         heard: the neighbours from which something has come, each with the time of the latest (``time.monotonic()``).
         absent: the neighbours that this rank waits for.
         waiting_since: silence before this time does not count.
@@ -192,7 +191,6 @@ class _Exchange:
         self.sent: dict[int, list[tuple[Frame, Payload]]] = defaultdict(list)
         self.announced: set[int] = set()
         self.damaged: set[int] = set()
-        self.kept: list[Any] = []
         self.failure: str | None = None
         self.problem: Problem | None = None
         self.is_working = True
@@ -203,10 +201,11 @@ class _Exchange:
         self._link = link
         self._timeout_seconds = timeout_seconds
         self._beats: dict[int, Beat] = {}
+        self._gone_since: dict[int, float] = {}
         self._catches_up_until = 0.0
         self._n_reconnects = 0
         self.began_seconds = self.moved_seconds = time.monotonic()
-        self.waiting_since = self._connecting_since = self._last_look = self.began_seconds
+        self.waiting_since = self._last_look = self.began_seconds
 
     def lacking(self, peers: Sequence[int], kind: Kind) -> tuple[int, ...]:
         """Those of ``peers`` whose message has not come."""
@@ -228,7 +227,7 @@ class _Exchange:
         self._n_reconnects += 1
         if self._n_reconnects <= _MAX_RECONNECTS:
             self._beats.clear()
-            self.waiting_since = self._connecting_since = self._last_look = time.monotonic()
+            self.waiting_since = self._last_look = time.monotonic()
 
     def catching_up_seconds(self) -> float:
         """How long this process should only read messages, because it stood still itself (``SIGSTOP``, say).
@@ -310,9 +309,15 @@ class _Exchange:
     def _refuse(self, peer: int, rank: int, silence: float) -> None:
         """Raise if ``rank``, which is ``peer`` or behind it, has been silent for too long, or ``peer`` is gone."""
         detail = self._link.gone.get(peer)
-        is_due = time.monotonic() > self._connecting_since + patience.RECONNECT_SECONDS
-        if detail is not None and peer not in self.heard and is_due:
-            raise Problem("broke off: connection lost", missing={peer: self.words_for_lost(peer, detail)})
+        if detail is None or peer in self.heard:
+            self._gone_since.pop(peer, None)
+        else:
+            gone_seconds = time.monotonic() - self._gone_since.setdefault(peer, time.monotonic())
+            is_stalled = detail.startswith(CONNECTING_FAILED)
+            if gone_seconds > min(
+                patience.STALLED_SECONDS if is_stalled else patience.RECONNECT_SECONDS, self._timeout_seconds
+            ):
+                raise Problem("broke off: connection lost", missing={peer: self.words_for_lost(peer, detail)})
         if silence >= self._timeout_seconds:
             raise Problem.of_silent(rank, self._timeout_seconds, self.words_for_silent(rank, silence))
 
@@ -468,8 +473,8 @@ class Operation:
             error = decode(payload, ErrorMessage).to_error()
         finally:
             with self._changed:
-                if self._exchange is not None:
-                    self._exchange.kept.clear()  # it has arrived, or the connections are dropped
+                for connections in self._exchange.open.values() if self._exchange is not None else ():
+                    connections.kept.pop(self._exchange, None)  # it has arrived
                 self._exchange = None
             _CLOCK.discard(self)
             for stats in self.recordings:
@@ -651,7 +656,7 @@ class Operation:
         connections = exchange.open.get(peer)
         if connections is None:
             return None
-        kept = connections.kept if for_good else exchange.kept
+        kept = connections.kept[None if for_good else exchange]
         if len(payload):
             crc32, tag = isal_zlib.crc32(payload), connections.new_tag()
             frame = frame._replace(payload_nbytes=len(payload), payload_crc32=crc32, payload_tag=tag)
@@ -707,7 +712,7 @@ class Operation:
             gone = Frame(Kind.GONE, *self.key, number, body=body, secret=self.link.secret).encode()
             for peer in list(connections.peers):
                 with contextlib.suppress(Broken):
-                    connections.kept.append(connections.send(peer, self._tag, gone))
+                    connections.kept[None].append(connections.send(peer, self._tag, gone))
 
     # Reading.
 
@@ -730,7 +735,7 @@ class Operation:
                 exchange.announced.add(peer)
                 self._changed.notify_all()
 
-        generation = self.link.generation
+        generation, lost = self.link.generation, ""
         connections: Connections | None = None
         try:
             generation, connections = self.link.connect(peer, lambda: self._exchange is not exchange, note_announced)
@@ -750,10 +755,12 @@ class Operation:
         except RobustCheckpointError as error:
             self.link.break_up(generation, Problem.of_leaving(self.link.rank, error), self)
         except Broken as error:
-            self._lose(exchange, peer, generation, connections, str(error))
+            lost = str(error)
         except Exception as error:
             logger.exception("reading from rank %d fails", peer)
-            self._lose(exchange, peer, generation, connections, f"{type(error).__name__}: {error}")
+            lost = f"{type(error).__name__}: {error}"
+        if lost:  # the exception is gone by now: it would keep gloo's group alive
+            self._lose(exchange, peer, generation, connections, lost)
 
     def _read_one(self, exchange: _Exchange, peer: int, connections: Connections) -> bool:
         """Take the next message. Return whether it was the last one in this exchange.

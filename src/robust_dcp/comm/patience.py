@@ -20,8 +20,14 @@ ANNOUNCE_SECONDS = 2.0
 GREETING_SECONDS = 10.0
 """Connecting: how long the first frame of a rank may take that says it is connecting."""
 
+CONNECTING_SECONDS = 0.5
+"""At the end: how long a rank lets gloo finish a connection that it is making before it drops them all."""
+
 RECONNECT_SECONDS = 5.0
 """How long a rank has to come back after its connection broke before it said anything in an operation."""
+
+STALLED_SECONDS = 30.0
+"""How long a rank has to come back that was there to connect, and then did not. Its host may be busy."""
 
 ELSEWHERE_SECONDS = 10.0
 """How long a rank may wait in another operation before we call that a mistake. Its threads may have started both."""
