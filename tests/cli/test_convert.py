@@ -28,6 +28,7 @@ from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
+from tests.storage.forged import Call
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.uint16, torch.complex128]
@@ -237,20 +238,12 @@ def test_a_damaged_source_gives_nothing(source: Path, tmp_path: Path, shell: She
         assert not (tmp_path / form).exists()
 
 
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("content", [b"x\n", b"", b"PK\x03\x04 and so on", bytes(100), None])
 def test_a_file_of_another_kind_or_one_that_would_run_code_is_refused(
     content: bytes | None, tmp_path: Path, shell: Shell
 ) -> None:
     if content is None:
-        torch.save({"w": torch.ones(2), "evil": Evil(tmp_path / "executed")}, tmp_path / "file")
+        torch.save({"w": torch.ones(2), "evil": Call(os.mkdir, str(tmp_path / "executed"))}, tmp_path / "file")
     else:
         (tmp_path / "file").write_bytes(content)
     ended = shell("convert", tmp_path / "file", tmp_path / "made", "--to", "dcp")

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import robust_dcp
 from robust_dcp.cli.app import COMMANDS
 from tests.cli.commands import Shell, started
+from tests.storage.forged import Call
 
 HOSTILE = "evil\\x1b]0;title\\x07[red]\\n\\tname"
 
@@ -148,21 +148,14 @@ def test_what_may_not_be_used_is_told_with_what_to_check(
     assert ended.code == 2 and f"{tmp_path} cannot be written to: check who owns it" in ended.err
 
 
-class Program:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.path), "x")
-
-
 def test_a_program_in_the_place_of_a_tensor_an_object_or_the_metadata_is_executed_by_no_command(
     tmp_path: Path, shell: Shell
 ) -> None:
     path, ran = tmp_path / "hostile", tmp_path / "ran"
+    program = Call(open, str(ran), "x")
     dcp.save({"weight": torch.ones(4)}, checkpoint_id=path, no_dist=True)
     record = io.BytesIO()
-    torch.save(Program(ran), record)
+    torch.save(program, record)
     metadata = FileSystemReader(path).read_metadata()
     for info in metadata.storage_data.values():
         info.offset, info.length = 0, len(record.getvalue())
@@ -176,7 +169,7 @@ def test_a_program_in_the_place_of_a_tensor_an_object_or_the_metadata_is_execute
     for command, code in (("inspect", 2), ("verify", 1)):
         ended = shell(command, path)
         assert ended.code == code and "asks for posix.abort" in ended.out + ended.err
-    for name, value in (("1", [Program(ran)]), ("2", [Program(ran), 1])):
+    for name, value in (("1", [program]), ("2", [program, 1])):
         dcp.save({"o": value}, checkpoint_id=tmp_path / name, no_dist=True)
     ended = shell("diff", tmp_path / "1", tmp_path / "2", "--values", "--json")
     assert ended.code == 1 and ended.json["objects"][0]["second"].endswith("other bytes")

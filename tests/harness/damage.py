@@ -18,10 +18,12 @@ def data_files(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def flip_bit(path: str | os.PathLike[str], offset: int, bit: int = 0) -> None:
-    """Flip one bit of a file. A second call undoes it. A negative offset counts from the end."""
-    data = bytearray(Path(path).read_bytes())
-    data[offset] ^= 1 << bit
-    Path(path).write_bytes(data)
+    """Flip one bit of a file, in place. A second call undoes it. A negative offset counts from the end."""
+    with open(path, "r+b") as file:  # to cut it off and write it anew would wait for the disk
+        file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ (1 << bit)]))
 
 
 def cut_short(path: str | os.PathLike[str], nbytes: int) -> None:

@@ -37,6 +37,7 @@ from tests.faults.disk import Fault, FaultDisk, Gate
 from tests.harness.damage import cut_short, data_files
 from tests.harness.faults import kill_in
 from tests.harness.ranks import errors, run_ranks, values
+from tests.storage.forged import Call
 
 
 def state(step: int) -> dict[str, Any]:
@@ -186,13 +187,9 @@ class TestLoads:
 
     @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
     def test_if_the_latest_asks_for_code_an_older_one_is_loaded(self, tmp_path: Path) -> None:
-        class Bomb:
-            def __reduce__(self) -> Any:
-                return os.abort, ()
-
         for step in (1, 2):
             dcp.save(state(step), checkpoint_id=tmp_path / f"step_{step}", no_dist=True)
-        (tmp_path / "step_2" / ".metadata").write_bytes(pickle.dumps(Bomb()))
+        (tmp_path / "step_2" / ".metadata").write_bytes(pickle.dumps(Call(os.abort)))
         step, value, skipped = load_what_is_there(str(tmp_path))
         assert (step, value, len(skipped)) == (1, 1.0, 1)
 

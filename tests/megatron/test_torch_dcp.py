@@ -18,6 +18,7 @@ pytest.importorskip("megatron.core")
 
 from robust_dcp import RobustCheckpointError
 from tests.faults.disk import FaultDisk, Gate
+from tests.frameworks.jobs import is_ours
 from tests.megatron.torch_dist import Scenarios, chosen, plain
 from tests.megatron.training_checkpointing import megatron_lm
 
@@ -40,11 +41,6 @@ def _state_dict(scale: float) -> dict[str, Any]:
     }
 
 
-def _is_by_robust_dcp(directory: Path) -> bool:
-    dist.barrier()
-    return (directory / ".robust_dcp.index").exists()
-
-
 @SCENARIOS.add
 def stock_loads_what_ours_saves_and_the_reverse_and_arguments_too(directory: Path) -> None:
     checkpointing, ours, stock = megatron_lm(), directory / "ours", directory / "stock"
@@ -52,7 +48,8 @@ def stock_loads_what_ours_saves_and_the_reverse_and_arguments_too(directory: Pat
     checkpointing.save_checkpoint(_state_dict(3), str(stock))
     with chosen():
         checkpointing.save_checkpoint(_state_dict(3), str(ours))
-        assert _is_by_robust_dcp(ours) and not _is_by_robust_dcp(stock)
+        dist.barrier()
+        assert is_ours(ours) and not is_ours(stock)
         for path in (ours, stock):
             state_dict = _state_dict(1)
             checkpointing.load_checkpoint(state_dict, str(path))
@@ -84,7 +81,8 @@ def saves_of_others_stay_stock(directory: Path) -> None:
         checkpointing.torch.distributed.checkpoint.load(state_dict, checkpoint_id=directory / "others")
     with chosen(switch="0"):
         checkpointing.save_checkpoint(state_dict, str(directory / "default"))
-    assert not any(_is_by_robust_dcp(directory / name) for name in ("others", "default"))
+    dist.barrier()
+    assert not any(is_ours(directory / name) for name in ("others", "default"))
     assert before == (dcp.save, dcp.load, dcp.load_state_dict)
 
 

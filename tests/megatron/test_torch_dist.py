@@ -54,6 +54,7 @@ from tests.megatron.torch_dist import (
     save,
     warnings_of,
 )
+from tests.storage.forged import Call
 
 SCENARIOS = Scenarios()
 
@@ -443,22 +444,14 @@ def what_is_told_of_a_checkpoint_is_what_stock_tells(directory: Path) -> None:
     assert ours == look() and ours[3] == {"a": 1}
 
 
-class _Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 @SCENARIOS.add
 def code_in_the_common_state_or_in_metadata_is_refused_on_all_ranks_and_not_run(directory: Path) -> None:
     """In ``.metadata`` also by a strategy that is passed without install."""
     save(_one(1.0), directory / "1", stock_strategy())
+    evil = Call(os.mkdir, str(directory / "ran"))
     if dist.get_rank() == 0:
-        with (directory / "1" / "common.pt").open("wb") as file:
-            torch.save({"x": _Evil(directory / "ran")}, file, pickle_module=pickle)
-        (directory / METADATA_NAME).write_bytes(pickle.dumps(_Evil(directory / "ran")))
+        torch.save({"x": evil}, directory / "1" / "common.pt")
+        (directory / METADATA_NAME).write_bytes(pickle.dumps(evil))
     dist.barrier()
     with chosen():
         error, _ = failures_of(lambda: _load(directory / "1", _one))

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
+from tests.storage.forged import Call
 
 
 def metadata_of(relative_path: Any = "__0_0.distcp", offset: Any = 0, length: Any = 1577) -> Metadata:
@@ -108,17 +109,9 @@ def test_an_old_megatron_checkpoint_is_read_without_megatron(monkeypatch: pytest
     assert decode_metadata(encode_metadata(decoded), ".metadata") == metadata_of()
 
 
-class Touch:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
 def test_code_is_refused_and_not_run(tmp_path: Path) -> None:
     metadata = metadata_of()
-    metadata.planner_data["evil"] = Touch(tmp_path / "ran")
+    metadata.planner_data["evil"] = Call(os.mkdir, str(tmp_path / "ran"))
     for encoded in (pickle.dumps(metadata), encode_metadata(metadata)):
         with pytest.raises(UnsafeCheckpoint, match=r"posix\.mkdir.*add_safe_globals") as caught:
             decode_metadata(encoded, "/checkpoint/.metadata")

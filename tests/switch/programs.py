@@ -1,4 +1,4 @@
-"""Programs that know nothing of robust_dcp, and whether robust_dcp saved for them."""
+"""Programs that know nothing of robust_dcp."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.harness.ranks import Outcome, run_alone
 
-__all__ = ["is_ours", "run"]
+__all__ = ["run"]
 
 SAVE = """
     import os, sys, torch
@@ -35,8 +35,3 @@ def run(path: Path, script: str, **environment: str) -> Outcome:
     done = run_alone(textwrap.dedent(SAVE) + textwrap.dedent(script), path, **environment)
     assert done.exitcode == 0, done
     return done
-
-
-def is_ours(path: Path) -> bool:
-    """Only robust_dcp writes an index."""
-    return (path / ".robust_dcp.index").exists()

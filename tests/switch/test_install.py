@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.frameworks.jobs import is_ours
 from tests.harness.torch_versions import needs_background_stager, needs_safetensors
-from tests.switch.programs import is_ours, run
+from tests.switch.programs import run
 
 EVERY_WAY = """
     metadata = save(state, checkpoint_id=path + "/1")
@@ -40,20 +38,17 @@ def test_with_the_variable_every_call_of_an_unmodified_program_is_taken_over(tmp
 
 
 def test_a_process_that_the_program_spawns_is_switched_on_and_says_so_no_second_time(tmp_path: Path) -> None:
-    script = """if True:
-        import multiprocessing, sys, torch
-        import torch.distributed.checkpoint as dcp
-        given = {"checkpoint_id": sys.argv[1]}
+    script = """
+        import multiprocessing
+        given = {"checkpoint_id": path}
         child = multiprocessing.get_context("spawn").Process(target=dcp.save, args=({"step": 3},), kwargs=given)
         child.start()
         child.join()
-        sys.exit(child.exitcode)
+        assert child.exitcode == 0
     """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    environment = {**os.environ, "ROBUST_DCP": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    done = run(tmp_path, script, ROBUST_DCP="1")
     assert is_ours(tmp_path)
-    assert done.stderr.count("takes over save, load and async_save of torch.distributed.checkpoint") == 1
+    assert done.output.count("takes over save, load and async_save of torch.distributed.checkpoint") == 1
 
 
 def test_install_takes_over_names_that_were_bound_before_and_uninstall_puts_all_back(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.switch import dcp_calls, patching
+from tests.frameworks.jobs import is_ours
 from tests.harness.ranks import run_ranks, values
 from tests.harness.torch_versions import needs_background_stager, needs_use_collectives
-from tests.switch.programs import is_ours, run
+from tests.switch.programs import run
 
 
 def own_part(step: float) -> dict[str, Any]:
