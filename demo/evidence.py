@@ -15,16 +15,15 @@ if TYPE_CHECKING:  # the jobs that load must not import robust_dcp
 __all__ = ["of_save", "write_evidence"]
 
 
-def of_save(report: SaveReport, seconds: float, stock_seconds: float, loss: float | None) -> dict[str, Any]:
+def of_save(report: SaveReport, seconds: float, stock_seconds: float) -> dict[str, Any]:
     """What all ranks say of one save. All ranks call it.
 
     Args:
         report: the report of this rank.
         seconds: the wall time of the caller's whole save. Megatron does more than the strategy.
         stock_seconds: that of stock's save of the same state dict.
-        loss: before the save, on the ranks that know it.
     """
-    of_rank = {"plan": report.plan, "items": report.items, "nbytes": report.nbytes, "seconds": seconds, "loss": loss}
+    of_rank = {"plan": report.plan, "items": report.items, "nbytes": report.nbytes, "seconds": seconds}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, of_rank)
     changes = report.changes
@@ -38,7 +37,6 @@ def of_save(report: SaveReport, seconds: float, stock_seconds: float, loss: floa
         "nbytes": sum(rank["nbytes"] for rank in ranks),
         "seconds": max(rank["seconds"] for rank in ranks),
         "stock_seconds": stock_seconds,
-        "loss": next(rank["loss"] for rank in ranks if rank["loss"] is not None),
     }
 
 

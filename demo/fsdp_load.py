@@ -15,8 +15,6 @@ from demo.evidence import write_evidence
 from demo.fsdp_model import Trainer, global_values
 from demo.truth import Comparison, Truth, read_truth
 
-__all__ = ["main"]
-
 
 def main(work: Path) -> None:
     """On 4 ranks, load into the mesh that saved and into 2 x 2 (replicated, sharded). On 2 ranks, shard over both."""

@@ -1,4 +1,4 @@
-"""A small language model under FSDP2 (``fully_shard``), trained on real text with AdamW, on CPU.
+"""A small language model under FSDP2 (``fully_shard``), trained on random tokens with AdamW, on CPU.
 
 Owns the model, its training step and its state dict. It saves and loads nothing. Used by the demo's FSDP2 jobs.
 """
@@ -16,20 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from demo.text import VOCABULARY, Text
-
 __all__ = ["Trainer", "global_values"]
+
+_VOCABULARY = 256
 
 
 class _LanguageModel(nn.Module):
     def __init__(self, width: int, n_layers: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(_VOCABULARY, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(n_layers)
         )
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Linear(width, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
@@ -50,19 +50,18 @@ class Trainer:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self._text = Text(seed=seed + dist.get_rank())
+        self._generator = torch.Generator().manual_seed(seed + dist.get_rank())
         self.iteration = 0
 
-    def train(self) -> float:
-        """Do one training step on eight windows of text that only this rank draws. Returns this rank's loss."""
-        tokens, following = self._text.draw(8)
-        logits = self.model(tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+    def train(self) -> None:
+        """Do one training step on eight windows of tokens that only this rank draws."""
+        tokens = torch.randint(_VOCABULARY, (8, 65), generator=self._generator)
+        logits = self.model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         self.iteration += 1
-        return float(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer by FQN, as ``get_state_dict`` gives them, and the iteration."""

@@ -14,8 +14,6 @@ from demo.megatron_model import SAVED_LAYOUT, Layout, Trainer
 from demo.megatron_truth import compare
 from demo.truth import Comparison, Truth, read_truth
 
-__all__ = ["main"]
-
 _RESHARDED = (Layout(tensor=2, expert=2), Layout(expert=4))
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from demo.text import CONTEXT, VOCABULARY, Text
-
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
 from megatron.core import parallel_state  # noqa: E402
@@ -33,6 +31,9 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 __all__ = ["SAVED_LAYOUT", "Layout", "Trainer"]
+
+_CONTEXT = 64
+_VOCABULARY = 256
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = (
@@ -89,18 +90,21 @@ class Trainer:
         config = _config(layout, n_layers=n_layers, hidden_size=hidden_size, experts=experts)
         # CPU initialisation draws whole tensors and cuts them. So data-parallel replicas agree, and stages differ.
         torch.manual_seed(seed + parallel_state.get_pipeline_model_parallel_rank())
-        self._text = Text(seed=seed + parallel_state.get_data_parallel_rank())
+        self._generator = torch.Generator().manual_seed(seed + parallel_state.get_data_parallel_rank())
         self.model = GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(num_experts=experts or None, moe_grouped_gemm=False),
-            vocab_size=VOCABULARY,
-            max_sequence_length=CONTEXT,
+            vocab_size=_VOCABULARY,
+            max_sequence_length=_CONTEXT,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
         ).to(self._device, torch.bfloat16)
-        self._make_experts_differ()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if not getattr(parameter, "allreduce", True):  # of an expert: let experts differ
+                    parameter.add_(0.125 * parallel_state.get_expert_model_parallel_rank())
         self.ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False),
@@ -116,28 +120,26 @@ class Trainer:
             ),
             [self.ddp],
         )
-        self._give_the_optimizer_state()
+        # torch's Adam has no state before its first step, and Megatron loads into it.
+        for parameter in self.model.parameters():
+            parameter.main_grad.fill_(0.01)
+        self.optimizer.step()
 
-    def train(self, *, n_microbatches: int = 4) -> float | None:
-        """Do one training step in Megatron's own pipeline schedule, on text that this data-parallel rank draws.
-
-        Returns:
-            The mean loss, on ranks of the last pipeline stage; ``None`` on the others.
-        """
+    def train(self, *, n_microbatches: int = 4) -> None:
+        """Do one training step in Megatron's own pipeline schedule, on tokens that this data-parallel rank draws."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
+        get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=None,
             model=[self.ddp],
             num_microbatches=n_microbatches,
-            seq_length=CONTEXT,
+            seq_length=_CONTEXT,
             micro_batch_size=1,
             forward_only=False,
         )
         self.optimizer.step()
         self.iteration += 1
-        return sum(float(each["loss"]) for each in losses) / len(losses) if losses else None
 
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
         """The state dict that Megatron training saves: model, optimizer, RNG state of model-parallel ranks, iteration.
@@ -178,28 +180,16 @@ class Trainer:
 
     def _forward_step(self, data_iterator: None, model: torch.nn.Module) -> Any:
         """Run one microbatch. Megatron's schedule calls this."""
-        tokens, following = (windows.to(self._device) for windows in self._text.draw(1))
-        positions = torch.arange(CONTEXT, device=self._device).unsqueeze(0)
-        hidden = torch.triu(torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool, device=self._device), diagonal=1)
-        output = model(tokens, positions, hidden, labels=following)
+        tokens = torch.randint(_VOCABULARY, (1, _CONTEXT + 1), generator=self._generator).to(self._device)
+        positions = torch.arange(_CONTEXT, device=self._device).unsqueeze(0)
+        hidden = torch.ones(1, 1, _CONTEXT, _CONTEXT, dtype=torch.bool, device=self._device).triu(1)
+        output = model(tokens[:, :-1].contiguous(), positions, hidden, labels=tokens[:, 1:].contiguous())
 
         def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mean = losses.float().mean()
             return mean, {"loss": mean.detach()}
 
         return output, mean_loss
-
-    def _give_the_optimizer_state(self) -> None:
-        """Make the optimizer's state. torch's Adam has none before its first step, and Megatron loads into it."""
-        for parameter in self.model.parameters():
-            parameter.main_grad.fill_(0.01)
-        self.optimizer.step()
-
-    def _make_experts_differ(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                if not getattr(parameter, "allreduce", True):
-                    parameter.add_(0.125 * parallel_state.get_expert_model_parallel_rank())
 
 
 def _config(layout: Layout, *, n_layers: int, hidden_size: int, experts: int) -> TransformerConfig:

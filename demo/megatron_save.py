@@ -23,8 +23,6 @@ from demo.megatron_truth import gather_truth
 from demo.truth import write_truth
 from robust_dcp.megatron import RobustSaveStrategy
 
-__all__ = ["main"]
-
 
 def main(work: Path) -> None:
     """Train, save, and leave truth, checkpoints and evidence in ``work``."""
@@ -38,13 +36,13 @@ def main(work: Path) -> None:
     )
     saves: list[Any] = []
     for number in (1, 2, 3):
-        loss = trainer.train()
+        trainer.train()
         write_truth(gather_truth(_state_dict(trainer, number)), work / "megatron_truth" / f"{number}.pt")
         seconds = _save(_state_dict(trainer, number), work / "megatron_robust" / str(number), wrapped)
         stock_seconds = _save(_state_dict(trainer, number), work / "megatron_stock" / str(number), stock)
         if robust.last_report is None:
             raise RuntimeError("the strategy made no report")
-        saves.append(of_save(robust.last_report, seconds, stock_seconds, loss))
+        saves.append(of_save(robust.last_report, seconds, stock_seconds))
     evidence = {"saves": saves, "layout": str(SAVED_LAYOUT), "megatron": megatron.core.__version__}
     write_evidence(work, "megatron_save", evidence)
 

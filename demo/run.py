@@ -138,12 +138,12 @@ def _run(job: str, work: Path, *, ranks: int) -> Evidence:
 def _show_saves(saves: list[Evidence], stock: str) -> None:
     rows = [
         (
-            *(str(number), save["plan"], str(save["items"]), _mib(save["nbytes"])),
-            *(f"{save['seconds']:.3f}", f"{save['stock_seconds']:.3f}", f"{save['loss']:.2f}"),
+            *(str(number), save["plan"], str(save["items"]), f"{save['nbytes'] / 2**20:.1f} MiB"),
+            *(f"{save['seconds']:.3f}", f"{save['stock_seconds']:.3f}"),
         )
         for number, save in enumerate(saves, start=1)
     ]
-    _print_table(("save", "plan", "items", "written", "seconds", f"seconds ({stock})", "loss on real text"), rows)
+    _print_table(("save", "plan", "items", "written", "seconds", f"seconds ({stock})"), rows)
     for number, save in enumerate(saves, start=1):
         print(f"  save {number}: plan {save['plan']}: {save['reason']}")
 
@@ -151,7 +151,7 @@ def _show_saves(saves: list[Evidence], stock: str) -> None:
 def _show_loads(reader: str, loads: list[Evidence]) -> None:
     rows = [
         (
-            *(str(load["save"]), load["layout"], str(load["n_keys"]), _mib(load["nbytes"])),
+            *(str(load["save"]), load["layout"], str(load["n_keys"]), f"{load['nbytes'] / 2**20:.1f} MiB"),
             "equal" if not load["differing"] else f"DIFFERS: {load['differing'][:3]}",
         )
         for load in loads
@@ -164,10 +164,6 @@ def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for cells in (header, ["-" * width for width in widths], *rows):
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
     print("")
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
 
 
 # --- what is claimed --------------------------------------------------------------------------------------------------
