@@ -12,12 +12,3 @@ class Note(msgspec.Struct, frozen=True):
 
 class OtherNote(msgspec.Struct, frozen=True):
     text: str
-
-
-class Columns(msgspec.Struct, frozen=True):
-    """``shared`` is equal on several ranks, ``own`` on none."""
-
-    names: tuple[str, ...]
-    shared: bytes
-    own: bytes
-    note: str | None = None

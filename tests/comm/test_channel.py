@@ -1,4 +1,4 @@
-"""Each verb of a channel, on real ranks: what arrives where, and what it costs."""
+"""Each verb of a channel, on real connections: what arrives where, and what it costs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,10 @@ from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 from tests.comm.messages import Note
 from tests.harness.network import GlooNetwork, SimulatedNetwork, run_channels
-from tests.harness.ranks import run_ranks, values
 
 
 def _random_bytes(rank: int, nbytes: int) -> bytes:
     return random.Random(rank).randbytes(nbytes)
-
-
-def _verbs_of_rank(nbytes: int, piece_nbytes: int) -> dict[str, Any]:
-    connections.PIECE_NBYTES = piece_nbytes
-    return _all_verbs(Channel.for_group(timeout_seconds=50), nbytes)
 
 
 def _all_verbs(channel: Channel, nbytes: int) -> dict[str, Any]:
@@ -59,17 +53,15 @@ def _all_verbs(channel: Channel, nbytes: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("world_size", "nbytes", "piece_nbytes"), [(1, 10, 256), (2, 0, 256), (5, 100_000, 4096)])
-def test_every_verb_delivers_what_was_sent_and_to_whom(world_size: int, nbytes: int, piece_nbytes: int) -> None:
-    _check_verbs(values(run_ranks(world_size, _verbs_of_rank, nbytes, piece_nbytes)), nbytes)
-
-
-def test_every_verb_delivers_among_many_ranks() -> None:
-    _check_verbs(run_channels(GlooNetwork(100), lambda channel: _all_verbs(channel, 50), timeout_seconds=120), 50)
-
-
-def _check_verbs(seen_by_ranks: list[dict[str, Any]], nbytes: int) -> None:
-    world_size = len(seen_by_ranks)
+@pytest.mark.parametrize(
+    ("world_size", "nbytes", "piece_nbytes"), [(1, 10, 256), (2, 0, 256), (5, 100_000, 4096), (100, 50, 4096)]
+)
+def test_every_verb_delivers_what_was_sent_and_to_whom(
+    world_size: int, nbytes: int, piece_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "PIECE_NBYTES", piece_nbytes)
+    network = GlooNetwork(world_size)
+    seen_by_ranks = run_channels(network, lambda channel: _all_verbs(channel, nbytes), timeout_seconds=120)
     notes = [Note(rank, _random_bytes(rank, nbytes)) for rank in range(world_size)]
     for rank, seen in enumerate(seen_by_ranks):
         agreement = seen["agreement"]
