@@ -140,6 +140,7 @@ class FaultDisk:
 
     Attributes:
         calls: every call that was made, in order. One that was refused is among them.
+        n_counted: how many calls were made that ``at`` counts.
         struck: whether ``at`` was reached.
     """
 
@@ -158,16 +159,11 @@ class FaultDisk:
         self._rules = [_Rule(key, fault) for key, fault in (on or {}).items()]
         self._counted = counted
         self._at = at
-        self._n_counted = 0
+        self.n_counted = 0
         self._record = record
         # A recording is only of use if its order is that of the calls.
         self._one_at_a_time = threading.RLock()
         self._counting = threading.RLock()  # the garbage collector may close a file meanwhile
-
-    @property
-    def n_counted(self) -> int:
-        """How many calls were made that ``at`` counts."""
-        return self._n_counted
 
     def names(self, *operations: str) -> list[str]:
         """The paths, below the directory, of all calls of these operations, in order."""
@@ -210,10 +206,10 @@ class FaultDisk:
             self.calls.append(call)
             faults = [rule.fault for rule in self._rules if rule.is_met(call, self.directory)]
             if call.operation in self._counted:
-                if self._at is not None and self._at[0] == self._n_counted:
+                if self._at is not None and self._at[0] == self.n_counted:
                     self.struck = True
                     faults.append(self._at[1])
-                self._n_counted += 1
+                self.n_counted += 1
         cut = None
         for fault in faults:
             if isinstance(fault, OSError):

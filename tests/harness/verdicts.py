@@ -19,7 +19,6 @@ class Verdict:
         message: the attribute ``message`` of robust_dcp's exceptions, else ``str(error)``.
         fields: ``to_fields()`` of robust_dcp's exceptions, without the message. Empty for others.
         rank_failures: the ``RankFailure`` entries of robust_dcp's exceptions. Empty for others.
-        mro_names: the names of the class and all its bases, for :meth:`is_a`.
         traceback_text: what Python would have printed.
     """
 
@@ -27,17 +26,12 @@ class Verdict:
     message: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
     rank_failures: tuple[Any, ...] = ()
-    mro_names: tuple[str, ...] = ()
     traceback_text: str = field(default="", compare=False, repr=False)
     value: Any = None
 
     @property
     def failed_ranks(self) -> tuple[int, ...]:
         return tuple(failure.rank for failure in self.rank_failures)
-
-    def is_a(self, cls: type[BaseException]) -> bool:
-        """Whether ``except cls`` would have caught the exception."""
-        return cls.__name__ in self.mro_names
 
     def __str__(self) -> str:
         return "\n".join([f"{self.type_name}: {self.message}", *map(str, self.rank_failures)])
@@ -55,7 +49,6 @@ def verdict_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
             message=str(fields.pop("message", error)),
             fields=fields,
             rank_failures=tuple(getattr(error, "rank_failures", ())),
-            mro_names=tuple(cls.__name__ for cls in type(error).__mro__),
             traceback_text="".join(traceback.format_exception(type(error), error, error.__traceback__)),
         )
 
