@@ -154,7 +154,7 @@ PATCHES: tuple[Patch, ...] = (
         optional=True,
     ),
     Patch(_LM, "get_async_strategy", _ours("dcp_formats.get_async_strategy"), optional=True),  # from 0.17
-    Patch(_BRIDGE, "save_state_dict_async_plan", _ours("dcp_formats.start_bridge_save"), optional=True),
+    Patch(_BRIDGE, "save_state_dict_async_plan", _ours("dcp_formats.start_save"), optional=True),
     *(Patch(module, _CALLBACKS, _ours(f"dcp_formats.{_CALLBACKS}"), optional=True) for module in _CALLERS),
     *_uneven(_FSDP),
     *_uneven("megatron_fsdp"),

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from tests.frameworks.jobs import PROGRAMS, Job, checkpoints_in, is_ours, run_command, run_job
 
-pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize(

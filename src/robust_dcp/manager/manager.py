@@ -281,10 +281,7 @@ class CheckpointManager:
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
             more = {"storage_reader": RobustReader(path, disk=self._disk), **options}
-
-            def load_it(path: str = path, more: dict[str, Any] = more) -> LoadReport:
-                return load(state_dict, checkpoint_id=path, process_group=self._group, **more)
-
+            load_it = functools.partial(load, state_dict, checkpoint_id=path, process_group=self._group, **more)
             try:
                 return LoadedCheckpoint(checkpoint, _persistently(f"load {path}", load_it), tuple(skipped))
             except (CorruptCheckpoint, StorageError, UnsafeCheckpoint) as error:

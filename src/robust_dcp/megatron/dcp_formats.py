@@ -7,6 +7,7 @@ of Megatron's command line. The files are those that stock writes and reads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from robust_dcp.asynchronous import async_save
@@ -61,10 +62,10 @@ def get_async_strategy(stock: Function, *args: Any, **kwargs: Any) -> Any:
     strategy, modules = stock(*args, **kwargs)
     if not isinstance(modules, dict):
         return strategy, modules
-    return strategy, {**modules, "save_state_dict_async_plan": start_save}
+    return strategy, {**modules, "save_state_dict_async_plan": partial(start_save, None)}
 
 
-def start_save(state_dict: dict[str, Any], storage_writer: Any, *_: Any, **__: Any) -> BackgroundSave:
+def start_save(_: Any, state_dict: dict[str, Any], storage_writer: Any, *__: Any, **___: Any) -> BackgroundSave:
     """``save_state_dict_async_plan``: starts the save. Of Megatron's writer it uses only the path."""
     options = current_options()
     writer = RobustWriter(storage_writer.path, threads=options.writer_threads)
@@ -72,11 +73,6 @@ def start_save(state_dict: dict[str, Any], storage_writer: Any, *_: Any, **__: A
     timeout_seconds = options.exchange_timeout_seconds
     saving: Any = async_save(state_dict, storage_writer=writer, timeout_seconds=timeout_seconds)
     return BackgroundSave(saving)
-
-
-def start_bridge_save(_: Function, *args: Any, **kwargs: Any) -> BackgroundSave:
-    """``save_state_dict_async_plan`` of ``nvidia_resiliency_ext``, as Megatron-Bridge imports and calls it."""
-    return start_save(*args, **kwargs)
 
 
 def get_save_and_finalize_callbacks(

@@ -393,7 +393,7 @@ def _read(
 ) -> dict[str, Any]:
     """Read the shards by the strategy that the caller gave. One that reads in its own way is asked to."""
     loaded: dict[str, Any] = {}
-    if versions.is_parallel_load_wrapper(strategy):
+    if hasattr(strategy, "parallelization_group") and versions.reads_torch_dist(strategy.base_strategy):
 
         def load_in_parallel() -> None:
             """Each parallelization group reads by itself. If one group fails, all ranks raise its error."""

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -24,57 +24,52 @@ FORMATS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
 
 
 class Option(NamedTuple):
-    """One option: its field in :class:`MegatronOptions`, its argument and its environment variable."""
+    """One option. Its names follow from its field in :class:`MegatronOptions`: of ``writer_threads`` the argument is
+    ``--ckpt-writer-threads`` and the environment variable ``ROBUST_DCP_WRITER_THREADS``."""
 
     field: str
-    argument: str
-    variable: str
     choices: tuple[str, ...]
     help: str
 
     @property
     def dest(self) -> str:
         """The attribute of Megatron's parsed arguments."""
-        return self.argument.removeprefix("--").replace("-", "_")
+        return f"ckpt_{self.field}"
 
     @property
-    def parse(self) -> Callable[[str], Any]:
-        return str if self.choices else VARIABLES[self.variable]
+    def argument(self) -> str:
+        """The argument of the command line."""
+        return "--" + self.dest.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable. The one that switches robust_dcp on is ``ROBUST_DCP``."""
+        return "ROBUST_DCP" if self.field == "planner" else f"ROBUST_DCP_{self.field.upper()}"
 
 
 OPTIONS: tuple[Option, ...] = (
     Option(
         "planner",
-        "--ckpt-planner",
-        "ROBUST_DCP",
         ("default", "robust_dcp"),
         "who plans, writes and reads distributed checkpoints: Megatron's own code, or robust_dcp",
     ),
     Option(
         "writer_threads",
-        "--ckpt-writer-threads",
-        "ROBUST_DCP_WRITER_THREADS",
         (),
         "threads, and files, with which each rank writes; robust_dcp chooses if it is not given",
     ),
     Option(
         "exchange_timeout_seconds",
-        "--ckpt-exchange-timeout-seconds",
-        "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS",
         (),
         "how long ranks wait for each other in each exchange of a save or load before the missing ones are named",
     ),
     Option(
         "trusted",
-        "--ckpt-trusted",
-        "ROBUST_DCP_TRUSTED",
         (),
         "1: load objects of any class, which runs whatever code the checkpoint names; 0: refuse what is not plain data",
     ),
     Option(
         "save_failure",
-        "--ckpt-save-failure",
-        "ROBUST_DCP_SAVE_FAILURE",
         ("raise", "warn"),
         "when a save fails on any rank: raise on all of them, or log why and go on with training",
     ),
@@ -187,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             continue
         group.add_argument(
             option.argument,
-            type=option.parse,
+            type=str if option.choices else VARIABLES[option.variable],
             choices=option.choices or None,
             default=getattr(defaults, option.field),
             help=f"{option.help} (environment: {option.variable})",

@@ -212,13 +212,6 @@ def check_keys(
     return checked
 
 
-def is_parallel_load_wrapper(strategy: Any) -> bool:
-    """Whether this is ``FullyParallelLoadStrategyWrapper`` around a strategy that reads ``torch_dist``."""
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-
-    return isinstance(strategy, FullyParallelLoadStrategyWrapper) and reads_torch_dist(strategy.base_strategy)
-
-
 def reads_torch_dist(strategy: Any) -> bool:
     """Whether this is Megatron's own strategy that reads ``torch_dist``, or ours, which derives from it."""
     if strategy is None or isinstance(strategy, tuple):
