@@ -1,8 +1,7 @@
 """What ranks do together after a save failed in step: remove its files, and tell each other what could not be removed.
 
-This module owns the order. First every rank removes its files, then the journal and the directories are removed.
-So at every instant a journal covers whatever is left. ``session`` and ``megatron.saving`` call it. It
-knows only the names of files.
+This module owns the order. First every rank removes its files, then the announcement and the directories are removed.
+So at every instant an announcement accounts for whatever is left. It knows only the names of files.
 """
 
 from __future__ import annotations

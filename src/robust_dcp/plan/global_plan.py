@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.ma  # np.unique imports it at its first call, and training waits for the first plan
 import numpy.typing as npt
 
 from robust_dcp.items import ItemKind, Items, Path, Replica, merged, unique_rows
