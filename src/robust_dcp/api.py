@@ -284,7 +284,7 @@ def load(
             for is_last_try in (False, True):
                 try:
                     with clock.phase("plan"):
-                        agreement = loading.plan_reads(channel, by_index=True)
+                        agreement = loading.agree_on_reads(channel, by_index=True)
                         if robust is not None and ranks_share(agreement):
                             group = dist.group.WORLD if process_group is None else process_group
                             loading.shared = share_reads(channel, checkpoint, robust, loading.plan, planner, group)
@@ -342,7 +342,7 @@ class _Load:
         """The name of an exchange of this load."""
         return f"load {self.checkpoint}: {name}"
 
-    def plan_reads(self, leader: Channel, *, by_index: bool) -> Agreement:
+    def agree_on_reads(self, leader: Channel, *, by_index: bool) -> Agreement:
         """Let the coordinator of ``leader`` find the index or ``.metadata`` for all, and make this rank's plan. Other
         readers than ours look for themselves."""
         self.shared, source = None, None if self.robust is None else self.robust.source
@@ -360,7 +360,7 @@ class _Load:
         agreement = self.channel.agree(phase, partial(self._plan_own, stored))
         n_plans = sum(agreement.count(wish) for wish in WISHES.values())
         if stored.index and n_plans < agreement.n_ranks:
-            return self.plan_reads(leader, by_index=False)  # some ranks see another directory, say on a local disk
+            return self.agree_on_reads(leader, by_index=False)  # some ranks see another directory, say on a local disk
         return agreement
 
     def _plan_own(self, stored: _StoredMetadata) -> Offer:
@@ -423,7 +423,7 @@ class _Load:
         for source in ranks_with_metadata(channel, self.checkpoint, reader):
             try:
                 with self.clock.phase("plan"):
-                    self.plan_reads(channel.led_by(source), by_index=False)
+                    self.agree_on_reads(channel.led_by(source), by_index=False)
                     self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
                 if self.shared is None and source == channel.coordinator_rank:
                     continue  # no file is missing, so the error had another reason

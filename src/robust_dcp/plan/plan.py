@@ -106,6 +106,9 @@ class Share(msgspec.Struct, frozen=True, dict=True):
         return np.flatnonzero(np.unpackbits(bits, count=self.n_items, bitorder="little"))
 
 
+_SHARES: Final = msgspec.msgpack.Decoder(Share)  # made here: msgspec crashes if two threads meet a type at once
+
+
 class PlanReply(msgspec.Struct, frozen=True):
     """What the coordinator tells one rank about a new plan.
 
@@ -277,7 +280,7 @@ def stored_plan(
     if end - begin > n_items + 1_000:  # it has a bit for each item; do not read what cannot be that
         raise ExchangeError(f"it has {end - begin} bytes for the share of rank {rank}, which has {n_items} items")
     try:
-        share = msgspec.msgpack.decode(Column(file, "shares").rows(begin, end).tobytes(), type=Share)
+        share: Share = _SHARES.decode(Column(file, "shares").rows(begin, end).tobytes())
     except (msgspec.MsgspecError, ValueError) as error:
         raise ExchangeError(f"the share of rank {rank} cannot be decoded: {error}") from None
     if share.n_items != n_items or len(share.plan_id) != SIGNATURE_NBYTES:

@@ -299,8 +299,9 @@ class Unpickler:
     def _remember(self, place: int) -> None:
         if place > len(self._data):
             raise Malformed(f"it remembers a value as number {place}, in {len(self._data)} bytes")
-        (value,) = self._last(1)
-        self._memo[place] = value
+        if not self._stack:
+            raise NotAPickle("an opcode needs more values than there are")
+        value = self._memo[place] = self._stack[-1]
         if type(value) is Pending:
             value.places.append(place)
 
