@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
-from robust_dcp.comm import connections, patience
+from robust_dcp.comm import connections
 from robust_dcp.comm.connections import Connections
+from robust_dcp.comm.link import Link
 from tests.faults.disk import CHANGES, LONG_TESTS, Call, FaultDisk, kill
 from tests.harness.faults import fail_in, kill_in
 from tests.harness.ranks import errors, on_ranks, run_program, run_ranks, values
@@ -334,27 +335,30 @@ def test_a_rank_that_is_killed_before_any_call_to_the_network_is_named_by_all_ot
         assert step_in(path) == 1.0
 
 
-def stand_still_while_connecting(path: str) -> list[float]:
-    send, seconds = Connections.send, iter([0.0])
+def stand_still_while_connecting(path: str) -> float:
+    """Rank 1 connects right after rank 0 has given up to wait for it. By chance gloo lets one or the other call."""
+    send, break_up, has_given_up = Connections.send, Link.break_up, Path(f"{path}.given up")
 
     def stand_still_and_send(self: Connections, peer: int, tag: int, data: Any) -> Any:
-        if dist.get_rank() == 1 and tag == connections.GREETING_TAG:
-            time.sleep(next(seconds, 0))
+        while dist.get_rank() == 1 and tag == connections.GREETING_TAG and not has_given_up.exists():
+            time.sleep(0.001)
         return send(self, peer, tag, data)
 
-    found = []
+    def give_up(self: Link, *args: Any) -> None:
+        has_given_up.touch()
+        break_up(self, *args)
+
     with (
         mock.patch.object(Connections, "send", stand_still_and_send),
-        mock.patch.object(connections, "_CONNECT_TIMEOUT", datetime.timedelta(seconds=0.4)),  # gloo waits 5 times that
-        mock.patch.object(patience, "GREETING_SECONDS", 2.0),
+        mock.patch.object(Link, "break_up", give_up),
+        mock.patch.object(connections, "_CONNECT_TIMEOUT", datetime.timedelta(seconds=0.2)),  # gloo waits 5 times that
     ):
-        for delay in (1.9, 2.03, 2.1, 2.2, 3.0):
-            seconds = iter([delay])
-            there = f"{path}/{delay}"
-            robust_dcp.save(state(3), checkpoint_id=there, process_group=dist.new_group(), timeout_seconds=30)
-            found.append(step_in(there))
-    return found
+        for _ in range(3):
+            has_given_up.unlink(missing_ok=True)
+            group = dist.new_group()
+            robust_dcp.save(state(3), checkpoint_id=path, process_group=group, timeout_seconds=30)
+    return step_in(path)
 
 
 def test_a_rank_that_stands_still_while_it_connects_is_waited_for_and_ends_no_other(tmp_path: Path) -> None:
-    assert values(run_ranks(2, stand_still_while_connecting, str(tmp_path))) == [[3.0] * 5] * 2
+    assert on_ranks(2, stand_still_while_connecting, str(tmp_path / "checkpoint")) == [3.0, 3.0]
