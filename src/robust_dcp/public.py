@@ -1,32 +1,43 @@
-"""The public names, which the package imports from here when one of them is first used."""
-# ruff: noqa: F401
+"""The public names, which the package imports from here when one of them is first used.
 
-from robust_dcp.api import load, save
-from robust_dcp.asynchronous import AsyncSave, async_save
-from robust_dcp.comm.channel import Channel
-from robust_dcp.drain.copy import CopyResult, copy_checkpoint
-from robust_dcp.drain.nearest import nearest_copy
-from robust_dcp.errors import (
-    CorruptCheckpoint,
-    ExchangeError,
-    ExchangeTimeout,
-    PlanConflict,
-    RobustCheckpointError,
-    StorageError,
-    StructureChanged,
-    UnsafeCheckpoint,
-)
-from robust_dcp.events import Event, on_event
-from robust_dcp.installation import install, uninstall
-from robust_dcp.manager.manager import CheckpointManager
-from robust_dcp.manager.series import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
-from robust_dcp.plan.load_planner import RobustLoadPlanner
-from robust_dcp.plan.save_planner import RobustPlanner
-from robust_dcp.plan.signature import StructureSignature
-from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.save_queue import finish_async_saves
-from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.read_options import ReadOptions
-from robust_dcp.storage.remote import CopyOptions
-from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.storage.writing.write_options import WriteOptions
+``as`` says that a name is meant for others: without it type checkers take it for one of this module's own.
+"""
+# ruff: noqa: PLC0414
+
+from robust_dcp.api import load as load
+from robust_dcp.api import save as save
+from robust_dcp.asynchronous import AsyncSave as AsyncSave
+from robust_dcp.asynchronous import async_save as async_save
+from robust_dcp.comm.channel import Channel as Channel
+from robust_dcp.drain.copy import CopyResult as CopyResult
+from robust_dcp.drain.copy import copy_checkpoint as copy_checkpoint
+from robust_dcp.drain.nearest import nearest_copy as nearest_copy
+from robust_dcp.errors import CorruptCheckpoint as CorruptCheckpoint
+from robust_dcp.errors import ExchangeError as ExchangeError
+from robust_dcp.errors import ExchangeTimeout as ExchangeTimeout
+from robust_dcp.errors import PlanConflict as PlanConflict
+from robust_dcp.errors import RobustCheckpointError as RobustCheckpointError
+from robust_dcp.errors import StorageError as StorageError
+from robust_dcp.errors import StructureChanged as StructureChanged
+from robust_dcp.errors import UnsafeCheckpoint as UnsafeCheckpoint
+from robust_dcp.events import Event as Event
+from robust_dcp.events import on_event as on_event
+from robust_dcp.installation import install as install
+from robust_dcp.installation import uninstall as uninstall
+from robust_dcp.manager.manager import CheckpointManager as CheckpointManager
+from robust_dcp.manager.series import Checkpoint as Checkpoint
+from robust_dcp.manager.series import KeepBest as KeepBest
+from robust_dcp.manager.series import KeepEvery as KeepEvery
+from robust_dcp.manager.series import KeepLast as KeepLast
+from robust_dcp.manager.series import KeepPolicy as KeepPolicy
+from robust_dcp.plan.load_planner import RobustLoadPlanner as RobustLoadPlanner
+from robust_dcp.plan.save_planner import RobustPlanner as RobustPlanner
+from robust_dcp.plan.signature import StructureSignature as StructureSignature
+from robust_dcp.report import LoadReport as LoadReport
+from robust_dcp.report import SaveReport as SaveReport
+from robust_dcp.save_queue import finish_async_saves as finish_async_saves
+from robust_dcp.storage.reader import RobustReader as RobustReader
+from robust_dcp.storage.reading.read_options import ReadOptions as ReadOptions
+from robust_dcp.storage.remote import CopyOptions as CopyOptions
+from robust_dcp.storage.writer import RobustWriter as RobustWriter
+from robust_dcp.storage.writing.write_options import WriteOptions as WriteOptions
