@@ -90,6 +90,10 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
         return os.path.basename(self.path)
 
 
+# Made once, here: msgspec crashes if two threads meet a type at the same time.
+_RECORDS: Final = msgspec.json.Decoder(Checkpoint)
+
+
 class KeepPolicy(Protocol):
     """Says which checkpoints are to stay."""
 
@@ -287,7 +291,7 @@ class Series:
         path = os.path.join(path, RECORD_NAME)
         try:
             data = self.disk.read_file(path, _MOST_RECORD_NBYTES) if self.disk.exists(path) else None
-            return Checkpoint(0) if data is None else msgspec.json.decode(data, type=Checkpoint)
+            return Checkpoint(0) if data is None else _RECORDS.decode(data)
         except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):  # it imports torch
             return Checkpoint(0)
 

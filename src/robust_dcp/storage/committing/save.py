@@ -142,13 +142,17 @@ class NodeOfSave(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
+# Made once, here: msgspec crashes if two threads meet a type at the same time.
+_NODES: Final = msgspec.json.Decoder(dict[str, tuple[NodeOfSave, ...]])
+
+
 def read_nodes(disk: Disk, directory: str, save_id: str) -> tuple[NodeOfSave, ...]:
     """The nodes of a save, by its mark in the file ``.robust_dcp.nodes``; empty if that is not there, is damaged, or is
     of another save. It is advice for errors: where a file that is missing here can be found.
     """
     try:
         data = disk.read_file(os.path.join(directory, NODES_NAME), _MAX_NODES_NBYTES) or b"{}"
-        return msgspec.json.decode(data, type=dict[str, tuple[NodeOfSave, ...]]).get(mark_of(save_id), ())
+        return _NODES.decode(data).get(mark_of(save_id), ())
     except (RobustCheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
         return ()
 

@@ -76,6 +76,10 @@ def _path(directory: str, save_id: str) -> str:
     return os.path.join(directory, SAVING_PREFIX + mark_of(save_id))
 
 
+# Made once, here: msgspec crashes if two threads meet a type at the same time.
+_RECORDS: Final = msgspec.json.Decoder(SavingRecord)
+
+
 class SavingFile:
     """The file of a save that this process runs. Its lock is released when this object is dropped, and not in a forked
     child.
@@ -209,7 +213,7 @@ class OtherSave:
                 is_free = disk.lock(file, shared=True)
                 data = disk.read(file, 0, min(file.nbytes, _MAX_NBYTES))
             try:
-                record: SavingRecord | None = msgspec.json.decode(data, type=SavingRecord)
+                record: SavingRecord | None = _RECORDS.decode(data)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 record = None
             is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == boot_id()
