@@ -50,6 +50,9 @@ demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
 
+# Tests start hundreds of interpreters, and none is to compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: $(INSTALLED)
 	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
 
