@@ -300,6 +300,9 @@ class Link:
         awaited: list[int] = []
         if self._connections is not None and problem.missing and not problem.is_loss:
             awaited = self._connections.awaited()
+        # The first one decides. It has to be the rank with the problem, not one that hears that this one drops its
+        # connections.
+        number = self._notes.ask(place, lambda store: int(store.add("answers", 1)))
         connections = self._say_gone(problem)  # other neighbours that have ended are found meanwhile
         # Answer before the connections close: whoever has closed them, and does not answer, is dead.
         answer = self._answer(problem, connections)
@@ -307,16 +310,11 @@ class Link:
             problem.missing = {rank: f"rank {rank} has not come" for rank in awaited}
             answer = msgspec.structs.replace(answer, missing=problem.missing)
 
-        def call(store: Any) -> int:
-            number = int(store.add("answers", 1))
-            store.set(f"answer {number}", encode(answer))
-            return number
-
         def answers(store: Any) -> list[bytes]:
             found = [value_of(store, f"answer {number + 1}") for number in range(store.add("answers", 0))]
             return [each for each in found if each]
 
-        number = self._notes.ask(place, call)
+        self._notes.ask(place, lambda store: store.set(f"answer {number}", encode(answer)))
         if connections is not None:
             connections.drop()
         until = time.monotonic() + patience.VERDICT_SECONDS
