@@ -40,7 +40,7 @@ from isal import isal_zlib
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.combine import Agreement, Offer
-from robust_dcp.comm.connections import CONNECTING_FAILED, INTERFACE, Broken, Connections, Moving
+from robust_dcp.comm.connections import CONNECTING_FAILED, INTERFACE, Broken, Connections, Moving, has_timed_out
 from robust_dcp.comm.endings import (
     STORE_IS_LOST,
     EndMessage,
@@ -312,11 +312,9 @@ class _Exchange:
         if detail is None or peer in self.heard:
             self._gone_since.pop(peer, None)
         else:
-            gone_seconds = time.monotonic() - self._gone_since.setdefault(peer, time.monotonic())
-            is_stalled = detail.startswith(CONNECTING_FAILED)
-            if gone_seconds > min(
-                patience.STALLED_SECONDS if is_stalled else patience.RECONNECT_SECONDS, self._timeout_seconds
-            ):
+            since = self._gone_since.setdefault(peer, time.monotonic())
+            limit = patience.STALLED_SECONDS if has_timed_out(detail) else patience.RECONNECT_SECONDS
+            if time.monotonic() - since > min(limit, self._timeout_seconds):
                 raise Problem("broke off: connection lost", missing={peer: self.words_for_lost(peer, detail)})
         if silence >= self._timeout_seconds:
             raise Problem.of_silent(rank, self._timeout_seconds, self.words_for_silent(rank, silence))

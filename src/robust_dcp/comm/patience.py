@@ -26,8 +26,8 @@ CONNECTING_SECONDS = 0.5
 RECONNECT_SECONDS = 5.0
 """How long a rank has to come back after its connection broke before it said anything in an operation."""
 
-STALLED_SECONDS = 30.0
-"""How long a rank has to come back that was there to connect, and then did not. Its host may be busy."""
+STALLED_SECONDS = 10.0
+"""How long a rank has to come back that was there to connect, and then did not answer. Its host may be busy."""
 
 ELSEWHERE_SECONDS = 10.0
 """How long a rank may wait in another operation before we call that a mistake. Its threads may have started both."""
