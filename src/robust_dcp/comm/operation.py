@@ -222,11 +222,15 @@ class _Exchange:
     def count_from_now(self) -> None:
         """Ignore silence, standstills and beats before this moment, because this rank was connecting.
 
+        A rank that refused to connect has dropped its connections too, and may come now.
+
         After some times silence counts after all, so that ranks which lose each other again and again come to an end.
         """
         self._n_reconnects += 1
         if self._n_reconnects <= _MAX_RECONNECTS:
             self._beats.clear()
+            gone = self._link.gone
+            self._gone_since = {peer: at for peer, at in self._gone_since.items() if has_timed_out(gone.get(peer, ""))}
             self.waiting_since = self._last_look = time.monotonic()
 
     def catching_up_seconds(self) -> float:
