@@ -182,7 +182,7 @@ def open_save(
             "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
         )
     session = planner.open_session(
-        os.path.normpath(writer.path),
+        checkpoint_name(writer.path),
         writer,
         process_group=process_group,
         timeout_seconds=timeout_seconds,

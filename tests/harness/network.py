@@ -108,14 +108,7 @@ class _SimulatedConnections(Connections):
         self._network.send(self._place, self._rank, peer, tag, bytes(data))
         return Moving(data, torch.empty(0), [])
 
-    def receive(
-        self,
-        peer: int,
-        tag: int,
-        nbytes: int,
-        seconds: float | None = None,
-        note_piece: Callable[[], object] = lambda: None,
-    ) -> bytearray:
+    def receive(self, peer: int, tag: int, nbytes: int, seconds: float | None = None, *_: Any, **__: Any) -> bytearray:
         return bytearray(self._network.receive(self._place, self._rank, peer, tag, seconds))
 
     def drop(self) -> None:

@@ -396,11 +396,14 @@ class SaveSession:
     def _write_own(self, source: Callable[[], ItemSource]) -> Written | None:
         """Write this rank's files. Returns what the coordinator does not know of them."""
         writer, placements = self._joined()
-        rank, known_places, started = self.channel.rank, self.known.variable_places, time.perf_counter()
+        rank, known_places = self.channel.rank, self.known.variable_places
+        started = time.perf_counter()
         written = writer.write(rank, source(), placements, self.channel.check_stop, known_places)
         self.clock.own_write_seconds = time.perf_counter() - started
-        self.written, places, unloadable = written, b"", self.unloadable.found
+        self.written = written
+        unloadable = self.unloadable.found
         self.unloadable.raise_if_forbidden(self.checkpoint)
+        places = b""
         if known_places is None or not np.array_equal(known_places, written.variable_places):
             places = written.variable_places.astype("<i8").tobytes()
         if writer.options.report:
