@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.harness")
+import tests.harness.without_inductor  # noqa: E402, F401
+
 # A TCPStore looks up the name of each side whenever one connects. On a machine whose name server limits how often it is
 # asked, each such connection costs five seconds else; ranks inherit this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import fsspec
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "bucket"
 
@@ -29,6 +27,8 @@ class FaultyStore:
     """
 
     def __init__(self) -> None:
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
         self.endpoint = ""
         self.requests: list[tuple[str, str]] = []
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -79,19 +79,20 @@ def _half(body: bytes) -> Iterator[bytes]:
     raise ConnectionAbortedError
 
 
-class _Handler(WSGIRequestHandler):
-    def connection_dropped(self, error: BaseException, environ: dict[str, Any] | None = None) -> None:
-        self.close_connection = True
-
-    def log(self, type: str, message: str, *args: Any) -> None:
-        return
-
-
 @contextmanager
 def faulty_store() -> Iterator[FaultyStore]:
     """A server with one empty bucket. It is ended after the block."""
+    from werkzeug.serving import WSGIRequestHandler, make_server  # this takes a second, as moto does
+
+    class Handler(WSGIRequestHandler):
+        def connection_dropped(self, error: BaseException, environ: dict[str, Any] | None = None) -> None:
+            self.close_connection = True
+
+        def log(self, type: str, message: str, *args: Any) -> None:
+            return
+
     store = FaultyStore()
-    server = make_server("127.0.0.1", 0, store, threaded=True, request_handler=_Handler)
+    server = make_server("127.0.0.1", 0, store, threaded=True, request_handler=Handler)
     store.endpoint = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -40,6 +40,7 @@ _OFTEN_NEEDED = (
     "hypothesis",
 )
 _MEGATRON = (
+    "tests.harness.without_inductor",
     "megatron.core",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.strategies.torch",

@@ -7,8 +7,9 @@ then equal a fresh seed 1. There must be four ranks, and every rank of the defau
 from __future__ import annotations
 
 import datetime
+import functools
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-__all__ = ["DTYPES", "KINDS", "LAYOUTS", "dtensors", "full_tensor", "pattern"]
+__all__ = ["DTYPES", "KINDS", "LAYOUTS", "dtensors", "full_tensor", "mesh_of", "pattern"]
 
 StateDict = dict[str, Any]
 
@@ -137,7 +138,7 @@ def objects(seed: int) -> StateDict:
         "none": None if seed else "something",
         "text": "ünï" * seed,
         "bytes": b"\x00\xff" * seed,
-        "large": list(range(20_000 * seed)),
+        "large": deque(range(20_000 * seed)),
         "set": {seed},
         "ordered": OrderedDict(a=seed, b=[seed, {"c": seed}]),
         "when": datetime.datetime(2024, 1, 1 + seed, tzinfo=datetime.timezone.utc),
@@ -210,16 +211,19 @@ def own_shards(seed: int) -> StateDict:
     return {"w": tensor, "whole": torch.tensor(seed)}
 
 
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh of all ranks. It is made once: each makes groups, and the next takes longer the more a process has."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def dtensors(seed: int) -> StateDict:
     """A DTensor of each of :data:`LAYOUTS`."""
-    meshes: dict[tuple[int, ...], DeviceMesh] = {}
     found: StateDict = {}
     for name, (shape, mesh_shape, placements) in LAYOUTS.items():
-        if mesh_shape not in meshes:
-            meshes[mesh_shape] = init_device_mesh("cpu", mesh_shape)
         full = full_tensor(name, shape, seed)
         # With src_data_rank=None every rank cuts its part out of its own copy, without communication.
-        found[name] = distribute_tensor(full, meshes[mesh_shape], placements, src_data_rank=None)
+        found[name] = distribute_tensor(full, mesh_of(mesh_shape), placements, src_data_rank=None)
     return found
 
 
@@ -281,7 +285,7 @@ class _Training:
 
 def fsdp2(seed: int) -> StateDict:
     model = _Net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh)
     return {"training": _Training(model, seed)}
@@ -296,7 +300,7 @@ def fsdp2_and_tensor_parallel(seed: int) -> StateDict:
 
 
 def _in_two_dimensions(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, dist.get_world_size() // 2), ("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     return model

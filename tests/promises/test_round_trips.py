@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import robust_dcp
@@ -24,7 +23,7 @@ from robust_dcp import CorruptCheckpoint, RobustWriter, StorageError, UnsafeChec
 from robust_dcp.storage.layouts.safetensors import DTYPES
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import on_ranks
-from tests.harness.state_dicts import KINDS, full_tensor, pattern
+from tests.harness.state_dicts import KINDS, full_tensor, mesh_of, pattern
 from tests.harness.torch_versions import HAS_SAFETENSORS
 from tests.harness.ways import LOADERS, OTHER_SAVERS, SAVERS
 
@@ -106,7 +105,6 @@ def placements_of(ndim: int, variant: int) -> tuple[int, tuple[Placement, ...]]:
 def laid_out(seed: int, variant: int) -> StateDict:
     """Every shape in some layout on the ranks there are; ``variant`` chooses. Plain tensors without ranks."""
     found: StateDict = {"optimizer": {"step": seed, "lr": 0.5 * seed}}
-    meshes: dict[int, DeviceMesh] = {}
     world = dist.get_world_size() if dist.is_initialized() else 1
     for name, shape in SHAPES.items():
         full = full_tensor(name, shape, seed)
@@ -114,10 +112,9 @@ def laid_out(seed: int, variant: int) -> StateDict:
             found[name] = full
             continue
         dims, placements = placements_of(len(shape), variant)
-        if dims not in meshes:
-            first = 2 if world % 2 == 0 else 1
-            meshes[dims] = init_device_mesh("cpu", (world,) if dims == 1 else (first, world // first))
-        found[name] = distribute_tensor(full, meshes[dims], placements, src_data_rank=None)
+        first = 2 if world % 2 == 0 else 1
+        mesh = mesh_of((world,) if dims == 1 else (first, world // first))
+        found[name] = distribute_tensor(full, mesh, placements, src_data_rank=None)
     return found
 
 
@@ -195,8 +192,9 @@ def load_by_stock(directory: Path | str, state_dict: StateDict) -> StateDict:
 
 
 def tensors(seed: int) -> StateDict:
-    shapes = [(), (0, 3), (1,), (5, 3), (64, 64), (1 << 20,)]
+    shapes = [(), (0, 3), (1,), (5, 3), (64, 64)]
     named = {f"{name}.{shape}": (shape, dtype) for name, dtype in TABLE.items() for shape in shapes}
+    named |= {f"large {name}": ((1 << 20,), TABLE[name]) for name in ("float32", "bfloat16", "int8")}
     named |= dict.fromkeys(('quo"te\\', "täglich 🙂\n", ""), ((3,), torch.float32))
     return {name: pattern(name, shape, dtype, seed) for name, (shape, dtype) in named.items()}
 
@@ -356,7 +354,7 @@ WRAPPED_LOADERS: dict[str, Callable[[dict[str, Any], str], object]] = {
 
 
 def wrapped(seed: int) -> StateDict:
-    local, mesh = quantized(seed=seed + dist.get_rank()), init_device_mesh("cpu", (dist.get_world_size(),))
+    local, mesh = quantized(seed=seed + dist.get_rank()), mesh_of((dist.get_world_size(),))
     return {
         "wrapper": quantized(seed=seed),
         "slots": quantized(Slotted, seed=seed),
