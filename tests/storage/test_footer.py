@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, footer_in, footer_of
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums
 
@@ -28,7 +32,10 @@ def columns_of(lengths_and_gaps: list[tuple[int, int]], *, seed: int = 1) -> Sum
 
 
 def parsed(content: bytes) -> Footer | None:
-    return footer_in(lambda offset, nbytes: content[offset : offset + nbytes], len(content))
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(content)
+        with Disk().reading(file.name) as opened:
+            return footer_in(Disk(), opened)
 
 
 def file_of(columns: SumColumns) -> bytes:
@@ -63,7 +70,7 @@ def test_every_flipped_bit_of_a_footer_is_found(described: list[tuple[int, int]]
     footer = parsed(bytes(content))
     if footer is not None:
         with pytest.raises(ValueError, match="do not have their CRC-32"):
-            footer.columns()
+            _ = footer.columns
 
 
 def forged(columns: SumColumns) -> Footer:
@@ -80,9 +87,9 @@ def test_checksums_for_data_that_cannot_lie_there_are_refused() -> None:
         footer = parsed(content)
         assert footer is not None
         with pytest.raises(ValueError, match="cannot lie there"):
-            footer.columns()
+            _ = footer.columns
     beyond = SumColumns(np.array([99], dtype=np.int64), np.array([5], dtype=np.int64), two[:1])
     footer = parsed(bytes(100) + footer_of(MARK, 100, beyond, range(1)))
     assert footer is not None
     with pytest.raises(ValueError, match="cannot lie there"):
-        footer.columns()
+        _ = footer.columns

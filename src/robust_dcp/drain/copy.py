@@ -522,7 +522,7 @@ def _stored_blocks(content: Content) -> Iterator[tuple[int, int, int]]:
     """
     if holds_raw_bytes(content.path):
         return iter(())
-    footer = footer_in(content.read, content.nbytes)
+    footer = footer_in(content.disk, content.file)
     try:
         columns = () if footer is None else footer.blocks()
     except ValueError as error:

@@ -62,7 +62,7 @@ class Content:
         self.nbytes = file.nbytes
         self.part_nbytes = max(part_nbytes, -(-self.nbytes // _MOST_PARTS))
         self.crc32 = 0
-        self._disk, self._file = disk, file
+        self.disk, self.file = disk, file
         self._wants_md5 = wants_md5
         self._md5s: list[bytes] = []
 
@@ -72,7 +72,7 @@ class Content:
         Raises:
             StorageError: they cannot be read, or the file is shorter.
         """
-        data = self._disk.read(self._file, offset, nbytes)
+        data = self.disk.read(self.file, offset, nbytes)
         if len(data) != nbytes:
             raise StorageError(
                 f"read {self.path}: expected {nbytes} bytes from byte {offset} on, found {len(data)}: the file was cut "

@@ -188,38 +188,37 @@ class HeldStructures:
                 "not been done. Call .redistribute() to Replicate or Shard before saving",
                 key=name,
             )
+        described: list[tuple[MetadataIndex, ItemStructure, Any]] = []
         try:
-            items = create_default_local_save_plan({name: value}, self._is_coordinator).items
-            return [self._of_item(item, place, value) for place, item in enumerate(items)]
+            for place, item in enumerate(create_default_local_save_plan({name: value}, self._is_coordinator).items):
+                index, tensor_data = item.index, item.tensor_data
+                if tensor_data is None:
+                    described.append((index, _OBJECT, None))
+                    continue
+                if index.index is None and holds_shards(type(value)):
+                    index = MetadataIndex(index.fqn, index.offset, place)  # a hint where lookup should look first
+                data, properties, chunk = self._lookup(index), tensor_data.properties, tensor_data.chunk
+                is_fixed = (
+                    isinstance(data, torch.Tensor)
+                    and is_fixed_size(data)
+                    and framed_record(properties.dtype, tuple(chunk.sizes)) is not None
+                )
+                structure = ItemStructure(
+                    kind=_KINDS[item.type],
+                    form=Form.FIXED if is_fixed else Form.VARIABLE,
+                    dtype=str(properties.dtype).removeprefix("torch."),
+                    layout=str(properties.layout).removeprefix("torch."),
+                    requires_grad=bool(value.requires_grad if isinstance(value, DTensor) else properties.requires_grad),
+                    shape=tuple(tensor_data.size),
+                    offsets=tuple(chunk.offsets),
+                    sizes=tuple(chunk.sizes),
+                )
+                described.append((index, structure, data))
         except RobustCheckpointError:
             raise
         except Exception as error:
             raise RobustCheckpointError(f"cannot plan {name!r}: {type(error).__name__}: {error}") from error
-
-    def _of_item(self, item: WriteItem, place: int, value: Any) -> tuple[MetadataIndex, ItemStructure, Any]:
-        index, tensor_data = item.index, item.tensor_data
-        if tensor_data is None:
-            return index, _OBJECT, None
-        if index.index is None and holds_shards(type(value)):
-            index = MetadataIndex(index.fqn, index.offset, place)  # `place` is a hint where lookup should look first
-        data = self._lookup(index)
-        is_fixed = (
-            isinstance(data, torch.Tensor)
-            and is_fixed_size(data)
-            and framed_record(tensor_data.properties.dtype, tuple(tensor_data.chunk.sizes)) is not None
-        )
-        properties = tensor_data.properties
-        structure = ItemStructure(
-            kind=_KINDS[item.type],
-            form=Form.FIXED if is_fixed else Form.VARIABLE,
-            dtype=str(properties.dtype).removeprefix("torch."),
-            layout=str(properties.layout).removeprefix("torch."),
-            requires_grad=bool(value.requires_grad if isinstance(value, DTensor) else properties.requires_grad),
-            shape=tuple(tensor_data.size),
-            offsets=tuple(tensor_data.chunk.offsets),
-            sizes=tuple(tensor_data.chunk.sizes),
-        )
-        return index, structure, data
+        return described
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -234,7 +233,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_neg()
         and not tensor.is_conj()
-        and not has_own_chunks(tensor)
+        and not (tensor.__dict__ and has_own_chunks(tensor))
     )
 
 

@@ -49,36 +49,34 @@ def check_targets(targets: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str
         for name, tensor in targets
         if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
     ]
+    # A comprehension for each column, without calls of ours: this runs for each tensor of a load.
     begins = np.array([tensor.data_ptr() for _, tensor in held], dtype=np.uint64)
-    ends = begins + np.array([_extent_nbytes(tensor) for _, tensor in held], dtype=np.uint64)
-    unusable = _unusable(held, begins, ends)
-    return unusable, [] if unusable else _overlapping(held, begins, ends)
+    extents = np.array([tensor.nbytes for _, tensor in held], dtype=np.uint64)
+    gaps = [number for number, (_, tensor) in enumerate(held) if not tensor.is_contiguous()]
+    for number in gaps:
+        _, tensor = held[number]
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extents[number] = (last + 1) * tensor.itemsize  # from the first element to the end of the last one
+    unusable = _unusable(held, begins, extents, gaps)
+    return unusable, [] if unusable else _overlapping(held, begins, begins + extents)
 
 
-def _extent_nbytes(tensor: torch.Tensor) -> int:
-    """The bytes from the first element of a tensor to the end of the last one."""
-    if tensor.is_contiguous():
-        return int(tensor.nbytes)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((last + 1) * tensor.itemsize)
-
-
-def _unusable(targets: Targets, begins: UInt64, ends: UInt64) -> list[str]:
-    # One call for each column: this runs for each tensor of a load.
+def _unusable(targets: Targets, begins: UInt64, extents: UInt64, gaps: Sequence[int]) -> list[str]:
+    """See :func:`check_targets`. ``gaps`` are the places of tensors that are not contiguous."""
     storages = [tensor.untyped_storage() for _, tensor in targets]
     held = np.array([storage.data_ptr() + storage.nbytes() for storage in storages], dtype=np.uint64)
     freed = [
-        f"{name!r} cannot be loaded into: its storage holds {tensor.untyped_storage().nbytes()} bytes where its data "
-        f"ends at byte {tensor.storage_offset() * tensor.itemsize + _extent_nbytes(tensor)}: its memory was freed"
-        for name, tensor in map(targets.__getitem__, np.flatnonzero((begins == 0) | (ends > held)).tolist())
+        f"{targets[number][0]!r} cannot be loaded into: its storage holds {storages[number].nbytes()} bytes where its "
+        f"data ends at byte {targets[number][1].storage_offset() * targets[number][1].itemsize + extents[number]}: its "
+        "memory was freed"
+        for number in np.flatnonzero((begins == 0) | (begins + extents > held)).tolist()
     ]
     if freed:
         return freed
     repeating = [
         f"{name!r} cannot be loaded into: its own elements share memory (it is expanded)"
-        for name, tensor in targets
-        if not tensor.is_contiguous()
-        and any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for name, tensor in map(targets.__getitem__, gaps)
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     ]
     read_only = [
         f"{targets[place][0]!r} cannot be loaded into: its memory may not be written to"

@@ -459,7 +459,8 @@ def _in_full(
         How many bytes that was, and whether it was all: a call that did nothing ends it.
     """
     buffers: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]
-    views, first, done = [memoryview(buffer).cast("B") for buffer in buffers], 0, 0
+    views: list[memoryview] = list(map(memoryview, buffers))  # type: ignore[arg-type]  # bytes-like, all of them
+    first = done = 0
     while True:
         while first < len(views) and not views[first].nbytes:
             first += 1
@@ -475,6 +476,6 @@ def _in_full(
         done += nbytes
         while nbytes:
             taken = min(nbytes, views[first].nbytes)
-            views[first] = views[first][taken:]
+            views[first] = views[first].cast("B")[taken:]
             nbytes -= taken
             first += not views[first].nbytes

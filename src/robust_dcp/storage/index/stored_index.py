@@ -180,15 +180,15 @@ class StoredIndex:
         To find many at once is faster than to find each when it is asked for.
         """
         known, names = self._numbers, list(names)
-        wanted = {name: name.encode("utf-8", "surrogatepass") for name in names if name not in known}
-        known.update(dict.fromkeys(wanted))
+        wanted = dict.fromkeys(name for name in names if name not in known)
+        known.update(wanted)
         if _FEW * len(wanted) >= len(self):
             for number, name in enumerate(self.names()):
                 if name in wanted:
                     known[name] = number
         else:
             at = 0
-            for name, encoded in sorted(wanted.items(), key=lambda each: each[1]):
+            for encoded, name in sorted((name.encode("utf-8", "surrogatepass"), name) for name in wanted):
                 at = bisect_left(range(len(self)), encoded, at, key=self._name_bytes)
                 if at < len(self) and self._name_bytes(at) == encoded:
                     known[name] = at

@@ -7,15 +7,15 @@ what ``.metadata`` names, and that comes before it.
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, joined
 
 Int64 = npt.NDArray[np.int64]
@@ -90,29 +90,27 @@ def footer_of(mark: str, at: int, columns: SumColumns, items: Sequence[int]) -> 
     return encoded + tail + crc32(tail).to_bytes(4, "little")
 
 
-def footer_in(read: Callable[[int, int], bytes], file_nbytes: int) -> Footer | None:
-    """The footer of a file of ``file_nbytes`` bytes; ``None`` if the file does not end as one of ours.
-
-    Args:
-        read: gives bytes of the file, by offset and length; fewer where the file ends.
-    """
-    if file_nbytes < TAIL_NBYTES:
+def footer_in(disk: Disk, file: OpenFile) -> Footer | None:
+    """The footer of an open file; ``None`` if the file does not end as one of ours."""
+    end = file.nbytes - TAIL_NBYTES
+    tail = bytearray(TAIL_NBYTES)
+    if end < 0 or disk.pread_into(file, tail, end) != TAIL_NBYTES:
         return None
-    data = read(file_nbytes - TAIL_NBYTES, TAIL_NBYTES)
-    if len(data) != TAIL_NBYTES or crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
+    if crc32(tail[:-4]) != int.from_bytes(tail[-4:], "little"):
         return None
-    magic, mark, nbytes, n_items, n_blocks, block_nbytes, columns_crc32 = _TAIL.unpack(data[:-4])
+    magic, mark, nbytes, n_items, n_blocks, block_nbytes, columns_crc32 = _TAIL.unpack(tail[:-4])
     columns_nbytes = 20 * n_items + 4 * n_blocks
-    in_file = nbytes == file_nbytes and columns_nbytes <= file_nbytes - TAIL_NBYTES
-    if magic != _MAGIC or not in_file or block_nbytes <= 0:
+    if magic != _MAGIC or nbytes != file.nbytes or columns_nbytes > end or block_nbytes <= 0:
         return None
-    at = file_nbytes - TAIL_NBYTES - columns_nbytes
-    return Footer(mark.decode("ascii", "replace"), n_items, n_blocks, block_nbytes, columns_crc32, at, read)
+    data = bytearray(columns_nbytes)
+    is_whole = disk.pread_into(file, data, end - columns_nbytes) == columns_nbytes and crc32(data) == columns_crc32
+    damage = "" if is_whole else f"the checksums of its blocks do not have their CRC-32 {columns_crc32:08x}"
+    return Footer(mark.decode("ascii", "replace"), n_items, n_blocks, block_nbytes, end - columns_nbytes, data, damage)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Footer:
-    """The footer of a file that is being read. The first thread that asks for its columns reads them.
+    """The footer of a file that is being read. Several threads may use it.
 
     Attributes:
         mark: the mark of the save.
@@ -124,11 +122,9 @@ class Footer:
     n_items: int
     n_blocks: int
     block_nbytes: int
-    _columns_crc32: int
     _columns_at: int
-    _read: Callable[[int, int], bytes]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _columns: SumColumns | None = None
+    _data: bytearray
+    _damage: str
 
     def items_at(self, begin: Int64, end: Int64) -> Int64:
         """The :func:`item_id` of the items in some records; -1 where no item lies.
@@ -139,7 +135,7 @@ class Footer:
         Raises:
             ValueError: the columns are damaged. The message says how.
         """
-        offset = self.columns().offset
+        offset = self.columns.offset
         row = np.searchsorted(offset, begin)
         is_there = row < len(offset)
         row = np.minimum(row, max(len(offset) - 1, 0))
@@ -157,7 +153,7 @@ class Footer:
         Raises:
             ValueError: the columns are damaged. The message says how.
         """
-        columns = self.columns()
+        columns = self.columns
         row = int(np.searchsorted(columns.offset, begin, side="right")) - 1
         if row < 0:
             return None
@@ -176,7 +172,7 @@ class Footer:
         Raises:
             ValueError: the columns are damaged. The message says how.
         """
-        columns = self.columns()
+        columns = self.columns
         rows = np.minimum(np.searchsorted(columns.offset, begin), max(len(columns.offset) - 1, 0))
         first, last = self._first[rows], self._first[rows + 1]
         if (last - first <= 1).all() and len(columns.crcs):
@@ -192,37 +188,40 @@ class Footer:
         Raises:
             ValueError: the columns are damaged. The message says how.
         """
-        columns, nbytes = self.columns(), self.block_nbytes
+        columns, nbytes = self.columns, self.block_nbytes
         counts = -(-columns.nbytes // nbytes)
         within = np.arange(len(columns.crcs)) - np.repeat(self._first[:-1], counts)
         begins = np.repeat(columns.offset, counts) + within * nbytes
         ends = np.minimum(begins + nbytes, np.repeat(columns.offset + columns.nbytes, counts))
         return begins, ends, columns.crcs
 
+    @cached_property
     def columns(self) -> SumColumns:
         """The checksums of all items of the file.
 
         Raises:
             ValueError: they are damaged. The message says how.
         """
-        with self._lock:
-            if self._columns is not None:
-                return self._columns
-            n_items, n_blocks, limit = self.n_items, self.n_blocks, self._columns_at
-            columns_nbytes = 20 * n_items + 4 * n_blocks
-            data = self._read(limit, columns_nbytes)
-            if len(data) != columns_nbytes or crc32(data) != self._columns_crc32:
-                raise ValueError(f"the checksums of its blocks do not have their CRC-32 {self._columns_crc32:08x}")
-            offset = np.frombuffer(data, dtype="<i8", count=n_items).astype(np.int64)
-            nbytes = np.frombuffer(data, dtype="<i8", count=n_items, offset=8 * n_items).astype(np.int64)
-            crcs = np.frombuffer(data, dtype="<u4", count=n_blocks, offset=16 * n_items).astype(np.uint32)
-            self._items = np.frombuffer(data, dtype="<u4", offset=16 * n_items + 4 * n_blocks).astype(np.uint32)
-            in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
-            ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
-            if not in_file.all() or not ascends.all():
-                raise ValueError("the checksums of its blocks are for data that cannot lie there")
-            self._first = np.concatenate(([0], np.cumsum(-(-nbytes // self.block_nbytes))))
-            if int(self._first[-1]) != n_blocks:
-                raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
-            self._columns = SumColumns(offset, nbytes, crcs)
-            return self._columns
+        if self._damage:
+            raise ValueError(self._damage)
+        n_items, limit = self.n_items, self._columns_at
+        offset = np.frombuffer(self._data, dtype="<i8", count=n_items).astype(np.int64)
+        nbytes = np.frombuffer(self._data, dtype="<i8", count=n_items, offset=8 * n_items).astype(np.int64)
+        crcs = np.frombuffer(self._data, dtype="<u4", count=self.n_blocks, offset=16 * n_items).astype(np.uint32)
+        in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
+        ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
+        if not in_file.all() or not ascends.all():
+            raise ValueError("the checksums of its blocks are for data that cannot lie there")
+        if int((-(-nbytes // self.block_nbytes)).sum()) != self.n_blocks:
+            raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
+        return SumColumns(offset, nbytes, crcs)
+
+    @cached_property
+    def _items(self) -> UInt32:
+        """uint32 ``[n_items]``: the :func:`item_id` of each item."""
+        return np.frombuffer(self._data, dtype="<u4", offset=16 * self.n_items + 4 * self.n_blocks)
+
+    @cached_property
+    def _first(self) -> Int64:
+        """int64 ``[n_items + 1]``: where the blocks of each item begin among all, and their end."""
+        return np.concatenate(([0], np.cumsum(-(-self.columns.nbytes // self.block_nbytes))))

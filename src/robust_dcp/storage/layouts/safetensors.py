@@ -246,7 +246,7 @@ def entry_nbytes(items: Items, rows: Places, kinds: Kinds, kind_ids: npt.NDArray
     the result means nothing.
     """
     once, twice = _escaped_lengths(items.names)
-    texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), _crc_text("", 1)
+    texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), f':\\"{"0" * _CRC_DIGITS}\\"'
     constant = sum(len(text) + len(",") for text in texts) - len("00")
     of_kinds = [_kind_nbytes(dtype, shape) for dtype, shape in kinds]
     numbers = _digits(items.offset[rows]) + len(",")
@@ -354,10 +354,6 @@ class ShardHead:
 
 def _offsets_text(name: str, offset: Sequence[int]) -> str:
     return f'{name}:{{\\"{OFFSETS_KEY}\\":[{",".join(map(str, offset))}]}}'
-
-
-def _crc_text(name: str, n_fields: int) -> str:
-    return f'{name}:\\"{"0" * (_CRC_DIGITS * n_fields)}\\"'
 
 
 def _tensor_text(name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> str:

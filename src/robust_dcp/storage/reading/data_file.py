@@ -16,7 +16,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from robust_dcp.errors import StorageError
@@ -87,10 +87,7 @@ class DataFile:
         """The footer, with the mark of the save and the checksums of blocks. Only files of records that we wrote have
         one.
         """
-        if holds_raw_bytes(self.path):
-            return None
-        # No reference to `self`: it would keep the load and its tensors alive.
-        return footer_in(partial(self._disk.read, self._opened), self.nbytes)
+        return None if holds_raw_bytes(self.path) else footer_in(self._disk, self._opened)
 
     def close(self) -> None:
         """Close the file. Errors are ignored: they say nothing about the bytes that were read."""

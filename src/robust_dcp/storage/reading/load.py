@@ -134,7 +134,8 @@ class ItemReader:
             with torch.no_grad() if self._targets_first else nullcontext():
                 waiting = deque(self._reads.groups(self._block_nbytes))
                 while waiting:  # a group is dropped when it is handed over, and its bytes with it
-                    self._start(waiting.popleft())
+                    group = waiting.popleft()
+                    self._start(group, self._file_of(group))
                 while self._pending:
                     self._finish_first()
         except CancelledError:
@@ -152,7 +153,7 @@ class ItemReader:
 
     # --- reads are started
 
-    def _start(self, group: Group) -> None:
+    def _start(self, group: Group, file: DataFile) -> None:
         read = group.alone
         group.nbytes = self._block_nbytes
         if read is not None:
@@ -167,7 +168,6 @@ class ItemReader:
             or (read is None and self._pending_blocks >= self._n_threads)
         ):
             self._finish_first()
-        file = self._file_of(group)
         self._check_places(group, file)
         if read is None:
             group.block = block = self._blocks.take()
@@ -228,10 +228,8 @@ class ItemReader:
             raise damaged_footer(file.path, self._reads.read(int(group.places[0])).name, error) from error
         if not len(differs):
             return
-        name, where = (
-            self._reads.read(int(group.places[differs[0]])).name,
-            f"bytes {begin[differs[0]]} to {end[differs[0]]}",
-        )
+        name = self._reads.read(int(group.places[differs[0]])).name
+        where = f"bytes {begin[differs[0]]} to {end[differs[0]]}"
         raise CorruptCheckpoint(
             f"{METADATA_NAME} says that item {name!r} lies in {where} of {file.path}, and the file says that it does "
             "not; take another checkpoint, or restore both files",
@@ -377,18 +375,13 @@ class ItemReader:
             found = known_record(known, block.memory, int(at[0]), int(nbytes[0]), kind.dtype, kind.lengths)
             if found is None or found[0].data_nbytes != data_nbytes:
                 return np.zeros(len(places), dtype=np.bool_)
-            crcs = np.array(found[0].crc32s_in(block.memory, at.tolist()), dtype=np.int64)
+            crcs = found[0].crc32s_in(block.data, at)
             at = at + found[0].data_offset
             footer = None if self._options.verify_checksums is False else file.footer
             if footer is not None and footer.n_items:  # a sound record of another item has a right CRC-32 of its own
                 crcs[crcs != footer.crc32s_at(start)] = NOT_ALIKE
         targets = list(map(items.targets.__getitem__, numbers.tolist()))
-        if targets[0].is_complex() or targets[0].is_quantized:
-            return np.zeros(len(places), dtype=np.bool_)
-        takes_bytes = [
-            target.is_cpu and target.layout is torch.strided and not target.is_neg() and target.is_contiguous()
-            for target in targets
-        ]
+        takes_bytes = [target.is_cpu and target.is_contiguous() for target in targets]
         sound: npt.NDArray[np.bool_] = np.array(takes_bytes) & (crcs != NOT_ALIKE)
         if self._options.verify_checksums is not False:
             data = [block.view[begin : begin + data_nbytes] for begin in at.tolist()]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -82,7 +83,8 @@ class PlannedItems(Sequence[ReadItem]):
 
     Attributes:
         names: the name of each of these tensors.
-        targets: this rank's tensor for each, of the dtype and size of its kind.
+        targets: this rank's tensor for each, of the dtype and size of its kind. It is strided, and no negation,
+            conjugation or quantization stands between its memory and its values.
         kinds: the distinct pairs of dtype and size.
         kind_of: int64, the number of each tensor's kind.
         chunks: int64, for each the number of its chunk among the saved chunks of the tensor.
@@ -266,20 +268,21 @@ class Reads:
         for number, read in enumerate(self._others, self.n_whole):
             is_alone[number] = bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole)
         is_alone = is_alone[self.order] | (nbytes > min(block_nbytes, _MEDIUM_NBYTES))
+        end = start + nbytes
+        is_near = (file[1:] == file[:-1]) & (start[1:] - end[:-1] <= _SMALL_NBYTES) & ~is_alone[1:] & ~is_alone[:-1]
+        firsts = [*np.flatnonzero(np.append(True, ~is_near)).tolist(), len(file)] if len(file) else []
         groups: list[Group] = []
-        first, in_file, begin, end = 0, -1, 0, 0  # of the group that is being filled
-        rows = zip(file.tolist(), start.tolist(), (start + nbytes).tolist(), is_alone.tolist(), strict=True)
-        for place, (number, low, high, alone) in enumerate(rows):
-            is_near = number == in_file and low - end <= _SMALL_NBYTES and max(high, end) - begin <= block_nbytes
-            if first < place and (alone or not is_near):
-                groups.append(Group(np.arange(first, place), end, None))
-                first = place
-            if alone:
-                groups.append(Group(np.arange(place, place + 1), high, self.read(place)))
-                first = place + 1
-            in_file, begin, end = number, low if first == place else begin, high if first >= place else max(high, end)
-        if first < len(file):
-            groups.append(Group(np.arange(first, len(file)), end, None))
+        for first, stop in pairwise(firsts):
+            if is_alone[first]:
+                groups.append(Group(np.arange(first, stop), int(end[first]), self.read(first)))
+                continue
+            furthest = np.maximum.accumulate(end[first:stop])  # an item may end behind the next one
+            at = first
+            while at < stop:
+                fits = int(np.searchsorted(furthest, start[at] + block_nbytes, side="right"))
+                behind = max(first + fits, at + 1)
+                groups.append(Group(np.arange(at, behind), int(furthest[behind - first - 1]), None))
+                at = behind
         return groups
 
 

@@ -27,6 +27,8 @@ from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
@@ -42,6 +44,8 @@ NOT_ALIKE: Final = -1
 
 ReadRange = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: bytes of a record; fewer, or none, past its end."""
+
+Int64 = npt.NDArray[np.int64]
 
 _UINT32: Final = struct.Struct("<I")
 
@@ -95,17 +99,22 @@ class Record:
                     at = high
         return tuple(parts)
 
-    def crc32s_in(self, memory: Any, starts: Sequence[int]) -> list[int]:
+    def is_at(self, memory: Any, at: int) -> bool:
+        """Whether the record at ``at`` of ``memory`` differs from this one in checksums and data only."""
+        for begin, end, part in self.frame:  # noqa: SIM110 (this is faster, and runs for each record)
+            if bytes(memory[at + begin : at + end]) != part:  # a memoryview would be compared byte by byte
+                return False
+        return True
+
+    def crc32s_in(self, data: npt.NDArray[np.uint8], starts: Int64) -> Int64:
         """The CRC-32 in each of the records that begin at ``starts``, 0 if it has none; ``NOT_ALIKE`` for a record that
-        differs from this one in other bytes than checksums and data.
+        is not like this one, as :meth:`is_at` says.
         """
-        alike = [True] * len(starts)
-        for begin, end, part in self.frame:  # copies, because a memoryview would be compared byte by byte
-            alike = [
-                same and bytes(memory[at + begin : at + end]) == part for same, at in zip(alike, starts, strict=True)
-            ]
-        of_each = zip(alike, starts, strict=True)
-        return [_UINT32.unpack_from(memory, at + self.crc32_at[-1])[0] if same else NOT_ALIKE for same, at in of_each]
+        alike = np.ones(len(starts), dtype=np.bool_)
+        for begin, end, part in self.frame:
+            alike &= (_windows(data, end - begin)[starts + begin] == np.frombuffer(part, dtype=np.uint8)).all(axis=1)
+        crcs = _windows(data, _UINT32.size)[starts + self.crc32_at[-1]].view("<u4")[:, 0]
+        return np.where(alike, crcs.astype(np.int64), np.int64(NOT_ALIKE))
 
     def crc32_in_header(self, header: bytes) -> int | None:
         """The CRC-32 in ``header``, if it is this record's header with any CRC-32; else ``None``."""
@@ -470,14 +479,20 @@ def known_record(
         if len(known) >= _MOST_KNOWN:
             known.clear()
         record = framed_record(dtype, tuple(shape))
-        if record is None or record.nbytes != nbytes or record.crc32s_in(memory, [at]) == [NOT_ALIKE]:
+        if record is None or record.nbytes != nbytes or not record.is_at(memory, at):
             record = parsed_record(lambda begin, count: bytes(memory[at + begin : at + begin + count]), nbytes)
             is_usual = record is not None and record.is_contiguous and bool(record.header)
             if record is None or not is_usual or (record.dtype, record.shape) != (dtype, tuple(shape)):
                 record = None
         known[key] = record
-    crc32 = NOT_ALIKE if record is None else record.crc32s_in(memory, [at])[0]
-    return None if record is None or crc32 == NOT_ALIKE else (record, crc32)
+    if record is None or not record.is_at(memory, at):
+        return None
+    return record, int(_UINT32.unpack_from(memory, at + record.crc32_at[-1])[0])
+
+
+def _windows(data: npt.NDArray[np.uint8], nbytes: int) -> npt.NDArray[np.uint8]:
+    """uint8 ``[n, nbytes]``: the bytes from each place in ``data`` on, without a copy."""
+    return np.ndarray((len(data) - nbytes + 1, nbytes), np.uint8, data, 0, (1, 1))
 
 
 # Tensors.
