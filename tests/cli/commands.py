@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -40,6 +41,7 @@ def shell(*words: object) -> Ended:
     argv = mock.patch.object(sys, "argv", ["robust-dcp", *map(str, words)])
     with argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
         main()
+    gc.unfreeze()  # this process goes on, and a command's does not
     code = ended.value.code
     assert isinstance(code, int)
     return Ended(code, out.getvalue(), err.getvalue())

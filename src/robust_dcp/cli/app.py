@@ -10,6 +10,7 @@ it could not do its work; 130, it was stopped by Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import signal
@@ -28,10 +29,13 @@ COMMANDS: Final = ("inspect", "verify", "diff", "convert", "copy", "report", "ls
 _CANNOT: Final = 2
 _STOPPED: Final = 130  # what shells report of a program that SIGINT has ended
 _WIDTH: Final = 100
+_COLLECTED_AFTER: Final = 100_000
+"""New objects until Python looks for garbage, in place of 700: it would look through those of torch again and again."""
 
 
 def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
+    gc.set_threshold(_COLLECTED_AFTER)
     words = sys.argv[1:]
     Output.as_json = "--json" in words  # also for errors in other words, which come before the option is looked at
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # in the background, shells ignore Ctrl-C
@@ -58,6 +62,7 @@ def main() -> NoReturn:
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.freeze()  # at its end Python would look through all objects of torch once more
     raise SystemExit(code)
 
 
