@@ -3,9 +3,10 @@
     python scripts/mutants.py --count 20 --seed 1 --json mutants.json
 
 A mutant is one changed place in a room of the package: a comparison, an ``and``, an ``or``, a ``not``, a constant, or a
-call whose value nobody uses. It is killed if a test fails, and survives if none does. It is made in a copy of what git
-knows of this tree, so the tree may change meanwhile. The tests of the mutant's own room run first, then the promises;
-the first failure ends it. Run it with the Python of the tree's environment, as each mutant takes minutes.
+call whose value nobody uses. It is killed if a test fails, and survives if none does. Each is made in a copy of what
+git knows of this tree, so the tree may change meanwhile. First the tests run that lie closest to its room, cheap ones
+before dear ones, in one process until the first failure. Only what survives them meets the other promises, which take
+minutes. Run it with the Python of the tree's environment.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "src/robust_dcp"
-ROOMS = ("plan", "storage", "comm", "manager")
-"""Folders of the package, or modules."""
+PROMISES = "tests/promises"
+CLOSEST = {
+    "plan": ("tests/plan", "reuse", "mixes", "verdicts", "round_trips"),
+    "storage": ("tests/storage", "round_trips", "reports", "damage", "refusals", "kills"),
+    "comm": ("tests/comm", "verdicts", "ranks"),
+    "manager": ("tests/manager", "manager"),
+}
+"""The rooms, which are folders of the package, and the tests that run first: a folder, or modules of promises."""
 
 OTHER_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -52,7 +60,7 @@ class Mutant:
 
     Attributes:
         begin: where the place is in the file, in characters; ``end`` is behind it.
-        outcome: ``killed``, ``survived``, or ``unfinished`` if the time was up.
+        outcome: ``killed``; ``survived``; or ``unfinished`` if the time was up before the closest tests had ended.
         by: the test that failed first.
     """
 
@@ -129,39 +137,54 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
 def drawn(count: int, seed: int) -> list[Mutant]:
     """Mutants of all rooms, drawn alike whatever their sizes are."""
     found: list[Mutant] = []
-    for room in ROOMS:
-        folder = ROOT / PACKAGE / room
-        files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-        found += [mutant for path in files for mutant in mutants_of(room, path)]
+    for room in CLOSEST:
+        for path in sorted((ROOT / PACKAGE / room).rglob("*.py")):
+            found += mutants_of(room, path)
     print(f"{len(found)} mutants, of which {count} are drawn with seed {seed}", file=sys.stderr)
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
 def copy_tree(target: Path) -> None:
-    """Copy what git knows, changed or not."""
+    """Copy what git knows, changed or not, and what Python has compiled of it."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+    files = [ROOT / name for name in filter(None, names.split("\0"))]
+    compiled = [each for folder in {file.parent for file in files} for each in folder.glob("__pycache__/*.pyc")]
+    for file in filter(Path.is_file, files + compiled):
+        copy = target / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)
 
 
-def run_tests(tree: Path, room: str, seconds: float, tests: list[str]) -> tuple[str, str]:
+def run_tests(tree: Path, room: str, seconds: float) -> tuple[str, str]:
     """The outcome of a mutant, and the test that failed first."""
-    own = [f"tests/{room}"] if (tree / f"tests/{room}").is_dir() else []
-    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "CI": "true", "PYTHONDONTWRITEBYTECODE": "1"}
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "CI": "true", "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    closest = [each if "/" in each else f"{PROMISES}/test_{each}.py" for each in CLOSEST[room]]
+    others = [PROMISES, *(f"--ignore={each}" for each in closest)]
     ends_at = time.monotonic() + seconds
-    for places in [[each] for each in own] + [tests]:
+    for tests in (closest, others):
         limit = ["timeout", "--kill-after=10", str(max(ends_at - time.monotonic(), 1))]
-        command = [*limit, sys.executable, "-m", "pytest", *options, *places]
-        ended = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [*limit, *command, *tests], cwd=tree, env=env, capture_output=True, text=True, check=False
+        )
         if ended.returncode in (124, 137):
-            return "unfinished", ""
+            return ("unfinished" if tests is closest else "survived"), "the time was up"
         if ended.returncode:
             lines = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             return "killed", lines[0] if lines else ended.stdout[-200:]
     return "survived", ""
+
+
+def try_mutant(mutant: Mutant, seconds: float) -> None:
+    """Note in the mutant how it ended."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
+        tree = Path(directory)
+        copy_tree(tree)
+        source = (tree / mutant.path).read_text()
+        (tree / mutant.path).write_text(source[: mutant.begin] + mutant.after + source[mutant.end :])
+        mutant.outcome, mutant.by = run_tests(tree, mutant.room, seconds)
+    mutant.seconds = round(time.monotonic() - began, 1)
 
 
 def main() -> None:
@@ -169,28 +192,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit-seconds", type=float, default=1800, help="for each mutant")
-    parser.add_argument("--tests", nargs="+", default=["tests/promises"], help="behind those of the mutant's room")
+    parser.add_argument("--at-once", type=int, default=2, help="how many are tried beside each other")
+    parser.add_argument("--limit-seconds", type=float, default=600, help="for each mutant")
     parser.add_argument("--json", type=Path, help="where all mutants are written, after each of them")
     arguments = parser.parse_args()
     mutants = drawn(arguments.count, arguments.seed)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        tree = Path(directory)
-        copy_tree(tree)
-        for number, mutant in enumerate(mutants, start=1):
-            file = tree / mutant.path
-            source = file.read_text()
-            file.write_text(source[: mutant.begin] + mutant.after + source[mutant.end :])
-            began = time.monotonic()
-            mutant.outcome, mutant.by = run_tests(tree, mutant.room, arguments.limit_seconds, arguments.tests)
-            mutant.seconds = round(time.monotonic() - began, 1)
-            file.write_text(source)
+    tried: list[Mutant] = []
+    with ThreadPoolExecutor(arguments.at_once) as threads:
+        trials = {threads.submit(try_mutant, mutant, arguments.limit_seconds): mutant for mutant in mutants}
+        for trial in as_completed(trials):
+            trial.result()
+            mutant = trials[trial]
+            tried.append(mutant)
             where = f"{mutant.path}:{mutant.line}: {mutant.before[:60]!r} -> {mutant.after[:60]!r}"
-            print(f"{number}/{len(mutants)} {mutant.outcome} in {mutant.seconds:g} s: {where} {mutant.by}", flush=True)
+            print(
+                f"{len(tried)}/{len(mutants)} {mutant.outcome} in {mutant.seconds:g} s: {where} {mutant.by}", flush=True
+            )
             if arguments.json is not None:
-                arguments.json.write_text(json.dumps([asdict(each) for each in mutants[:number]], indent=1))
+                arguments.json.write_text(json.dumps([asdict(each) for each in tried], indent=1))
     print("| mutants | drawn | killed | survived | unfinished |\n| --- | --- | --- | --- | --- |")
-    for name in (*ROOMS, *sorted({mutant.kind for mutant in mutants}), "all"):
+    for name in (*CLOSEST, *sorted({mutant.kind for mutant in mutants}), "all"):
         counts = Counter(each.outcome for each in mutants if name in (each.room, each.kind, "all"))
         print(f"| {name} | {counts.total()} | {counts['killed']} | {counts['survived']} | {counts['unfinished']} |")
 

@@ -32,9 +32,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 _LONG = ["round_trips", "processes_that_end", "async", "schedules", "ranks", "histories", "cluster", "mixes"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {f"test_{name}.py": place for place, name in enumerate(_LONG)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        rank = {f"test_{name}.py": place for place, name in enumerate(_LONG)}
+        items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 @pytest.fixture(scope="module", autouse=True)
