@@ -345,7 +345,13 @@ _SAVE_AND_END = """
 """
 _WITHIN_GRACE = "threading.Timer(0.2, go_on).start(); "
 _TERMINATED = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
-_TERMINATED_WHILE_IT_SAVES = """threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+_TERMINATED_WHILE_IT_SAVES = """
+    def terminate():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)  # only then may the save end, else the next one would begin
+        go_on()
+
+    threading.Timer(0.1, terminate).start()
     while True:
         robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=path, when_busy="skip")
 """
@@ -375,7 +381,7 @@ ENDINGS = {
     "end": (_WITHIN_GRACE + "pass", 0, True),
     "exception": (_WITHIN_GRACE + "raise KeyError('of the user')", 1, True),
     "SIGTERM": (_WITHIN_GRACE + _TERMINATED, -signal.SIGTERM, True),
-    "SIGTERM in a call": (_WITHIN_GRACE + _TERMINATED_WHILE_IT_SAVES, -signal.SIGTERM, True),
+    "SIGTERM in a call": (_TERMINATED_WHILE_IT_SAVES, -signal.SIGTERM, True),
     "own handler": (f"{_WITHIN_GRACE}signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); {_TERMINATED}", 7, True),
     "out of grace": (_OUT_OF_GRACE + _TERMINATED, -signal.SIGTERM, False),
     "SIGKILL": (_OUT_OF_GRACE + _TERMINATED.replace("SIGTERM", "SIGKILL"), -signal.SIGKILL, False),

@@ -161,13 +161,14 @@ def test_ranks_count_items_alike(tmp_path: Path) -> None:
     assert index_of(content.stock(names_of(1), META)) is None
 
 
-def test_a_load_of_many_tensors_needs_nothing_but_the_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_of_many_tensors_needs_nothing_but_the_index(tmp_path: Path) -> None:
     n_items = SLAB_NBYTES // 8 + 2000  # so that the columns of places have more than one slab
     state = {f"layer.{n}": torch.full((), n) for n in range(n_items)}
     robust_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with open(tmp_path / ".metadata", "r+b") as file:  # whoever decodes it fails; an index is fitted by its last 4 KiB
+        file.write(bytes(4096))
     loaded = {name: torch.zeros((), dtype=torch.int64) for name in state}
     for _ in range(2):
         report = robust_dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
     assert loaded == state
     assert report.items == n_items
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from isal import isal_zlib
 
+from robust_dcp.comm import patience
 from robust_dcp.comm.connections import Broken, Connections, Moving
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, FrameError, Kind
 from robust_dcp.comm.operation import Operation
@@ -154,7 +155,11 @@ class Passing:
                 self._move_round(list(in_round))
                 self._operation.note_progress()
         except Broken as error:
-            self._operation.stop_if_announced()
+            # Whoever dropped the connections has said why over those of the channel, where it may arrive later.
+            until = time.monotonic() + patience.RECONNECT_SECONDS
+            while time.monotonic() < until:
+                self._operation.stop_if_announced()
+                time.sleep(patience.TICK_SECONDS)
             phase = self._operation.phase
             raise ExchangeTimeout(
                 f"{phase!r}: rank {self._rank} lost a rank that it passes tensors to or gets them from ({error})",
