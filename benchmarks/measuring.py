@@ -42,7 +42,8 @@ Row = dict[str, Any]
 
 _BLOCK_NBYTES = 8 << 20
 _CONTEXT = multiprocessing.get_context("forkserver")
-# New processes have torch and both packages imported, as a training program has. They are forked from a process that has done nothing else.
+# New processes have torch and both packages imported, as a training program has. They are forked from a process that
+# has done nothing else.
 _CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint", "robust_dcp"])
 
 

@@ -86,6 +86,21 @@ def test_contradictions_name_the_key_on_all_ranks(tmp_path: Path) -> None:
         assert all(word in str(verdict) for word in words), (case, verdict)
 
 
+UNSAVABLE: dict[str, Callable[[], Any]] = {
+    "a function without a name": lambda: lambda: None,
+    "a tensor without data": lambda: torch.empty(2, device="meta"),
+    "a tensor of rows of several lengths": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSAVABLE)
+def test_a_value_that_cannot_be_saved_is_named(case: str, tmp_path: Path) -> None:
+    with pytest.raises(robust_dcp.RobustCheckpointError, match=r"'outer\.inner'"):
+        robust_dcp.save({"w": torch.ones(2), "outer": {"inner": UNSAVABLE[case]()}}, checkpoint_id=tmp_path / "c")
+
+
 class Own:
     """Not data: it could have any code."""
 

@@ -209,7 +209,7 @@ class HeldStructures:
                     dtype=str(properties.dtype).removeprefix("torch."),
                     layout=str(properties.layout).removeprefix("torch."),
                     requires_grad=bool(value.requires_grad if isinstance(value, DTensor) else properties.requires_grad),
-                    shape=tuple(tensor_data.size),
+                    shape=tuple(map(int, tensor_data.size)),  # a jagged tensor has sizes that are no numbers
                     offsets=tuple(chunk.offsets),
                     sizes=tuple(chunk.sizes),
                 )
