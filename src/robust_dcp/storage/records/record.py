@@ -320,7 +320,8 @@ def zip_members(
     """
 
     def bytes_at(offset: int, count: int) -> bytes:
-        expect(0 <= offset <= offset + count <= nbytes, "it is cut off, or its directory is damaged")
+        if not 0 <= offset <= offset + count <= nbytes:
+            raise ValueError("it is cut off, or its directory is damaged")
         return source[offset : offset + count] if isinstance(source, bytes) else source(offset, count)
 
     members: dict[str, ZipMember] = {}
