@@ -158,7 +158,8 @@ def copy_tree(target: Path) -> None:
 def run_tests(tree: Path, room: str, seconds: float) -> tuple[str, str]:
     """The outcome of a mutant, and the test that failed first."""
     env = {**os.environ, "PYTHONPATH": str(tree / "src"), "CI": "true", "PYTHONDONTWRITEBYTECODE": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    # On a busy machine a test may fail by chance, which would count as a killed mutant.
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--reruns", "1"]
     closest = [each if "/" in each else f"{PROMISES}/test_{each}.py" for each in CLOSEST[room]]
     others = [PROMISES, *(f"--ignore={each}" for each in closest)]
     ends_at = time.monotonic() + seconds
@@ -175,12 +176,11 @@ def run_tests(tree: Path, room: str, seconds: float) -> tuple[str, str]:
     return "survived", ""
 
 
-def try_mutant(mutant: Mutant, seconds: float) -> None:
-    """Note in the mutant how it ended."""
+def try_mutant(mutant: Mutant, whole: Path, seconds: float) -> None:
+    """Note in the mutant how it ended, in a copy of the tree ``whole``."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
-        tree = Path(directory)
-        copy_tree(tree)
+        tree = Path(shutil.copytree(whole, directory, dirs_exist_ok=True))
         source = (tree / mutant.path).read_text()
         (tree / mutant.path).write_text(source[: mutant.begin] + mutant.after + source[mutant.end :])
         mutant.outcome, mutant.by = run_tests(tree, mutant.room, seconds)
@@ -198,8 +198,9 @@ def main() -> None:
     arguments = parser.parse_args()
     mutants = drawn(arguments.count, arguments.seed)
     tried: list[Mutant] = []
-    with ThreadPoolExecutor(arguments.at_once) as threads:
-        trials = {threads.submit(try_mutant, mutant, arguments.limit_seconds): mutant for mutant in mutants}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory, ThreadPoolExecutor(arguments.at_once) as threads:
+        copy_tree(whole := Path(directory))
+        trials = {threads.submit(try_mutant, mutant, whole, arguments.limit_seconds): mutant for mutant in mutants}
         for trial in as_completed(trials):
             trial.result()
             mutant = trials[trial]
