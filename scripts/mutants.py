@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "src/robust_dcp"
 PROMISES = "tests/promises"
 CLOSEST = {
-    "plan": ("tests/plan", "reuse", "mixes", "verdicts", "round_trips"),
-    "storage": ("tests/storage", "round_trips", "reports", "damage", "refusals", "kills"),
-    "comm": ("tests/comm", "verdicts", "ranks"),
+    "plan": ("tests/plan", "verdicts", "reuse"),
+    "storage": ("tests/storage", "reports", "other_savers", "refusals"),
+    "comm": ("tests/comm", "verdicts"),
     "manager": ("tests/manager", "manager"),
 }
 """The rooms, which are folders of the package, and the tests that run first: a folder, or modules of promises."""
@@ -103,13 +103,18 @@ def mutants_of(room: str, path: Path) -> Iterator[Mutant]:
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
-    """Annotations, what only type checkers see, and decorators: dataclass(frozen=True) is no behaviour."""
+    """Annotations, what only type checkers see, decorators (dataclass(frozen=True) is no behaviour), and constants that
+    have a name: sizes, limits and times, of which another is as good."""
     for name in ("annotation", "returns"):
         annotation = getattr(node, name, None)
         if annotation is not None:
             yield from ast.walk(annotation)
     for decorator in getattr(node, "decorator_list", ()):
         yield from ast.walk(decorator)
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        if isinstance(target, ast.Name) and target.id.isupper():
+            yield from ast.walk(node.value)
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         yield from ast.walk(node)
 

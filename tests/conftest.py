@@ -29,7 +29,7 @@ settings.register_profile("ci", parent=settings.get_profile("default"), derandom
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # These modules take longest, so they come first: else one worker still has minutes to go when the others are done.
-_LONG = ["round_trips", "processes_that_end", "async", "schedules", "ranks", "histories", "cluster", "mixes"]
+_LONG = ["async", "ranks", "cluster", "processes_that_end", "mixes", "reuse", "refusals", "round_trips", "stores"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

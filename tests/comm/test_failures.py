@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from robust_dcp.comm import Channel, Offer, Stopped
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
 from tests.comm.messages import Note
 from tests.harness.network import SimulatedNetwork, run_channels
@@ -66,44 +65,3 @@ def test_one_of_our_exceptions_keeps_class_and_fields_on_every_rank() -> None:
         (1, "StorageError"),
         (2, "PlanConflict"),
     ]
-
-
-def test_an_interrupt_is_told_to_the_others_and_raised_as_itself_where_it_came() -> None:
-    def be_interrupted(channel: Channel) -> str:
-        def work() -> None:
-            if channel.rank == 0:
-                raise KeyboardInterrupt
-
-        try:
-            channel.barrier("write", work)
-        except BaseException as error:
-            channel.barrier("next")
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-    first, second = run_channels(SimulatedNetwork(2), be_interrupted)
-    assert first == "KeyboardInterrupt: "
-    assert second.startswith("RobustCheckpointError: 'write' failed on rank 0: KeyboardInterrupt")
-
-
-def test_others_stop_their_work_when_one_fails_and_are_not_listed_as_failed() -> None:
-    def stop_early(channel: Channel) -> float:
-        channel.barrier("connect")
-        began = time.monotonic()
-
-        def work() -> None:
-            if channel.rank == 1:
-                raise StorageError("no space", errno=28)
-            while time.monotonic() - began < 40:
-                channel.stop_if_announced()
-                time.sleep(0.01)
-
-        with pytest.raises(StorageError) as caught:
-            channel.barrier("write", work)
-        assert [failure.rank for failure in caught.value.rank_failures] == [1]
-        assert isinstance(caught.value.__cause__, Stopped) == (channel.rank != 1)
-        channel.barrier("next")
-        assert channel.failure_announced() is None
-        return time.monotonic() - began
-
-    assert max(run_channels(SimulatedNetwork(3), stop_early, timeout_seconds=50)) < 20

@@ -234,19 +234,6 @@ def load_what_is_there_in(manager: CheckpointManager) -> int:
     return one.checkpoint.step
 
 
-class TestAfterAStepBack:
-    """A job saves steps 50, 100 and 150, goes back to 100, and saves 101 and so on."""
-
-    def test_the_last_ones_that_were_saved_stay(self, tmp_path: Path) -> None:
-        save_steps(CheckpointManager(tmp_path), 50, 100, 150)
-        manager = CheckpointManager(tmp_path, keep_last=2)
-        # What the job saves now is kept as if 150 were not there, and 150 stays until the job has come past it.
-        assert save_steps(manager, 101) == [100, 101, 150]
-        assert shell("prune", tmp_path, "--keep-last", 2, "--yes").code == 0
-        kept = [[100, 101, 150], [101, 102, 150], [102, 103, 150], [103, 150], [150, 151]]
-        assert [save_steps(manager, step) for step in (101, 102, 103, 150, 151)] == kept
-
-
 class SlowToLoad:
     """A ``Stateful`` during whose load the manager saves another step, and removes what is not kept."""
 

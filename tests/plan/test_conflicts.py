@@ -67,16 +67,6 @@ def test_chunks_that_begin_alike_but_end_differently_overlap() -> None:
     assert "rank 0 holds" in str(conflict) and "rank 1 holds" in str(conflict)
 
 
-def test_overlap_in_two_dimensions_is_found_where_no_grid_is() -> None:
-    conflict = _conflict(
-        [chunk("w", [4, 4], [0, 0], [3, 3])],
-        [chunk("w", [4, 4], [2, 2], [2, 2]), chunk("w", [4, 4], [0, 3], [2, 1])],
-        [chunk("w", [4, 4], [3, 0], [1, 2])],
-    )
-    assert (conflict.key, conflict.ranks) == ("w", [0, 1])
-    assert "overlap" in str(conflict)
-
-
 def test_gaps_are_named_with_what_is_there_and_with_the_ranks_that_hold_it() -> None:
     conflict = _conflict([chunk("w", [9], [0], [3])], [], [chunk("w", [9], [6], [3])])
     assert (conflict.key, conflict.ranks) == ("w", [0, 2])

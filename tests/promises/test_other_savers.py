@@ -313,28 +313,6 @@ def test_a_save_commits_nothing_over_what_others_did_meanwhile(
         check(directory, 7 if meanwhile in (stock_saves, ours_saves) else 1)
 
 
-def save_twice_at_once(directory: str, locks: bool) -> list[str]:
-    """Each rank is a job of its own."""
-    rank, verdicts = dist.get_rank(), []
-    for number in range(1, 6):
-        step = 10 * number + rank
-        dist.barrier()
-        with FaultDisk(directory, on={} if locks else {"lock": OSError(errno.ENOLCK, "")}):
-            verdicts.append(verdict_of(robust_dcp.save, state(step), checkpoint_id=directory, no_dist=True).type_name)
-        dist.barrier()
-        there = step_in(directory, no_dist=True)
-        if verdicts[-1] == "" and there // 10 == number and there != step:
-            verdicts[-1] = "replaced"  # told "saved", and another saved after that
-    return verdicts
-
-
-@pytest.mark.parametrize("locks", [True, False])
-def test_of_two_jobs_that_save_at_once_each_is_told_the_truth(tmp_path: Path, locks: bool) -> None:
-    one, other = on_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks)
-    assert {*one, *other} <= {"", "StorageError", "replaced"}
-    assert all("" in pair for pair in zip(one, other, strict=True))  # what is there one of them was told it has saved
-
-
 def has_no_locks(*arguments: object) -> None:
     raise OSError(errno.ENOLCK, "")
 

@@ -97,7 +97,7 @@ def test_a_length_that_cannot_be_is_refused_before_it_is_allocated(tmp_path: Pat
 
 
 def test_a_damaged_head_never_gives_other_data(tmp_path: Path) -> None:
-    """A bit is flipped in each byte of a head: what loads is what was saved, or nothing."""
+    """A bit is flipped in every fourth byte of a head: what loads is what was saved, or nothing."""
     state_dict = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4, dtype=torch.int32)}
     writer = RobustWriter(tmp_path, layout="safetensors", files_per_rank=1)
     report = robust_dcp.save(state_dict, storage_writer=writer)
@@ -105,7 +105,7 @@ def test_a_damaged_head_never_gives_other_data(tmp_path: Path) -> None:
     sound = path.read_bytes()
     used = len(sound[8 : int.from_bytes(sound[:8], "little") + 8].rstrip()) + 20
     refused = 0
-    for bit in range(0, 8 * used, 9):
+    for bit in range(0, 8 * used, 33):
         flip_bit(path, bit // 8, bit % 8)
         found = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.int32)}
         try:
@@ -114,7 +114,7 @@ def test_a_damaged_head_never_gives_other_data(tmp_path: Path) -> None:
         except RobustCheckpointError:
             refused += 1
         flip_bit(path, bit // 8, bit % 8)
-    assert refused > used // 2
+    assert refused > used // 8
 
 
 def test_a_tensor_that_lies_elsewhere_than_the_metadata_says_is_refused(tmp_path: Path) -> None:

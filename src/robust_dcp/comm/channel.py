@@ -314,13 +314,6 @@ class Channel:
             )
             tell(progress)
 
-    def failure_announced(self) -> str | None:
-        """The failure that another rank announced for the current or next exchange; ``None`` if there is none.
-
-        It is cheap enough for a loop over items, and any thread may call it.
-        """
-        return self._operation.stopped()
-
     def stop_if_announced(self) -> None:
         """Leave this rank's work if another rank has announced a failure.
 
