@@ -37,7 +37,7 @@ def gather_truth(sharded_state_dict: dict[str, Any]) -> Truth | None:
         if isinstance(leaf, ShardedObject) and is_main_replica(leaf.replica_id):
             objects[leaf.unique_key] = leaf.data
         elif isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
-            chunks.append((leaf.key, tuple(leaf.global_shape), leaf.global_slice(), leaf.data.detach().clone()))
+            chunks.append((leaf.key, tuple(leaf.global_shape), _place_of(leaf), leaf.data.detach().clone()))
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((objects, chunks), gathered)
     if gathered is None:
@@ -71,7 +71,14 @@ def compare(template: dict[str, Any], loaded: dict[str, Any], truth: Truth) -> C
     comparison = Comparison(truth)
     for leaf in _pytree.tree_leaves(template):
         if isinstance(leaf, ShardedTensor):
-            comparison.compare(leaf.key, leaf.data, leaf.global_slice())
+            comparison.compare(leaf.key, leaf.data, _place_of(leaf))
         elif isinstance(leaf, ShardedObject):
             comparison.compare(leaf.unique_key, leaf.data)
     return comparison
+
+
+def _place_of(shard: ShardedTensor) -> tuple[int | slice, ...]:
+    """Where a shard lies in its tensor. Megatron-Core had a method for it until 0.19."""
+    new_axes, axes = shard.global_offset[: shard.prepend_axis_num], shard.global_offset[shard.prepend_axis_num :]
+    lengths = zip(axes, shard.local_shape, strict=True)
+    return (*new_axes, *(slice(offset, offset + length) for offset, length in lengths))

@@ -25,13 +25,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from robust_dcp.drain.places import Content, Place, open_place
-from robust_dcp.drain.record import DRAIN_RECORD_NAME, awaited_copy, digest_of, note_arrival
+from robust_dcp.drain.record import DRAIN_RECORD_NAME, DrainRecord, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
@@ -123,20 +123,14 @@ def copy_checkpoint(
         (0, 0)
     """
     copy = Copy(source, target, options or CopyOptions(), progress=progress, disk=disk)
-    path, local = local_path_of(copy.result.source), disk or Disk()
-    with nullcontext() if path is None else needed_for_a_load(local, path):
-        awaited = None
-        if path is not None:
-            with suppress(StorageError):
-                awaited = awaited_copy(local, path)
-        if awaited is not None and _real(awaited.target) != _real(copy.result.target):
-            awaited = None
-        copy.replaces = () if awaited is None else awaited.replaces
+    with needed_for_a_load(copy.source.disk, copy.source.url):
+        with suppress(StorageError):
+            awaited = awaited_copy(copy.source.disk, copy.source.url)
+            if awaited is not None and _real(awaited.target) == _real(copy.result.target):
+                copy.record = awaited  # this is the copy that a drain has begun
         copy.begin()
         copy.send_data(copy.manifest.data)
         copy.commit()
-        if path is not None and awaited is not None:
-            note_arrival(local, path, awaited)  # this was the copy that a drain has begun
     return copy.result
 
 
@@ -213,10 +207,12 @@ class Copy:
         progress: called with the bytes that have been sent, or were found at the target, and those of the checkpoint
             if they are known, else 0.
         check_stop: called between calls, from several threads. What it raises ends the copy.
-        replaces: digests of checkpoints that may be at the target, and that this one takes the place of.
+        record: of the drain that this copy is of. It says which checkpoints may be at the target, whose place this one
+            takes.
         disk: the file system of paths.
 
     Attributes:
+        source: where the checkpoint is.
         manifest: what is copied, on the rank that has begun the copy.
         there: the sizes of files that were at the target when it was begun. On other ranks set by the caller.
         result: what this process has done so far.
@@ -230,10 +226,10 @@ class Copy:
         *,
         progress: Progress | None = None,
         check_stop: Callable[[], None] = lambda: None,
-        replaces: Collection[str] = (),
+        record: DrainRecord | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self.replaces = replaces
+        self.record = record or DrainRecord("", "")
         self.manifest = _Manifest(b"", {}, {})
         self.there: Mapping[str, int] = {}
         self.result = CopyResult(place_of(source), place_of(target))
@@ -246,7 +242,7 @@ class Copy:
         self._calls = Calls(
             retries=options.retries, timeout_seconds=options.call_timeout_seconds, check_stop=self._stop_if_failed
         )
-        self._source = open_place(source_url, self._calls, disk)
+        self.source = open_place(source_url, self._calls, disk)
         self._target = open_place(target_url, self._calls, disk)
         self._total_nbytes = 0
         self._done_nbytes = 0
@@ -265,7 +261,7 @@ class Copy:
             StorageError: there is no checkpoint at the source, or something else at the target; or a call failed.
             CorruptCheckpoint, UnsafeCheckpoint: the metadata of the source cannot be used.
         """
-        manifest = self.manifest = _Manifest.read(self._source)
+        manifest = self.manifest = _Manifest.read(self.source)
         self._total_nbytes = sum(nbytes or 0 for nbytes in (*manifest.data.values(), *manifest.extras.values()))
         self.there = self._put_claim()
         return {name: nbytes for name, nbytes in self.there.items() if name in manifest.data}
@@ -304,12 +300,15 @@ class Copy:
             )
         if committed != manifest.metadata:
             target.put(METADATA_NAME, manifest.metadata)
-            arrived, expected = target.read(METADATA_NAME) or b"", manifest.metadata
-            if arrived != expected:
-                found = _words_of(len(arrived), crc32(arrived))
-                raise self._not_as_sent(METADATA_NAME, len(expected), crc32(expected), found)
-            self._count(files=1, nbytes=len(expected))
+            arrived = target.read(METADATA_NAME) or b""
+            if arrived != manifest.metadata:
+                found = f"{len(arrived)} bytes that are not those"
+                raise self._not_as_sent(METADATA_NAME, f"{len(manifest.metadata)} bytes", found)
+            self._count(files=1, nbytes=len(manifest.metadata))
         self._clean_up()
+        if self.record.target:
+            note_arrival(self.source.disk, self.source.url, self.record)
+        logger.info("%s has arrived at %s in %.1f s", self.source.url, target.url, self.result.seconds)
 
     # The target.
 
@@ -347,7 +346,7 @@ class Copy:
 
     def _claims_of_others(self, there: Collection[str]) -> list[str]:
         """The claims of copies that may still run. Those of what this checkpoint replaces are over."""
-        over = {_CLAIM_PREFIX + digest for digest in (self.manifest.digest, *self.replaces)}
+        over = {_CLAIM_PREFIX + digest for digest in (self.manifest.digest, *self.record.replaces)}
         return [name for name in there if _is_claim(name) and name not in over]
 
     def _metadata_at_target(self, there: Collection[str]) -> bytes | None:
@@ -360,7 +359,7 @@ class Copy:
         # A store that writes bit by bit holds a part of it if this copy was killed meanwhile.
         has_begun = _CLAIM_PREFIX + self.manifest.digest in there
         is_ours = data == self.manifest.metadata or (has_begun and self.manifest.metadata.startswith(data or b""))
-        if data is not None and not is_ours and digest_of(len(data), data) not in self.replaces:
+        if data is not None and not is_ours and digest_of(len(data), data) not in self.record.replaces:
             raise self._refused(
                 f"there is another checkpoint at {self._target.url}, which is not known to be an earlier save of this "
                 "one: copy to another place, or remove it first"
@@ -406,8 +405,8 @@ class Copy:
 
     def _send(self, name: str) -> None:
         """Make sure that a file of the source is at the target. It is sent twice at most."""
-        with self._source.reading(name) as file:
-            content = Content(self._source.disk, file, self._options.part_bytes, wants_md5=self._target.gives_etags)
+        part_nbytes, wants_md5 = self._options.part_bytes, self._target.gives_etags
+        with self.source.reading(name, part_nbytes, wants_md5=wants_md5) as content:
             is_there = self.there.get(name) == content.nbytes
             difference: str | None = ""
             for n_sent in range(0 if is_there else 1, 3):
@@ -420,7 +419,7 @@ class Copy:
                     return self._count(files=1, nbytes=content.nbytes)
                 if difference is None:
                     return self._count(skipped_files=1, skipped_nbytes=content.nbytes)
-        raise self._not_as_sent(name, content.nbytes, content.crc32, f"{difference}; it was sent twice")
+        raise self._not_as_sent(name, str(content), f"{difference}; it was sent twice")
 
     def _parts(self, content: Content, *, is_sent: bool = True) -> Iterator[bytes]:
         """The parts of a file, compared with the checksums that it holds. All threads together stay below the rate of
@@ -456,10 +455,9 @@ class Copy:
     def _difference(self, name: str, content: Content) -> str | None:
         """``None`` if the target has this content; else what it has."""
         try:
-            if self._target.gives_etags and self._target.etag(name) == content.etag:
+            if self._target.proves(name, content):
                 return None
-            with self._target.reading(name) as file:
-                arrived = Content(self._target.disk, file, self._options.part_bytes)
+            with self._target.reading(name, self._options.part_bytes) as arrived:
                 if arrived.nbytes != content.nbytes:
                     return f"{arrived.nbytes} bytes"
                 for _ in arrived.parts():
@@ -468,9 +466,7 @@ class Copy:
             if error.errno != errno.ENOENT:
                 raise
             return "no file"
-        if arrived.crc32 != content.crc32:
-            return _words_of(content.nbytes, arrived.crc32)
-        return None
+        return None if arrived.crc32 == content.crc32 else str(arrived)
 
     def _check_source(self) -> None:
         """Make sure that the checkpoint is still as :meth:`begin` has seen it.
@@ -478,7 +474,7 @@ class Copy:
         Raises:
             StorageError: it was removed or replaced.
         """
-        metadata = self._source.read(METADATA_NAME) if self.manifest.metadata else b""
+        metadata = self.source.read(METADATA_NAME) if self.manifest.metadata else b""
         if metadata != self.manifest.metadata:
             url, what = self.result.source, "removed" if metadata is None else "replaced by another save"
             raise StorageError(
@@ -488,9 +484,9 @@ class Copy:
                 operation="copy",
             )
 
-    def _not_as_sent(self, name: str, nbytes: int, crc: int, found: str) -> CorruptCheckpoint:
+    def _not_as_sent(self, name: str, expected: str, found: str) -> CorruptCheckpoint:
         advice = "look whether another program writes there, and copy to a place of its own"
-        return _corrupt(self._target.path_of(name), "is not as it was sent", _words_of(nbytes, crc), found, advice)
+        return _corrupt(self._target.path_of(name), "is not as it was sent", expected, found, advice)
 
     def _stop_if_failed(self) -> None:
         self._check_stop()
@@ -538,10 +534,6 @@ def _damaged(path: str, expected: str, found: str) -> CorruptCheckpoint:
 def _corrupt(path: str, state: str, expected: str, found: str, advice: str) -> CorruptCheckpoint:
     message = f"{path} {state}: expected {expected}, found {found}; {advice}"
     return CorruptCheckpoint(message, file=path, expected=expected, found=found)
-
-
-def _words_of(nbytes: int, crc: int) -> str:
-    return f"{nbytes} bytes with CRC-32 {crc:08x}"
 
 
 def _shown(names: list[str]) -> str:

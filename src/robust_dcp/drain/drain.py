@@ -20,7 +20,7 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy, CopyResult
-from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, read_drain_record, write_drain_record
+from robust_dcp.drain.record import DrainRecord, digest_at, read_drain_record, write_drain_record
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
@@ -106,7 +106,7 @@ class Drain:
                 self.path,
                 self.target,
                 self.options,
-                replaces=self._record.replaces,
+                record=self._record,
                 progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
                 check_stop=check_stop,
                 disk=self.disk,
@@ -118,7 +118,7 @@ class Drain:
                         copy.there = begun.there
                     channel.barrier(f"{name}: send", lambda: copy.send_data(self.names))
                     # As the coordinator's own work, not after the others': they then hear of its progress.
-                    channel.barrier(f"{name}: commit", lambda: self._commit(copy) if self.is_coordinator else None)
+                    channel.barrier(f"{name}: commit", copy.commit if self.is_coordinator else lambda: None)
                 except (CorruptCheckpoint, StorageError):
                     if not channel.broadcast(f"{name}: is it replaced", self._look, _Told).is_replaced:
                         raise  # otherwise the copy of the later save removes what this one has sent
@@ -130,11 +130,6 @@ class Drain:
         with suppress(StorageError):
             return _Told(is_replaced=self._record.digest not in ("", digest_at(self.disk, self.path)))
         return _Told()
-
-    def _commit(self, copy: Copy) -> None:
-        copy.commit()
-        note_arrival(self.disk, self.path, self._record)
-        logger.info("%s has arrived at %s in %.1f s", self.path, self.target, copy.result.seconds)
 
 
 def staging_directory(url: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import reduce
 
 import msgspec
 import torch.distributed as dist
@@ -79,7 +78,7 @@ def nearest_copy(
         return _Copies(tuple(_look_at(place, is_coordinator=channel.is_coordinator) for place in asked))
 
     of_ranks = [each.copies for each in channel.all_gather("copies", look, _Copies)]
-    found = [reduce(_joined, filter(None, of_place)) for of_place in zip(*of_ranks, strict=True)]
+    found = [_seen_by_all([each for each in copies if each is not None]) for copies in zip(*of_ranks, strict=True)]
     whole = [(place, copy) for place, copy in zip(asked, found, strict=True) if not copy.problem]
     if not whole:
         each = "\n".join(f"  {place}: {copy.problem}" for place, copy in zip(asked, found, strict=True))
@@ -90,12 +89,12 @@ def nearest_copy(
     return next(place for place, copy in whole if copy.save_id == meant or copy.is_awaited)
 
 
-def _joined(one: _Copy, other: _Copy) -> _Copy:
-    if one.problem or other.problem:
-        return one if one.problem else other
-    if one.save_id != other.save_id:
-        return _Copy(problem=f"some ranks see save {one.save_id} there, and others {other.save_id}")
-    return _Copy(one.save_id, is_awaited=one.is_awaited or other.is_awaited)
+def _seen_by_all(copies: Sequence[_Copy]) -> _Copy:
+    save_ids = sorted({each.save_id for each in copies})
+    problems = [each.problem for each in copies if each.problem]
+    if len(save_ids) > 1:
+        problems.append(f"some ranks see save {save_ids[0]} there, and others {save_ids[1]}")
+    return _Copy(save_ids[0], next(iter(problems), ""), any(each.is_awaited for each in copies))
 
 
 def _look_at(place: str, *, is_coordinator: bool) -> _Copy | None:

@@ -5,15 +5,14 @@ Both are read by a :class:`Disk`. This module owns how files are written: whole 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 import re
 import secrets
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -25,7 +24,6 @@ from robust_dcp.storage.remote import Calls, RemoteDisk, filesystem_of, local_pa
 
 _MOST_METADATA_NBYTES: Final = 16 << 30
 _UNFINISHED: Final = re.compile(r".*\.[0-9a-f]{8}\.copying", re.DOTALL)
-_MD5_ETAG: Final = re.compile(r"[0-9a-f]{32}(-\d+)?")
 _MOST_TAKEN: Final = 10
 _MOST_PARTS: Final = 9_000
 """S3 takes at most 10,000 parts of a file."""
@@ -42,7 +40,7 @@ def open_place(place: str, calls: Calls, disk: Disk | None = None) -> Place:
         StorageError, ValueError: as ``filesystem_of``.
     """
     path = local_path_of(place)
-    return _Store(place, calls) if path is None else _Directory(path, disk or Disk(), calls)
+    return _Store(place, calls) if path is None else Place(path, disk or Disk(), calls)
 
 
 class Content:
@@ -66,32 +64,31 @@ class Content:
         self._wants_md5 = wants_md5
         self._md5s: list[bytes] = []
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Exactly these bytes.
+    def parts(self) -> Iterator[bytes]:
+        """The bytes in parts, from the start; one empty part if there are none.
 
         Raises:
-            StorageError: they cannot be read, or the file is shorter.
+            StorageError: they cannot be read, or the file has become shorter.
         """
-        data = self.disk.read(self.file, offset, nbytes)
-        if len(data) != nbytes:
-            raise StorageError(
-                f"read {self.path}: expected {nbytes} bytes from byte {offset} on, found {len(data)}: the file was cut "
-                "off or replaced; copy the checkpoint again",
-                path=self.path,
-                errno=errno.EIO,
-                operation="read",
-            )
-        return data
-
-    def parts(self) -> Iterator[bytes]:
-        """The bytes in parts, from the start; one empty part if there are none."""
         self.crc32, self._md5s = 0, []
         for offset in range(0, max(self.nbytes, 1), self.part_nbytes):
-            data = self.read(offset, min(self.part_nbytes, self.nbytes - offset))
+            expected = min(self.part_nbytes, self.nbytes - offset)
+            data = self.disk.read(self.file, offset, expected)
+            if len(data) != expected:
+                raise StorageError(
+                    f"read {self.path}: expected {expected} bytes from byte {offset} on, found {len(data)}: the file "
+                    "was cut off or replaced; copy the checkpoint again",
+                    path=self.path,
+                    errno=errno.EIO,
+                    operation="read",
+                )
             self.crc32 = crc32(data, self.crc32)
             if self._wants_md5:
                 self._md5s.append(hashlib.md5(data, usedforsecurity=False).digest())
             yield data
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes with CRC-32 {self.crc32:08x}"
 
     @property
     def etag(self) -> str:
@@ -101,13 +98,15 @@ class Content:
         return f"{hashlib.md5(b''.join(self._md5s), usedforsecurity=False).hexdigest()}-{len(self._md5s)}"
 
 
-class Place(ABC):
-    """One end of a copy. Names are relative to ``url``.
+class Place:
+    """One end of a copy: a directory. A file is written under another name, made durable, and renamed.
+
+    Names are relative to ``url``.
 
     Attributes:
         url: the place of the checkpoint, for errors and for people.
-        gives_etags: whether :meth:`etag` can prove what a file holds.
         disk: reads it.
+        gives_etags: whether it gives files checksums that are made of MD5s of their parts.
     """
 
     gives_etags = False
@@ -116,24 +115,32 @@ class Place(ABC):
         self.url = url
         self.disk = disk
         self._calls = calls
+        # Two copies of one checkpoint at the same time do not write to the same file.
+        self._token = secrets.token_hex(4)
+        self._changed: set[str] = set()
 
     def path_of(self, name: str) -> str:
         return os.path.join(self.url, name)
 
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[OpenFile]:
-        """A file of the checkpoint, open for reading in the block."""
+    @contextmanager
+    def reading(self, name: str, part_nbytes: int, *, wants_md5: bool = False) -> Iterator[Content]:
+        """The content of a file of the checkpoint, to be read in the block."""
         path = locate(self.disk, self.url, name, file=self.url)
         file = self._calls.run("open", path, lambda: self.disk.open_read(path))
         try:
-            yield file
+            yield Content(self.disk, file, part_nbytes, wants_md5=wants_md5)
         finally:
-            with contextlib.suppress(StorageError):
+            with suppress(StorageError):
                 self.disk.close(file)
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a small file; ``None`` if it does not exist."""
         return self.disk.read_file(self.path_of(name), _MOST_METADATA_NBYTES)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, durably."""
+        self.write(name, lambda: [data], len(data), len(data))
+        self.sync()
 
     def write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
         """Write a file in parts of ``part_nbytes``. It gets its name when all of it is there.
@@ -152,50 +159,22 @@ class Place(ABC):
                     raise
                 n_tries += 1
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file, durably."""
-        self.write(name, lambda: [data], len(data), len(data))
-        self.sync()
-
     def remove(self, name: str) -> None:
         """Remove a file. One that is gone already is no error."""
         try:
-            self._calls.run("remove", self.path_of(name), lambda: self._remove(name))
+            self._calls.run("remove", self.path_of(name), partial(self._remove, name))
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
 
-    def etag(self, name: str) -> str | None:
-        """The ETag that the store gives a file if it is made of MD5s of its content; else ``None``."""
-        return None
-
-    def sync(self) -> None:  # noqa: B027 a store has nothing to do
+    def sync(self) -> None:
         """Make the names of all files durable that were sent."""
+        for directory in sorted(self._changed):  # a copy of those that other threads may add to
+            self._calls.run("fsync directory", directory, partial(self.disk.fsync_directory, directory))
 
-    def remove_unfinished(self) -> None:  # noqa: B027 nobody sees an object that is not finished
-        """Remove the files that copies have begun to write here. One that still runs sends such a file again."""
-
-    @abstractmethod
     def files(self) -> dict[str, int]:
         """Names and sizes of all files. Nothing if the place does not exist."""
 
-    @abstractmethod
-    def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None: ...
-
-    @abstractmethod
-    def _remove(self, name: str) -> None: ...
-
-
-class _Directory(Place):
-    """A file is written under another name, made durable, and renamed."""
-
-    def __init__(self, path: str, disk: Disk, calls: Calls) -> None:
-        super().__init__(path, disk, calls)
-        # Two copies of one checkpoint at the same time do not write to the same file.
-        self._token = secrets.token_hex(4)
-        self._changed = {path}
-
-    def files(self) -> dict[str, int]:
         def refuse(error: OSError) -> None:
             if error.errno != errno.ENOENT:
                 raise storage_error("list", error.filename or self.url, error) from error
@@ -214,6 +193,17 @@ class _Directory(Place):
                             sizes[os.path.relpath(path, self.url)] = status.st_size
         return sizes
 
+    def proves(self, name: str, content: Content) -> bool:
+        """Whether the store's own checksum shows that a file has arrived. If not, it is to be read back."""
+        return False
+
+    def remove_unfinished(self) -> None:
+        """Remove the files that copies have begun to write here. One that still runs sends such a file again."""
+        for directory, _, names in os.walk(self.url):
+            for name in filter(_UNFINISHED.fullmatch, names):
+                with suppress(StorageError):
+                    self.disk.unlink(os.path.join(directory, name))
+
     def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
         path = self.path_of(name)
         unfinished = f"{path}.{self._token}.copying"
@@ -231,11 +221,11 @@ class _Directory(Place):
                 offset += len(part)
             self.disk.fsync(file)
             if hasattr(os, "posix_fadvise") and file.fd >= 0:
-                with contextlib.suppress(OSError):  # what is read back shall come from the device, not from memory
+                with suppress(OSError):  # what is read back shall come from the device, not from memory
                     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             self._calls.run("rename", path, lambda: self.disk.rename(unfinished, path))
         except BaseException:
-            with contextlib.suppress(StorageError):
+            with suppress(StorageError):
                 self.disk.unlink(unfinished)
             raise
         finally:
@@ -244,26 +234,21 @@ class _Directory(Place):
     def _remove(self, name: str) -> None:
         self.disk.unlink(self.path_of(name))
 
-    def sync(self) -> None:
-        for directory in sorted(self._changed):  # a copy of those that other threads may add to
-            if self.disk.exists(directory):
-                self._calls.run("fsync directory", directory, partial(self.disk.fsync_directory, directory))
-
-    def remove_unfinished(self) -> None:
-        for directory, _, names in os.walk(self.url):
-            for name in filter(_UNFINISHED.fullmatch, names):
-                with contextlib.suppress(StorageError):
-                    self.disk.unlink(os.path.join(directory, name))
-
 
 class _Store(Place):
     """An object is seen when the call that made it has returned, and is durable then."""
 
     def __init__(self, url: str, calls: Calls) -> None:
-        self._filesystem, root = filesystem_of(url)
         super().__init__(url, RemoteDisk(url, calls), calls)
+        self._filesystem, root = filesystem_of(url)
         self._root = root.rstrip("/")
         self.gives_etags = hasattr(self._filesystem, "call_s3")
+
+    def sync(self) -> None:
+        """Nothing is left to do."""
+
+    def remove_unfinished(self) -> None:
+        """Nobody sees an object that is not finished."""
 
     def files(self) -> dict[str, int]:
         def look() -> dict[str, int]:
@@ -278,16 +263,13 @@ class _Store(Place):
 
         return self._calls.run("list", self.url, look)
 
-    def etag(self, name: str) -> str | None:
-        if not self.gives_etags:
-            return None
-
+    def proves(self, name: str, content: Content) -> bool:
         def look() -> str:
             self._filesystem.invalidate_cache()
             return str(self._filesystem.info(self._path(name)).get("ETag", "")).strip('"')
 
-        etag = self._calls.run("look at", self.path_of(name), look)
-        return etag if _MD5_ETAG.fullmatch(etag) else None  # encryption by KMS gives others
+        # Encryption by KMS gives ETags that are no MD5s.
+        return self.gives_etags and self._calls.run("look at", self.path_of(name), look) == content.etag
 
     def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
         path = self._path(name)
@@ -306,9 +288,9 @@ class _Store(Place):
                 call("send", partial(file.write, part), retries=0)
             call("send", file.close, retries=0)
         except BaseException:
-            with contextlib.suppress(Exception):  # also where the copy was told to stop
+            with suppress(Exception):  # also where the copy was told to stop
                 Calls(retries=0).run("abandon", self.url, file.discard)
-            with contextlib.suppress(AttributeError):  # some files do not let it be set
+            with suppress(AttributeError):  # some files do not let it be set
                 file.closed = True  # else it would be finished when Python collects it
             raise
 

@@ -344,8 +344,7 @@ class CheckpointManager:
                 with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
                     awaited = awaited_copy(self._disk, path) if is_free else None
                 if awaited is not None:
-                    copied = copy_checkpoint(path, awaited.target, options=self._drain_options, disk=self._disk)
-                    logger.info("%s has arrived at %s, after a drain that was cut off", path, copied.target)
+                    copy_checkpoint(path, awaited.target, options=self._drain_options, disk=self._disk)
             except (RobustCheckpointError, ValueError) as error:
                 logger.warning("%s: its copy is still not complete: %s", path, error)
 
