@@ -64,15 +64,6 @@ class TensorDifference:
         return self.differing > 0 and (self.max_absolute is None or self.max_absolute > tolerance)
 
 
-@dataclass(frozen=True)
-class DifferingObject:
-    """An object that is not the same in both checkpoints. ``first`` and ``second`` describe it in a few words."""
-
-    name: str
-    first: str
-    second: str
-
-
 def compare_tensors(
     first: str, second: str, names: Sequence[str], *, progress: Callable[[int, int], object]
 ) -> Iterator[tuple[str, TensorDifference]]:
@@ -104,8 +95,11 @@ def compare_tensors(
                 yield piece.tensor.name, totals.pop(piece.tensor.name)
 
 
-def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[DifferingObject]:
+def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """The objects among the items ``names`` that differ: as bytes, and then as data.
+
+    Yields:
+        The name of each, and a few words on the first and on the second.
 
     Raises:
         CorruptCheckpoint, StorageError: something cannot be read.
@@ -118,11 +112,11 @@ def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[D
         try:
             values = [load_object(data, file=path, item=name) for data, path in ((one, first), (other, second))]
         except UnsafeCheckpoint:
-            yield DifferingObject(name, f"{len(one)} bytes", f"{len(other)} other bytes")
+            yield name, f"{len(one)} bytes", f"{len(other)} other bytes"
             continue
         if not _are_equal(*values):
-            texts = (text if len(text) <= 100 else f"{text[:99]}…" for text in map(repr, values))
-            yield DifferingObject(name, *texts)
+            one_text, other_text = (text if len(text) <= 100 else f"{text[:99]}…" for text in map(repr, values))
+            yield name, one_text, other_text
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -34,7 +34,6 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,
     METADATA_NAME,
-    SAFETENSORS_SUFFIX,
     is_data_file,
     mark_of,
     metadata_name,
@@ -49,6 +48,11 @@ from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.reads import PlannedItems
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})")
+
+
+def fits(name: str, globs: Sequence[str]) -> bool:
+    """Whether one of the patterns fits a name."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 class Chunk(NamedTuple):
@@ -86,11 +90,6 @@ class Item:
     itemsize: int
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-
-    def fits(self, globs: Iterable[str]) -> bool:
-        """Whether one of the patterns fits the name, or there are none."""
-        globs = list(globs)
-        return not globs or any(fnmatch.fnmatchcase(self.name, glob) for glob in globs)
 
     @property
     def is_tensor(self) -> bool:
@@ -157,10 +156,9 @@ class Contents:
     items: tuple[Item, ...]
     files: tuple[StoredFile, ...]
 
-    @property
-    def layout(self) -> str:
-        """``torch`` or ``safetensors``."""
-        return "safetensors" if any(file.name.endswith(SAFETENSORS_SUFFIX) for file in self.files) else "torch"
+    def items_that_fit(self, globs: Sequence[str]) -> list[Item]:
+        """The items whose names one of the patterns fits; all if there are none."""
+        return [item for item in self.items if not globs or fits(item.name, globs)]
 
     @property
     def file_nbytes(self) -> int:
@@ -276,31 +274,27 @@ class Problem(NamedTuple):
     found: str
 
 
+@dataclass
 class Findings:
     """What was found.
 
     Attributes:
+        problems: at most one for each item of a file.
         notes: what a user should know, and is no damage.
         checked_nbytes: bytes of data that were read.
         verified_nbytes: those that have the checksum that was written with them.
         unverified_nbytes: those that were written without one.
     """
 
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.checked_nbytes = 0
-        self.verified_nbytes = 0
-        self.unverified_nbytes = 0
-        self._problems: dict[tuple[str, str | None], Problem] = {}
-
-    @property
-    def problems(self) -> list[Problem]:
-        """At most one for each item of a file."""
-        return list(self._problems.values())
+    problems: dict[tuple[str, str | None], Problem] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    checked_nbytes: int = 0
+    verified_nbytes: int = 0
+    unverified_nbytes: int = 0
 
     def broken(self, file: str, item: str | None, expected: str, found: str) -> None:
         """Note a problem. The first one of an item in a file counts, because the others follow from it."""
-        self._problems.setdefault((file, item), Problem(file, item, expected, found))
+        self.problems.setdefault((file, item), Problem(file, item, expected, found))
 
     def add(self, error: RobustCheckpointError, file: str, item: str | None = None) -> None:
         """Note an error of a file, or of the item ``item`` in it."""

@@ -18,7 +18,7 @@ from robust_dcp.report import (
     encode_report,
     find_stragglers,
 )
-from robust_dcp.report_page import FoundReport, Reports
+from robust_dcp.report_page.reading import FoundReport, Reports
 from robust_dcp.report_rows import module_sizes
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from robust_dcp.report_page import Reports, read_reports, render_page
+from robust_dcp.report_page.page import render_page
+from robust_dcp.report_page.reading import Reports, read_reports
 from tests.report_page.made_reports import hostile_reports, put_run
 
 pytestmark = pytest.mark.compat

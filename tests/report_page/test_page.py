@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from robust_dcp.report_page import FoundReport, Reports, read_reports, render_page
+from robust_dcp.report_page.page import render_page
+from robust_dcp.report_page.reading import FoundReport, Reports, read_reports
 from tests.report_page.made_reports import HOSTILE, hostile_reports, made_report, put_run
 
 MOST_NBYTES = 4_000_000

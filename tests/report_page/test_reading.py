@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from robust_dcp.report import REPORT_NAME, VERSION, encode_report
-from robust_dcp.report_page import NoReports, read_reports, render_page
+from robust_dcp.report_page.page import render_page
+from robust_dcp.report_page.reading import NoReports, read_reports
 from tests.report_page.made_reports import made_report, put_report, put_run
 
 

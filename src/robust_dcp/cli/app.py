@@ -75,7 +75,10 @@ def parse(words: Sequence[str]) -> tuple[Callable[[Namespace], int | None], Name
     name = words[0] if words else "--help"
     if name in COMMANDS:
         command = _module(name)
-        return command.run, _parser_of(name, command).parse_intermixed_args(words[1:])
+        parser = _Parser(f"robust-dcp {name}", command.__doc__ or "")
+        command.declare(parser)
+        parser.add_argument("--json", action="store_true", help="Print one JSON object, sizes in bytes.")
+        return command.run, parser.parse_intermixed_args(words[1:])
     summaries = "\n".join(f"  {each:<10}{(_module(each).__doc__ or '').partition(chr(10))[0]}" for each in COMMANDS)
     parser = _Parser(
         "robust-dcp",
@@ -104,13 +107,6 @@ class _Parser(argparse.ArgumentParser):
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"robust_dcp.cli.{name}")
-
-
-def _parser_of(name: str, command: ModuleType) -> _Parser:
-    parser = _Parser(f"robust-dcp {name}", command.__doc__ or "")
-    command.declare(parser)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object, sizes in bytes.")
-    return parser
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

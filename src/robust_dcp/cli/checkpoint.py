@@ -67,9 +67,10 @@ def open_checkpoint(path: str) -> Contents:
 def summary_json(contents: Contents) -> dict[str, Any]:
     """What it holds, in numbers."""
     n_tensors = sum(item.is_tensor for item in contents.items)
+    is_safetensors = any(file.name.endswith(SAFETENSORS_SUFFIX) for file in contents.files)
     return {
         "path": contents.path,
-        "layout": contents.layout,
+        "layout": "safetensors" if is_safetensors else "torch",
         "written_by": contents.written_by,
         "save_id": contents.save_id,
         "saved_seconds": contents.saved_seconds,

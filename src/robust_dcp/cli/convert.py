@@ -14,13 +14,11 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
 from robust_dcp.cli.arguments import local_path, nbytes_in, pair
 from robust_dcp.cli.checkpoint import check_is_there
 from robust_dcp.cli.output import CommandFailed, Output, number, size
-
-_MEMORY_NBYTES: Final = 64 << 20
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -69,7 +67,6 @@ def run(options: Namespace) -> None:
                 max_shard_nbytes=int(options.max_shard_size),
                 config=options.config,
                 overwrite=options.force,
-                buffer_nbytes=_MEMORY_NBYTES,
                 progress=show,
             )
     except ValueError as error:

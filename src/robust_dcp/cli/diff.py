@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number
+
+_OBJECT: Final = ("name", "first", "second")
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -34,7 +36,7 @@ def run(options: Namespace) -> int:
     both, pattern = (open_checkpoint(options.first), open_checkpoint(options.second)), options.pattern
     for each in both:
         Output.say(summary(each))
-    before, after = ({item.name: item for item in each.items if item.fits(pattern)} for each in both)
+    before, after = ({item.name: item for item in each.items_that_fit(pattern)} for each in both)
     if pattern and not before and not after:
         raise CommandFailed(f"no item of either checkpoint has such a name: {' '.join(pattern)}")
     removed = [{"name": name, "is": item.words} for name, item in before.items() if name not in after]
@@ -87,7 +89,7 @@ def _different_values(
             for name, difference in compare_tensors(first, second, names, progress=progress)
             if difference.exceeds(tolerance)
         ]
-    objects = [asdict(each) for each in compare_objects(first, second, names)]
+    objects = [dict(zip(_OBJECT, each, strict=True)) for each in compare_objects(first, second, names)]
     if tensors:
         columns = ("name", "differing", "of", "max absolute", "max relative", "NaN", "infinite")
         rows = [
@@ -102,5 +104,5 @@ def _different_values(
         ]
         Output.table(columns, rows, right=columns[1:])
     if objects:
-        Output.table(("name", "first", "second"), [tuple(each.values()) for each in objects])
+        Output.table(_OBJECT, [tuple(each.values()) for each in objects])
     return tensors, objects

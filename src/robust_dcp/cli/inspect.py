@@ -36,7 +36,7 @@ def run(options: Namespace) -> int:
     """Print what a checkpoint holds."""
     contents, pattern = open_checkpoint(options.path), options.pattern
     Output.note(summary(contents))
-    items = [item for item in contents.items if item.fits(pattern)]
+    items = contents.items_that_fit(pattern)
     if Output.as_json:
         Output.put(_as_json(contents, items))
     elif options.files:

@@ -16,7 +16,8 @@ import msgspec
 
 from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.output import CommandFailed, Output
-from robust_dcp.report_page import NoReports, read_reports, render_page
+from robust_dcp.report_page.page import render_page
+from robust_dcp.report_page.reading import NoReports, read_reports
 from robust_dcp.storage.files.disk import Disk
 
 
@@ -34,8 +35,7 @@ def run(options: Namespace) -> None:
         raise CommandFailed(str(error)) from None
     if Output.as_json:
         of_saves = [{"name": name, **msgspec.to_builtins(report)} for name, report in reports.found]
-        skipped = [{"name": name, "reason": reason} for name, reason in reports.skipped]
-        Output.put({"path": reports.path, "reports": of_saves, "skipped": skipped})
+        Output.put({"path": reports.path, "reports": of_saves, "skipped": [each._asdict() for each in reports.skipped]})
         return
     Disk().replace_file(options.output, render_page(reports).encode(), durable=False)  # an old page is there until then
     for name, reason in reports.skipped:

@@ -79,7 +79,7 @@ def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any
         **({"path": path} if contents is None else summary_json(contents)),
         "is_whole": not findings.problems,
         "with_data": with_data,
-        "problems": [each._asdict() for each in findings.problems],
+        "problems": [each._asdict() for each in findings.problems.values()],
         "n_problems": len(findings.problems),
         "notes": findings.notes,
         "unverified_nbytes": findings.unverified_nbytes,

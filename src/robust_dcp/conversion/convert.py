@@ -7,20 +7,21 @@ is whole.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from tempfile import NamedTemporaryFile
 from typing import Any, Final, Literal
 
 import torch
 
 from robust_dcp.api import save
+from robust_dcp.contents import fits
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
@@ -45,10 +46,6 @@ _OF_A_MODEL: Final = (
 """What lies beside the weights of a Hugging Face model, and is copied with ``config``."""
 
 _SMALL_NBYTES: Final = 1 << 20
-
-
-def _fits(name: str, globs: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class Rules:
         """
         found: dict[str, str] = {}
         for name in names:
-            if (self.select and not _fits(name, self.select)) or _fits(name, self.exclude):
+            if (self.select and not fits(name, self.select)) or fits(name, self.exclude):
                 continue
             new = self.renamed(name)
             if new in found:
@@ -93,15 +90,15 @@ class Rules:
     def renamed(self, name: str) -> str:
         """The new name of an item."""
         for left, right in self.rename:
-            fits = _pattern(left).fullmatch(name)
-            if fits is not None:
-                groups = iter(fits.groups())
+            match = _pattern(left).fullmatch(name)
+            if match is not None:
+                groups = iter(match.groups())
                 return "".join(next(groups) if part == "*" else part for part in re.split(r"(\*)", right))
         return name
 
     def dtype(self, name: str) -> str | None:
         """The name of the dtype that a floating tensor with this new name is cast to; ``None`` for its own."""
-        return next((dtype for glob, dtype in reversed(self.dtypes) if _fits(name, (glob,))), None)
+        return next((dtype for glob, dtype in reversed(self.dtypes) if fits(name, (glob,))), None)
 
 
 @cache
@@ -139,9 +136,8 @@ def convert(
     max_shard_nbytes: int = 5 << 30,
     config: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-    buffer_nbytes: int = 128 << 20,
+    buffer_nbytes: int = 64 << 20,
     progress: Callable[[int, int], object] = lambda done, total: None,
-    disk: Disk | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint or a file of ``torch.save``.
 
@@ -159,7 +155,6 @@ def convert(
         overwrite: whether to replace a target that exists. It stays until the new one is whole.
         buffer_nbytes: about how much data is in memory at a time.
         progress: called with the bytes of tensors that were written, and of all.
-        disk: the file system of the target.
 
     Raises:
         ValueError: the rules do not fit the source, the form cannot hold an item, or there is no such layout.
@@ -169,7 +164,7 @@ def convert(
     layout_named(layout)
     if form == "torch" and os.path.isfile(source):
         raise ValueError(f"{os.fspath(source)} is a file of torch.save already: change it with torch.load, torch.save")
-    disk = Disk() if disk is None else disk
+    disk = Disk()
     path = os.path.abspath(directory_path(target))
     rules = rules or Rules()
     plan = _Plan(open_source(os.fspath(source), buffer_nbytes // 2), rules, buffer_nbytes, progress)
@@ -314,16 +309,12 @@ def _dtype_named(name: str) -> torch.dtype:
 def _empty(tensor: NamedTensor, directory: str) -> torch.Tensor:
     if tensor.nbytes < _SMALL_NBYTES:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    path = os.path.join(directory, f"scratch-{secrets.token_hex(8)}")
     try:
-        with open(path, "xb") as file:
+        with NamedTemporaryFile(prefix="scratch-", dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk is an error now, and no signal later
-        storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=tensor.nbytes)
+            storage: Any = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=tensor.nbytes)
     except OSError as error:
-        raise storage_error("make", path, error) from error
-    finally:
-        with suppress(OSError):
-            os.unlink(path)
+        raise storage_error("make a file in", directory, error) from error
     return torch.empty(0, dtype=tensor.dtype).set_(storage).view(tensor.shape)
 
 
@@ -336,7 +327,7 @@ def _beside(config: str | os.PathLike[str] | None, form: Form) -> list[str]:
     names = sorted(os.listdir(config)) if os.path.isdir(config) else []
     if "config.json" not in names:
         raise ValueError(f"--config {os.fspath(config)}: there is no config.json")
-    paths = [os.path.join(config, name) for name in names if _fits(name, _OF_A_MODEL)]
+    paths = [os.path.join(config, name) for name in names if fits(name, _OF_A_MODEL)]
     return [path for path in paths if os.path.isfile(path)]
 
 

@@ -90,7 +90,6 @@ def copy_checkpoint(
     *,
     options: CopyOptions | None = None,
     progress: Progress | None = None,
-    disk: Disk | None = None,
 ) -> CopyResult:
     """Copy a checkpoint to another directory or to an object store, in either direction, or between two of them.
 
@@ -104,7 +103,6 @@ def copy_checkpoint(
         options: see :class:`CopyOptions`.
         progress: called from several threads with two numbers: the bytes that have been sent, or were found at the
             target, and the bytes of the checkpoint.
-        disk: the file system of paths.
 
     Raises:
         StorageError: a call failed and could not be repeated; no checkpoint is at the source; the source was replaced
@@ -122,7 +120,7 @@ def copy_checkpoint(
         >>> copied.skipped_files, again.files
         (0, 0)
     """
-    copy = Copy(source, target, options or CopyOptions(), progress=progress, disk=disk)
+    copy = Copy(source, target, options or CopyOptions(), progress=progress)
     with needed_for_a_load(copy.source.disk, copy.source.url):
         with suppress(StorageError):
             awaited = awaited_copy(copy.source.disk, copy.source.url)

@@ -116,12 +116,10 @@ def _look_at(place: str, *, is_coordinator: bool) -> _Copy | None:
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, named_nbytes in ends.items():
             path = locate(end.disk, end.url, name, file=metadata_path)
-            found = end.disk.fingerprint(path)
-            if found is None:
-                return _Copy(problem=f"{path} is not there")
-            _, nbytes, _ = found
-            if nbytes < named_nbytes:
-                return _Copy(problem=f"{path} has {nbytes} bytes, and {METADATA_NAME} names {named_nbytes}")
+            file = end.disk.fingerprint(path)
+            if file is None or file[1] < named_nbytes:
+                is_it = "is not there" if file is None else f"has {file[1]} bytes"
+                return _Copy(problem=f"{path} {is_it}, and {METADATA_NAME} names {named_nbytes} bytes in it")
         return _Copy(save_id, is_awaited=not is_url(end.url) and is_awaited(end.disk, end.url))
     except (RobustCheckpointError, ValueError) as error:
         return _Copy(problem=error.message if isinstance(error, RobustCheckpointError) else str(error))

@@ -30,7 +30,6 @@ from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path
-from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writer import RobustWriter
 
@@ -94,7 +93,6 @@ class CheckpointManager:
             next save.
         drain_options: how to copy, see :class:`CopyOptions`.
         process_group: the ranks that save together; ``None`` for all.
-        disk: the file system.
 
     Without any policy nothing is ever removed.
 
@@ -126,9 +124,8 @@ class CheckpointManager:
         drain_to: str | os.PathLike[str] | None = None,
         drain_options: CopyOptions | None = None,
         process_group: dist.ProcessGroup | None = None,
-        disk: Disk | None = None,
     ) -> None:
-        self._disk: Disk = Disk() if disk is None else disk
+        self._disk = Disk()
         self._series = Series(self._disk, directory_path(root), name)
         self.root = self._series.root
         self.policies = policies_of(keep_last, keep_every, keep_best, more=keep)
@@ -170,7 +167,8 @@ class CheckpointManager:
 
         Call it on all ranks, once a step, with the same steps. From the first call on the two signals only ask for a
         save. After the next save of this manager, also an async one, a process that has had one ends as it would have.
-        That costs a rank less than 1 ms of CPU a call if steps take less than a second, else up to 5 ms.
+        That costs a rank less than 1 ms of CPU a call if steps take less than a second. Else it is up to 5 ms, of which
+        0.6 ms in the calling thread.
 
         Args:
             step: of training.
@@ -280,8 +278,7 @@ class CheckpointManager:
         skipped: list[Skipped] = []
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
-            more = {"storage_reader": RobustReader(path, disk=self._disk), **options}
-            load_it = functools.partial(load, state_dict, checkpoint_id=path, process_group=self._group, **more)
+            load_it = functools.partial(load, state_dict, checkpoint_id=path, process_group=self._group, **options)
             try:
                 return LoadedCheckpoint(checkpoint, _persistently(f"load {path}", load_it), tuple(skipped))
             except (CorruptCheckpoint, StorageError, UnsafeCheckpoint) as error:
@@ -325,7 +322,7 @@ class CheckpointManager:
 
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
         if self._drain_to is not None:
-            writer = options.get("storage_writer") or RobustWriter(path, disk=self._disk)
+            writer = options.get("storage_writer") or RobustWriter(path)
             writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
             writer.drain_options = self._drain_options
             options["storage_writer"] = writer
@@ -344,7 +341,7 @@ class CheckpointManager:
                 with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
                     awaited = awaited_copy(self._disk, path) if is_free else None
                 if awaited is not None:
-                    copy_checkpoint(path, awaited.target, options=self._drain_options, disk=self._disk)
+                    copy_checkpoint(path, awaited.target, options=self._drain_options)
             except (RobustCheckpointError, ValueError) as error:
                 logger.warning("%s: its copy is still not complete: %s", path, error)
 

@@ -64,8 +64,7 @@ _DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-
 LATEST_NAME: Final = "latest"
 RECORD_NAME: Final = ".robust_dcp.step.json"
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
-_MOST_LATEST_NBYTES: Final = 4096
-_MOST_RECORD_NBYTES: Final = 1 << 20
+_MOST_NBYTES: Final = 1 << 20
 
 
 class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
@@ -277,23 +276,18 @@ class Series:
                 if not self.disk.exists(metadata):  # not by an error, because our errors need torch
                     continue
                 saved_seconds = self.disk.modified_seconds(metadata)
-                record = self._record_in(path)
+                data = self._small_file(os.path.join(path, RECORD_NAME))
             except errors.StorageError as error:
                 if skips_unknown or error.errno in (ENOENT, ENOTDIR):
                     continue
                 raise
+            try:
+                record = Checkpoint(0) if data is None else _RECORDS.decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                record = Checkpoint(0)
             step = self.step_of(os.path.basename(path)) or 0
             checkpoints.append(msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds))
         return sorted(checkpoints)
-
-    def _record_in(self, path: str) -> Checkpoint:
-        """What the record of a checkpoint says; nothing if there is none, or none that can be understood."""
-        path = os.path.join(path, RECORD_NAME)
-        try:
-            data = self.disk.read_file(path, _MOST_RECORD_NBYTES) if self.disk.exists(path) else None
-            return Checkpoint(0) if data is None else _RECORDS.decode(data)
-        except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):  # it imports torch
-            return Checkpoint(0)
 
     def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:
         """The checkpoints, by step, each with why it stays if no policy keeps it; ``None`` if it is to be removed.
@@ -375,13 +369,15 @@ class Series:
 
     def _text(self, name: str) -> str | None:
         path = os.path.join(self.root, name)
-        if os.path.isdir(path) or not self.disk.exists(path):
-            return None
-        try:
-            data = self.disk.read_file(path, _MOST_LATEST_NBYTES)
-        except errors.CorruptCheckpoint:  # it is too long to be a name
-            return None
+        data = None if os.path.isdir(path) else self._small_file(path)
         return None if data is None else data.decode(errors="replace").strip()
+
+    def _small_file(self, path: str) -> bytes | None:
+        """The bytes of a file; ``None`` if there is none, which is found out without our errors, or a large one."""
+        try:
+            return self.disk.read_file(path, _MOST_NBYTES) if self.disk.exists(path) else None
+        except errors.CorruptCheckpoint:
+            return None
 
 
 def parse_name(name: str) -> tuple[str, int] | None:

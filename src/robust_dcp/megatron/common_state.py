@@ -55,16 +55,14 @@ def leaf_digests(common: Any) -> LeafDigests:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    children: Mapping[Any, Any] | None = None
+    is_instance_of_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if isinstance(value, Mapping):
         children = value
-    elif isinstance(value, argparse.Namespace):
-        children = vars(value)
     elif isinstance(value, (list, tuple)):
         children = dict(enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+    elif isinstance(value, argparse.Namespace) or (is_instance_of_dataclass and hasattr(value, "__dict__")):
         children = vars(value)
-    if children is None:
+    else:
         yield path, value
         return
     yield f"{path}#", f"{type(value).__name__} of {len(children)}"

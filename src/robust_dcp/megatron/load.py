@@ -137,7 +137,6 @@ def _read_sharded(
     sharded_state_dict: dict[str, Any],
     reader: RobustReader,
     *,
-    timeout_seconds: float,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     strategy: Any = None,
@@ -147,7 +146,6 @@ def _read_sharded(
     Args:
         sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, after factories were applied.
         reader: the reader of the checkpoint.
-        timeout_seconds: the timeout of each exchange.
         process_group: the ranks that load together; ``None`` for all.
         no_dist: whether this rank loads alone, without exchanges.
         strategy: Megatron's strategy. Its options are used, and the attributes that a load sets are set on it.
@@ -158,7 +156,7 @@ def _read_sharded(
     Raises:
         RobustCheckpointError: any rank that takes part failed. All of them raise it.
     """
-    name = checkpoint_name(reader.path)
+    name, timeout_seconds = checkpoint_name(reader.path), current_options().exchange_timeout_seconds
     targets: dict[str, Any] = {}
     restore: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
@@ -221,12 +219,7 @@ class RobustLoadStrategy(TorchDistLoadShardedStrategy):
         Raises:
             RobustCheckpointError: any rank failed. Every rank raises it.
         """
-        return _read_sharded(
-            sharded_state_dict,
-            _reader(checkpoint_dir),
-            timeout_seconds=current_options().exchange_timeout_seconds,
-            strategy=self,
-        )
+        return _read_sharded(sharded_state_dict, _reader(checkpoint_dir), strategy=self)
 
     # A load of stock with this strategy calls these two, and stock's own would run code that `.metadata` names.
     def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
@@ -249,7 +242,6 @@ def strategy_load(
     return _read_sharded(
         sharded_state_dict,
         _reader(checkpoint_dir),
-        timeout_seconds=current_options().exchange_timeout_seconds,
         no_dist=not versions.load_is_collective(),
         strategy=strategy,
     )
@@ -278,7 +270,6 @@ def parallel_load(
     loaded = _read_sharded(
         versions.dequantized(sharded_state_dict),
         _reader(checkpoint_dir, share_reads=True),
-        timeout_seconds=current_options().exchange_timeout_seconds,
         process_group=wrapper.parallelization_group,
         strategy=strategy,
     )
@@ -405,9 +396,7 @@ def _read(
     if not versions.reads_torch_dist(strategy):
         loaded = strategy.load(sharded, directory)
         return loaded
-    return _read_sharded(
-        sharded, _reader(directory), timeout_seconds=channel.timeout_seconds, process_group=group, strategy=strategy
-    )
+    return _read_sharded(sharded, _reader(directory), process_group=group, strategy=strategy)
 
 
 @entry_point

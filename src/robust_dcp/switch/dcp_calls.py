@@ -85,8 +85,14 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
     """
     try:
         given = _given_arguments(stock, args, kwargs)
-        state_dict = given.pop("state_dict")
-        arguments = _load_arguments(given, bool(value_of(TRUSTED)) if trusted is None else trusted)
+        state_dict, planner = given.pop("state_dict"), given.pop("planner", None)
+        reader, checkpoint_id = given.pop("storage_reader", None), given.pop("checkpoint_id", None)
+        trusted = bool(value_of(TRUSTED)) if trusted is None else trusted
+        arguments = {
+            **_common(given),
+            "storage_reader": _reader_for(reader, checkpoint_id, trusted=trusted),
+            "planner": _load_planner(planner, trusted=trusted),
+        }
     except _StaysStock as why:
         log_left_to_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
@@ -114,7 +120,11 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
     try:
         given = _given_arguments(stock, args, kwargs)
         state_dict, writer = given.pop("state_dict"), given.get("storage_writer")
-        staging = _staging_of(given.pop("async_stager", None))
+        stager = given.pop("async_stager", None)
+        if stager is not None and not type(stager).__module__.startswith("torch.distributed.checkpoint."):
+            raise _StaysStock(f"{type(stager).__name__} stages in a way of its own")
+        copies_in_the_background = getattr(getattr(stager, "_config", None), "use_async_staging", False)
+        staging: Any = "lazy" if copies_in_the_background else "full"
         kind = given.pop("async_checkpointer_type", None)
         arguments = {**_save_arguments(given), "async_checkpointer_type": kind}
     except _StaysStock as why:
@@ -156,17 +166,10 @@ def _save_arguments(given: Arguments, threads: int | None = None) -> Arguments:
     writer, planner = given.pop("storage_writer", None), given.pop("planner", None)
     checkpoint_id = given.pop("checkpoint_id", None)
     writer = _writer_for(writer, checkpoint_id, threads)
-    return {**_common(given), "storage_writer": writer, "planner": _save_planner(planner)}
-
-
-def _load_arguments(given: Arguments, trusted: bool) -> Arguments:
-    reader, planner = given.pop("storage_reader", None), given.pop("planner", None)
-    checkpoint_id = given.pop("checkpoint_id", None)
-    return {
-        **_common(given),
-        "storage_reader": _reader_for(reader, checkpoint_id, trusted=trusted),
-        "planner": _load_planner(planner, trusted=trusted),
-    }
+    if not (planner is None or isinstance(planner, RobustPlanner) or type(planner) is DefaultSavePlanner):
+        name = type(planner).__name__
+        raise _StaysStock(f"{name} plans otherwise than DefaultSavePlanner; derive it from RobustPlanner")
+    return {**_common(given), "storage_writer": writer, "planner": planner}
 
 
 def _common(given: Arguments) -> Arguments:
@@ -239,12 +242,6 @@ def _directory(path: Any) -> Any:
     return path
 
 
-def _save_planner(planner: Any) -> RobustPlanner | DefaultSavePlanner | None:
-    if planner is None or isinstance(planner, RobustPlanner) or type(planner) is DefaultSavePlanner:
-        return planner
-    raise _StaysStock(f"{type(planner).__name__} plans otherwise than DefaultSavePlanner; derive it from RobustPlanner")
-
-
 def _load_planner(planner: Any, *, trusted: bool) -> Any:
     """Ours with the options of stock's own planner. Any other planner is kept, and is asked for each item, as in stock.
 
@@ -259,15 +256,6 @@ def _load_planner(planner: Any, *, trusted: bool) -> Any:
 
 
 _LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
-
-
-def _staging_of(stager: Any) -> Any:
-    """Our ``staging`` for one of stock's stagers: ``"lazy"`` if the stager copies in the background."""
-    if stager is None:
-        return "full"
-    if not type(stager).__module__.startswith("torch.distributed.checkpoint."):
-        raise _StaysStock(f"{type(stager).__name__} stages in a way of its own")
-    return "lazy" if getattr(getattr(stager, "_config", None), "use_async_staging", False) else "full"
 
 
 def _metadata_for(given: Any, ours: RobustWriter) -> Callable[[SaveReport], Metadata]:

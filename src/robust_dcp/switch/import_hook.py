@@ -17,13 +17,6 @@ from typing import Any
 OnImport = Callable[[ModuleType], object]
 
 
-class _UnderWay(threading.local):
-    """The names that each thread is looking up."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
 class ImportHook(MetaPathFinder):
     """Calls ``on_import(module)`` each time one of the watched modules has been imported.
 
@@ -37,7 +30,7 @@ class ImportHook(MetaPathFinder):
     def __init__(self, on_import: OnImport) -> None:
         self._names: frozenset[str] = frozenset()
         self._on_import = on_import
-        self._under_way = _UnderWay()
+        self._under_way: set[tuple[int, str]] = set()
 
     def watch(self, names: Collection[str]) -> None:
         """Watch these modules too, by their full names. Modules that are complete already are reported now."""
@@ -64,10 +57,10 @@ class ImportHook(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """For a watched module the spec of the other finders, which is watched from now on. Else ``None``."""
-        under_way = self._under_way.names
-        if fullname not in self._names or fullname in under_way:
+        of_thread = (threading.get_ident(), fullname)
+        if fullname not in self._names or of_thread in self._under_way:
             return None
-        under_way.add(fullname)  # finders that ask importlib.util.find_spec come back to this one
+        self._under_way.add(of_thread)  # finders that ask importlib.util.find_spec come back to this one
         try:
             for finder in list(sys.meta_path):
                 find_spec = getattr(finder, "find_spec", None)
@@ -78,7 +71,7 @@ class ImportHook(MetaPathFinder):
                     self._wait_for(spec)
                     return spec
         finally:
-            under_way.discard(fullname)
+            self._under_way.discard(of_thread)
         return None
 
     def _wait_for(self, spec: ModuleSpec | None) -> None:
