@@ -85,7 +85,7 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedI
                 if is_whole:
                     sizes = (torch.Size(each) for each in (structure.shape, structure.offsets, structure.sizes))
                     kinds.append(ChunkKind(local.dtype, *sizes))
-            if number >= 0 and local.dtype is value.dtype:
+            if number >= 0 and (local is value or local.dtype is value.dtype):
                 names.append(name)
                 targets.append(local)
                 kind_of.append(number)

@@ -8,7 +8,7 @@ module before anything is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -25,30 +25,31 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that this rank holds of the values of a state dict, each with its name."""
+    """The tensors that this rank holds of the values of a state dict, each with its name. Those without elements are
+    left out, and those whose memory torch does not let us look at.
+    """
     with torch.no_grad():
         for name, value in values.items():
+            parts = [value]
             if isinstance(value, DTensor):
-                yield name, value.to_local()
+                parts = [value.to_local()]
             elif isinstance(value, torch.Tensor) and hasattr(value, "local_shards"):
-                yield from ((name, shard.tensor) for shard in value.local_shards())
-            elif isinstance(value, torch.Tensor):
-                yield name, value
+                parts = [shard.tensor for shard in value.local_shards()]
+            for part in parts:
+                if type(part) in _PLAIN and part.layout is torch.strided and not part.is_meta and part.numel() > 0:
+                    yield name, part
 
 
-def check_targets(targets: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[tuple[str, str]]]:
+def check_targets(held: Targets) -> tuple[list[str], list[tuple[str, str]]]:
     """Find which tensors cannot be filled, and which share some of their memory.
+
+    Args:
+        held: tensors as :func:`local_tensors` gives them.
 
     Returns:
         One text for each tensor that cannot be filled, which says why. If there are none: pairs of names of tensors
         that overlap. A tensor that has two names is fine, as with tied weights.
     """
-    # Only tensors whose elements lie in memory that torch lets us look at.
-    held = [
-        (name, tensor)
-        for name, tensor in targets
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
-    ]
     # A comprehension for each column, without calls of ours: this runs for each tensor of a load.
     begins = np.array([tensor.data_ptr() for _, tensor in held], dtype=np.uint64)
     extents = np.array([tensor.nbytes for _, tensor in held], dtype=np.uint64)

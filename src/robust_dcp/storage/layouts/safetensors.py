@@ -249,7 +249,8 @@ def entry_nbytes(items: Items, rows: Places, kinds: Kinds, kind_ids: npt.NDArray
     texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), f':\\"{"0" * _CRC_DIGITS}\\"'
     constant = sum(len(text) + len(",") for text in texts) - len("00")
     of_kinds = [_kind_nbytes(dtype, shape) for dtype, shape in kinds]
-    numbers = _digits(items.offset[rows]) + len(",")
+    n_digits = np.searchsorted(_POWERS_OF_TEN, items.offset[rows], side="right") + 1
+    numbers = n_digits + len(",")
     numbers[np.arange(numbers.shape[1]) >= items.ndim[rows][:, None]] = 0
     name = items.name[rows]
     nbytes: Int64 = once[name] + 2 * twice[name]
@@ -372,11 +373,6 @@ def _escaped_lengths(names: Sequence[str]) -> tuple[Int64, Int64]:
     escaped = list(map(_escape, names))
     once = np.fromiter(map(len, escaped), dtype=np.int64, count=len(names))
     return once, np.fromiter((len(_escape(name)) - 2 for name in escaped), dtype=np.int64, count=len(names))
-
-
-def _digits(values: Int64) -> Int64:
-    """How many decimal digits each of ``values`` has. None is negative."""
-    return np.searchsorted(_POWERS_OF_TEN, values, side="right").astype(np.int64) + 1
 
 
 # The head of a file that is read, whoever wrote it. It is checked before anything in it is used: the lengths must fit

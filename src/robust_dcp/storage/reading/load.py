@@ -5,8 +5,7 @@ thread only. Items that lie next to each other are read as one block; large ones
 pieces that several threads read. The first error in one of the threads ends the work of all. ``reader`` calls it, and
 ``stored_item`` makes tensors of what is read.
 
-Many small tensors stay in columns up to the copy: a load of 20,000 takes 11 us for each,
-and 64 if they are read one by one.
+Many small tensors stay in columns up to the copy: a load of 20,000 takes 11 us for each, and 64 if one by one.
 """
 
 from __future__ import annotations
