@@ -20,8 +20,7 @@ import robust_dcp
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError
 from tests.comm.messages import Note
-from tests.harness.ranks import errors, run_ranks, values
-from tests.harness.verdicts import Verdict
+from tests.harness.ranks import run_ranks, values
 
 
 class OfPython(dist.Store):
@@ -76,36 +75,6 @@ def _start_with_a_store_of_rank_0() -> int:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     dist.barrier()
     return rank
-
-
-def _host_leaves_after_an_error() -> None:
-    rank = _start_with_a_store_of_rank_0()
-    channel = Channel.for_group(operation="save 1", timeout_seconds=30)
-    channel.barrier("plan")
-
-    def write() -> None:
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        channel.barrier("write", write)
-    except ExchangeError as error:
-        if rank == 0:
-            print(f"rank 0 raised {error.ranks}", flush=True)
-        raise
-
-
-def test_after_an_error_the_others_name_the_rank_at_fault_though_the_host_of_the_store_has_left() -> None:
-    outcomes = run_ranks(
-        5,
-        _host_leaves_after_an_error,
-        init=False,
-        env={"STORE_PORT": _free_port()},
-        failed_ranks_stay_seconds=0,
-    )
-    assert "rank 0 raised [2]" in outcomes[0].output
-    found: list[Verdict] = errors(outcomes, [1, 3, 4])
-    assert [error.fields["missing_ranks"] for error in found] == [[2]] * 3
 
 
 def _frozen(frozen: int) -> tuple[list[int] | None, float, str]:

@@ -89,9 +89,7 @@ class RanksOverran(AssertionError):
     """Some ranks were still running after ``timeout_seconds``. All were killed, and the message has their stacks."""
 
 
-def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, failed_ranks_stay_seconds: float = 1.0, **options: Any
-) -> list[Outcome]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
     """Call ``function(*args)`` in ``world_size`` new processes, one for each rank, and return their outcomes in order.
 
     A process is forked in milliseconds from a server that has imported torch. The options are those of :class:`Job`.
@@ -101,7 +99,7 @@ def run_ranks(
     Raises:
         RanksOverran: some rank was still running after ``timeout_seconds``.
     """
-    with Job(world_size, failed_ranks_stay_seconds=failed_ranks_stay_seconds, **options) as job:
+    with Job(world_size, failed_ranks_stay_seconds=1.0, **options) as job:
         return job.outcomes(function, *args)
 
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -128,21 +129,37 @@ def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_wor
         assert verdict.message.startswith(f"this rank ({late}) came after the others had given up") == (rank == late)
 
 
-def fail_while_the_others_write(path: str) -> tuple[str, int]:
-    """200 writes of 8 MiB are ten seconds of the disk of rank 0. One block, seen by many names, takes no memory."""
+def stand_still(call: Call) -> None:
+    """Until the other rank has returned, or for 16 seconds."""
+    is_over = f"[ $n -gt 160 ] || [ -e {os.path.dirname(call.path)}.told ]"
+    wait = f"n=0; until {is_over}; do n=$((n + 1)); sleep 0.1; done"
+    subprocess.Popen(["sh", "-c", f"{wait}; kill -KILL {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail_while_the_others_write(path: str, failure: Fault) -> tuple[str, int]:
+    """400 writes of 8 MiB are twenty seconds of the disk of rank 0. One block, seen by many names, takes no memory."""
     rank = dist.get_rank()
-    own = dict.fromkeys((f"{rank} w{n}" for n in range(1 if rank else 200)), torch.ones(2 << 20))
-    fault: Fault = LookupError("lost") if rank == 1 else lambda call: time.sleep(0.05)
-    with FaultDisk(path, on={"write:*.distcp": fault}) as disk:
-        verdict = verdict_of(robust_dcp.save, own, storage_writer=RobustWriter(path, threads=1))
+    own = dict.fromkeys((f"{rank} w{n}" for n in range(1 if rank else 400)), torch.ones(2 << 20))
+    with FaultDisk(path, on={"write:*.distcp": failure if rank == 1 else lambda call: time.sleep(0.05)}) as disk:
+        writer = RobustWriter(path, threads=1)
+        verdict = verdict_of(robust_dcp.save, own, storage_writer=writer, timeout_seconds=4)
+    Path(f"{path}.told").touch()
     return str(verdict), sum(call.nbytes for call in disk.calls if call.operation == "write")
 
 
-def test_ranks_that_still_write_stop_when_another_has_failed(tmp_path: Path) -> None:
-    (message, nbytes), (other, _) = values(run_ranks(2, fail_while_the_others_write, str(tmp_path)))
-    assert "lost" in message and "rank 1" in message and "lost" in other
-    assert nbytes < 100 * (8 << 20)
-    assert os.listdir(tmp_path) == []
+FAILURES: dict[str, Fault] = {"fails": LookupError("lost"), "is killed": kill, "stands still": stand_still}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_ranks_that_still_write_stop_when_another_does_not_go_on(how: str, tmp_path: Path) -> None:
+    writing, other = run_ranks(2, fail_while_the_others_write, str(tmp_path / "checkpoint"), FAILURES[how])
+    ((message, nbytes),) = values([writing])
+    assert "rank 1" in message and nbytes < 200 * (8 << 20)
+    if how == "fails":
+        assert "lost" in message and "lost" in values([other])[0][0] and not (tmp_path / "checkpoint").exists()
+    else:
+        assert other.exitcode == -signal.SIGKILL
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
