@@ -103,8 +103,10 @@ def mutants_of(room: str, path: Path) -> Iterator[Mutant]:
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
-    """Annotations, what only type checkers see, decorators (dataclass(frozen=True) is no behaviour), and constants that
-    have a name: sizes, limits and times, of which another is as good."""
+    """What changes no behaviour: annotations, decorators, words, ``strict`` of zip, and constants that have a name
+    (sizes, limits and times, of which another is as good)."""
+    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg == "strict"):
+        yield from ast.walk(node)
     for name in ("annotation", "returns"):
         annotation = getattr(node, name, None)
         if annotation is not None:

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import socket
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,15 @@ def test_a_report_that_cannot_be_written_is_one_line_in_the_log(
     assert "has no report of its save" in line
     robust_dcp.load(state_of(), checkpoint_id=tmp_path)
     assert REPORT_NAME not in os.listdir(tmp_path)  # that of the checkpoint that was replaced is gone too
+
+
+def test_a_report_that_was_sent_to_another_process_has_all_but_the_metadata(tmp_path: Path) -> None:
+    report = robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "saved")
+    sent = pickle.loads(pickle.dumps(report))
+    assert set(report.metadata.state_dict_metadata) == {"w"}
+    assert sent.nbytes == report.nbytes and str(sent) == str(report)
+    with pytest.raises(ValueError, match="made without access to the checkpoint's metadata"):
+        _ = sent.metadata
 
 
 def test_reports_of_saves_and_loads_are_json_and_name_the_changed_keys(tmp_path: Path) -> None:

@@ -366,6 +366,19 @@ def test_casts_and_partial_loads_are_done_on_request(tmp_path: Path) -> None:
     on_ranks(2, load_with_options, str(tmp_path / "checkpoint"))
 
 
+class BrokenReader(dcp.FileSystemReader):
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_load_from_nowhere_is_refused_and_the_error_of_a_reader_of_ones_own_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass checkpoint_id, the directory to load from, or storage_reader"):
+        robust_dcp.load({"w": torch.ones(3)})
+    robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    with pytest.raises((robust_dcp.RobustCheckpointError, OSError), match="Input/output error"):
+        robust_dcp.load({"w": torch.zeros(3)}, storage_reader=BrokenReader(tmp_path))
+
+
 def load_torch_save_file(path: str) -> torch.Tensor:
     state = {"w": torch.zeros(4)}
     reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
