@@ -23,7 +23,7 @@ from typing import Any, Final
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
-from robust_dcp.manager.series import Checkpoint, Series, policies_of, prune, series_in
+from robust_dcp.manager.series import Checkpoint, KeepBest, Series, policies_of, prune, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 
@@ -49,12 +49,8 @@ def run(options: Namespace) -> int:
     check_directory(root)
     if options.largest and options.keep_best is None:
         raise CommandFailed("--largest says which value of a metric is best: name the metric with --keep-best")
-    policies = policies_of(
-        options.keep_last,
-        options.keep_every,
-        options.keep_best,
-        best="largest" if options.largest else "smallest",
-    )
+    largest = [KeepBest(options.keep_best, best="largest")] if options.largest else []
+    policies = policies_of(options.keep_last, options.keep_every, None if largest else options.keep_best, largest)
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
     series = _series(Disk(), root, options.name)

@@ -241,11 +241,6 @@ class _Plan:
         self._progress = progress
         self._done_nbytes = 0
 
-    def mapped(self, tensor: NamedTensor) -> torch.Tensor | None:
-        """A tensor of the target that is there already, in a mapped file."""
-        value = self.source.mapped.get(self.names[tensor.name])
-        return value if value is not None and value.dtype == tensor.dtype else None
-
     def path_of(self, name: str, *, flat: bool) -> Path:
         """The keys of an item. One with a new name stands at the top, under that name."""
         return (name,) if flat or self.names[name] != name else self.source.paths.get(name, (name,))
@@ -264,8 +259,8 @@ class _Plan:
         tensor = self.tensors.get(name)
         if tensor is None:
             return self.source.load(self.names[name])
-        mapped = self.mapped(tensor)
-        if mapped is not None:
+        mapped = self.source.mapped.get(self.names[name])
+        if mapped is not None and mapped.dtype == tensor.dtype:
             return mapped
         value = _empty(tensor, directory)
         for batch in batches_of([tensor], self._piece_nbytes):

@@ -128,7 +128,7 @@ class CheckpointManager:
         self._disk = Disk()
         self._series = Series(self._disk, directory_path(root), name)
         self.root = self._series.root
-        self.policies = policies_of(keep_last, keep_every, keep_best, more=keep)
+        self.policies = policies_of(keep_last, keep_every, keep_best, keep)
         self._drain_to = None if drain_to is None else place_of(drain_to)
         self._drain_options = drain_options or CopyOptions()
         self._group = process_group

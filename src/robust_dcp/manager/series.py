@@ -173,8 +173,6 @@ def policies_of(
     keep_last: int | None,
     keep_every: int | None,
     keep_best: str | None,
-    *,
-    best: Literal["smallest", "largest"] = "smallest",
     more: Sequence[KeepPolicy] = (),
 ) -> list[KeepPolicy]:
     """The policies that short arguments ask for.
@@ -189,7 +187,7 @@ def policies_of(
     if keep_every is not None:
         policies.append(KeepEvery(keep_every))
     if keep_best is not None:
-        policies.append(KeepBest(keep_best, best=best))
+        policies.append(KeepBest(keep_best))
     for each in policies:
         if not callable(getattr(each, "kept", None)):
             raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
