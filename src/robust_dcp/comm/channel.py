@@ -315,7 +315,8 @@ class Channel:
             tell(progress)
 
     def stop_if_announced(self) -> None:
-        """Leave this rank's work if another rank has announced a failure.
+        """Leave this rank's work if another rank has announced a failure. It is cheap enough for a loop over items, and
+        any thread may call it.
 
         Raises:
             Stopped: let it leave ``produce``. The exchange then raises the failure that was announced.

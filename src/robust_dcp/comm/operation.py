@@ -499,22 +499,17 @@ class Operation:
         exchange = self._exchange or self._last
         return exchange.tree if exchange is not None else self.link.tree(0)
 
-    def stopped(self) -> str | None:
-        """The failure that another rank announced for the current or next exchange; ``None`` if there is none."""
-        if self._end_message is not None:
-            return self._end().error.to_error().message
-        exchange = self._exchange
-        return None if exchange is None else exchange.failure
-
     def stop_if_announced(self) -> None:
         """Leave this rank's own work if another rank has announced a failure.
 
         Raises:
             Stopped: let it leave the work. The exchange then raises the failure that was announced.
         """
-        announced = self.stopped()
-        if announced is not None:
-            raise Stopped(announced)
+        if self._end_message is not None:
+            raise Stopped(self._end().error.to_error().message)
+        exchange = self._exchange
+        if exchange is not None and exchange.failure is not None:
+            raise Stopped(exchange.failure)
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """Record that this rank's work has advanced, and how far, if the caller knows. Any thread may call this."""
