@@ -167,7 +167,8 @@ def open_save(
             f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
             "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
         )
-    writer.known_as = moves_to or writer.known_as
+    name = checkpoint_name(writer.checkpoint_id)
+    writer.checkpoint_id = moves_to or writer.checkpoint_id
     if planner is None:
         planner = RobustPlanner()
     elif type(planner) is DefaultSavePlanner:
@@ -182,7 +183,7 @@ def open_save(
             "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
         )
     session = planner.open_session(
-        checkpoint_name(writer.path),
+        name,
         writer,
         process_group=process_group,
         timeout_seconds=timeout_seconds,

@@ -114,6 +114,25 @@ def test_a_lazy_save_is_waited_for_by_the_next_optimizer_step_alone(tmp_path: Pa
     assert not torch.equal(model.weight, held["weight"])
 
 
+def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a save that runs while the program goes to another directory, and of a manager."""
+    monkeypatch.chdir(tmp_path)
+    gate, state = Gate(), {"w": torch.full((9,), 1.0)}
+    manager = robust_dcp.CheckpointManager("run", drain_to="copies")
+    with FaultDisk(tmp_path, on={"write:*.distcp": gate}):
+        writer = robust_dcp.RobustWriter("one", drain_to="copies/one")
+        saving = robust_dcp.async_save(state, storage_writer=writer)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir("elsewhere")
+        gate.opened.set()
+        assert saving.result(timeout=60).checkpoint_id == "one"
+    manager.save(7, state)
+    assert robust_dcp.finish_async_saves(timeout_seconds=60)
+    monkeypatch.chdir("..")
+    assert os.listdir("elsewhere") == []
+    assert all(value_at(Path(path)) == 1 for path in ("one", "copies/one", "run/step_7", "copies/step_7"))
+
+
 @needs_response
 def test_a_lazy_save_has_what_stock_calls_an_async_save_response(tmp_path: Path) -> None:
     with robust_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path, staging="lazy") as saving:

@@ -186,7 +186,7 @@ def convert(
             if form == "dcp":
                 options: Any = {"layout": layout, "files_per_rank": 1, "report": False}
                 writer = RobustWriter(made, **options, buffer_bytes=max(buffer_nbytes // 2, 1 << 20), disk=disk)
-                writer.known_as = path
+                writer.checkpoint_id = path
                 save(state_dict, storage_writer=writer, planner=RobustPlanner(on_structure_change="quiet"))
             else:
                 _write_file(state_dict, made)

@@ -29,7 +29,7 @@ from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.paths import absolute, directory_path
 from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writer import RobustWriter
 
@@ -126,10 +126,10 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._disk = Disk()
-        self._series = Series(self._disk, directory_path(root), name)
+        self._series = Series(self._disk, absolute(directory_path(root)), name)
         self.root = self._series.root
         self.policies = policies_of(keep_last, keep_every, keep_best, keep)
-        self._drain_to = None if drain_to is None else place_of(drain_to)
+        self._drain_to = None if drain_to is None else absolute(place_of(drain_to))
         self._drain_options = drain_options or CopyOptions()
         self._group = process_group
         self._pruning = threading.Lock()

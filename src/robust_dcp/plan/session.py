@@ -661,7 +661,7 @@ class SaveSession:
         return make_report(
             self.messages,
             self.clock,
-            checkpoint=(self.writer.known_as if self.writer else None) or self.checkpoint,
+            checkpoint=self.moves_to or self.checkpoint,
             save_id=save_id,
             world_size=self.channel.size,
             coordinator_rank=self.channel.rank,

@@ -31,7 +31,7 @@ from robust_dcp.report_rows import PhaseClock, Written, make_report, module_size
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import directory_path, is_url, mark_of, uncommitted_name
+from robust_dcp.storage.files.paths import absolute, directory_path, is_url, mark_of, uncommitted_name
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
@@ -71,8 +71,9 @@ class RobustWriter(StorageWriter):
 
     Attributes:
         drain_to, drain_options, disk: the same.
-        known_as: the place that the checkpoint and its report name as their own, if they are moved or copied there from
-            ``path``.
+        path: the absolute path of the directory. The working directory may change while an async save runs.
+        checkpoint_id: the place that the checkpoint and its report name as their own: the path as it was given, or
+            where they are moved or copied to.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
             them.
 
@@ -93,10 +94,10 @@ class RobustWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self.options = with_keywords(options or DEFAULT_WRITE_OPTIONS, keywords)
-        self.known_as: str | None = None
         self.layout = layout_named(self.options.layout)
-        self.path = directory_path(path)
-        self.drain_to = None if drain_to is None else place_of(drain_to)
+        self.checkpoint_id = directory_path(path)
+        self.path = absolute(self.checkpoint_id)
+        self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
         self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
         self.write_files: WriteFiles = write_files
@@ -186,7 +187,8 @@ class RobustWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = directory_path(checkpoint_id)
+            self.checkpoint_id = directory_path(checkpoint_id)
+            self.path = absolute(self.checkpoint_id)
         self.save_id = str(uuid.uuid4())
         if self._directory is not None:
             self._directory.release()
@@ -327,11 +329,6 @@ class RobustWriter(StorageWriter):
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The place that the checkpoint and its report name as their own."""
-        return self.known_as or self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -68,6 +68,11 @@ def _scheme_of(checkpoint_id: str | os.PathLike[str]) -> str | None:
     return None if match is None else match["scheme"]
 
 
+def absolute(place: str) -> str:
+    """``place``, a path or a URL, so that it stays the same when the working directory changes."""
+    return place if not place or os.path.isabs(place) or is_url(place) else os.path.join(os.getcwd(), place)
+
+
 def directory_path(path: str | os.PathLike[str]) -> str:
     """Return ``path`` as a string if it can be a local directory. Entry points that take no URLs call this before they
     touch a disk.
