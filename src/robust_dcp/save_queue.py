@@ -120,10 +120,11 @@ class SaveQueue:
             logger.error("another %s failed before: %s", self.what, error)
         return errors
 
-    def forget_unreported(self) -> None:
-        """Forget earlier errors. All ranks know them, because one rank has raised them in an exchange."""
+    def forget_told(self, told: BaseException) -> None:
+        """Forget the earlier errors that ``told`` tells of. All ranks know them: one has raised them in an exchange."""
         with self._changed:
-            self._failed = []
+            errors = {future: str(Future.exception(future)).partition("\n")[0] for future in self._failed}
+            self._failed = [future for future, error in errors.items() if error not in str(told)]
 
     def submit(self, run: Callable[[], T], future: SaveFuture[T] | None = None) -> SaveFuture[T]:
         """Run a save after all earlier ones.

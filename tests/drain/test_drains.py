@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import robust_dcp
@@ -19,6 +20,7 @@ from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageErro
 from tests.drain.checkpoints import data_files, files_of, loaded, save, state_dict
 from tests.faults.disk import Call, FaultDisk
 from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.verdicts import lines_of_the_log
 
 RECORD = ".robust_dcp.drain.json"
 
@@ -77,6 +79,32 @@ def test_a_drain_that_failed_is_told_by_the_next_save_on_all_ranks_and_can_be_en
     (tmp_path / "taken").unlink()
     copy_checkpoint(tmp_path / "local", taken)
     assert loaded(taken) == 1.0
+
+
+class WhenTheDrainFails:
+    """A ``Stateful`` that lets the drain fail while the next save asks it for its state."""
+
+    def __init__(self) -> None:
+        self.goes_on, self.lines = threading.Event(), lines_of_the_log()
+
+    def state_dict(self) -> dict[str, int]:
+        self.goes_on.set()
+        while not any("drain failed" in line for line in self.lines):
+            time.sleep(0.01)
+        time.sleep(0.1)  # the error is kept right after the line
+        return {"step": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def test_a_drain_that_fails_while_a_save_plans_is_told_by_the_save_after_that(taken: Path, tmp_path: Path) -> None:
+    failing = WhenTheDrainFails()
+    with FaultDisk(taken.parent.parent, on={"list:*taken/durable": lambda call: failing.goes_on.wait(60)}):
+        save_and_drain(tmp_path / "1", taken)
+        robust_dcp.save({"w": torch.ones(2), "loader": failing}, checkpoint_id=tmp_path / "2")
+    with pytest.raises(StorageError, match="taken"):
+        robust_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "3")
+    robust_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "3")
 
 
 def test_a_save_while_the_one_before_it_is_copied_is_what_arrives(tmp_path: Path) -> None:

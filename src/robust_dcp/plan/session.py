@@ -212,14 +212,13 @@ class SaveSession:
                         self.channel.barrier(self.phase("announce"), then=self.writer.directory.announce)
                     elif self.channel.is_coordinator:
                         self.writer.directory.announce()
-        except BaseException:
+        except BaseException as told:
             # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
             for queue in self.queues[1:]:
                 queue.wait(timeout_seconds=_SAME_VERDICT_SECONDS)
-            raise
-        finally:
             for queue in self.queues:
-                queue.forget_unreported()
+                queue.forget_told(told)
+            raise
 
     def _offer(self, describe: Callable[[], LocalStructure]) -> Offer:
         """Look at what this rank holds, and offer the plan that it would use, which need not fit the structure."""
