@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "src/robust_dcp"
 PROMISES = "tests/promises"
 CLOSEST = {
-    "plan": ("tests/plan", "verdicts", "reuse"),
+    "plan": ("tests/plan", "verdicts", "reuse", "shared_reads"),
     "storage": ("tests/storage", "reports", "other_savers", "refusals"),
     "comm": ("tests/comm", "verdicts"),
     "manager": ("tests/manager", "manager"),

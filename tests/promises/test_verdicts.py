@@ -592,7 +592,7 @@ TARGETS: dict[str, tuple[Callable[[str], list[torch.Tensor]], str, str]] = {
     "freed": (lambda path: freed(0), "'t0", "freed"),
     "freed in part": (lambda path: freed(100), "'t0'", "freed"),
     "read only": (read_only, "'t0'", "written to"),
-    "expanded": (lambda path: [torch.zeros(1).expand(64)], "'t0'", "share memory"),
+    "expanded": (lambda path: [torch.zeros(1).expand(2)], "'t0'", "share memory"),
     "part of another": (lambda path: rows((0, 64), (10, 20)), "'t0' and 't1'", "overlap"),
     "rows": (lambda path: rows((0, 60), (40, 100)), "'t0' and 't1'", "overlap"),
     "columns": (lambda path: columns((0, 60), (40, 100)), "'t0' and 't1'", "overlap"),
