@@ -404,3 +404,13 @@ def test_a_forged_one_does_not_set_what_belongs_to_the_class(tmp_path: Path) -> 
         dcp.save({"x": (forged,)}, checkpoint_id=directory)
         with pytest.raises(robust_dcp.CorruptCheckpoint, match=name):
             robust_dcp.load({"x": (quantized(),)}, checkpoint_id=directory)
+
+
+def test_tensors_that_stock_saved_with_other_strides_are_not_taken_for_their_neighbours(tmp_path: Path) -> None:
+    matrix = torch.arange(48.0).reshape(6, 8)
+    turned = {f"w{number}": (matrix + number).reshape(8, 6).t() for number in (1, 4, 5)}
+    saved = {f"w{number}": matrix + number for number in range(9)} | turned
+    dcp.save(dict(saved), checkpoint_id=tmp_path, no_dist=True)
+    loaded = {name: torch.zeros(6, 8) for name in saved}
+    robust_dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert differences(saved, loaded) == []
