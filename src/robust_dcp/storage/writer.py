@@ -71,7 +71,8 @@ class RobustWriter(StorageWriter):
 
     Attributes:
         drain_to, drain_options, disk: the same.
-        path: the absolute path of the directory. The working directory may change while an async save runs.
+        path: the absolute path of the directory, as it is when a save begins: the working directory may change while
+            an async save runs.
         checkpoint_id: the place that the checkpoint and its report name as their own: the path as it was given, or
             where they are moved or copied to.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
@@ -95,8 +96,8 @@ class RobustWriter(StorageWriter):
         super().__init__()
         self.options = with_keywords(options or DEFAULT_WRITE_OPTIONS, keywords)
         self.layout = layout_named(self.options.layout)
-        self.checkpoint_id = directory_path(path)
-        self.path = absolute(self.checkpoint_id)
+        self._given = self.checkpoint_id = directory_path(path)
+        self.path = absolute(self._given)
         self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
         self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
@@ -187,8 +188,8 @@ class RobustWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.checkpoint_id = directory_path(checkpoint_id)
-            self.path = absolute(self.checkpoint_id)
+            self._given = self.checkpoint_id = directory_path(checkpoint_id)
+        self.path = absolute(self._given)
         self.save_id = str(uuid.uuid4())
         if self._directory is not None:
             self._directory.release()
