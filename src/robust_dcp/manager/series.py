@@ -64,7 +64,8 @@ _DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-
 LATEST_NAME: Final = "latest"
 RECORD_NAME: Final = ".robust_dcp.step.json"
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
-_MOST_NBYTES: Final = 1 << 20
+_MOST_NAME_NBYTES: Final = 4096
+_MOST_RECORD_NBYTES: Final = 1 << 20
 
 
 class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
@@ -274,7 +275,7 @@ class Series:
                 if not self.disk.exists(metadata):  # not by an error, because our errors need torch
                     continue
                 saved_seconds = self.disk.modified_seconds(metadata)
-                data = self._small_file(os.path.join(path, RECORD_NAME))
+                data = self._small_file(os.path.join(path, RECORD_NAME), _MOST_RECORD_NBYTES)
             except errors.StorageError as error:
                 if skips_unknown or error.errno in (ENOENT, ENOTDIR):
                     continue
@@ -367,13 +368,13 @@ class Series:
 
     def _text(self, name: str) -> str | None:
         path = os.path.join(self.root, name)
-        data = None if os.path.isdir(path) else self._small_file(path)
+        data = None if os.path.isdir(path) else self._small_file(path, _MOST_NAME_NBYTES)
         return None if data is None else data.decode(errors="replace").strip()
 
-    def _small_file(self, path: str) -> bytes | None:
-        """The bytes of a file; ``None`` if there is none, which is found out without our errors, or a large one."""
+    def _small_file(self, path: str, most_nbytes: int) -> bytes | None:
+        """The bytes of a file; ``None`` if there is none, which is found out without our errors, or a larger one."""
         try:
-            return self.disk.read_file(path, _MOST_NBYTES) if self.disk.exists(path) else None
+            return self.disk.read_file(path, most_nbytes) if self.disk.exists(path) else None
         except errors.CorruptCheckpoint:
             return None
 
