@@ -155,8 +155,9 @@ class Passing:
                 self._move_round(list(in_round))
                 self._operation.note_progress()
         except Broken as error:
-            # Whoever dropped the connections has said why over those of the channel, where it may arrive later.
-            until = time.monotonic() + patience.RECONNECT_SECONDS
+            # Whoever dropped the connections has said why over those of the channel, where it may arrive later. The
+            # wait is no progress: it ends long before the others could take this rank for the one that is missing.
+            until = time.monotonic() + min(patience.RECONNECT_SECONDS, self._operation.timeout_seconds / 2)
             while time.monotonic() < until:
                 self._operation.stop_if_announced()
                 time.sleep(patience.TICK_SECONDS)
