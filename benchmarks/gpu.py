@@ -2,8 +2,13 @@
 
 Run it for tables: ``make gpu``, or ``python -m benchmarks.gpu --gib 16 --json gpu.json``. There is one process and one
 device. The limits are measured first: one large copy between the device and pinned memory in each direction, and direct
-writes and reads of the file system. Ours and stock's follow in turn. Sizes shrink if the disk would take longer than
-``--seconds`` for one save.
+writes and reads of the file system. Ours and stock's follow in turn: in memory (/dev/shm), where no drive limits them,
+and on the file system. Sizes shrink to what there is room for, and on the file system to what it writes in
+``--seconds``. Each table is printed, and the JSON file written, as soon as its figures are there.
+
+The training step is that of a transformer in bfloat16 with AdamW, whose state dict is saved: once so large that the
+device is busy all the time, and once so small that the step takes as long as Python needs to start the kernels. Then
+every moment in which a save holds the GIL is lost.
 
 Without a CUDA device the CPU takes its place. This only shows that the program works, and the tables say so.
 """
@@ -18,12 +23,15 @@ import statistics
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import robust_dcp
 from benchmarks.measuring import Row, raw_seconds, show, write_json
@@ -36,6 +44,7 @@ _GIB = 1 << 30
 _LIMIT_NBYTES = 256 << 20
 _TENSORS = 64
 _DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+_HAS_CUDA = _DEVICE.type == "cuda"
 
 _LIMITS = {"what": "what", "gib_per_second": "GiB/s"}
 _COPIES = {"what": "what", "gib_per_second": "GiB/s", "share": "share of one large copy"}
@@ -43,16 +52,76 @@ _SAVES = {
     "what": "what",
     "seconds": "s",
     "gib_per_second": "GiB/s",
+    "first_blocked_seconds": "first: blocked s",
     "blocked_seconds": "blocked s",
     "cpu_seconds_per_gib": "CPU s/GiB",
     "ratio": "times less than stock",
     "pinned_mib": "pinned MiB",
 }
-_TRAINING = {"what": "what", "step_ms": "step, ms", "slower": "times slower", "lost_seconds": "lost s a save"}
+_TRAINING = {
+    "what": "what",
+    "step_ms": "step, ms",
+    "slower": "times slower",
+    "longest_ms": "longest step, ms",
+    "blocked_seconds": "blocked s",
+    "save_seconds": "until committed, s",
+    "lost_seconds": "lost s a save",
+}
+
+Started = tuple[Callable[[], object], Callable[[], object]]
+"""What a save returns here: a function that waits until tensors may change, and one that waits for the commit."""
+
+
+def _nothing() -> None:
+    return None
+
+
+def _ours(state_dict: dict[str, Any], path: str, **options: Any) -> Started:
+    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, **options)
+    return saving.wait_staged, saving.result
+
+
+def _ours_lazy(state_dict: dict[str, Any], path: str) -> Started:
+    return _ours(state_dict, path, staging="lazy")
+
+
+def _stock(state_dict: dict[str, Any], path: str, **options: Any) -> Started:
+    saving = dcp.async_save(state_dict, checkpoint_id=path, **options)
+    if isinstance(saving, Future):
+        return _nothing, saving.result
+    return saving.staging_completion.result, saving.upload_completion.result
+
+
+class _StockPinned:
+    """Stock's async save with pinned memory that it keeps, and that it fills beside training."""
+
+    def __init__(self) -> None:
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=_HAS_CUDA,
+                use_shared_memory=False,
+                use_async_staging=True,
+                use_non_blocking_copy=_HAS_CUDA,
+            )
+        )
+
+    def __call__(self, state_dict: dict[str, Any], path: str) -> Started:
+        return _stock(state_dict, path, async_stager=self._stager)
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+_OURS, _OURS_LAZY = "async_save, ours", "async_save lazy, ours"
+_STOCK, _STOCK_PINNED = "async_save, stock", "async_save, stock, pinned DefaultStager"
+
+
+def _async_savers() -> dict[str, Callable[[dict[str, Any], str], Started]]:
+    return {_OURS: _ours, _OURS_LAZY: _ours_lazy, _STOCK: _stock, _STOCK_PINNED: _StockPinned()}
 
 
 def _synchronize() -> None:
-    if _DEVICE.type == "cuda":
+    if _HAS_CUDA:
         torch.cuda.synchronize()
 
 
@@ -72,7 +141,7 @@ def _seconds(call: Callable[[], object], rounds: int = 5) -> float:
 def measure_limits(directory: str) -> list[Row]:
     """Copies between device and pinned memory, and direct I/O."""
     block = Block(_LIMIT_NBYTES)
-    if _DEVICE.type == "cuda":
+    if _HAS_CUDA:
         block.pin()
     on_device = torch.zeros(_LIMIT_NBYTES, dtype=torch.uint8, device=_DEVICE)
     gib = _LIMIT_NBYTES / _GIB
@@ -82,15 +151,15 @@ def measure_limits(directory: str) -> list[Row]:
     ]
     block.unpin()
     path = f"{directory}/limit"
-    for what, seconds in raw_seconds(_LIMIT_NBYTES, 4, path).items():
-        rows.append({"what": f"direct I/O of a {what}, 4 threads", "gib_per_second": gib / seconds})
+    for what, seconds in raw_seconds(4 * _LIMIT_NBYTES, 4, path).items():
+        rows.append({"what": f"direct I/O of a {what}, 4 threads", "gib_per_second": 4 * gib / seconds})
     shutil.rmtree(path)
     return rows
 
 
 def measure_copies(limits: list[Row]) -> list[Row]:
     """Measure the copy of an async save, and a load's work besides its reads, as shares of one large copy."""
-    state_dict = _state_dict(2 * _GIB if _DEVICE.type == "cuda" else _GIB // 8)
+    state_dict = _state_dict(4 * _GIB if _HAS_CUDA else _GIB // 8)
     nbytes = _nbytes(state_dict)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         for number in range(3):
@@ -129,150 +198,177 @@ def _pinned_mib() -> float:
     return (staged + sum(len(block.data) for block in _KEPT if block.is_pinned)) / (1 << 20)
 
 
-def _save(call: Callable[[str], object], directory: str, rounds: int) -> Row:
+def _save(call: Callable[[dict[str, Any], str], Started], state_dict: dict[str, Any], directory: str, n: int) -> Row:
     """Measure a repeated save: the time until the call returns, and until the commit."""
     total, blocked, cpu = [], [], []
-    for number in range(rounds + 1):
+    for number in range(n + 1):
         path = f"{directory}/{number}"
         os.sync()
         _synchronize()
         started, cpu_started = time.perf_counter(), time.process_time()
-        saving = call(path)
+        wait_staged, wait_saved = call(state_dict, path)
         blocked.append(time.perf_counter() - started)
-        for future in _futures_of(saving):
-            future.result()
+        wait_staged()
+        wait_saved()
         total.append(time.perf_counter() - started)
         cpu.append(time.process_time() - cpu_started)
         shutil.rmtree(path)
     return {
         "seconds": statistics.median(total[1:]),
+        "first_blocked_seconds": blocked[0],
         "blocked_seconds": statistics.median(blocked[1:]),
         "cpu_seconds": statistics.median(cpu[1:]),
     }
 
 
-def _futures_of(saving: object) -> list[Future[Any]]:
-    if isinstance(saving, Future):
-        return [saving]
-    upload = getattr(saving, "upload_completion", None)
-    return [] if upload is None else [upload]
+def _waits(save: Callable[..., object]) -> Callable[[dict[str, Any], str], Started]:
+    """A synchronous save in the form of an async one."""
+
+    def call(state_dict: dict[str, Any], path: str) -> Started:
+        save(state_dict, checkpoint_id=path)
+        return _nothing, _nothing
+
+    return call
 
 
 def measure_saves(directory: str, gib: float, rounds: int) -> list[Row]:
     """Saves and loads, ours and stock's in turn."""
     state_dict = _state_dict(int(gib * _GIB))
     nbytes = _nbytes(state_dict)
-    calls: dict[str, tuple[str, Callable[[str], object]]] = {
-        "save, ours": ("save", lambda path: robust_dcp.save(state_dict, checkpoint_id=path)),
-        "save, stock": ("save", lambda path: dcp.save(state_dict, checkpoint_id=path)),
-        "async_save, ours": ("async", lambda path: robust_dcp.async_save(state_dict, checkpoint_id=path)),
-        "async_save lazy, ours (blocked: the call)": (
-            "async",
-            lambda path: robust_dcp.async_save(state_dict, checkpoint_id=path, staging="lazy"),
-        ),
-        "async_save, stock": ("async", lambda path: dcp.async_save(state_dict, checkpoint_id=path)),
-    }
     rows: list[Row] = []
-    for what, (kind, call) in calls.items():
+    savers = {"save, ours": _waits(robust_dcp.save), "save, stock": _waits(dcp.save), **_async_savers()}
+    for what, call in savers.items():
         print(f"{what} ...", flush=True)
-        rows.append({"what": what, "kind": kind, **_save(call, directory, rounds), "pinned_mib": _pinned_mib()})
+        rows.append({"what": what, **_save(call, state_dict, directory, rounds), "pinned_mib": _pinned_mib()})
+        if isinstance(call, _StockPinned):
+            call.close()
     robust_dcp.save(state_dict, checkpoint_id=f"{directory}/kept")
-    loads: dict[str, Callable[[], object]] = {
-        "load, ours": lambda: robust_dcp.load(state_dict, checkpoint_id=f"{directory}/kept"),
-        "load, stock": lambda: dcp.load(state_dict, checkpoint_id=f"{directory}/kept"),
-    }
-    for what, load in loads.items():
+    for what, load in {"load, ours": robust_dcp.load, "load, stock": dcp.load}.items():
         print(f"{what} ...", flush=True)
         cpu_started = time.process_time()
-        seconds = _seconds(load, rounds)
+        seconds = _seconds(lambda load=load: load(state_dict, checkpoint_id=f"{directory}/kept"), rounds)
         cpu = (time.process_time() - cpu_started) / (rounds + 1)
-        rows.append({"what": what, "kind": "load", "seconds": seconds, "blocked_seconds": seconds, "cpu_seconds": cpu})
-    stock = {row["kind"]: row for row in rows if row["what"].endswith("stock")}
+        rows.append({"what": what, "seconds": seconds, "cpu_seconds": cpu})
+    shutil.rmtree(f"{directory}/kept")
+    of = {row["what"]: row for row in rows}
     for row in rows:
-        key = "blocked_seconds" if row["kind"] == "async" else "seconds"
-        row["ratio"] = stock[row["kind"]][key] / row[key]
+        key = "blocked_seconds" if row["what"].startswith("async") else "seconds"
+        row["ratio"] = of[row["what"].split(",")[0].removesuffix(" lazy") + ", stock"][key] / row[key]
         row["gib_per_second"] = nbytes / _GIB / row["seconds"]
         row["cpu_seconds_per_gib"] = row["cpu_seconds"] * _GIB / nbytes
-        row.setdefault("pinned_mib", 0.0)
-    shutil.rmtree(f"{directory}/kept")
     return rows
 
 
-def measure_training(directory: str, gib: float) -> list[Row]:
-    """Measure a training loop during saves that follow one another."""
-    state_dict = _state_dict(int(gib * _GIB))
-    size = 4096 if _DEVICE.type == "cuda" else 256
-    left, right = torch.randn(size, size, device=_DEVICE), torch.randn(size, size, device=_DEVICE)
+class _Training:
+    """A transformer that is trained, with its AdamW.
 
-    def steps(goes_on: Callable[[], bool], least: int = 20) -> float:
-        done, started = 0, time.perf_counter()
-        while done < least or goes_on():
-            torch.mm(left, right)
-            _synchronize()
-            done += 1
-        return 1000 * (time.perf_counter() - started) / done
+    Args:
+        tokens: the number of tokens of a step.
+    """
 
-    steps(lambda: False)
-    calm = steps(lambda: False, least=100)
-    rows = [{"what": "no save", "step_ms": calm, "slower": 1.0, "lost_seconds": 0.0}]
-    savers: dict[str, Callable[[str], object]] = {
-        "async_save, ours": lambda path: robust_dcp.async_save(state_dict, checkpoint_id=path),
-        "async_save, stock": lambda path: dcp.async_save(state_dict, checkpoint_id=path),
-    }
-    for what, call in savers.items():
-        for number in range(2):
-            path = f"{directory}/training{number}"
+    def __init__(self, tokens: int) -> None:
+        width, layers = (2048, 8) if _HAS_CUDA else (64, 2)
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, batch_first=True)
+        self._model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(_DEVICE)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=_HAS_CUDA)
+        self._batch = torch.randn(1, tokens, width, device=_DEVICE).view(-1, min(tokens, 512), width)
+        self.step(_nothing)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def step(self, wait_staged: Callable[[], object]) -> None:
+        with torch.autocast(_DEVICE.type, torch.bfloat16):
+            loss = self._model(self._batch).square().mean()
+        loss.backward()
+        wait_staged()  # the optimizer overwrites what is saved
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        loss.item()
+
+    def steps(self, goes_on: Callable[[int], bool], wait_staged: Callable[[], object] = _nothing) -> list[float]:
+        """The seconds of each step, until one of its arguments says so."""
+        found: list[float] = []
+        while goes_on(len(found)):
             started = time.perf_counter()
-            saving = call(path)
+            self.step(wait_staged)
+            found.append(time.perf_counter() - started)
+        return found
+
+
+def measure_training(directory: str, tokens: int) -> list[Row]:
+    """Measure the steps of training beside saves, ours and stock's."""
+    training = _Training(tokens)
+    training.steps(lambda done: done < 10)
+    calm = statistics.median(training.steps(lambda done: done < 60))
+    rows: list[Row] = [{"what": f"no save, {tokens} tokens a step", "step_ms": 1000 * calm, "slower": 1.0}]
+    for what, call in _async_savers().items():
+        for turn in ("first", "repeated"):
+            path = f"{directory}/training"
+            started = time.perf_counter()
+            wait_staged, wait_saved = call(training.state_dict(), path)
             blocked = time.perf_counter() - started
-            waiter = threading.Thread(target=lambda saving=saving: [each.result() for each in _futures_of(saving)])
+            waiter = threading.Thread(target=wait_saved)
             waiter.start()
-            began = time.perf_counter()
-            during = steps(waiter.is_alive)
-            spent = time.perf_counter() - began
+            during = training.steps(lambda _, waiter=waiter: waiter.is_alive(), wait_staged)
             waiter.join()
+            saving = time.perf_counter() - started
+            training.steps(lambda done: done < 10)
             shutil.rmtree(path)
-        lost = blocked + spent * (1 - calm / during)
-        rows.append({"what": what, "step_ms": during, "slower": during / calm, "lost_seconds": lost})
+            rows.append(
+                {
+                    "what": f"{what}, {turn}",
+                    "step_ms": 1000 * statistics.mean(during),
+                    "slower": statistics.mean(during) / calm,
+                    "longest_ms": 1000 * max(during),
+                    "blocked_seconds": blocked,
+                    "save_seconds": saving,
+                    "lost_seconds": blocked + sum(during) - calm * len(during),
+                }
+            )
+        if isinstance(call, _StockPinned):
+            call.close()
     return rows
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gib", type=float, default=16.0 if _DEVICE.type == "cuda" else 0.125)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=12.0, help="limit for one save; sizes shrink to keep it")
+    parser.add_argument("--gib", type=float, default=16.0 if _HAS_CUDA else 0.125)
+    parser.add_argument("--rounds", type=int, default=1, help="measured saves and loads after a first one")
+    parser.add_argument("--seconds", type=float, default=6.0, help="limit for one save to the file system")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    name = torch.cuda.get_device_name() if _DEVICE.type == "cuda" else "NO GPU: the CPU stands in, figures mean nothing"
+    warnings.filterwarnings("ignore", module="torch")
+    name = torch.cuda.get_device_name() if _HAS_CUDA else "NO GPU: the CPU stands in, figures mean nothing"
     facts = {"device": name, "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print(", ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
     found: dict[str, Any] = {"facts": facts}
-    with tempfile.TemporaryDirectory() as directory:
-        gib = _fitting_gib(directory, arguments.gib, arguments.seconds)
-        found["gib"] = gib
-        found["limits"] = measure_limits(directory)
-        found["copies"] = measure_copies(found["limits"])
-        found["saves"] = measure_saves(directory, gib, arguments.rounds)
-        found["training"] = measure_training(directory, min(gib, 4.0))
-    for title, columns in (("limits", _LIMITS), ("copies", _COPIES), ("saves", _SAVES), ("training", _TRAINING)):
-        print(f"\n{title}" + (f" ({gib:.2f} GiB)" if title == "saves" else ""))
-        show(columns, found[title])
-    write_json(arguments.json, found)
+
+    def tell(title: str, columns: dict[str, str], rows: list[Row]) -> list[Row]:
+        print(f"\n{title}", flush=True)
+        show(columns, rows)
+        found[title] = rows
+        write_json(arguments.json, found)
+        return rows
+
+    with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        limits = tell("limits", _LIMITS, measure_limits(disk))
+        tell("copies", _COPIES, measure_copies(limits))
+        for tokens in (8192, 64) if _HAS_CUDA else (64,):
+            tell(f"training, {tokens} tokens a step", _TRAINING, measure_training(memory, tokens))
+        room = _room_gib(memory)
+        gib = min(arguments.gib, room)
+        tell(f"saves in memory, {gib:.2f} GiB", _SAVES, measure_saves(memory, gib, arguments.rounds))
+        written = next(row["gib_per_second"] for row in limits if "save" in row["what"])
+        gib = max(min(arguments.gib, room, _room_gib(disk), written * arguments.seconds), 0.05)
+        tell(f"saves on the file system, {gib:.2f} GiB", _SAVES, measure_saves(disk, gib, arguments.rounds))
 
 
-def _fitting_gib(directory: str, gib: float, seconds: float) -> float:
-    """The size that the disk writes in ``seconds``, and that fits into the device and the host."""
-    probe = {"w": torch.zeros(_LIMIT_NBYTES, dtype=torch.uint8)}
-    started = time.perf_counter()
-    robust_dcp.save(probe, checkpoint_id=f"{directory}/probe")
-    rate = _LIMIT_NBYTES / _GIB / (time.perf_counter() - started)
-    shutil.rmtree(f"{directory}/probe")
-    room = shutil.disk_usage(directory).free / _GIB / 4
-    if _DEVICE.type == "cuda":
-        room = min(room, torch.cuda.mem_get_info()[0] / _GIB / 2)
-    return max(min(gib, rate * seconds, room), 0.05)
+def _room_gib(directory: str) -> float:
+    """The size of a checkpoint that fits well into the device and into this directory."""
+    room = shutil.disk_usage(directory).free / _GIB / 3
+    return min(room, torch.cuda.mem_get_info()[0] / _GIB / 2) if _HAS_CUDA else room
 
 
 if __name__ == "__main__":
