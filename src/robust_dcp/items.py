@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, partial
 from itertools import chain, pairwise
@@ -114,7 +114,7 @@ _COLUMNS: Final[dict[str, tuple[type[np.generic], int | None]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Columns over N items, of one rank or of all, rank after rank. The items of a rank are sorted by (name, offsets).
+    """Columns over N items, of one rank or of all. The items of a rank are sorted by (name, offsets).
 
     Strings are in sorted tables of their own, and the columns hold places in these tables. So two state dicts that
     differ only in the order of their keys have equal columns.
@@ -161,13 +161,21 @@ class Items:
     @cached_property
     def numel(self) -> Int64:
         """int64 ``[N]``: elements in the chunk; 0 for objects."""
-        return np.where(self.kind == ItemKind.BYTES, 0, self.size.prod(axis=1, dtype=np.int64))
+        numel: Int64 = np.where(self.kind == ItemKind.BYTES, 0, 1)
+        for extents in self.size.T:  # many times as fast as prod(axis=1) of so few columns
+            numel *= extents
+        return numel
 
     @cached_property
     def nbytes(self) -> Int64:
         """int64 ``[N]``: bytes in the chunk; 0 for objects."""
         itemsizes = [int(getattr(torch, each.dtype).itemsize) if each.dtype else 0 for each in self.properties]
         return self.numel * np.array(itemsizes or [0], dtype=np.int64)[self.properties_of]
+
+    def take(self, rows: Rows) -> Items:
+        """The items in these rows, in their order."""
+        columns = {name: getattr(self, name).take(rows, axis=0) for name in ("rank", *_COLUMNS)}
+        return replace(self, **columns)
 
     def numbered(self, name: str) -> Int32:
         """int32 ``[N]``: numbers that are equal where the property ``name`` is, such as ``"dtype"``."""
@@ -541,13 +549,13 @@ def _first_of_each(values: UInt64) -> Int32:
 
 
 def hashes_of_rows(*columns: Ints) -> UInt64:
-    """A hash of 64 bits for each row of some columns of N integers each: SplitMix64's finalizer, column by column."""
+    """A hash of 64 bits for each row of some columns of N integers each: a polynomial, and SplitMix64's finalizer."""
     hashes: UInt64 = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
-        hashes ^= column.astype(np.uint64)
-        hashes += np.uint64(0x9E3779B97F4A7C15)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            hashes ^= hashes >> np.uint64(shift)
-            hashes *= np.uint64(factor)
-        hashes ^= hashes >> np.uint64(31)
+        hashes *= np.uint64(0x9E3779B97F4A7C15)
+        hashes += column.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        hashes ^= hashes >> np.uint64(shift)
+        hashes *= np.uint64(factor)
+    hashes ^= hashes >> np.uint64(31)
     return hashes

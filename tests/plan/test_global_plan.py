@@ -143,12 +143,12 @@ def test_what_differs_between_ranks_is_found_by_its_digests() -> None:
     both = [obj("rng"), obj("same"), tensor("seed"), tensor("unknown"), large]
     plan = _plan([obj("own"), *both], both, [obj("rng")])
     digests = [np.array(each, dtype="<u8").tobytes() for each in ([9, 1, 5, 7, 0], [2, 5, 8, 3], [1])]
-    found = find_differing(plan.items, plan.order, plan.contested, digests)
+    found = find_differing(plan.items, plan.contested, digests)
     assert [(each.key, each.ranks) for each in found] == [("rng", ((0, 2), (1,))), ("seed", ((0,), (1,)))]
-    only_rank_1 = find_differing(plan.items, plan.order, plan.contested, [b"", digests[1], b""])
+    only_rank_1 = find_differing(plan.items, plan.contested, [b"", digests[1], b""])
     assert only_rank_1 == []  # of the others nothing is known
     with pytest.raises(ExchangeError, match="rank 2 did not send"):
-        find_differing(plan.items, plan.order, plan.contested, [*digests[:2], digests[0]])
+        find_differing(plan.items, plan.contested, [*digests[:2], digests[0]])
 
 
 def test_one_rank_alone_may_save_its_part_of_a_sharded_tensor() -> None:

@@ -73,11 +73,11 @@ def refuse_wrong_access(items: Items) -> None:
         PlanConflict: that is not so. The error names the first such key, and ranks.
     """
     check_bounds(items)
-    order = order_of(items)
-    refuse_contradictions(items, order)
+    items = items.take(order_of(items))
+    refuse_contradictions(items)
     is_object = items.kind == ItemKind.BYTES
     is_checked = is_object | (items.form == Form.FIXED)
-    mains = order[(is_checked & (items.replica == Replica.MAIN))[order]]
+    mains = np.flatnonzero(is_checked & (items.replica == Replica.MAIN))
     twice = items.name[mains[~differs_from_previous(items, mains)]]
     without = np.setdiff1d(items.name[is_checked], items.name[mains])
     wrong = [

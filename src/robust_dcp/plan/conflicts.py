@@ -41,17 +41,16 @@ _SHOWN: Final = 8
 """How many variants of one name a message describes."""
 
 
-def refuse_contradictions(items: Items, order: Rows) -> None:
+def refuse_contradictions(items: Items) -> None:
     """Check that all items of one name are tensors or all are not, with the same dtype, layout and global size.
 
     Args:
-        order: the rows sorted by name.
+        items: sorted by name.
 
     Raises:
         PlanConflict: some name has items that differ. The error is about the first such name.
     """
-    names = items.name[order]
-    same_name = names[1:] == names[:-1]
+    same_name = items.name[1:] == items.name[:-1]
     for column, what in (
         (items.kind == ItemKind.BYTES, "a tensor on some ranks and an object on others"),
         (items.numbered("dtype"), "of different dtypes"),
@@ -61,11 +60,10 @@ def refuse_contradictions(items: Items, order: Rows) -> None:
     ):
         differs = np.zeros(len(same_name), dtype=np.bool_)
         for values in column.T if column.ndim == 2 else (column,):
-            sorted_values = values[order]  # index only once, because `order` jumps from rank to rank
-            differs |= sorted_values[1:] != sorted_values[:-1]
+            differs |= values[1:] != values[:-1]
         differs &= same_name
         if differs.any():
-            name = int(names[np.flatnonzero(differs)[0]])
+            name = int(items.name[np.flatnonzero(differs)[0]])
             rows = np.flatnonzero(items.name == name)
             holders: dict[str, list[int]] = defaultdict(list)
             for row in rows.tolist():
@@ -100,26 +98,27 @@ def merged_paths(ranks: Sequence[Items], items: Items) -> tuple[Path, ...] | Non
     for rank in sorted(distinct.values()):
         names = ranks[rank].names
         paths = ranks[rank].paths or ((),) * len(names)
-        # Most names are those of other ranks, and equal paths are mostly one object.
-        for key, path, known in zip(names, paths, map(path_of.get, names), strict=True):
-            if known is not path and path_of.setdefault(key, path) != path:
-                first = next(rank for rank, each in enumerate(ranks) if key in each.names)
-                raise PlanConflict(
-                    f"key {key!r} lies at {path_of[key] or None!r} in the state dict of rank {first} and at "
-                    f"{path or None!r} in that of rank {rank}; flattened by dots both have one name: rename one of "
-                    "them",
-                    key=key,
-                    ranks=[first, rank],
-                )
+        before = tuple(map(path_of.setdefault, names, paths))
+        if before != paths:
+            place = next(place for place, path in enumerate(paths) if before[place] != path)
+            key = names[place]
+            first = next(rank for rank, each in enumerate(ranks) if key in each.names)
+            raise PlanConflict(
+                f"key {key!r} lies at {before[place] or None!r} in the state dict of rank {first} and at "
+                f"{paths[place] or None!r} in that of rank {rank}; flattened by dots both have one name: rename one of "
+                "them",
+                key=key,
+                ranks=[first, rank],
+            )
     return tuple(path_of[name] or (name,) for name in items.names)
 
 
-def differs_from_previous(items: Items, order: Rows) -> Bool:
-    """For each row of ``order``, whether its (name, offsets) differ from those of the row before it."""
-    differs = np.ones(len(order), dtype=np.bool_)
+def differs_from_previous(items: Items, rows: Rows) -> Bool:
+    """For each of ``rows``, whether its (name, offsets) differ from those of the row before it."""
+    differs = np.ones(len(rows), dtype=np.bool_)
     differs[1:] = False
     for column in (items.name, *items.offset.T):
-        values = column[order]  # index only once, because `order` jumps from rank to rank
+        values = column[rows]
         differs[1:] |= values[1:] != values[:-1]
     return differs
 
@@ -152,7 +151,7 @@ def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
     """
     rows = kept[items.kind[kept] != ItemKind.BYTES]
     filled = rows[items.numel[rows] > 0]
-    clash = first_overlap(items.name[filled], items.offset[filled], items.size[filled])
+    clash = first_overlap(items.name[filled], items.offset.take(filled, axis=0), items.size.take(filled, axis=0))
     if clash is not None:
         raise overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
     if not complete or not len(rows):
@@ -201,20 +200,21 @@ def first_overlap(group: Int32, offset: Int64, size: Int64) -> tuple[int, int] |
     """
     if not offset.size:
         return None
-    starts = np.flatnonzero(np.diff(group, prepend=-1))
-    counts = np.diff(np.append(starts, len(group)))
-    number = np.repeat(np.arange(len(starts)), counts)
-    cut = np.zeros((len(starts), offset.shape[1]), dtype=np.bool_)  # in which dimensions the boxes of a group differ
-    for column in (offset, size):
-        cut |= np.maximum.reduceat(column, starts) != np.minimum.reduceat(column, starts)
+    same_group = group[1:] == group[:-1]
+    starts = np.append(0, np.flatnonzero(~same_group) + 1)
+    ends = np.append(starts[1:], len(group))
+    n_cut = np.zeros(len(starts), dtype=np.intp)  # along how many dimensions the boxes of a group differ
+    meets = same_group.copy()
+    for begin, length in zip(offset.T, size.T, strict=True):
+        differs = same_group & ((begin[1:] != begin[:-1]) | (length[1:] != length[:-1]))
+        n_cut += np.logical_or.reduceat(np.append(False, differs), starts)
+        meets &= begin[1:] < (begin + length)[:-1]
     # In a group that is cut along one dimension, each box must end before the next begins. That is so most of the time.
-    rows, dim = np.arange(len(group)), cut.argmax(axis=1)[number]
-    begin, end = offset[rows, dim], offset[rows, dim] + size[rows, dim]
-    is_suspect = np.append(False, (number[1:] == number[:-1]) & (begin[1:] < end[:-1]))
-    rest = np.flatnonzero((cut.sum(axis=1) > 1)[number])
+    is_suspect = np.append(False, meets)
+    rest = np.flatnonzero(np.repeat(n_cut > 1, ends - starts))
     is_suspect[rest] = _crosses_a_line(group[rest], offset[rest], size[rest]) if len(rest) else False
-    for each in np.unique(number[is_suspect]).tolist():
-        first, last = int(starts[each]), int(starts[each] + counts[each])
+    for each in np.unique(np.searchsorted(starts, np.flatnonzero(is_suspect), side="right") - 1).tolist():
+        first, last = int(starts[each]), int(ends[each])
         found = _first_pair(offset[first:last], size[first:last])
         if found is not None:
             return first + found[0], first + found[1]
@@ -281,11 +281,11 @@ def is_compared(items: Items) -> Bool:
     return compared
 
 
-def find_differing(items: Items, order: Rows, contested: Rows, digests: Sequence[bytes]) -> list[Differing]:
+def find_differing(items: Items, contested: Rows, digests: Sequence[bytes]) -> list[Differing]:
     """The values with digests that differ between ranks, and all chunks with several main replicas.
 
     Args:
-        order: all rows, sorted by (name, offsets, rank).
+        items: those of all ranks, sorted by (name, offsets, rank).
         contested: the rows that several ranks claim as their main replica.
         digests: for each rank the digests of what it compares (:func:`is_compared`); empty if they are unknown. A
             digest of 0 is unknown too, and equals everything.
@@ -297,6 +297,7 @@ def find_differing(items: Items, order: Rows, contested: Rows, digests: Sequence
         return []
     is_looked_at = is_compared(items)
     compared = np.flatnonzero(is_looked_at)
+    compared = compared[np.argsort(items.rank[compared], kind="stable")]
     digest_of = np.zeros(len(items), dtype=np.uint64)
     ends = np.cumsum(np.bincount(items.rank[compared], minlength=len(digests)))
     for rank, (rows, of_rank) in enumerate(zip(np.split(compared, ends[:-1]), digests, strict=True)):
@@ -306,7 +307,7 @@ def find_differing(items: Items, order: Rows, contested: Rows, digests: Sequence
             digest_of[rows] = np.frombuffer(of_rank, dtype="<u8")
     is_contested = np.zeros(len(items), dtype=np.bool_)
     is_contested[contested] = True
-    rows = order[(is_looked_at | is_contested)[order]]
+    rows = np.flatnonzero(is_looked_at | is_contested)
     starts = np.flatnonzero(differs_from_previous(items, rows))
     digest = digest_of[rows]
     lowest = np.minimum.reduceat(np.where(digest == 0, np.iinfo(np.uint64).max, digest), starts)

@@ -45,9 +45,9 @@ class GlobalPlan:
 
     Attributes:
         ranks: the items of each rank.
-        items: those of all ranks, in one.
-        order: the rows of ``items`` sorted by (name, offsets, rank).
-        written: the rows that are written, sorted by (name, offsets).
+        items: those of all ranks, sorted by (name, offsets, rank).
+        written: the rows of ``items`` that are written, ascending.
+        place: intp ``[G]``, for each of ``written`` its place if they come rank after rank.
         kept: for each rank the places of the items that it writes among its own, ascending.
         paths: for each name its path in the nested state dict (DCP's ``planner_data``); ``None`` if not flattened.
         contested: the rows that several ranks claim as their main replica.
@@ -56,8 +56,8 @@ class GlobalPlan:
 
     ranks: tuple[Items, ...]
     items: Items
-    order: Rows
     written: Rows
+    place: Rows
     kept: tuple[Rows, ...]
     paths: tuple[Path, ...] | None
     contested: Rows
@@ -77,35 +77,29 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
     items = merged(ranks)
     check_bounds(items)
     order = order_of(items)
-    refuse_contradictions(items, order)
+    items = items.take(order)
+    refuse_contradictions(items)
     paths = merged_paths(ranks, items)
-    claims = _claims_of(items, _find_replicas(items, order), ranks)
+    claims = _claims_of(items, _find_replicas(items), ranks)
     written = _choose_writers(items, claims, len(ranks), lowest_rank=lowest_rank)
     check_coverage(items, written, complete=len(ranks) > 1)
-    rows = ascending(written, len(items))  # so that they are rank after rank, each in the order of its items
-    of_row = items.rank[rows]
-    first_rows = np.searchsorted(items.rank, np.arange(len(ranks)))
+    is_written = np.zeros(len(items), dtype=np.bool_)  # rank after rank, each in the order of its items
+    is_written[order[written]] = True
+    of_ranks = np.split(is_written, np.cumsum([len(each) for each in ranks])[:-1])
     return GlobalPlan(
         ranks=tuple(ranks),
         items=items,
-        order=order,
         written=written,
-        kept=tuple(np.split(rows - first_rows[of_row], np.searchsorted(of_row, np.arange(1, len(ranks))))),
+        place=(np.cumsum(is_written) - 1)[order[written]],
+        kept=tuple(map(np.flatnonzero, of_ranks)),
         paths=paths,
         contested=claims.contested,
         unclaimed=tuple(items.names[name] for name in np.unique(items.name[claims.unclaimed]).tolist()),
     )
 
 
-def ascending(rows: Rows, n_rows: int) -> Rows:
-    """Sort distinct rows among ``n_rows`` rows."""
-    is_there = np.zeros(n_rows, dtype=np.bool_)
-    is_there[rows] = True
-    return np.flatnonzero(is_there)
-
-
 def order_of(items: Items) -> Rows:
-    """The rows of ``items`` sorted by (name, offsets, rank). Every check uses this order; a plan computes it once.
+    """The order of the items of all ranks, which come rank after rank, by (name, offsets, rank).
 
     Name and offsets are turned into one number, so that the sort has one key for any number of dimensions.
 
@@ -148,19 +142,17 @@ class _Replicas:
         return self.order[self.starts[:-1]]
 
 
-def _find_replicas(items: Items, order: Rows) -> _Replicas:
+def _find_replicas(items: Items) -> _Replicas:
     """Group the items that hold the same chunk.
 
     DCP identifies a chunk by (FQN, offsets), ``MetadataIndex``. With uneven shards an empty chunk may have the same
     offsets as a chunk that is not empty. It holds nothing, so it is left out.
 
-    Args:
-        order: the rows sorted by (name, offsets, rank).
-
     Raises:
         PlanConflict: two chunks that are not empty begin at the same offsets but have different sizes.
     """
-    is_empty = (items.numel[order] == 0) & (items.kind[order] != ItemKind.BYTES)
+    order = np.arange(len(items))
+    is_empty = (items.numel == 0) & (items.kind != ItemKind.BYTES)
     if is_empty.any():
         group = np.cumsum(differs_from_previous(items, order)) - 1
         is_filled = np.zeros(int(group[-1]) + 1, dtype=np.bool_)

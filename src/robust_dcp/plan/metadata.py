@@ -146,24 +146,20 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
         plan: the plan.
         placements: for each rank the places of the items that it writes. Files are numbered rank after rank.
     """
-    items, written = plan.items, plan.written
-    # Placements come rank after rank and ascend within a rank. So do the rows of the items.
-    is_written = np.zeros(len(items), dtype=np.bool_)
-    is_written[written] = True
-    place = (np.cumsum(is_written) - 1)[written]
+    items, written, place = plan.items, plan.written, plan.place
     ends = np.cumsum([p.n_files for p in placements])
     file = [p.file + np.int32(end - p.n_files) for p, end in zip(placements, ends.tolist(), strict=True)]
     is_object = items.kind[written] == ItemKind.BYTES
     name = items.name[written]
     first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # this works because every name is written
     # A rank may hold replicas with other properties than the one that is written.
-    used, which_properties = np.unique(items.properties_of[written[first_of_name]], return_inverse=True)
+    heads = written[first_of_name]
+    used, which_properties = np.unique(items.properties_of[heads], return_inverse=True)
     has_objects = int(bool(len(used)) and not items.properties[used[0]].dtype)  # their properties are the first
     properties = [items.properties[each] for each in used[has_objects:].tolist()]
-    ndims = items.ndim[written]
     # The distinct sizes and offsets of names and chunks are in one table.
-    tables = [items.shape[written[first_of_name]], items.offset[written], items.size[written]]
-    ndims = np.concatenate([items.ndim[written[first_of_name]], items.ndim[written], items.ndim[written]])
+    tables = [items.shape[heads], items.offset.take(written, axis=0), items.size.take(written, axis=0)]
+    ndims = np.concatenate([items.ndim[heads], items.ndim[written], items.ndim[written]])
     rows = np.concatenate(tables)
     first, which = unique_rows(ndims, *rows.T)
     by_ndim = np.argsort(ndims[first], kind="stable")

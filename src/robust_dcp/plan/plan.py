@@ -25,7 +25,7 @@ from robust_dcp.comm.messages import Bundler
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import Items, ItemsDecoder, ItemsMessage
 from robust_dcp.plan.conflicts import is_compared
-from robust_dcp.plan.global_plan import GlobalPlan, ascending, make_global_plan
+from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.metadata import MetadataTemplate
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, StructureSignature, difference_of_contexts
 from robust_dcp.report import PlanReport
@@ -309,7 +309,9 @@ def stored_plan(
 def _placements_of_all(plan: GlobalPlan, local: LocalStructure) -> tuple[Placements, ...]:
     """The places of the items that each rank writes. Each rank computes its own by :meth:`LocalStructure.place`."""
     layout = local.layout
-    measures = layout.measure(plan.items, ascending(plan.written, len(plan.items)))  # so they are rank after rank
+    rows = np.empty_like(plan.written)
+    rows[plan.place] = plan.written  # so they are rank after rank
+    measures = layout.measure(plan.items, rows)
     # Ranks that write shards of the same sizes have the same places, so compute them once.
     placed: dict[bytes, Placements] = {}
     placements = []

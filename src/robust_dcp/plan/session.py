@@ -335,7 +335,7 @@ class SaveSession:
         Raises:
             PlanConflict: something differs, with ``on_replica_mismatch="error"``.
         """
-        found = find_differing(plan.items, plan.order, plan.contested, digests)
+        found = find_differing(plan.items, plan.contested, digests)
         differing = [each for each in found if not each.is_contested]
         ranks = {each.key: tuple(sorted(sum(each.ranks, ()))) for each in differing[:_MAX_DIFFERING]}
         if differing and self.options.on_replica_mismatch == "error":

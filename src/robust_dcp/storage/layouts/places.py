@@ -186,15 +186,15 @@ def kinds_of(items: Items, rows: npt.NDArray[np.intp]) -> tuple[Kinds, Int32]:
     """The distinct kinds of some items, and for each of ``rows`` the place of its kind in them; -1 for an item of
     variable size.
     """
-    properties, ndim, size = items.properties_of[rows], items.ndim[rows], items.size[rows]
     kind_ids: Int32 = np.full(len(rows), -1, dtype=np.int32)
     fixed = np.flatnonzero((items.form[rows] == Form.FIXED) & (items.kind[rows] != ItemKind.BYTES))
     if not len(fixed):
         return [], kind_ids
-    first, kind_ids[fixed] = unique_rows(properties[fixed], ndim[fixed], *size[fixed].T)
-    distinct = fixed[first].tolist()
+    rows = rows[fixed]
+    properties, ndim, size = items.properties_of[rows], items.ndim[rows], items.size.take(rows, axis=0)
+    first, kind_ids[fixed] = unique_rows(properties, ndim, *size.T)
     return [
-        (items.properties[properties[row]].dtype, tuple(size[row, : ndim[row]].tolist())) for row in distinct
+        (items.properties[properties[row]].dtype, tuple(size[row, : ndim[row]].tolist())) for row in first.tolist()
     ], kind_ids
 
 

@@ -16,8 +16,9 @@ import copyreg
 import io
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -49,6 +50,7 @@ Path = tuple[str | int, ...]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.integer[Any]]
+Rows = npt.NDArray[np.intp]
 Fragments = tuple[bytes | memoryview, ...]
 Parts = Sequence[bytes | str]
 """Opcodes, and between them the names of columns."""
@@ -134,43 +136,35 @@ class MetadataPickle:
             definitions = _without_ends(stream.getvalue()) + pickle.POP
         memo = pickler.memo.copy()
         of_names, of_properties, of_sizes, of_files = (
-            np.array([memo[id(value)][0] for value in values] or [0], dtype=np.int64)  # 0, as objects have no size
+            np.array([memo[id(value)][0] for value in values] or [0], dtype=np.uint32)  # 0, as objects have no size
             for values in (columns.names, properties, sizes, files)
         )
-
-        def values(rows: Any) -> dict[str, Ints]:
-            """What the records of some rows are filled with. For objects, most of it means nothing."""
-            name = columns.name[rows]
-            return {
-                "name": of_names[name],
-                "properties": of_properties[columns.name_properties[name]],
-                "whole": of_sizes[columns.name_size[name]],
-                "offset": of_sizes[columns.offset[rows]],
-                "size": of_sizes[columns.size[rows]],
-                "file": of_files[columns.file[rows]],
-                "start": columns.start[rows],
-                "nbytes": columns.nbytes[rows],
-                "is_object": (columns.offset[rows] < 0).astype(np.int64),
-            }
-
+        # What the record of each row is filled with. For objects, most of it means nothing.
+        filling: dict[str, Ints] = {
+            "name": of_names[columns.name],
+            "properties": of_properties[columns.name_properties][columns.name],
+            "whole": of_sizes[columns.name_size][columns.name],
+            "offset": of_sizes[columns.offset],
+            "size": of_sizes[columns.size],
+            "file": of_files[columns.file],
+            "start": columns.start,
+            "nbytes": columns.nbytes,
+            "is_object": (columns.offset < 0).astype(np.intp),
+        }
         whole, tensor, an_object, *self._stored = (_cut(*example, memo) for example in _examples())
         state, planner, storage, *self._rest = (part for part in whole if isinstance(part, bytes))
         variable = np.flatnonzero(columns.start < 0)
-        self.variable_files: Int64 = columns.file[variable].astype(np.int64)
-        """int64 ``[V]``: the file of each item whose place is given for each checkpoint. Items of one file are in their
-        order.
-        """
-        self._variable = values(variable)
+        self._variable = {name: column[variable] for name, column in filling.items()}
         known = np.flatnonzero(columns.start >= 0)
-        stored = (values(known[at : at + SLAB_ROWS]) for at in range(0, len(known), SLAB_ROWS))
+        slabs = (known[at : at + SLAB_ROWS] for at in range(0, len(known), SLAB_ROWS))
         self._constant: Fragments = (
             _framed(definitions),
             state + pickle.EMPTY_DICT,
-            *_state_entries(tensor, an_object, columns.name, values),
+            *_state_entries(tensor, an_object, columns.name, filling),
             planner,
             _framed(_opcodes(paths, memo)),
             storage + pickle.EMPTY_DICT,
-            *(_records(self._stored, each["is_object"], each) for each in stored),
+            *(_records(self._stored, filling["is_object"][rows], filling, rows) for rows in slabs),
         )
         self._constant_nbytes = sum(map(len, self._constant))
         self.nbytes = self._constant_nbytes + sum(column.nbytes for column in self._variable.values())
@@ -191,7 +185,8 @@ class MetadataPickle:
 
         Args:
             file_names: the data files, relative to the checkpoint.
-            places: int64 ``[V, 2]``, start and length of each item of ``variable_files`` in its file, in bytes.
+            places: int64 ``[V, 2]``, start and length in its file, in bytes, of each item whose place is given for each
+                checkpoint, in the order of the columns.
             storage_meta: written into the file as it is.
             version: the version of DCP's format.
         """
@@ -203,7 +198,8 @@ class MetadataPickle:
         )
         if len(places):
             variable = {**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}
-            behind = (_records(self._stored, variable["is_object"], variable), *behind)
+            rows = np.arange(len(places))
+            behind = (_records(self._stored, variable["is_object"], variable, rows), *behind)
         # The checksum of the large constant part is kept, not computed anew. So if a bit flips in memory between two
         # saves, readers of the file notice it.
         crc = crc32_of_both(crc32(b"".join(before)), self._constant_crc, self._constant_nbytes)
@@ -277,7 +273,7 @@ def _cut(example: tuple[Any, ...], marks: str, memo: dict[int, tuple[int, Any]])
 
 
 def _state_entries(
-    tensor: list[bytes | str], an_object: list[bytes | str], name: Int32, values: Callable[[slice], dict[str, Ints]]
+    tensor: list[bytes | str], an_object: list[bytes | str], name: Int32, columns: Mapping[str, Ints]
 ) -> Iterator[memoryview]:
     """The entries of ``state_dict_metadata`` for whole names. A name is never divided, however many rows it has."""
     first_cut = tensor.index("cut")
@@ -285,34 +281,34 @@ def _state_entries(
     begin, chunk, end = tensor[:first_cut], tensor[first_cut + 1 : last_cut], tensor[last_cut + 1 :]
     templates = (an_object, chunk, begin + chunk, chunk + end, begin + chunk + end)
     is_first, is_last = np.diff(name, prepend=-1) != 0, np.diff(name, append=-1) != 0
+    which = np.where(columns["is_object"], 0, 1 + is_first + 2 * is_last)
     starts = np.append(np.flatnonzero(is_first), len(name))
     slabs = np.unique(starts[np.searchsorted(starts, np.arange(0, len(name) + 1, SLAB_ROWS))]).tolist()
-    for some in map(slice, slabs, [*slabs[1:], len(name)]):
-        filling = values(some)
-        yield _records(templates, np.where(filling["is_object"], 0, 1 + is_first[some] + 2 * is_last[some]), filling)
+    for first, last in pairwise([*slabs, len(name)]):
+        yield _records(templates, which[first:last], columns, np.arange(first, last))
 
 
-def _records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints]) -> memoryview:
-    """A frame with an entry for each row: the record ``templates[which[row]]``, filled from ``columns`` of that row."""
+def _records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints], rows: Rows) -> memoryview:
+    """A frame with an entry for each of ``rows``: the record ``templates[which[place]]``, filled from the columns."""
     chosen = [np.flatnonzero(which == number) for number in range(len(templates))]
-    blanks = [_blank(parts, columns, rows) for parts, rows in zip(templates, chosen, strict=True)]
+    blanks = [_blank(parts, columns, rows[each]) for parts, each in zip(templates, chosen, strict=True)]
     nbytes = np.array([len(blank) for blank, _ in blanks])[which]
     ends = np.cumsum(nbytes)
     data: npt.NDArray[np.uint8] = np.empty(int(nbytes.sum()), dtype=np.uint8)
-    for (blank, gaps), rows in zip(blanks, chosen, strict=True):
-        if len(rows):
+    for (blank, gaps), places in zip(blanks, chosen, strict=True):
+        if len(places):
             whole = np.dtype((np.void, len(blank)))
-            filled = np.full(len(rows), np.frombuffer(blank, dtype=whole))
+            filled = np.full(len(places), np.frombuffer(blank, dtype=whole))
             for name in gaps.names or ():
-                filled.view(gaps)[name] = columns[name][rows]
+                filled.view(gaps)[name] = columns[name][rows[places]]
             # View each byte of `data` as the start of a record. These records overlap, but those that we write to do
             # not.
             starts = np.ndarray(len(data) - len(blank) + 1, dtype=whole, buffer=data, strides=(1,))
-            starts[ends[rows] - len(blank)] = filled
+            starts[ends[places] - len(blank)] = filled
     return _framed(data.data)
 
 
-def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Ints) -> tuple[bytes, np.dtype[np.void]]:
+def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Rows) -> tuple[bytes, np.dtype[np.void]]:
     """A record with empty gaps, and where the gaps are. A number has room for the largest number in ``rows``."""
     blank = b""
     gaps: dict[str, tuple[str, int]] = {}
