@@ -339,8 +339,9 @@ def quick() -> Iterator[None]:
 
     But the store may take long, since a frozen rank does not reach it, while its clock goes on.
     """
-    seconds_of = {"BEAT": 0.05, "RECONNECT": 0.5, "TICK": 0.01, "GONE": 0.005, "STORE_ANSWER": 20.0}
-    seconds_of |= {"ROLL_CALL": 3.0, "VERDICT": 8.0}  # who is alive has to answer, also where 72 ranks share a core
+    seconds_of = {"BEAT": 0.05, "TICK": 0.01, "GONE": 0.005, "STORE_ANSWER": 20.0}
+    # Who is alive has to come back and to answer, also where 72 ranks share a core.
+    seconds_of |= {"RECONNECT": 3.0, "ROLL_CALL": 3.0, "VERDICT": 8.0}
     with contextlib.ExitStack() as stack:
         for name, seconds in seconds_of.items():
             stack.enter_context(mock.patch.object(patience, f"{name}_SECONDS", seconds))
