@@ -54,17 +54,30 @@ def test_a_message_stays_short_if_every_rank_holds_something_else() -> None:
     assert "and 492 more" in str(conflict)
 
 
-def test_chunks_that_overlap_are_named_with_both_ranks() -> None:
-    conflict = _conflict([chunk("w", [8], [0], [5])], [], [chunk("w", [8], [4], [4])])
-    assert (conflict.key, conflict.ranks) == ("w", [0, 2])
-    for words in ("overlap", "rank 0 holds", "rank 2 holds", "chunk at [0] of size [5]", "chunk at [4] of size [4]"):
-        assert words in str(conflict)
-
-
-def test_chunks_that_begin_alike_but_end_differently_overlap() -> None:
-    conflict = _conflict([chunk("w", [8], [0], [8])], [chunk("w", [8], [0], [4])])
-    assert (conflict.key, conflict.ranks) == ("w", [0, 1])
-    assert "rank 0 holds" in str(conflict) and "rank 1 holds" in str(conflict)
+@pytest.mark.parametrize(
+    ("shape", "chunks", "ranks"),
+    [
+        ([8], [([0], [5]), ([4], [3])], [0, 1]),
+        ([8], [([0], [4]), ([4], [2]), ([5], [2])], [1, 2]),
+        ([8], [([0], [5]), ([0], [3])], [0, 1]),  # they begin alike
+        ([4, 4], [([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 3]), ([2, 2], [2, 1])], [2, 3]),
+        ([4, 4], [([0, 0], [2, 2]), ([0, 2], [3, 2]), ([2, 0], [2, 2]), ([2, 2], [1, 2])], [1, 3]),
+        # They lie on no grid.
+        ([4, 6], [([0, 0], [2, 3]), ([0, 3], [1, 3]), ([1, 3], [3, 2]), ([2, 0], [2, 4]), ([3, 5], [1, 1])], [2, 3]),
+    ],
+    ids=str,
+)
+def test_chunks_that_overlap_are_named_with_both_ranks(
+    shape: list[int], chunks: list[tuple[list[int], list[int]]], ranks: list[int]
+) -> None:
+    """They have as many elements as the tensor, so that their number does not tell; and another tensor is sound."""
+    number = len(chunks)
+    conflict = _conflict(*([chunk("a", [number], [n], [1]), chunk("w", shape, *chunks[n])] for n in range(number)))
+    assert (conflict.key, conflict.ranks) == ("w", ranks)
+    for rank in ranks:
+        at, size = chunks[rank]
+        assert f"rank {rank} holds" in str(conflict) and f"chunk at {at} of size {size}" in str(conflict)
+    assert "overlap" in str(conflict)
 
 
 def test_gaps_are_named_with_what_is_there_and_with_the_ranks_that_hold_it() -> None:

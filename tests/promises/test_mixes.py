@@ -179,6 +179,7 @@ MIX: StateDict = {
     "large": torch.arange(MIB // 4 + 5),
     "small": torch.arange(3.0),
     "transposed": torch.rand(700, 900).t(),
+    "rows": torch.rand(5_000, 40).t(),  # a small block has a part of one, perhaps a whole one, and a part of another
     "not aligned": torch.arange(3 * MIB, dtype=torch.uint8)[1:],
     "object": b"an object",
 }

@@ -11,14 +11,6 @@ import pytest
 from robust_dcp.staging.blocks import Block, BlockLease, release_blocks
 
 
-def test_blocks_begin_at_a_page() -> None:
-    with BlockLease(8192, 3) as lease:
-        blocks = [lease.take() for _ in range(3)]
-        assert [(block.address % 4096, len(block.data)) for block in blocks] == [(0, 8192)] * 3
-        blocks[0].data[:] = 7
-        assert int(blocks[0].tensor.sum()) == 7 * 8192
-
-
 def test_a_later_lease_gets_the_blocks_of_an_earlier_one_if_they_are_as_large() -> None:
     release_blocks()
     with BlockLease(4096, 1) as lease:

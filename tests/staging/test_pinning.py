@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from robust_dcp.staging.blocks import Block
-from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes
 
 
 class Runtime:
@@ -40,17 +39,12 @@ class Runtime:
         return error
 
 
-def runtime(monkeypatch: pytest.MonkeyPatch, error: int) -> Runtime:
-    made = Runtime(error)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
-    return made
-
-
 def test_a_block_that_was_refused_is_asked_for_once_and_leaves_no_error_for_the_next_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda = runtime(monkeypatch, error=2)
+    cuda = Runtime(error=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
     block = Block(4096)
     for _ in range(3):
         block.pin()
@@ -61,22 +55,3 @@ def test_a_block_that_was_refused_is_asked_for_once_and_leaves_no_error_for_the_
     block.pin()
     block.unpin()
     assert cuda.calls == ["register", "register", "unregister"]
-
-
-def test_a_save_that_copies_through_memory_that_is_not_locked_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class HostStream:
-        device = torch.device("cpu")
-
-    class Event:
-        def record(self, stream: object) -> None: ...
-
-        def synchronize(self) -> None: ...
-
-    runtime(monkeypatch, error=2)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    copies, block, data = DeviceCopies(), Block(4096), torch.arange(100.0)
-    assert copies.how == ()
-    copies._stream = HostStream()  # type: ignore[assignment]
-    copies.begin(TensorBytes(data), 0, 400, block, 8)()
-    assert torch.equal(block.tensor[8:408].view(torch.float32), data)
-    assert copies.how == ("copied slowly: the system does not lock memory for the device",)

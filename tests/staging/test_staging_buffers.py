@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from robust_dcp.staging.staging_buffers import StagingBuffer, StagingBuffers, TensorForm, cpus_near
+from robust_dcp.staging.staging_buffers import StagingBuffers, TensorForm, cpus_near
 
 FORMS: list[TensorForm] = [
     (torch.uint8, torch.Size([7])),
@@ -29,27 +29,6 @@ def test_large_tensors_lie_where_direct_writes_take_them_and_none_overlap(are_sh
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
-
-
-def test_two_mappings_of_a_shared_buffer_are_the_same_memory() -> None:
-    buffer = StagingBuffers(are_shared=True).take(FORMS)
-    assert buffer.fd is not None
-    other = StagingBuffer(buffer.nbytes, fd=os.dup(buffer.fd))
-    for number, tensor in enumerate(buffer.tensors(FORMS)):
-        tensor.fill_(number)
-    assert [float(tensor.sum()) for tensor in other.tensors(FORMS)] == [
-        number * tensor.numel() for number, tensor in enumerate(other.tensors(FORMS))
-    ]
-    other.release()
-    buffer.release()
-
-
-def test_a_released_buffer_leaves_no_file_open() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    buffers = StagingBuffers(are_shared=True)
-    buffers.give_back(buffers.take(FORMS))
-    buffers.release()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_all_pages_of_shared_memory_are_there_before_anything_is_copied() -> None:
