@@ -7,15 +7,12 @@ which generation is there by all readers, and ``again`` does it once more, and h
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,11 +21,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, CorruptCheckpoint, RobustWriter, StorageError
-from robust_dcp.cli.app import main
+from tests.cli.commands import shell
 from tests.faults.disk import CHANGES
 from tests.harness.fingerprints import differences
 
-__all__ = ["SAVES", "SCENARIOS", "Scenario", "command", "generation", "save", "state", "where"]
+__all__ = ["SAVES", "SCENARIOS", "Scenario", "generation", "save", "state", "where"]
 
 
 def state(value: int, *, more: bool = False) -> dict[str, Any]:
@@ -69,20 +66,6 @@ def generation(path: str) -> int | None:
 
 def is_generation(found: dict[str, Any], value: int) -> bool:
     return differences(state(value, more="more" in found), found) == []
-
-
-def command(*words: object) -> int:
-    """The exit code of a command of ``robust-dcp``, run in this process."""
-    with (
-        mock.patch.object(sys, "argv", ["robust-dcp", *map(str, words)]),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    raise AssertionError("a command ends by an exit code")
 
 
 @contextlib.contextmanager
@@ -269,7 +252,7 @@ def _of_convert(form: str) -> Scenario:
 
     def convert(directory: str, source: str = "c") -> None:
         words = ("convert", f"{directory}/{source}", target(directory), "--to", form, "--force")
-        if code := command(*words):
+        if code := shell(*words).code:
             raise OSError(f"exit code {code} of {words}")
 
     def prepare(directory: str) -> None:

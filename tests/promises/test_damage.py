@@ -21,10 +21,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, LoadReport, RobustReader, RobustWriter, StorageError, UnsafeCheckpoint
+from tests.cli.commands import shell
 from tests.faults.disk import LONG_TESTS
 from tests.harness.damage import DAMAGES, data_files, flip_bit
 from tests.harness.ranks import run_ranks, values
-from tests.promises.scenarios import command, where
+from tests.promises.scenarios import where
 from tests.promises.test_mixes import Boxes
 
 ROWS = slice(120, 170)
@@ -101,7 +102,7 @@ def files_of(path: Path) -> list[Path]:
 def check(path: Path, *, has_harm: bool = True) -> None:
     """That no load is wrong, and that ``verify`` finds what makes one fail."""
     found = [is_found(load, path) for load in (load_whole, load_in_pieces, load_sliced)]
-    code = command("verify", path)
+    code = shell("verify", path).code
     is_right = code == 0 and not any(found) if not has_harm else code in (1, 2) or not any(found)
     assert is_right, f"verify ends with {code}, and the loads: {found}"
 
@@ -163,7 +164,7 @@ def test_a_record_that_begins_as_a_pickle_of_other_times_is_damaged(text: bytes,
     data = bytearray(file.read_bytes())
     data[place.offset : place.offset + len(text)] = text
     file.write_bytes(data)
-    assert is_found(load_whole, memory_path) and command("verify", memory_path) == 1
+    assert is_found(load_whole, memory_path) and shell("verify", memory_path).code == 1
 
 
 # --- places that are exchanged in the metadata ------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def test_two_items_whose_places_are_swapped_are_found(layout: Any, one: str, two
         if one != "one" and layout == "torch":  # whoever verifies nothing loads what lies there
             robust_dcp.load(state, storage_reader=RobustReader(tmp_path, verify_checksums=False))
             assert torch.equal(state[one], ITEMS[two])
-    assert command("verify", tmp_path) == 1
+    assert shell("verify", tmp_path).code == 1
 
 
 def save_shards(directory: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_record_of_another_dtype_or_shape_than_the_metadata_says_is_found(tmp_
     for name, sizes, here in (("a", (6,), r"float64 \[6\]"), ("b", (3, 2), r"float32 \[2, 3\]")):
         with pytest.raises(CorruptCheckpoint, match=f"as the metadata says, found .*{here} in the file"):
             robust_dcp.load({name: torch.zeros(sizes)}, checkpoint_id=tmp_path)
-    assert command("verify", tmp_path) == 1
+    assert shell("verify", tmp_path).code == 1
     state = {"a": torch.zeros(6)}
     robust_dcp.load(state, storage_reader=RobustReader(tmp_path, verify_checksums=False))
     assert torch.equal(state["a"], torch.ones(6))

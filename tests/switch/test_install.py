@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from tests.frameworks.jobs import is_ours
-from tests.harness.torch_versions import needs_background_stager, needs_safetensors
+import robust_dcp
+from robust_dcp.storage.files.paths import INDEX_NAME
+from robust_dcp.switch import dcp_calls, patching
+from tests.frameworks.jobs import checkpoints_in, is_ours
+from tests.harness.ranks import run_ranks, values
+from tests.harness.torch_versions import needs_background_stager, needs_safetensors, needs_use_collectives
 from tests.switch.programs import run
 
 EVERY_WAY = """
@@ -68,101 +77,6 @@ def test_install_takes_over_names_that_were_bound_before_and_uninstall_puts_all_
     assert is_ours(tmp_path / "ours") and not is_ours(tmp_path / "stock")
 
 
-def test_modules_and_optimizers_keep_the_names_that_stock_gives_them(tmp_path: Path) -> None:
-    script = """
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        wrapped = torch.compile(model, backend="eager")  # stock saves "_orig_mod.0.weight"
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        metadata = dcp.save({"model": wrapped, "optimizer": optimizer, "step": 3}, checkpoint_id=path + "/1")
-        assert {"model._orig_mod.0.weight", "optimizer.state.0.exp_avg"} <= set(metadata.state_dict_metadata)
-        before = model[0].weight.detach().clone()
-        with torch.no_grad():
-            model[0].weight.zero_()
-        loaded = {"model": wrapped, "optimizer": optimizer, "step": 0}
-        dcp.load(loaded, checkpoint_id=path + "/1")
-        assert torch.equal(model[0].weight, before) and loaded["step"] == 3 and loaded["model"] is wrapped
-        dcp.async_save(loaded, checkpoint_id=path + "/2").result()
-        other = {"model": wrapped, "optimizer": optimizer, "step": 0}
-        dcp.load(other, checkpoint_id=path + "/2")
-        assert other["step"] == 3
-    """
-    run(tmp_path, script, ROBUST_DCP="1")
-    assert is_ours(tmp_path / "1") and is_ours(tmp_path / "2")
-
-
-def test_what_robust_dcp_cannot_stand_in_for_is_stock_and_each_reason_is_said_once(tmp_path: Path) -> None:
-    script = """
-        from torch.distributed.checkpoint._extension import ZStandard
-
-        class Planner(DefaultSavePlanner):
-            pass
-
-        class Writer(FileSystemWriter):
-            pass
-
-        for number in range(2):
-            save(state, checkpoint_id=f"{path}/planner{number}", planner=Planner())
-        save(state, storage_writer=Writer(path + "/writer"))
-        save(state, storage_writer=FileSystemWriter(path + "/transformed", _extensions=[ZStandard()]))
-        for name in ("planner0", "planner1", "writer", "transformed"):
-            loaded = empty()
-            load(loaded, checkpoint_id=f"{path}/{name}")
-            check(loaded)
-    """
-    done = run(tmp_path, script, ROBUST_DCP="1")
-    assert not any(is_ours(path) for path in tmp_path.iterdir())
-    said = [line for line in done.output.splitlines() if "stock code does this" in line]
-    assert len(said) == 3, "one line for each reason"
-    assert "Planner plans otherwise than DefaultSavePlanner" in said[0]
-    assert "Writer writes otherwise than FileSystemWriter" in said[1]
-    assert "FileSystemWriter with extensions transforms what it writes" in said[2]
-
-
-@needs_safetensors
-def test_stocks_own_safetensors_are_stock_and_ours_are_named(tmp_path: Path) -> None:
-    script = """
-        from torch.distributed.checkpoint import filesystem
-        dcp.save({"w": state["w"]}, storage_writer=dcp.HuggingFaceStorageWriter(path + "/hf"))
-        loaded = {"w": torch.zeros(10)}
-        load(loaded, storage_reader=dcp.HuggingFaceStorageReader(path + "/hf"))
-        assert torch.equal(loaded["w"], state["w"])
-        kind = getattr(filesystem, "SerializationFormat", None)
-        if kind is not None:
-            writer = FileSystemWriter(path + "/1", serialization_format=kind.SAFETENSORS)
-            save({"w": state["w"]}, storage_writer=writer)
-        print("told" if kind is None else "to be told")
-    """
-    done = run(tmp_path, script, ROBUST_DCP="1")
-    assert not any(is_ours(path) for path in tmp_path.iterdir())
-    assert "HuggingFaceStorageWriter writes otherwise than FileSystemWriter" in done.output
-    named = 'robust_dcp writes safetensors by RobustWriter(layout="safetensors")' in done.output
-    assert named or done.output.endswith("told\n")
-
-
-@needs_background_stager
-def test_a_stager_that_copies_in_the_background_gets_the_response_that_stock_gives(tmp_path: Path) -> None:
-    script = """
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-        from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-        stager = DefaultStager(StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
-        ))
-        response = async_save(state, checkpoint_id=path + "/1", async_stager=stager)
-        assert isinstance(response, AsyncSaveResponse)
-        response.staging_completion.result()
-        state["w"] += 1
-        assert isinstance(response.upload_completion.result(), Metadata)
-        loaded = empty()
-        load(loaded, checkpoint_id=path + "/1")
-        check(loaded)
-        stager.close()
-    """
-    run(tmp_path, script, ROBUST_DCP="1")
-    assert is_ours(tmp_path / "1")
-
-
 def test_objects_of_any_class_load_only_where_the_environment_trusts_them(tmp_path: Path) -> None:
     script = """
         class Own:
@@ -184,26 +98,164 @@ def test_objects_of_any_class_load_only_where_the_environment_trusts_them(tmp_pa
     assert "it is 7" in run(tmp_path, script, ROBUST_DCP="1", ROBUST_DCP_TRUSTED="1").output
 
 
-def test_writers_and_readers_of_fsspec_are_taken_over_for_directories_and_stay_stock_for_urls(tmp_path: Path) -> None:
-    """TorchTNT uses them for every path."""
-    script = """
+CALLS = [
+    pytest.param(
+        """
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        wrapped = torch.compile(model, backend="eager")  # stock saves "_orig_mod.0.weight"
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        metadata = dcp.save({"model": wrapped, "optimizer": optimizer, "step": 3}, checkpoint_id=path + "/1")
+        assert {"model._orig_mod.0.weight", "optimizer.state.0.exp_avg"} <= set(metadata.state_dict_metadata)
+        before = model[0].weight.detach().clone()
+        with torch.no_grad():
+            model[0].weight.zero_()
+        loaded = {"model": wrapped, "optimizer": optimizer, "step": 0}
+        dcp.load(loaded, checkpoint_id=path + "/1")
+        assert torch.equal(model[0].weight, before) and loaded["step"] == 3 and loaded["model"] is wrapped
+        dcp.async_save(loaded, checkpoint_id=path + "/2").result()
+        other = {"model": wrapped, "optimizer": optimizer, "step": 0}
+        dcp.load(other, checkpoint_id=path + "/2")
+        assert other["step"] == 3
+        """,
+        [],
+        id="modules and optimizers keep the names that stock gives them",
+    ),
+    pytest.param(
+        """
+        from torch.distributed.checkpoint._extension import ZStandard
+
+        class Planner(DefaultSavePlanner):
+            pass
+
+        class Writer(FileSystemWriter):
+            pass
+
+        for number in range(2):
+            save(state, checkpoint_id=f"{path}/stock{number}", planner=Planner())
+        save(state, storage_writer=Writer(path + "/stock2"))
+        save(state, storage_writer=FileSystemWriter(path + "/stock3", _extensions=[ZStandard()]))
+        for number in range(4):
+            loaded = empty()
+            load(loaded, checkpoint_id=f"{path}/stock{number}")
+            check(loaded)
+        """,
+        [
+            "Planner plans otherwise than DefaultSavePlanner",
+            "Writer writes otherwise than FileSystemWriter",
+            "FileSystemWriter with extensions transforms what it writes",
+        ],
+        id="planners, writers and transformations of others",
+    ),
+    pytest.param(
+        """
+        dcp.save({"w": state["w"]}, storage_writer=dcp.HuggingFaceStorageWriter(path + "/stock1"))
+        loaded = {"w": torch.zeros(10)}
+        load(loaded, storage_reader=dcp.HuggingFaceStorageReader(path + "/stock1"))
+        assert torch.equal(loaded["w"], state["w"])
+        kind = getattr(dcp.filesystem, "SerializationFormat", None)
+        if kind is not None:
+            writer = FileSystemWriter(path + "/stock2", serialization_format=kind.SAFETENSORS)
+            save({"w": state["w"]}, storage_writer=writer)
+        """,
+        [
+            "HuggingFaceStorageWriter writes otherwise than FileSystemWriter",
+            "HuggingFaceStorageReader reads otherwise than FileSystemReader",
+            *['by RobustWriter(layout="safetensors")'] * hasattr(dcp.filesystem, "SerializationFormat"),
+        ],
+        id="safetensors of stock",
+        marks=needs_safetensors,
+    ),
+    pytest.param(
+        """
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+        stager = DefaultStager(StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
+        ))
+        response = async_save(state, checkpoint_id=path + "/1", async_stager=stager)
+        assert isinstance(response, AsyncSaveResponse)
+        response.staging_completion.result()
+        state["w"] += 1
+        assert isinstance(response.upload_completion.result(), Metadata)
+        loaded = empty()
+        load(loaded, checkpoint_id=path + "/1")
+        check(loaded)
+        stager.close()
+        """,
+        [],
+        id="a stager that copies in the background gets the response that stock gives",
+        marks=needs_background_stager,
+    ),
+    pytest.param(
+        """
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+        class Doubles(BlockingAsyncStager):
+            def stage(self, state_dict):
+                return {"w": 2 * state_dict["w"], "nested": state_dict["nested"]}
+        torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=0, world_size=1)
+        async_save(state, checkpoint_id=path + "/1", async_stager=Doubles()).result()
+        loaded = empty()
+        load(loaded, checkpoint_id=path + "/1")
+        assert torch.equal(loaded["w"], 2 * state["w"])
+        """,
+        ["Doubles stages in a way of its own"],
+        id="a stager of one's own stages what is saved",
+        marks=needs_background_stager,
+    ),
+    pytest.param(
+        """
+        old_save, old_load = dcp.save_state_dict, dcp.load_state_dict
+        old_save(state, FileSystemWriter(path + "/1"), None, 0, True)
+        loaded = empty()
+        old_load(loaded, FileSystemReader(path + "/1"))
+        assert torch.equal(loaded["w"], state["w"])
+        old_save(state, FileSystemWriter(path + "/2"), no_dist=True, coordinator_rank=0)
+        torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=0, world_size=1)
+        try:
+            old_save(state, FileSystemWriter(path + "/stock"), coordinator_rank=1)
+        except Exception:
+            pass  # stock finds no such rank
+        """,
+        ["coordinator_rank=1: rank 0 of the group leads"],
+        id="the old names take their arguments by place",
+    ),
+    pytest.param(
+        """
+        from robust_dcp import RobustReader, RobustWriter
+        writer = RobustWriter(path + "/first", threads=2)
+        save(state, storage_writer=writer)
+        state["w"] += 1
+        save(state, checkpoint_id=path + "/second", storage_writer=writer)
+        reader = RobustReader(path + "/first", threads=2)
+        for place, more in ((path + "/second", 1), (path + "/first", 0)):
+            loaded = empty()
+            load(loaded, checkpoint_id=place, storage_reader=reader)
+            assert torch.equal(loaded["w"], torch.arange(10.0) + more)
+            assert str(reader.path) == place
+        """,
+        [],
+        id="our writer and reader are taken as they are, and a checkpoint id moves them",
+    ),
+    pytest.param(
+        """
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-        for place in (path + "/plain", "file://" + path + "/url", "file://" + path + "/url2"):
+        for place in (path + "/plain", f"file://{path}/stock1", f"file://{path}/stock2"):
             dcp.save(state, storage_writer=FsspecWriter(place, thread_count=2))
             loaded = empty()
             load(loaded, storage_reader=FsspecReader(place))
             check(loaded)
-    """
-    done = run(tmp_path, script, ROBUST_DCP="1")
-    assert is_ours(tmp_path / "plain") and not is_ours(tmp_path / "url")
-    for what in ("saves by torch.distributed.checkpoint.save", "loads by torch.distributed.checkpoint.load"):
-        assert done.output.count(f"{what} (file:// is no mounted file system") == 1
-
-
-def test_the_loader_of_sharded_optimizers_is_taken_over(tmp_path: Path) -> None:
-    """Lightning loads the optimizer of FSDP by it. A changed byte tells who reads: stock does not see it."""
-    script = """
+        """,
+        [
+            "saves by torch.distributed.checkpoint.save (file:// is no mounted file system",
+            "loads by torch.distributed.checkpoint.load (file:// is no mounted file system",
+        ],
+        id="writers and readers of fsspec, which TorchTNT uses for every path",
+    ),
+    pytest.param(
+        """
         import pathlib
         import torch.distributed as dist
 
@@ -221,16 +273,17 @@ def test_the_loader_of_sharded_optimizers_is_taken_over(tmp_path: Path) -> None:
             file.write_bytes(file.read_bytes().replace(moment.numpy().tobytes(), (moment + 1).numpy().tobytes()))
         try:
             moments()
-        except Exception as error:
-            print("refused:", error)
+        except Exception as error:  # a changed byte, which stock does not see
+            assert "expected" in str(error), error
+        else:
+            raise SystemExit("stock has read it")
         dist.destroy_process_group()
-    """
-    assert "refused:" in run(tmp_path, script, ROBUST_DCP="1").output
-
-
-def test_private_loaders_that_tools_use_read_what_robust_dcp_has_written(tmp_path: Path) -> None:
-    """They stay stock. Lightning, Accelerate and ``dcp_to_torch_save`` make whole files of a checkpoint by them."""
-    script = """
+        """,
+        [],
+        id="the loader of sharded optimizers, by which Lightning loads those of FSDP",
+    ),
+    pytest.param(
+        """
         from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner, dcp_to_torch_save
         from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
 
@@ -249,9 +302,23 @@ def test_private_loaders_that_tools_use_read_what_robust_dcp_has_written(tmp_pat
         assert torch.equal(_load_state_dict_from_keys("w", checkpoint_id=path + "/1")["w"], state["w"])
         dcp_to_torch_save(path + "/1", path + "/whole.pt")
         check(torch.load(path + "/whole.pt"))
-    """
-    run(tmp_path, script, ROBUST_DCP="1")
-    assert is_ours(tmp_path / "1")
+        """,
+        ["Planner plans otherwise than DefaultSavePlanner"],
+        id="private loaders, by which Lightning and Accelerate make whole files, read ours and stay stock",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "reasons"), CALLS)
+def test_each_call_is_ours_or_stock_and_what_is_stock_says_why_once(
+    script: str, reasons: list[str], tmp_path: Path
+) -> None:
+    """A directory that is called "stock" holds what stock has saved."""
+    done = run(tmp_path, script, ROBUST_DCP="1")
+    for path in checkpoints_in(tmp_path):
+        assert is_ours(path) is not path.name.startswith("stock"), path
+    said = [line for line in done.output.splitlines() if "stock code does this" in line]
+    assert len(said) == len(reasons) and all(reason in done.output for reason in reasons), said
 
 
 AS_STOCK = {
@@ -324,3 +391,46 @@ def test_what_programs_take_for_granted_is_so_with_stock_and_with_ours(
     assert {path.parent for path in tmp_path.rglob(".robust_dcp.index")} == (
         {path.parent for path in tmp_path.rglob(".metadata")} if environment else set()
     )
+
+
+def own_part(step: float) -> dict[str, Any]:
+    rank = dist.get_rank()
+    return {f"rank{rank}": torch.full((3,), step + rank), "step": step}
+
+
+def load_what_each_rank_saved_by_itself(path: str) -> dict[str, Any]:
+    robust_dcp.install()
+    dcp.save(own_part(5.0), checkpoint_id=path, use_collectives=False)
+    dist.barrier()
+    loaded = own_part(0.0)
+    dcp.load(loaded, checkpoint_id=path)
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in loaded.items()}
+
+
+@needs_use_collectives
+def test_what_each_rank_saved_by_itself_is_loaded_again_by_each(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, load_what_each_rank_saved_by_itself, str(tmp_path / "1"))
+    assert values(outcomes) == [{f"rank{rank}": [5.0 + rank] * 3, "step": 5.0} for rank in range(2)]
+    assert {path.name for path in (tmp_path / "1").glob("*.metadata")} == {"__0.metadata", "__1.metadata"}
+    for outcome in outcomes:
+        assert "use_collectives=False: each rank would save by itself" in outcome.output
+        assert "it was saved with use_collectives=False, so each rank loads by itself" in outcome.output
+
+
+def test_an_argument_that_a_later_torch_adds_is_left_to_it_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def save(state_dict: Any, *, checkpoint_id: Any = None, compression: str = "none") -> str:
+        calls.append((state_dict, checkpoint_id, compression))
+        return "saved by stock"
+
+    patching._said.clear()
+    state = {"w": torch.ones(2)}
+    arguments = {"checkpoint_id": tmp_path / "1", "compression": "zstd"}
+    assert dcp_calls.save(save, (state,), arguments) == "saved by stock"
+    assert calls == [(state, tmp_path / "1", "zstd")]
+    assert "robust_dcp does not know the arguments compression" in caplog.text
+    dcp_calls.save(save, (state,), {"checkpoint_id": tmp_path / "1", "compression": "none"})
+    assert len(calls) == 1 and INDEX_NAME in os.listdir(tmp_path / "1"), "its default changes nothing"
