@@ -115,12 +115,12 @@ def save(
         checkpoint_id,
         storage_writer,
         planner,
-        process_group,
-        no_dist,
-        timeout_seconds,
-        deadline_seconds,
-        kind,
         on_commit,
+        process_group=process_group,
+        no_dist=no_dist,
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+        kind=kind,
     )
     with session.clock.telling_failures():
         session.clock.tell("started")
@@ -136,12 +136,8 @@ def open_save(
     checkpoint_id: CheckpointId | None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-    timeout_seconds: float | None,
-    deadline_seconds: float | None,
-    kind: str | None,
     on_commit: Callable[[], object] | None,
+    **options: Any,
 ) -> tuple[RobustPlanner, SaveSession]:
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
     watch_in_terminal()
@@ -182,15 +178,7 @@ def open_save(
             f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
             "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
         )
-    session = planner.open_session(
-        name,
-        writer,
-        process_group=process_group,
-        timeout_seconds=timeout_seconds,
-        deadline_seconds=deadline_seconds,
-        no_dist=no_dist,
-        kind=kind,
-    )
+    session = planner.open_session(name, writer, **options)
     session.on_commit, session.moves_to = on_commit, moves_to
     # It comes after the async saves and drains of its group, all ranks commit, and listeners hear of it.
     session.queues = (queue_of(session.channel.ranks), queue_of(session.channel.ranks, "drain"))

@@ -203,12 +203,12 @@ def async_save(
         checkpoint_id,
         storage_writer,
         planner,
-        process_group,
-        no_dist,
-        timeout_seconds,
-        deadline_seconds,
-        kind,
         on_commit,
+        process_group=process_group,
+        no_dist=no_dist,
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+        kind=kind,
     )
     if executor == "process":
         with suppress(OSError):  # it is ready when it is needed; if this fails, the save will raise that on all ranks

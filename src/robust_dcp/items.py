@@ -299,49 +299,58 @@ def _of_one_rank(n_items: int) -> Int32:
 
 
 def merged(ranks: Sequence[Items]) -> Items:
-    """The items of all ranks, in rank order, without paths. Only the coordinator calls this."""
-    names, name = _merged_tables([each.names for each in ranks], [each.name for each in ranks])
-    properties, properties_of = _merged_tables(
-        [each.properties for each in ranks], [each.properties_of for each in ranks]
-    )
+    """The items of all ranks, in rank order. Only the coordinator calls this.
+
+    Raises:
+        PlanConflict: two ranks have different paths for one name (``{"a": {"b": …}}`` and ``{"a.b": …}``).
+    """
+    # Ranks have most of their blocks of names in common. Each block is looked at once.
+    path_of: dict[str, Path | None] = {}
+    names_of: dict[bytes, list[str]] = {}
+    for rank, items in enumerate(ranks):
+        for block in items.name_blocks:
+            if block in names_of:
+                continue
+            names_of[block], paths = _named(block)
+            for key, path in zip(names_of[block], paths, strict=True):
+                if path_of.setdefault(key, path) != path:
+                    first = next(rank for rank, each in enumerate(ranks) if key in each.names)
+                    raise PlanConflict(
+                        f"key {key!r} lies at {path_of[key]!r} in the state dict of rank {first} and at {path!r} in "
+                        f"that of rank {rank}; flattened by dots both have one name: rename one of them",
+                        key=key,
+                        ranks=[first, rank],
+                    )
+    names = tuple(sorted(path_of))
+    place_of = {name: place for place, name in enumerate(names)}
+    places_of = {
+        block: np.fromiter(map(place_of.__getitem__, each), dtype=np.int32, count=len(each))
+        for block, each in names_of.items()
+    }
+    properties = tuple(sorted(set().union(*(each.properties for each in ranks))))
     width = max((each.shape.shape[1] for each in ranks), default=0)
 
-    def joined(column: str) -> npt.NDArray[Any]:
-        values, (type_, fill) = [getattr(each, column) for each in ranks], _COLUMNS[column]
-        if fill is not None:
-            values = [
-                each
-                if each.shape[1] == width
-                else np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=fill)
-                for each in values
-            ]
-        return np.concatenate(values).astype(type_, copy=False)
+    def column(name: str, items: Items) -> Any:
+        values, fill = getattr(items, name), _COLUMNS[name][1]
+        if name == "name":
+            return np.concatenate([places_of[block] for block in items.name_blocks])[values]
+        if name == "properties_of":
+            return np.array([properties.index(each) for each in items.properties], dtype=np.int32)[values]
+        if fill is not None and values.shape[1] < width:
+            return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
+        return values
 
-    rest: Any = {each: joined(each) for each in _COLUMNS if each not in ("name", "properties_of")}
+    columns: dict[str, Any] = {
+        name: np.concatenate([column(name, each) for each in ranks]).astype(dtype, copy=False)
+        for name, (dtype, _) in _COLUMNS.items()
+    }
     return Items(
         names=names,
-        paths=None,
+        paths=None if not any(path_of.values()) else tuple(path_of[name] or (name,) for name in names),
         properties=properties,
         rank=np.repeat(np.arange(len(ranks), dtype=np.int32), [len(each) for each in ranks]),
-        name=name,
-        properties_of=properties_of,
-        **rest,
+        **columns,
     )
-
-
-def _merged_tables(tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]) -> tuple[tuple[T, ...], Int32]:
-    """One sorted table of all values, and the columns of all ranks joined into one, with places in that table.
-
-    Many ranks share one table object (:class:`ItemsDecoder` makes it so). Each object is looked at once.
-    """
-    distinct = {id(table): table for table in tables}
-    together: tuple[Any, ...] = tuple(sorted(set().union(*distinct.values())))
-    place_of = {value: place for place, value in enumerate(together)}
-    places = {
-        key: np.fromiter(map(place_of.__getitem__, table), dtype=np.int32, count=len(table))
-        for key, table in distinct.items()
-    }
-    return together, np.concatenate([places[id(t)][column] for t, column in zip(tables, columns, strict=True)])
 
 
 class ItemsMessage(msgspec.Struct, frozen=True):
@@ -435,13 +444,15 @@ class ItemsDecoder:
     def _names(self, blocks: tuple[bytes, ...]) -> tuple[tuple[str, ...], tuple[Path, ...] | None]:
         """The names, and their paths if the planner flattens."""
         named = [self._once(("block", block), partial(_named, block)) for block in blocks]
-        names = tuple(chain.from_iterable(block for block, _ in named))
-        paths: tuple[Any, ...] = tuple(chain.from_iterable(block for _, block in named))
-        if () in paths or (None in paths and any(paths)):
-            raise _malformed("half of the paths, or a path without parts")
-        if not all(map(lt, names, names[1:])):
+        named = [(names, paths) for names, paths in named if names]
+        if not all(names[-1] < following[0] for (names, _), (following, _) in pairwise(named)):
             raise _malformed("the names are not sorted")
-        return names, paths if any(paths) else None
+        flattens = {paths[0] is not None for _, paths in named}
+        if len(flattens) > 1:
+            raise _malformed("half of the paths")
+        names = tuple(chain.from_iterable(names for names, _ in named))
+        paths: tuple[Any, ...] = tuple(chain.from_iterable(paths for _, paths in named))
+        return names, paths if True in flattens else None
 
 
 def _named(block: bytes) -> tuple[list[str], list[Path | None]]:
@@ -450,10 +461,12 @@ def _named(block: bytes) -> tuple[list[str], list[Path | None]]:
         given = msgspec.msgpack.decode(block, type=tuple[str | Path, ...])
     except (msgspec.MsgspecError, ValueError) as error:
         raise _malformed(f"the names are no list of strings or paths ({error})") from None
-    return (
-        [each if isinstance(each, str) else _name_of(each) for each in given],
-        [None if isinstance(each, str) else each for each in given],
-    )
+    if len(set(map(type, given))) > 1 or () in given:
+        raise _malformed("half of the paths, or a path without parts")
+    names = [each if isinstance(each, str) else _name_of(each) for each in given]
+    if not all(map(lt, names, names[1:])):
+        raise _malformed("the names are not sorted")
+    return names, [None if isinstance(each, str) else each for each in given]
 
 
 def _from_bytes(data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:

@@ -164,5 +164,5 @@ def test_paths_of_all_ranks_are_joined() -> None:
     left = table(tensor("a.b"), paths={"a.b": ("a", "b")})
     right = table(tensor("a.b"), obj("c.0"), paths={"a.b": ("a", "b"), "c.0": ("c", 0)})
     plan = make_global_plan([left, right])
-    assert plan.paths is not None
-    assert dict(zip(plan.items.names, plan.paths, strict=True)) == {"a.b": ("a", "b"), "c.0": ("c", 0)}
+    assert plan.items.paths is not None
+    assert dict(zip(plan.items.names, plan.items.paths, strict=True)) == {"a.b": ("a", "b"), "c.0": ("c", 0)}

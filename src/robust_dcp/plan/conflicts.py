@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
-from robust_dcp.items import ItemKind, Items, Path, Replica
+from robust_dcp.items import ItemKind, Items, Replica
 
 Rows = npt.NDArray[np.intp]
 Int32 = npt.NDArray[np.int32]
@@ -78,39 +78,6 @@ def refuse_contradictions(items: Items) -> None:
                 key=items.names[name],
                 ranks=sorted(set(items.rank[rows].tolist())),
             )
-
-
-def merged_paths(ranks: Sequence[Items], items: Items) -> tuple[Path, ...] | None:
-    """The path of each name in the nested state dict (DCP's ``planner_data``); ``None`` if nothing was flattened.
-
-    Args:
-        ranks: the items of each rank.
-        items: those of all ranks.
-
-    Raises:
-        PlanConflict: two ranks have different paths for one name (``{"a": {"b": …}}`` and ``{"a.b": …}``).
-    """
-    if all(each.paths is None for each in ranks if each.names):
-        return None
-    # Replicas share an object of names; the first rank that has it stands for all of them.
-    distinct = {(id(each.names), id(each.paths)): rank for rank, each in reversed(list(enumerate(ranks)))}
-    path_of: dict[str, Path] = {}
-    for rank in sorted(distinct.values()):
-        names = ranks[rank].names
-        paths = ranks[rank].paths or ((),) * len(names)
-        before = tuple(map(path_of.setdefault, names, paths))
-        if before != paths:
-            place = next(place for place, path in enumerate(paths) if before[place] != path)
-            key = names[place]
-            first = next(rank for rank, each in enumerate(ranks) if key in each.names)
-            raise PlanConflict(
-                f"key {key!r} lies at {before[place] or None!r} in the state dict of rank {first} and at "
-                f"{paths[place] or None!r} in that of rank {rank}; flattened by dots both have one name: rename one of "
-                "them",
-                key=key,
-                ranks=[first, rank],
-            )
-    return tuple(path_of[name] or (name,) for name in items.names)
 
 
 def differs_from_previous(items: Items, rows: Rows) -> Bool:

@@ -17,13 +17,12 @@ import numpy as np
 import numpy.ma  # np.unique imports it at its first call, and training waits for the first plan
 import numpy.typing as npt
 
-from robust_dcp.items import ItemKind, Items, Path, Replica, merged, unique_rows
+from robust_dcp.items import ItemKind, Items, Replica, merged, unique_rows
 from robust_dcp.plan.conflicts import (
     SMALL_NBYTES,
     check_bounds,
     check_coverage,
     differs_from_previous,
-    merged_paths,
     overlap,
     refuse_contradictions,
 )
@@ -49,7 +48,6 @@ class GlobalPlan:
         written: the rows of ``items`` that are written, ascending.
         place: intp ``[G]``, for each of ``written`` its place if they come rank after rank.
         kept: for each rank the places of the items that it writes among its own, ascending.
-        paths: for each name its path in the nested state dict (DCP's ``planner_data``); ``None`` if not flattened.
         contested: the rows that several ranks claim as their main replica.
         unclaimed: names with a chunk that has copies but no main replica.
     """
@@ -59,7 +57,6 @@ class GlobalPlan:
     written: Rows
     place: Rows
     kept: tuple[Rows, ...]
-    paths: tuple[Path, ...] | None
     contested: Rows
     unclaimed: tuple[str, ...] = ()
 
@@ -79,7 +76,6 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
     order = order_of(items)
     items = items.take(order)
     refuse_contradictions(items)
-    paths = merged_paths(ranks, items)
     claims = _claims_of(items, _find_replicas(items), ranks)
     written = _choose_writers(items, claims, len(ranks), lowest_rank=lowest_rank)
     check_coverage(items, written, complete=len(ranks) > 1)
@@ -92,7 +88,6 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
         written=written,
         place=(np.cumsum(is_written) - 1)[order[written]],
         kept=tuple(map(np.flatnonzero, of_ranks)),
-        paths=paths,
         contested=claims.contested,
         unclaimed=tuple(items.names[name] for name in np.unique(items.name[claims.unclaimed]).tolist()),
     )

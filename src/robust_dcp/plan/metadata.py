@@ -167,7 +167,7 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
     whole, offset, size = np.split(which, np.cumsum([len(table) for table in tables])[:-1])
     return MetadataColumns(
         names=items.names,
-        paths=plan.paths,
+        paths=items.paths,
         properties=[(getattr(torch, dtype), getattr(torch, layout), grad) for dtype, layout, grad in properties],
         name_properties=(which_properties - has_objects).astype(np.int32),
         name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
