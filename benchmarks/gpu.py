@@ -1,6 +1,6 @@
 """Measures saves and loads of tensors on a CUDA device, compared with stock and with the limits of device and disk.
 
-Run it for tables: ``make gpu``, or ``python -m benchmarks.gpu --gib 16 --json gpu.json``. There is one process and one
+Run it for tables: ``make gpu``, or ``python -m benchmarks.gpu --gib 8 --json gpu.json``. There is one process and one
 device. The limits are measured first: one large copy between the device and pinned memory in each direction, and direct
 writes and reads of the file system. Ours and stock's follow in turn: in memory (/dev/shm), where no drive limits them,
 and on the file system. Sizes shrink to what there is room for, and on the file system to what it writes in
@@ -25,7 +25,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import robust_dcp
 from benchmarks.measuring import Row, raw_seconds, show, write_json
-from robust_dcp.staging.blocks import _KEPT, Block
-from robust_dcp.staging.staging_buffers import STAGING
+from robust_dcp.staging.blocks import Block
+from robust_dcp.staging.tensor_bytes import DeviceCopies
+from robust_dcp.storage.reading.read_options import BLOCK_NBYTES
 
 __all__ = ["main"]
 
@@ -56,7 +57,6 @@ _SAVES = {
     "blocked_seconds": "blocked s",
     "cpu_seconds_per_gib": "CPU s/GiB",
     "ratio": "times less than stock",
-    "pinned_mib": "pinned MiB",
 }
 _TRAINING = {
     "what": "what",
@@ -70,6 +70,9 @@ _TRAINING = {
 
 Started = tuple[Callable[[], object], Callable[[], object]]
 """What a save returns here: a function that waits until tensors may change, and one that waits for the commit."""
+
+Save = Callable[[dict[str, Any], str], Started]
+"""Saves a state dict in a directory."""
 
 
 def _nothing() -> None:
@@ -93,31 +96,36 @@ def _stock(state_dict: dict[str, Any], path: str, **options: Any) -> Started:
 
 
 class _StockPinned:
-    """Stock's async save with pinned memory that it keeps, and that it fills beside training."""
+    """Stock's async save with pinned memory, which it fills beside training. It keeps the memory if torch lets it:
+    torch 2.11 closes the stager after each save.
+    """
 
     def __init__(self) -> None:
-        self._stager = DefaultStager(
-            StagingOptions(
+        self._stager: DefaultStager | None = None
+
+    def __call__(self, state_dict: dict[str, Any], path: str) -> Started:
+        if self._stager is None or not self._stager._state_dict_stager._deepcopy_dispatch:
+            options = StagingOptions(
                 use_pinned_memory=_HAS_CUDA,
                 use_shared_memory=False,
                 use_async_staging=True,
                 use_non_blocking_copy=_HAS_CUDA,
             )
-        )
-
-    def __call__(self, state_dict: dict[str, Any], path: str) -> Started:
+            self._stager = DefaultStager(options)
         return _stock(state_dict, path, async_stager=self._stager)
 
     def close(self) -> None:
-        self._stager.close()
+        if self._stager is not None:
+            self._stager.close()
 
 
-_OURS, _OURS_LAZY = "async_save, ours", "async_save lazy, ours"
-_STOCK, _STOCK_PINNED = "async_save, stock", "async_save, stock, pinned DefaultStager"
-
-
-def _async_savers() -> dict[str, Callable[[dict[str, Any], str], Started]]:
-    return {_OURS: _ours, _OURS_LAZY: _ours_lazy, _STOCK: _stock, _STOCK_PINNED: _StockPinned()}
+def _async_savers() -> dict[str, Save]:
+    return {
+        "async_save, ours": _ours,
+        "async_save lazy, ours": _ours_lazy,
+        "async_save, stock": _stock,
+        "async_save, stock, pinned DefaultStager": _StockPinned(),
+    }
 
 
 def _synchronize() -> None:
@@ -158,27 +166,30 @@ def measure_limits(directory: str) -> list[Row]:
 
 
 def measure_copies(limits: list[Row]) -> list[Row]:
-    """Measure the copy of an async save, and a load's work besides its reads, as shares of one large copy."""
+    """Measure the copies of an async save and those of a load, as shares of one large copy."""
     state_dict = _state_dict(4 * _GIB if _HAS_CUDA else _GIB // 8)
-    nbytes = _nbytes(state_dict)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         for number in range(3):
             report = robust_dcp.async_save(state_dict, checkpoint_id=f"{directory}/{number}").result()
             shutil.rmtree(f"{directory}/{number}")
-        staging = next(phase.seconds for phase in report.phases if phase.name == "stage")
-        robust_dcp.save(state_dict, checkpoint_id=f"{directory}/last")
-        loading = _seconds(lambda: robust_dcp.load(state_dict, checkpoint_id=f"{directory}/last"), rounds=3)
-        saving = _seconds(lambda: robust_dcp.save(state_dict, checkpoint_id=f"{directory}/last"), rounds=3)
-    found = {
-        "stage of a repeated async save": (staging, 0),
-        "save to memory (/dev/shm)": (saving, 0),
-        "load from memory (/dev/shm)": (loading, 1),
-    }
-    rows = []
-    for what, (seconds, limit) in found.items():
-        rate = nbytes / _GIB / seconds
-        rows.append({"what": what, "gib_per_second": rate, "share": rate / limits[limit]["gib_per_second"]})
-    return rows
+    staging = _nbytes(state_dict) / next(phase.seconds for phase in report.phases if phase.name == "stage")
+    targets = [tensor.view(-1).view(torch.uint8) for tensor in state_dict.values() if tensor.dtype == torch.bfloat16]
+    copies, blocks = DeviceCopies(), [Block(BLOCK_NBYTES) for _ in range(4)]
+
+    def fill(thread: int) -> None:
+        for target in targets[thread :: len(blocks)]:
+            for at in range(0, len(target), BLOCK_NBYTES):
+                copies.fill(target[at : at + BLOCK_NBYTES], blocks[thread], 0)
+
+    with ThreadPoolExecutor(len(blocks)) as pool:
+        loading = sum(map(len, targets)) / _seconds(lambda: list(pool.map(fill, range(len(blocks)))))
+    for block in blocks:
+        block.unpin()
+    found = {"stage of a repeated async save": (staging, 0), "blocks of a load, 4 threads": (loading, 1)}
+    return [
+        {"what": what, "gib_per_second": rate / _GIB, "share": rate / _GIB / limits[limit]["gib_per_second"]}
+        for what, (rate, limit) in found.items()
+    ]
 
 
 def _state_dict(nbytes: int) -> dict[str, Any]:
@@ -192,13 +203,7 @@ def _nbytes(state_dict: dict[str, Any]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in state_dict.values())
 
 
-def _pinned_mib() -> float:
-    """The MiB of memory that is locked for the device and kept for the next save."""
-    staged = sum(buffer.nbytes for buffer in STAGING._free if buffer.is_pinned)
-    return (staged + sum(len(block.data) for block in _KEPT if block.is_pinned)) / (1 << 20)
-
-
-def _save(call: Callable[[dict[str, Any], str], Started], state_dict: dict[str, Any], directory: str, n: int) -> Row:
+def _save(call: Save, state_dict: dict[str, Any], directory: str, n: int) -> Row:
     """Measure a repeated save: the time until the call returns, and until the commit."""
     total, blocked, cpu = [], [], []
     for number in range(n + 1):
@@ -221,7 +226,7 @@ def _save(call: Callable[[dict[str, Any], str], Started], state_dict: dict[str, 
     }
 
 
-def _waits(save: Callable[..., object]) -> Callable[[dict[str, Any], str], Started]:
+def _waits(save: Callable[..., object]) -> Save:
     """A synchronous save in the form of an async one."""
 
     def call(state_dict: dict[str, Any], path: str) -> Started:
@@ -231,24 +236,23 @@ def _waits(save: Callable[..., object]) -> Callable[[dict[str, Any], str], Start
     return call
 
 
-def measure_saves(directory: str, gib: float, rounds: int) -> list[Row]:
-    """Saves and loads, ours and stock's in turn."""
+def measure_saves(directory: str, gib: float, rounds: int, savers: dict[str, Save]) -> list[Row]:
+    """Saves and loads, ours and stock's in turn. Each row is printed at once, too, in case that time runs out."""
     state_dict = _state_dict(int(gib * _GIB))
     nbytes = _nbytes(state_dict)
     rows: list[Row] = []
-    savers = {"save, ours": _waits(robust_dcp.save), "save, stock": _waits(dcp.save), **_async_savers()}
-    for what, call in savers.items():
-        print(f"{what} ...", flush=True)
-        rows.append({"what": what, **_save(call, state_dict, directory, rounds), "pinned_mib": _pinned_mib()})
+    for what, call in {"save, ours": _waits(robust_dcp.save), "save, stock": _waits(dcp.save), **savers}.items():
+        rows.append({"what": what, **_save(call, state_dict, directory, rounds)})
+        print(rows[-1], flush=True)
         if isinstance(call, _StockPinned):
             call.close()
     robust_dcp.save(state_dict, checkpoint_id=f"{directory}/kept")
     for what, load in {"load, ours": robust_dcp.load, "load, stock": dcp.load}.items():
-        print(f"{what} ...", flush=True)
         cpu_started = time.process_time()
         seconds = _seconds(lambda load=load: load(state_dict, checkpoint_id=f"{directory}/kept"), rounds)
         cpu = (time.process_time() - cpu_started) / (rounds + 1)
         rows.append({"what": what, "seconds": seconds, "cpu_seconds": cpu})
+        print(rows[-1], flush=True)
     shutil.rmtree(f"{directory}/kept")
     of = {row["what"]: row for row in rows}
     for row in rows:
@@ -334,9 +338,9 @@ def measure_training(directory: str, tokens: int) -> list[Row]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gib", type=float, default=16.0 if _HAS_CUDA else 0.125)
+    parser.add_argument("--gib", type=float, default=8.0 if _HAS_CUDA else 0.125)
     parser.add_argument("--rounds", type=int, default=1, help="measured saves and loads after a first one")
-    parser.add_argument("--seconds", type=float, default=6.0, help="limit for one save to the file system")
+    parser.add_argument("--seconds", type=float, default=2.0, help="limit for one save to the file system")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch")
@@ -355,14 +359,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         limits = tell("limits", _LIMITS, measure_limits(disk))
         tell("copies", _COPIES, measure_copies(limits))
+        gib = min(arguments.gib, _room_gib(memory))
+        in_memory = measure_saves(memory, gib, arguments.rounds, _async_savers())
+        tell(f"saves in memory, {gib:.2f} GiB", _SAVES, in_memory)
+        written = next(row["gib_per_second"] for row in limits if "save" in row["what"])
+        gib = max(min(arguments.gib, _room_gib(disk), written * arguments.seconds), 0.05)
+        tell(f"saves on the file system, {gib:.2f} GiB", _SAVES, measure_saves(disk, gib, arguments.rounds, {}))
         for tokens in (8192, 64) if _HAS_CUDA else (64,):
             tell(f"training, {tokens} tokens a step", _TRAINING, measure_training(memory, tokens))
-        room = _room_gib(memory)
-        gib = min(arguments.gib, room)
-        tell(f"saves in memory, {gib:.2f} GiB", _SAVES, measure_saves(memory, gib, arguments.rounds))
-        written = next(row["gib_per_second"] for row in limits if "save" in row["what"])
-        gib = max(min(arguments.gib, room, _room_gib(disk), written * arguments.seconds), 0.05)
-        tell(f"saves on the file system, {gib:.2f} GiB", _SAVES, measure_saves(disk, gib, arguments.rounds))
 
 
 def _room_gib(directory: str) -> float:

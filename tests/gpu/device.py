@@ -6,6 +6,7 @@ first try on a machine that has one (``make gpu``). A result of the stand-in say
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -31,10 +32,11 @@ def synchronize() -> None:
 def on_device(value: Any) -> Any:
     """``value`` with all of its tensors on the device; a DTensor on a mesh of devices."""
     if isinstance(value, DTensor):
-        mesh = DeviceMesh(DEVICE.type, value.device_mesh.mesh, mesh_dim_names=value.device_mesh.mesh_dim_names)
+        # The copy comes first: a mesh gives a rank that has used no device yet the one of its number.
+        local = value.to_local().detach().to(DEVICE)
         return DTensor.from_local(
-            value.to_local().detach().to(DEVICE),
-            mesh,
+            local,
+            _mesh_of_devices(value.device_mesh),
             value.placements,
             run_check=False,
             shape=value.shape,
@@ -49,6 +51,12 @@ def on_device(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(on_device, value))
     return value
+
+
+@functools.cache
+def _mesh_of_devices(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks. It is made once: each mesh makes groups, which takes longer the more a process has."""
+    return DeviceMesh(DEVICE.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def save(state_dict: dict[str, Any], path: Any, how: str) -> Any:

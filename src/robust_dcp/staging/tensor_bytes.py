@@ -3,7 +3,7 @@ copies that run beside other work.
 
 It never keeps a buffer. ``Tensor.cpu()`` and ``Stream.synchronize()`` wait for a whole stream, and PyTorch counts them
 as synchronizing calls, which a training loop may have forbidden (``torch.cuda.set_sync_debug_mode``). So everything in
-this package waits for events.
+this package waits for events. They are blocking ones: a thread that waits for another kind keeps a core busy.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def wait_for_copies(stream: torch.cuda.Stream) -> None:
     """Wait until the work that was queued on a stream before this call is done."""
-    done = torch.cuda.Event()
+    done = torch.cuda.Event(blocking=True)
     done.record(stream)
     done.synchronize()
 
@@ -244,7 +244,7 @@ class DeviceCopies:
         if not block.is_pinned:
             self.how = (NOT_PINNED,)
         data.copy(begin, end, block, at, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event(blocking=True)
         copied.record(self._stream)
         return copied.synchronize
 
@@ -259,7 +259,7 @@ class DeviceCopies:
             target.copy_(source)
             return
         block.pin()
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             copied.record(self._stream)
