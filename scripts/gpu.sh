@@ -21,8 +21,8 @@ fi
 "$python" -c "import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else 'NO GPU')"
 
 failed=0
-timeout --kill-after=10 240 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider \
+timeout --kill-after=10 130 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider --timeout 60 \
   -o addopts="--import-mode=importlib" -o filterwarnings=default --junitxml "$out/tests.xml" 2>&1 |
   tee "$out/tests.txt" || failed=1
-timeout --kill-after=10 220 "$python" -m benchmarks.gpu --json "$out/gpu.json" "$@" 2>&1 | tee "$out/gpu.txt" || failed=1
+timeout --kill-after=10 340 "$python" -m benchmarks.gpu --json "$out/gpu.json" "$@" 2>&1 | tee "$out/gpu.txt" || failed=1
 exit "$failed"
