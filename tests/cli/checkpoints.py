@@ -60,7 +60,7 @@ def _make_megatron(path: Path) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     from demo import megatron_cpu
-    from tests.megatron.stock import stock_strategy
+    from tests.megatron.torch_dist import stock_strategy
 
     megatron_cpu.install()
     path.mkdir()

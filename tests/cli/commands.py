@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,9 +44,6 @@ def shell(*words: object) -> Ended:
     code = ended.value.code
     assert isinstance(code, int)
     return Ended(code, out.getvalue(), err.getvalue())
-
-
-Shell = Callable[..., Ended]
 
 
 def started(*words: object, **options: Any) -> subprocess.Popen[str]:

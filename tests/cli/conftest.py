@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.checkpoints import make_all
-from tests.cli.commands import Shell, shell
 from tests.harness.ranks import run_ranks, values
 
 
@@ -28,8 +27,3 @@ def copy_of(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
         return Path(shutil.copytree(originals / name, tmp_path / name))
 
     return copied
-
-
-@pytest.fixture(name="shell")
-def _shell() -> Shell:
-    return shell

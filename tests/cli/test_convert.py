@@ -25,7 +25,7 @@ from robust_dcp.conversion import convert
 from robust_dcp.storage.layouts import LAYOUTS
 from robust_dcp.storage.pieces import Piece, PieceReader
 from tests.cli.checkpoints import KINDS
-from tests.cli.commands import Shell
+from tests.cli.commands import shell
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
 from tests.storage.forged import Call
@@ -62,7 +62,7 @@ def names_in(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_torch_load_reads_the_state_dict_nested_or_flat(source: Path, tmp_path: Path, shell: Shell) -> None:
+def test_torch_load_reads_the_state_dict_nested_or_flat(source: Path, tmp_path: Path) -> None:
     assert shell("convert", source, tmp_path / "whole.pt", "--to", "torch").code == 0
     for mmap in (True, False):
         assert differences(state(), torch.load(tmp_path / "whole.pt", weights_only=True, mmap=mmap)) == []
@@ -86,9 +86,7 @@ def tensors_of_many_kinds() -> dict[str, Any]:
     }
 
 
-def test_a_file_of_torch_save_becomes_a_checkpoint_that_stock_and_ours_load_and_a_file_again(
-    tmp_path: Path, shell: Shell
-) -> None:
+def test_a_file_of_torch_save_becomes_a_checkpoint_that_stock_and_ours_load_and_a_file_again(tmp_path: Path) -> None:
     torch.save(tensors_of_many_kinds(), tmp_path / "whole.pt")
     assert shell("convert", tmp_path / "whole.pt", tmp_path / "made", "--to", "dcp").code == 0
     assert shell("verify", tmp_path / "made").code == 0
@@ -110,9 +108,7 @@ def test_a_file_of_torch_save_becomes_a_checkpoint_that_stock_and_ours_load_and_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_checkpoint_can_be_converted_to_every_form(
-    kind: str, originals: Path, tmp_path: Path, shell: Shell
-) -> None:
+def test_every_kind_of_checkpoint_can_be_converted_to_every_form(kind: str, originals: Path, tmp_path: Path) -> None:
     for form in ("torch", "dcp", "safetensors"):
         ended = shell("convert", originals / kind, tmp_path / form, "--to", form, "--exclude", "*complex*")
         assert ended.code == 0, ended.err
@@ -151,7 +147,7 @@ def test_what_ranks_hold_in_shards_becomes_whole_tensors_and_stocks_own_tool_con
     assert differences(expected, load_file(tmp_path / "model" / "model-00001-of-00001.safetensors")) == []
 
 
-def test_names_and_dtypes_change_as_asked(source: Path, tmp_path: Path, shell: Shell) -> None:
+def test_names_and_dtypes_change_as_asked(source: Path, tmp_path: Path) -> None:
     options = ["--select", "model.float*", "--rename", "model.*=net.*.weight", "--dtype", "bfloat16"]
     options += ["--dtype", "net.float64.*=float32", "--exclude", "*float8*"]
     ended = shell("convert", source, tmp_path / "model", "--to", "safetensors", *options)
@@ -165,7 +161,7 @@ def test_names_and_dtypes_change_as_asked(source: Path, tmp_path: Path, shell: S
     assert torch.equal(found["net.float64.weight"], state()["model"]["float64"].float())
 
 
-def test_a_model_is_cut_into_files_and_what_is_no_tensor_is_named(source: Path, tmp_path: Path, shell: Shell) -> None:
+def test_a_model_is_cut_into_files_and_what_is_no_tensor_is_named(source: Path, tmp_path: Path) -> None:
     words = ("--to", "safetensors", "--max-shard-size", "300B", "--exclude", "*complex*")
     ended = shell("convert", source, tmp_path / "model", *words)
     assert ended.code == 0 and "Left out" in ended.out and "step" in ended.out
@@ -175,7 +171,7 @@ def test_a_model_is_cut_into_files_and_what_is_no_tensor_is_named(source: Path, 
     assert differences(expected, found) == []
 
 
-def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_path: Path, shell: Shell) -> None:
+def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_path: Path) -> None:
     base, beside = tmp_path / "base", ("config.json", "generation_config.json", "tokenizer.json")
     base.mkdir()
     for name in (*beside, "model-00009-of-00009.safetensors", "x.bin"):
@@ -201,7 +197,7 @@ def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_pa
     ],
 )
 def test_what_cannot_be_made_is_said_and_nothing_is_left(
-    options: list[str], word: str, source: Path, tmp_path: Path, shell: Shell
+    options: list[str], word: str, source: Path, tmp_path: Path
 ) -> None:
     ended = shell("convert", source, tmp_path / "target", *options)
     assert ended.code == 2 and word in ended.err
@@ -209,7 +205,7 @@ def test_what_cannot_be_made_is_said_and_nothing_is_left(
 
 
 def test_a_target_that_exists_stays_unless_forced_and_one_of_another_kind_stays_always(
-    source: Path, tmp_path: Path, shell: Shell
+    source: Path, tmp_path: Path
 ) -> None:
     for form, name in (("torch", "file"), ("dcp", "directory")):
         target = tmp_path / name
@@ -224,7 +220,7 @@ def test_a_target_that_exists_stays_unless_forced_and_one_of_another_kind_stays_
     assert names_in(tmp_path) == {"source", "file", "directory"}
 
 
-def test_a_damaged_source_gives_nothing(source: Path, tmp_path: Path, shell: Shell) -> None:
+def test_a_damaged_source_gives_nothing(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "file.pt"
     torch.save({"a": torch.ones(9), "b": torch.arange(3.0) + 1}, file)
     for path in (max(source.glob("*.distcp"), key=lambda path: path.stat().st_size), file):
@@ -239,9 +235,7 @@ def test_a_damaged_source_gives_nothing(source: Path, tmp_path: Path, shell: She
 
 
 @pytest.mark.parametrize("content", [b"x\n", b"", b"PK\x03\x04 and so on", bytes(100), None])
-def test_a_file_of_another_kind_or_one_that_would_run_code_is_refused(
-    content: bytes | None, tmp_path: Path, shell: Shell
-) -> None:
+def test_a_file_of_another_kind_or_one_that_would_run_code_is_refused(content: bytes | None, tmp_path: Path) -> None:
     if content is None:
         torch.save({"w": torch.ones(2), "evil": Call(os.mkdir, str(tmp_path / "executed"))}, tmp_path / "file")
     else:

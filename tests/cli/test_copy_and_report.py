@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 
 import robust_dcp
-from tests.cli.commands import Shell
+from tests.cli.commands import shell
 
 
-def test_a_rate_is_written_as_people_do(originals: Path, tmp_path: Path, shell: Shell) -> None:
+def test_a_rate_is_written_as_people_do(originals: Path, tmp_path: Path) -> None:
     for rate, code in {"500MB": 0, "1.5GiB": 0, "200000 k": 0, "300MB/s": 0, "fast": 2, "0": 2, "1XB": 2}.items():
         ended = shell("copy", originals / "ours", tmp_path / "copied", f"--limit={rate}")
         assert ended.code == code and ("is no size" in ended.err) == (code == 2)
 
 
-def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path, shell: Shell) -> None:
+def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
     manager = robust_dcp.CheckpointManager(tmp_path / "run")
     for step in (10, 20):
         manager.save(step, {"model": {"w": torch.ones(9) * step}})
@@ -29,7 +29,7 @@ def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path, shell: Shell) -
     assert [(each["name"], each["plan"]["outcome"]) for each in found["reports"]][1] == ("step_20", "reused")
 
 
-def test_a_page_that_cannot_be_made_is_an_error_and_leaves_nothing(tmp_path: Path, shell: Shell) -> None:
+def test_a_page_that_cannot_be_made_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     ended = shell("report", tmp_path)
     assert ended.code == 2 and str(tmp_path) in ended.err
     robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "run")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
-from tests.cli.commands import Shell
+from tests.cli.commands import shell
 from tests.harness.ranks import run_ranks, values
 
 FILES = {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp"}
@@ -53,7 +53,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_tree_joins_levels_of_one_name_and_counts_what_is_below(sharded: Path, shell: Shell) -> None:
+def test_the_tree_joins_levels_of_one_name_and_counts_what_is_below(sharded: Path) -> None:
     ended = shell("inspect", sharded)
     assert ended.out.splitlines()[:6] == [
         "model.layers  3 items, 166 B",
@@ -68,23 +68,21 @@ def test_the_tree_joins_levels_of_one_name_and_counts_what_is_below(sharded: Pat
     assert lines[0] == "model.layers  3 items, 166 B" and not any(line.startswith(" ") for line in lines)
 
 
-def test_a_table_has_one_line_for_each_item_with_the_file_of_its_first_chunk(sharded: Path, shell: Shell) -> None:
+def test_a_table_has_one_line_for_each_item_with_the_file_of_its_first_chunk(sharded: Path) -> None:
     rows = {row[0]: list(map(unmarked, row[1:])) for row in shell("inspect", sharded, "--table").rows}
     assert rows["model.layers.0.weight"] == ["float32", "[8, 4]", "2", "128 B", "__0_0.distcp and 1 other"]
     assert rows["of_rank_1"] == ["float32", "[2]", "1", "8 B", "__1_0.distcp"]
     assert rows["step"][:3] == ["object", "", "1"]
 
 
-def test_only_items_that_fit_a_pattern_are_shown(sharded: Path, shell: Shell) -> None:
+def test_only_items_that_fit_a_pattern_are_shown(sharded: Path) -> None:
     rows = shell("inspect", sharded, "model.layers.0.*", "step", "--table").rows
     assert sorted(row[0] for row in rows) == ["model.layers.0.bias", "model.layers.0.weight", "step"]
     ended = shell("inspect", sharded, "nothing.*")
     assert ended.code == 1 and ended.out == "" and "No item has such a name: nothing.*" in ended.err
 
 
-def test_files_are_shown_with_their_sizes_and_what_is_wrong_with_them(
-    sharded: Path, shell: Shell, tmp_path: Path
-) -> None:
+def test_files_are_shown_with_their_sizes_and_what_is_wrong_with_them(sharded: Path, tmp_path: Path) -> None:
     sound = {unmarked(row[0]): row[1:] for row in shell("inspect", sharded, "--files").rows}
     assert set(sound) == FILES and all(problem == "" for *_, problem in sound.values())
     damaged = Path(shutil.copytree(sharded, tmp_path / "damaged"))

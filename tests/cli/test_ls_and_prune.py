@@ -11,7 +11,7 @@ import pytest
 
 from robust_dcp.storage.committing.saving_file import SavingFile, claimed, needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
-from tests.cli.commands import Shell
+from tests.cli.commands import shell
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def names_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir())
 
 
-def states(shell: Shell, root: Path) -> dict[str, str]:
+def states(root: Path) -> dict[str, str]:
     return {row[1]: row[4] for row in shell("ls", root).rows}
 
 
@@ -39,7 +39,7 @@ def saving_in(path: Path) -> SavingFile:
     return SavingFile.create(Disk(), str(path), save_id="0123456789abcdef0123456789abcdef")
 
 
-def test_ls_says_what_goes_on_in_each_directory(run: Path, shell: Shell) -> None:
+def test_ls_says_what_goes_on_in_each_directory(run: Path) -> None:
     running = [saving_in(run / "step_5"), saving_in(run / "step_1")]
     saving_in(run / "step_6").release()  # as when its process ends
     (run / "step_8").mkdir()
@@ -47,7 +47,7 @@ def test_ls_says_what_goes_on_in_each_directory(run: Path, shell: Shell) -> None
     (run / "step_9" / "__0_0.distcp").write_bytes(b"x")
     os.utime(run / "step_9" / "__0_0.distcp", (0, 0))
     (run / "step_2").rename(run / ".robust_dcp.removing.step_2")
-    assert states(shell, run) == {
+    assert states(run) == {
         "step_1": "committed, saving now",
         "step_2": "being removed",
         "step_3": "committed, latest",
@@ -65,7 +65,7 @@ def test_ls_says_what_goes_on_in_each_directory(run: Path, shell: Shell) -> None
     assert found["checkpoints"][1]["is_latest"] and found["checkpoints"][0]["metrics"] == {"loss": 1.0}
 
 
-def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path, shell: Shell) -> None:
+def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path) -> None:
     ended = shell("prune", run, "--keep-best", "loss", "--yes")
     assert ended.code == 0
     assert names_in(run) == ["step_2", "step_3", "step_4"]  # the best, the latest, the newest
@@ -73,7 +73,7 @@ def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path,
     assert names_in(run) == ["step_3", "step_4"]
 
 
-def test_prune_leaves_what_is_being_loaded_or_saved(run: Path, shell: Shell) -> None:
+def test_prune_leaves_what_is_being_loaded_or_saved(run: Path) -> None:
     disk = Disk()
     with claimed(disk, str(run / "step_2")), needed_for_a_load(disk, str(run / "step_1")):
         ended = shell("prune", run, "--keep-last", 1, "--yes", "--json")
@@ -90,9 +90,7 @@ def test_prune_leaves_what_is_being_loaded_or_saved(run: Path, shell: Shell) -> 
         (("--keep-last", "0"), "--keep-last"),
     ],
 )
-def test_prune_refuses_rules_that_would_remove_by_mistake(
-    run: Path, shell: Shell, words: tuple[str, ...], said: str
-) -> None:
+def test_prune_refuses_rules_that_would_remove_by_mistake(run: Path, words: tuple[str, ...], said: str) -> None:
     ended = shell("prune", run, *words, "--yes")
     assert ended.code == 2 and said in ended.err
     assert names_in(run) == ["step_1", "step_2", "step_3", "step_4"]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import robust_dcp
 from robust_dcp.cli.app import COMMANDS
-from tests.cli.commands import Shell, started
+from tests.cli.commands import shell, started
 from tests.storage.forged import Call
 
 HOSTILE = "evil\\x1b]0;title\\x07[red]\\n\\tname"
@@ -45,7 +45,7 @@ def in_a_terminal(*words: object, typed: bytes = b"", code: int = 0, **environme
     return said.decode()
 
 
-def test_names_cannot_speak_to_a_terminal_and_stay_one_field(originals: Path, shell: Shell) -> None:
+def test_names_cannot_speak_to_a_terminal_and_stay_one_field(originals: Path) -> None:
     said = in_a_terminal("inspect", originals / "ours", "--table", NO_COLOR="1", COLUMNS="200")
     assert HOSTILE in said
     assert "\x1b]0;" not in said and "\x1b[31m" not in said
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_a_long_command_at_once_and_leaves_nothing(command: str, fir
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_examples_json_and_the_words_of_the_command(name: str, shell: Shell) -> None:
+def test_help_has_examples_json_and_the_words_of_the_command(name: str) -> None:
     ended = shell(name, "--help")
     assert ended.code == 0 and "--json" in ended.out and f"Examples:\n  robust-dcp {name} " in ended.out
 
@@ -105,9 +105,7 @@ WORDS_AFTER_THE_PATH = {
 
 
 @pytest.mark.parametrize("name", WORDS_AFTER_THE_PATH)
-def test_a_path_may_be_a_file_url_and_a_place_in_a_store_is_refused(
-    name: str, originals: Path, shell: Shell, tmp_path: Path
-) -> None:
+def test_a_path_may_be_a_file_url_and_a_place_in_a_store_is_refused(name: str, originals: Path, tmp_path: Path) -> None:
     path = originals if name in ("ls", "prune") else originals / "ours"
     words = [each.format(path=path, target=tmp_path / "target") for each in WORDS_AFTER_THE_PATH[name]]
     for url in (f"file://{path}", f"FILE://localhost{path}"):
@@ -121,9 +119,7 @@ def test_a_path_may_be_a_file_url_and_a_place_in_a_store_is_refused(
         assert ended.code == 2 and "there is no such directory" in ended.json["error"] and ended.json["version"] == 1
 
 
-def test_names_of_files_that_are_no_text_are_shown_and_can_be_used(
-    originals: Path, tmp_path: Path, shell: Shell
-) -> None:
+def test_names_of_files_that_are_no_text_are_shown_and_can_be_used(originals: Path, tmp_path: Path) -> None:
     root = tmp_path / os.fsdecode(b"run\xff")
     path = Path(shutil.copytree(originals / "ours", root / "step_1"))
     for words in (["ls", root], ["report", root], ["inspect", path], ["verify", path], ["doctor", root]):
@@ -135,7 +131,7 @@ def test_names_of_files_that_are_no_text_are_shown_and_can_be_used(
 
 
 def test_what_may_not_be_used_is_told_with_what_to_check(
-    originals: Path, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+    originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     ended = shell("bench", tmp_path / "file/step_1")
@@ -148,9 +144,7 @@ def test_what_may_not_be_used_is_told_with_what_to_check(
     assert ended.code == 2 and f"{tmp_path} cannot be written to: check who owns it" in ended.err
 
 
-def test_a_program_in_the_place_of_a_tensor_an_object_or_the_metadata_is_executed_by_no_command(
-    tmp_path: Path, shell: Shell
-) -> None:
+def test_a_program_in_the_place_of_a_tensor_an_object_or_the_metadata_is_executed_by_no_command(tmp_path: Path) -> None:
     path, ran = tmp_path / "hostile", tmp_path / "ran"
     program = Call(open, str(ran), "x")
     dcp.save({"weight": torch.ones(4)}, checkpoint_id=path, no_dist=True)

@@ -17,16 +17,14 @@ import torch
 
 import robust_dcp
 from tests.cli.checkpoints import KINDS, OURS
-from tests.cli.commands import Shell
+from tests.cli.commands import shell
 from tests.harness.damage import cut_short, data_files, flip_bit
 
 CopyOf = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_checkpoint_is_whole_and_all_of_its_data_has_checksums(
-    kind: str, originals: Path, shell: Shell
-) -> None:
+def test_a_whole_checkpoint_is_whole_and_all_of_its_data_has_checksums(kind: str, originals: Path) -> None:
     ended = shell("verify", originals / kind, "--json")
     assert ended.code == 0, ended
     assert ended.json["is_whole"] and ended.json["problems"] == [] and ended.json["unverified_nbytes"] == 0
@@ -35,16 +33,14 @@ def test_a_whole_checkpoint_is_whole_and_all_of_its_data_has_checksums(
     assert verified >= sum(each["nbytes"] for each in items if each["kind"] == "tensor") > 0
 
 
-def test_a_leftover_beside_a_checkpoint_is_noted_and_is_no_damage(copy_of: CopyOf, shell: Shell) -> None:
+def test_a_leftover_beside_a_checkpoint_is_noted_and_is_no_damage(copy_of: CopyOf) -> None:
     path = copy_of("ours")
     (path / "__77_0.distcp").write_bytes(b"left")
     ended = shell("verify", path)
     assert ended.code == 0 and "__77_0.distcp does not belong" in ended.err
 
 
-def test_what_each_rank_has_saved_for_itself_is_listed_inspected_and_verified(
-    originals: Path, copy_of: CopyOf, shell: Shell
-) -> None:
+def test_what_each_rank_has_saved_for_itself_is_listed_inspected_and_verified(originals: Path, copy_of: CopyOf) -> None:
     if not (originals / "by_ranks").exists():
         pytest.skip("this torch always saves together")
     path = copy_of("by_ranks")
@@ -61,9 +57,7 @@ def test_what_each_rank_has_saved_for_itself_is_listed_inspected_and_verified(
     assert (row["step"], row["state"], row["is_latest"]) == (7, "committed", True)
 
 
-def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(
-    originals: Path, tmp_path: Path, shell: Shell
-) -> None:
+def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(originals: Path, tmp_path: Path) -> None:
     for number, kind in enumerate(("ours", "stock", "safetensors")):
         shutil.copytree(originals / kind, tmp_path / f"step_{number}")
     assert shell("verify", tmp_path).code == 0
@@ -75,7 +69,7 @@ def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_a_checkpoint_in_a_store_is_inspected_and_verified(kind: str, originals: Path, shell: Shell) -> None:
+def test_a_checkpoint_in_a_store_is_inspected_and_verified(kind: str, originals: Path) -> None:
     url = f"memory://verified/{kind}"
     assert shell("copy", originals / kind, url).code == 0
     here, there = (shell("inspect", each, "--json").json for each in (originals / kind, url))
@@ -91,7 +85,7 @@ def test_a_checkpoint_in_a_store_is_inspected_and_verified(kind: str, originals:
     assert ended.code == 1 and [row[0] for row in ended.rows] == [name]
 
 
-def test_all_damaged_items_are_named_up_to_twenty_of_a_file(tmp_path: Path, shell: Shell) -> None:
+def test_all_damaged_items_are_named_up_to_twenty_of_a_file(tmp_path: Path) -> None:
     writer = robust_dcp.RobustWriter(tmp_path, files_per_rank=1)
     robust_dcp.save({f"l.{n}": torch.ones(5000) for n in range(100)}, storage_writer=writer)
     chunks = [(each["name"], each["chunks"][0]) for each in shell("inspect", tmp_path, "--json").json["items"]]
@@ -113,7 +107,7 @@ class Own(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def test_a_tensor_whose_class_refuses_to_be_copied_is_verified_by_its_bytes(tmp_path: Path, shell: Shell) -> None:
+def test_a_tensor_whose_class_refuses_to_be_copied_is_verified_by_its_bytes(tmp_path: Path) -> None:
     robust_dcp.save({"own": torch.ones(9).as_subclass(Own), "w": torch.ones(9)}, checkpoint_id=tmp_path)
     ended = shell("verify", tmp_path, "--json")
     assert ended.code == 0 and ended.json["unverified_nbytes"] == 0 and ended.json["verified_nbytes"] == 72

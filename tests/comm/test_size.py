@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from robust_dcp.comm import Channel, Offer, patience
+from robust_dcp.comm import Channel, ExchangeStats, Offer, patience
 from tests.comm.messages import Note
 from tests.harness.network import GlooNetwork, run_channels
 
@@ -30,32 +30,29 @@ def n_sockets() -> int:
 def test_sockets_bytes_and_the_store_do_not_grow_with_the_group(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank that a busy machine holds up would tell the store where it waits.
     monkeypatch.setattr(patience, "ELSEWHERE_SECONDS", 120.0)
-    before, network, after_saves = n_sockets(), GlooNetwork(size), list[tuple[int, int, int]]()
+    before, network, after_saves = n_sockets(), GlooNetwork(size), list[tuple[int, int]]()
+    all_have_saved = threading.Barrier(
+        size, action=lambda: after_saves.append((n_sockets() - before, network.store_nbytes))
+    )
 
-    def count() -> None:
-        most_nbytes = max(max(nbytes.values()) for nbytes in network.nbytes)
-        after_saves.append((n_sockets() - before, most_nbytes, network.store_nbytes))
-        for nbytes in network.nbytes:
-            nbytes.clear()
-
-    all_have_saved = threading.Barrier(size, action=count)
-
-    def save_twice(channel: Channel) -> int:
-        """The exchanges of a save with a known plan, in which no rank has anything to send."""
+    def save_twice(channel: Channel) -> tuple[int, ExchangeStats]:
+        """The exchanges of a save with a known plan, in which no rank has anything to send. What the second costs."""
         for _ in range(2):
-            channel.agree("save: plan", lambda: Offer(bytes(16), bytes(16), 1, 1))
-            channel.gather("save: write", lambda: None, Note)
-            channel.barrier("save: commit")
+            with channel.recording() as stats:
+                channel.agree("save: plan", lambda: Offer(bytes(16), bytes(16), 1, 1))
+                channel.gather("save: write", lambda: None, Note)
+                channel.barrier("save: commit")
             all_have_saved.wait()
-        return len(channel._operation.link._connections.peers)
+        return len(channel._operation.link._connections.peers), stats
 
-    connections = run_channels(network, save_twice, timeout_seconds=120)
-    (_, _, store_nbytes), (more_sockets, most_nbytes, store_nbytes_again) = after_saves
+    connections, stats = zip(*run_channels(network, save_twice, timeout_seconds=120), strict=True)
+    (_, store_nbytes), (more_sockets, store_nbytes_again) = after_saves
     # Each rank has a socket that listens, and both ends of each connection are sockets of this process.
     assert more_sockets == sum(connections) + size
     assert sum(connections) / size + 1 <= 4
     assert max(connections) + 1 <= 2 * (size - 1).bit_length() + 2
-    assert most_nbytes <= 2048
+    for n_peers, each in zip(connections, stats, strict=True):
+        assert each.header_nbytes_sent + each.payload_nbytes_sent <= 1024 * n_peers
     assert store_nbytes / size <= 2048
     assert store_nbytes_again == store_nbytes, "ranks that are connected asked the store"
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
 from tests.drain.checkpoints import data_files, files_of, loaded, save, state_dict
-from tests.faults.disk import Call, FaultDisk
+from tests.faults.disk import Call, FaultDisk, Gate
 from tests.harness.ranks import errors, run_ranks, values
 from tests.harness.verdicts import lines_of_the_log
 
@@ -111,19 +111,14 @@ def test_a_save_while_the_one_before_it_is_copied_is_what_arrives(tmp_path: Path
     local, durable = tmp_path / "local", tmp_path / "durable"
     save_and_drain(local, durable, 1.0)
     robust_dcp.finish_async_saves()
-    waiting, goes_on = threading.Event(), threading.Event()
-
-    def hold(call: Call) -> None:
-        waiting.set()
-        assert goes_on.wait(60)
-
-    with FaultDisk(durable, on={"create:__*#1": hold}):
+    gate = Gate()
+    with FaultDisk(durable, on={"create:__*#1": gate}):
         save_and_drain(local, durable, 2.0)
-        assert waiting.wait(60)
+        assert gate.is_there.wait(60)
         for value in (3.0, 4.0):
             save_and_drain(local, durable, value)
         assert loaded(durable) == 1.0
-        goes_on.set()
+        gate.opened.set()
         robust_dcp.finish_async_saves()
     assert loaded(durable) == 4.0
     assert files_of(durable) == files_of(local) - {RECORD}

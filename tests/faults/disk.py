@@ -10,7 +10,7 @@ It replaces functions of :mod:`os`, so it needs nothing from the code under test
 calls from Python are seen, not those of C++ code (``torch.load`` of a path).
 
 The operations are ``create``, ``open``, ``read``, ``write``, ``truncate``, ``allocate``, ``fsync``, ``close``,
-``rename``, ``link``, ``symlink``, ``unlink``, ``mkdir``, ``rmdir``, ``list``, ``stat``, ``room`` and ``lock``.
+``rename``, ``unlink``, ``mkdir``, ``rmdir``, ``list``, ``stat``, ``room`` and ``lock``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ __all__ = [
     "short",
 ]
 
-CHANGES: Final = frozenset(
-    {"create", "write", "truncate", "allocate", "fsync", "rename", "link", "symlink", "unlink", "mkdir", "rmdir"}
-)
+CHANGES: Final = frozenset({"create", "write", "truncate", "allocate", "fsync", "rename", "unlink", "mkdir", "rmdir"})
 """The operations that change what is there, or make it durable. Between two of them a kill leaves the same files."""
 
 LONG_TESTS: Final = os.environ.get("LONG_TESTS") == "1"
@@ -62,8 +60,8 @@ class Call:
 
     Attributes:
         operation: see the module.
-        path: absolute; of a rename or link the new name.
-        source: of a rename or link the name that was there before.
+        path: absolute; of a rename the new name.
+        source: of a rename the name that was there before.
         offset: of a write, in bytes.
         data: of a write: what was written. Only if the disk records.
         is_done: whether it succeeded. Only if the disk records.
@@ -358,14 +356,8 @@ def _by_path(operation: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _by_two_paths(operation: str, name: str) -> Callable[..., Any]:
-    real = _real[name]
-
-    @functools.wraps(real)
-    def call(source: Any, target: Any, **kwargs: Any) -> Any:
-        return _seen(operation, target, lambda cut: real(source, target, **kwargs), source=source)
-
-    return call
+def _rename(source: Any, target: Any, **kwargs: Any) -> Any:
+    return _seen("rename", target, lambda cut: _real["replace"](source, target, **kwargs), source=source)
 
 
 def _is_there(path: Any) -> bool:
@@ -495,10 +487,8 @@ _REPLACED: Final[dict[str, Callable[..., Any]]] = {
     "lstat": _by_path("stat", "lstat"),
     "fstat": _by_path("stat", "fstat"),
     "statvfs": _by_path("room", "statvfs"),
-    "rename": _by_two_paths("rename", "rename"),
-    "replace": _by_two_paths("rename", "replace"),
-    "link": _by_two_paths("link", "link"),
-    "symlink": _by_two_paths("symlink", "symlink"),
+    "rename": _rename,
+    "replace": _rename,
 }
 
 

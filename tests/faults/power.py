@@ -145,17 +145,16 @@ class _Disk:
             synced.durable, synced.pending = synced.after(synced.pending), []
         elif call.operation == "unlink":
             place.pending.append(lambda names: names.pop(name))
-        elif call.operation in ("rename", "link"):
+        elif call.operation == "rename":
             moved, old = self._file(call.source), os.path.basename(call.source)
             source = self._at(call.source)
             if moved is None:
                 self._move_directory(call.source, call.path)
-            elif call.operation == "rename" and source is place:
+            elif source is place:
                 place.pending.append(lambda names: names.__setitem__(name, names.pop(old)))
             else:
                 place.pending.append(lambda names: names.__setitem__(name, moved))
-                if call.operation == "rename":
-                    source.pending.append(lambda names: names.pop(old))
+                source.pending.append(lambda names: names.pop(old))
 
     def _move_directory(self, source: str, target: str) -> None:
         """Here that is durable at once."""

@@ -1,8 +1,8 @@
-"""Ranks that are threads of this process: the real channel, on a simulated network or on counted connections of gloo.
+"""Ranks that are threads of this process: the real channel, on a simulated network or on connections of gloo.
 
 :meth:`SimulatedNetwork.link` gives a rank its ``Link``, with connections and a store that damage, delay and cut what
 they are told to; everything above is the real thing. It never decides by itself what goes wrong: the faults are a list
-that its maker gives it. :class:`GlooNetwork` has no faults, and counts.
+that its maker gives it. :class:`GlooNetwork` has no faults.
 
     network = SimulatedNetwork(3, [Fault(FaultKind.CUT, sender=1, receiver=0, message=2)])
     results = run_channels(network, lambda channel: channel.barrier("plan"))
@@ -15,7 +15,7 @@ import datetime
 import os
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -279,27 +279,10 @@ def _damaged(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :]
 
 
-class _CountedConnections(Connections):
-    """Connections that count the bytes between their rank and each neighbour."""
-
-    def __init__(self, nbytes: Counter[int], *args: Any) -> None:
-        super().__init__(*args)
-        self._nbytes = nbytes
-
-    def send(self, peer: int, tag: int, data: Any) -> Moving:
-        self._nbytes[peer] += len(data)
-        return super().send(peer, tag, data)
-
-    def receive(self, peer: int, tag: int, nbytes: int, *args: Any, **more: Any) -> bytearray:
-        self._nbytes[peer] += nbytes
-        return super().receive(peer, tag, nbytes, *args, **more)
-
-
 class GlooNetwork:
     """Real connections between ``size`` ranks, and a store in memory.
 
     Attributes:
-        nbytes: what each rank has sent to and received from each neighbour.
         store_nbytes: the keys and values that were sent to the store.
     """
 
@@ -308,7 +291,6 @@ class GlooNetwork:
     def __init__(self, size: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.size = size
-        self.nbytes = [Counter[int]() for _ in range(size)]
         self.store_nbytes = 0
         self._store = dist.HashStore()
         self._lock = threading.Lock()
@@ -318,7 +300,7 @@ class GlooNetwork:
 
         def make_connections(place: str, ask: Ask) -> Connections:
             here = Whereabouts("a thread", "127.0.0.1", "this host")
-            return _CountedConnections(self.nbytes[rank], ask, rank, self.size, here, b"hi")
+            return Connections(ask, rank, self.size, here, b"hi")
 
         notes = Notes(_StoreOfRank(self, rank), "robust_dcp/gloo")
         return Link(rank=rank, ranks=tuple(range(self.size)), notes=notes, make_connections=make_connections)

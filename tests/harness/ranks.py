@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -298,12 +299,15 @@ def _tasks(
 ) -> Iterator[list[RankTask]]:
     """What each rank is to do. Their outputs and the store of their group last as long as the block."""
     fork_server()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as directory, _store(timeout_seconds) as port:
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        # The rendezvous store runs in this process.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         yield [
             RankTask(
                 rank=rank,
                 call=b"",
-                env=_rank_environment(rank, world_size, port, env),
+                env=_rank_environment(rank, world_size, store.port, env),
                 directory=os.getcwd(),
                 output_path=os.path.join(directory, f"rank{rank}.txt"),
                 init=init,
@@ -432,22 +436,13 @@ def _rank_environment(rank: int, world_size: int, port: int, more: Mapping[str, 
     return {name: value for name, value in found.items() if value is not None}
 
 
-@contextlib.contextmanager
-def _store(timeout_seconds: float) -> Iterator[int]:
-    """Run the rendezvous store in this process. Yields its port."""
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    yield store.port
-    del store
-
-
 def fork_server() -> Any:
     """The forkserver context. The first call starts the server, with torch loaded and no thread running."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness.preload"])
     # The server takes its search path from the environment only, and thread pools that NumPy and torch start when
     # they are imported would not survive a fork.
-    with _environment({**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+    with mock.patch.dict(os.environ, {**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         forkserver.ensure_running()
         _wait_for_the_server()
     return context
@@ -459,14 +454,3 @@ def _wait_for_the_server() -> None:
     process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     process.start()
     process.join()
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

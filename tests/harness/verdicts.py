@@ -53,10 +53,10 @@ def verdict_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
         )
 
 
-def lines_of_the_log(level: int = logging.WARNING) -> list[str]:
-    """What robust_dcp says from now on."""
+def lines_of_the_log(name: str = "robust_dcp") -> list[str]:
+    """The warnings, and worse, that a logger gets from now on."""
     lines: list[str] = []
-    handler = logging.Handler(level)
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("robust_dcp").addHandler(handler)
+    logging.getLogger(name).addHandler(handler)
     return lines

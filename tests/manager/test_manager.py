@@ -27,12 +27,9 @@ from robust_dcp import (
     RobustCheckpointError,
     StorageError,
 )
-from robust_dcp.drain.record import DrainRecord, digest_at, write_drain_record
 from robust_dcp.manager.series import LATEST_NAME, RECORD_NAME
-from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import REMOVING_PREFIX, SAVING_PREFIX
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
-from tests.cli.commands import shell
 from tests.faults.disk import Fault, FaultDisk, Gate
 from tests.harness.damage import cut_short, data_files
 from tests.harness.faults import kill_in
@@ -278,14 +275,6 @@ class TestRemovals:
         assert (tmp_path / "worker0").read_text() == "a log"
         assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
-    def test_a_checkpoint_whose_copy_has_not_arrived_stays(self, tmp_path: Path) -> None:
-        save_steps(CheckpointManager(tmp_path), 1, 2, 3)
-        path = str(tmp_path / "step_1")
-        write_drain_record(Disk(), path, DrainRecord("s3://bucket/step_1", digest_at(Disk(), path)))
-        ended = shell("prune", tmp_path, "--keep-last", 1, "--yes")
-        assert ended.code == 0 and ended.rows[0][3] == "keep, its copy has not arrived"
-        assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1", "step_3"]
-
     @pytest.mark.parametrize(
         "call", ["stat:step_1/.metadata#1", "stat:step_1/.metadata#2", f"rename:{REMOVING_PREFIX}step_1"]
     )
@@ -358,25 +347,13 @@ def save_and_be_killed(root: str) -> None:
         CheckpointManager(root).save(1, state(1))
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("killed")
-    run_ranks(1, save_and_be_killed, str(root))
-    assert not (root / "step_1/.metadata").exists() and data_files(root / "step_1")
-    return root / "step_1"
-
-
-@pytest.fixture
-def crashed(killed: Path, tmp_path: Path) -> Path:
-    """What a save has left that was killed before its commit, in the directory ``step_1``."""
-    return Path(shutil.copytree(killed, tmp_path / "step_1"))
-
-
 class TestCrashedSaves:
-    def test_what_is_ours_is_removed(self, crashed: Path) -> None:
-        (crashed / "notes.txt").write_text("mine")
-        assert save_steps(CheckpointManager(crashed.parent, keep_last=1), 6) == [6]
-        assert os.listdir(crashed) == ["notes.txt"]
+    def test_what_is_ours_is_removed(self, tmp_path: Path) -> None:
+        run_ranks(1, save_and_be_killed, str(tmp_path))
+        assert not (tmp_path / "step_1/.metadata").exists() and data_files(tmp_path / "step_1")
+        (tmp_path / "step_1/notes.txt").write_text("mine")
+        assert save_steps(CheckpointManager(tmp_path, keep_last=1), 6) == [6]
+        assert os.listdir(tmp_path / "step_1") == ["notes.txt"]
 
     def test_a_manager_that_sweeps_gives_way_to_a_save_that_begins(self, tmp_path: Path) -> None:
         """It looks into the directory of the step because of what a crashed save has left there."""

@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 
 from robust_dcp.megatron import RobustSaveStrategy
 from tests.faults.disk import FaultDisk, Gate
+from tests.harness.verdicts import lines_of_the_log
 from tests.megatron.async_saves import as_saved, loaded, save_beside_training, state
-from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save, warnings_of
+from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save, stock_strategy
 
 SCENARIOS = Scenarios()
 
@@ -105,7 +105,8 @@ def a_rank_that_cannot_write_fails_the_finalizer_on_all_ranks_and_not_the_next_s
     is_full = {"write:[24]/*.distcp": OSError(errno.ENOSPC, "")} if dist.get_rank() == 1 else {}
     disk = FaultDisk(directory, on=is_full).install()
     try:
-        with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
+        with chosen(save_failure="warn"):
+            messages = lines_of_the_log("robust_dcp.megatron.failures")
             for name in "123":
                 ask_for(name)
             module.maybe_finalize_async_save(blocking=True)

@@ -16,7 +16,7 @@ from demo import megatron_cpu
 from tests.frameworks.jobs import is_ours
 from tests.harness.ranks import run_ranks, values
 from tests.megatron import ms_swift
-from tests.megatron.stock import stock_strategy
+from tests.megatron.torch_dist import stock_strategy
 from tests.megatron.whole_training import WholeTraining
 
 pytestmark = pytest.mark.compat

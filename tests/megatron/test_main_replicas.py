@@ -19,8 +19,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from demo import megatron_cpu
 from tests.harness.ranks import run_ranks, values
-from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import chosen, plain, save
+from tests.megatron.torch_dist import chosen, plain, save, stock_strategy
 
 _RANKS = 4
 _LAYOUTS = (((2, 1), ("alone", "dp")), ((1, 2), ("stage", "world")), ((1, 1), ("dp",)))

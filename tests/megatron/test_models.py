@@ -26,8 +26,7 @@ from demo import megatron_cpu
 from demo.megatron_model import Layout, Trainer
 from demo.megatron_truth import compare, gather_truth
 from tests.harness.ranks import run_ranks, values
-from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import chosen, save
+from tests.megatron.torch_dist import chosen, save, stock_strategy
 
 
 @pytest.mark.slow

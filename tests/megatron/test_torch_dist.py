@@ -40,7 +40,7 @@ from benchmarks.collectives import counted_collectives
 from robust_dcp import PlanConflict, RobustCheckpointError, StorageError, UnsafeCheckpoint
 from robust_dcp.megatron import RobustLoadStrategy, RobustSaveStrategy, common_state, versions
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from tests.megatron.stock import stock_strategy
+from tests.harness.verdicts import lines_of_the_log
 from tests.megatron.torch_dist import (
     Scenarios,
     chosen,
@@ -52,7 +52,7 @@ from tests.megatron.torch_dist import (
     replicated,
     replicated_object,
     save,
-    warnings_of,
+    stock_strategy,
 )
 from tests.storage.forged import Call
 
@@ -259,7 +259,8 @@ def a_common_state_that_differs_is_logged_by_the_rank_that_differs(directory: Pa
     def state() -> dict[str, Any]:
         return {**_one(), "lr": {"now": 0.1 * dist.get_rank()}, "same": [1, 2]}
 
-    with chosen(), warnings_of("robust_dcp.megatron.common_state") as messages:
+    messages = lines_of_the_log("robust_dcp.megatron.common_state")
+    with chosen():
         save(state(), directory / "1", preprocess_common_before_consistancy_check=lambda common: {})
         assert messages == []
         save(state(), directory / "2")
@@ -280,7 +281,8 @@ def main_replicas_that_two_ranks_claim_are_named_with_what_differs(directory: Pa
             "right": replicated("right", torch.ones(3)),
         }
 
-    with chosen(), warnings_of("robust_dcp.plan") as messages:
+    messages = lines_of_the_log("robust_dcp.plan")
+    with chosen():
         for step in ("1", "2"):
             save(state(), directory / step, validate_access_integrity=False)
         error, _ = failures_of(lambda: save(state(), directory / "3"))
@@ -323,7 +325,8 @@ def with_warn_a_job_goes_on_after_a_save_that_failed_and_ranks_hear_of_one_that_
     training.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
     sys.modules[training.__name__] = training
     try:
-        with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
+        messages = lines_of_the_log("robust_dcp.megatron.failures")
+        with chosen(save_failure="warn"):
             assert [training.save_checkpoint(n) for n in (1, 2, 3)] == ["saved", None, None]
             dist.barrier()
             assert tracker.read_text() == "1"
@@ -513,7 +516,8 @@ def a_checkpoint_of_another_format_is_left_to_megatron_and_that_is_said(director
             return f"{type(error).__name__}: {error}"
 
     by_stock = outcome()
-    with chosen(), warnings_of("robust_dcp.switch.patching") as messages:
+    messages = lines_of_the_log("robust_dcp.switch.patching")
+    with chosen():
         assert outcome() == by_stock
     assert len(messages) == 1 and "loads of of_tomorrow checkpoints (only torch_dist is taken over)" in messages[0]
 

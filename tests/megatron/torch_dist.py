@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import logging
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
@@ -36,7 +39,7 @@ __all__ = [
     "replicated",
     "replicated_object",
     "save",
-    "warnings_of",
+    "stock_strategy",
 ]
 
 
@@ -98,32 +101,12 @@ def chosen(*, timeout_seconds: float = 30, switch: str = "1", **environment: str
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": str(timeout_seconds),
         **{f"ROBUST_DCP_{name.upper()}": value for name, value in environment.items()},
     }
-    before = dict(os.environ)
     install()
-    os.environ.update(more)
     try:
-        yield
+        with mock.patch.dict(os.environ, more):
+            yield
     finally:
         uninstall()
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
-    """The messages that a logger gets within the block, warnings and worse."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Keep(logging.WARNING)
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger(name).removeHandler(handler)
 
 
 def made(directory: Path) -> Path:
@@ -137,6 +120,16 @@ def made(directory: Path) -> Path:
 def save(state_dict: dict[str, Any], directory: Path, strategy: Any = None, **options: Any) -> Any:
     """``dist_checkpointing.save``, whichever that is now, into a new directory."""
     return dist_checkpointing.save(state_dict, str(made(directory)), strategy, **options)
+
+
+def stock_strategy(**options: Any) -> TorchDistSaveShardedStrategy:
+    """Megatron's own ``torch_dist`` strategy, but for the process that it starts for a queue: here that is forked.
+
+    Stock starts it afresh, which takes seconds on each rank. The demo runs stock with what it starts.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    return TorchDistSaveShardedStrategy("torch_dist", 1, **options)
 
 
 def plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,13 @@ import robust_dcp
 from robust_dcp import RobustCheckpointError, StorageError
 from tests.faults.disk import LONG_TESTS, FaultDisk, Gate
 from tests.harness.ranks import on_ranks, run_program, run_ranks, values
-from tests.harness.torch_versions import needs_response
 from torture.async_kills import Kill
 from torture.async_kills import judge as judge_kill
 from torture.back_to_back import judge as judge_row
+from torture.generations import is_gone, writer_pids
 from torture.torn_copies import be_rank
 
 MEGABYTE = 1 << 20
-
-
-def children() -> list[int]:
-    """The processes that this one has started."""
-    found = (path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-    return [int(pid) for text in found for pid in text.split()]
 
 
 def loaded(path: Any, like: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +128,7 @@ def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest
     assert all(value_at(Path(path)) == 1 for path in ("one", "copies/one", "run/step_7", "copies/step_7"))
 
 
-@needs_response
+@pytest.mark.skipif(not hasattr(state_dict_saver, "AsyncSaveResponse"), reason="this torch has no AsyncSaveResponse")
 def test_a_lazy_save_has_what_stock_calls_an_async_save_response(tmp_path: Path) -> None:
     with robust_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path, staging="lazy") as saving:
         assert saving.staging_completion.done()
@@ -152,7 +147,7 @@ def ask_while_one_is_written(directory: str, executor: Any) -> bool:
         return robust_dcp.async_save(state, checkpoint_id=f"{directory}/{name}", executor=executor, **options)
 
     save("0").result(timeout=60)
-    writers = children()
+    writers = writer_pids()
     order: list[str] = []
     if executor == "process" and dist.get_rank() == 1:
         os.kill(writers[0], signal.SIGSTOP)
@@ -174,7 +169,7 @@ def ask_while_one_is_written(directory: str, executor: Any) -> bool:
         third = save("3")  # one at a time: it waits
         assert first.done() and second.done() and order == ["first", "second"]
         third.result(timeout=60)
-    assert children() == writers
+    assert writer_pids() == writers
     return skipped.result() is None
 
 
@@ -231,7 +226,7 @@ def fail_and_ask_on_one_rank(directory: str, executor: Any) -> list[str]:
     rank, told = dist.get_rank(), []
 
     def limit(nbytes: int) -> None:
-        for pid in (os.getpid(), *children()):  # a writer process that is started later has it too
+        for pid in (os.getpid(), *writer_pids()):  # a writer process that is started later has it too
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
     def save(name: str) -> Any:
@@ -282,7 +277,7 @@ def save_often_in_a_process(directory: str) -> tuple[int, int]:
     nbytes = []
     for _ in range(14):
         robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result(timeout=120)
-        (writer,) = children()
+        (writer,) = writer_pids()
         pages = Path(f"/proc/{writer}/statm").read_text().split()[1]
         nbytes.append(int(pages) * resource.getpagesize())
     return nbytes[3], nbytes[-1]
@@ -307,7 +302,7 @@ def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) 
 
     save(0.0).result(timeout=60)
     dist.barrier()
-    before, (writer,) = sorted(os.listdir(directory)), children()
+    before, (writer,) = sorted(os.listdir(directory)), writer_pids()
     dist.barrier()
     if rank == 0:
         os.kill(writer, signal.SIGSTOP)
@@ -324,7 +319,7 @@ def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) 
     dist.barrier()
     save(2.0).result(timeout=60)
     assert value_at(Path(directory), f"w{rank}") == 2.0
-    assert (children() == [writer]) == (rank == 1)
+    assert (writer_pids() == [writer]) == (rank == 1)
     return str(caught.value)
 
 
@@ -340,13 +335,13 @@ def test_a_writer_process_that_does_not_stop_does_not_hold_up_its_rank(can_be_ki
 _SAVE_AND_END = """
     import threading
     from tests.faults.disk import FaultDisk, Gate
-    from tests.promises.test_async import children
+    from torture.generations import writer_pids
 
     def save(value):
         return robust_dcp.async_save({{"w": torch.full((9,), value)}}, checkpoint_id=path, executor={executor!r})
 
     save(0.0).result()
-    writers = children()
+    writers = writer_pids()
     print("writers", *writers, flush=True)
     gate = Gate()
     FaultDisk(path, on={{{calls!r}: gate}}).install()
@@ -382,15 +377,12 @@ def end(tmp_path: Path, executor: str, calls: str, ending: str) -> tuple[int, st
     (ended,) = run_program(script, tmp_path, size=1)
     writers = ended.output.partition("writers")[2].splitlines()[0].split()
     for pid in writers:
-        descriptor = Path(f"/proc/{pid}/stat")
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGCONT)
-        for _ in range(3000):
-            if not descriptor.exists() or descriptor.read_text().rpartition(")")[2].split()[0] == "Z":
-                break
-            threading.Event().wait(0.01)
-        else:
-            raise AssertionError("the writer process outlives its rank")
+        until = time.monotonic() + 60
+        while not is_gone(int(pid)):
+            assert time.monotonic() < until, "the writer process outlives its rank"
+            time.sleep(0.01)
     assert bool(writers) is (executor == "process")
     return ended.exitcode, ended.output
 

@@ -77,51 +77,46 @@ def whole(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
+def recipe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of PyTorch's own recipe."""
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
 def held(model: nn.Module, optimizer: Optimizer) -> Any:
     """What a model and its optimizer hold, in stock's words."""
-    return whole(list(get_state_dict(model, optimizer)))
+    return whole(recipe(model, optimizer))
 
 
 def save_and_load(path: str, saved_by: str) -> list[str]:
-    """Save one way, load every way, into what has trained otherwise and into what has not trained. What differs."""
+    """Save one way, beside training and by PyTorch's recipe, and load every way, into what has trained otherwise and
+    into what has not trained. What differs."""
     wrong = []
     model, optimizer = built(saved_by, seed=1)
     expected = held(model, optimizer)
-    robust_dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    saving = robust_dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{path}/ours")
     if held(model, optimizer) != expected:
-        wrong.append(f"{saved_by}: the save has changed what it saved")
+        wrong.append("the save has changed what it saved")
+    dcp.save(recipe(model, optimizer), checkpoint_id=f"{path}/recipe")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    saving.result()
     for loaded_by in WRAPS:
-        for steps in (0, 1):
+        for steps, name in ((0, "ours"), (1, "ours"), (1, "recipe")):
             other, its_optimizer = built(loaded_by, seed=2, steps=steps)
-            robust_dcp.load({"model": other, "optimizer": its_optimizer}, checkpoint_id=path)
+            robust_dcp.load({"model": other, "optimizer": its_optimizer}, checkpoint_id=f"{path}/{name}")
             if held(other, its_optimizer) != expected:
-                wrong.append(f"{saved_by} to {loaded_by} after {steps} steps")
-    return wrong
+                wrong.append(f"{name} to {loaded_by} after {steps} steps")
+    by_recipe = recipe(*built(saved_by, seed=3))
+    dcp.load(by_recipe, checkpoint_id=f"{path}/ours")
+    return wrong if whole(by_recipe) == expected else [*wrong, "ours to the recipe"]
 
 
 @pytest.mark.parametrize("saved_by", WRAPS)
 def test_what_is_saved_under_one_way_to_distribute_is_loaded_under_every_other(saved_by: str, tmp_path: Path) -> None:
+    """Under the names of PyTorch's own recipe."""
     for wrong in on_ranks(2, save_and_load, str(tmp_path), saved_by):
         assert wrong == []
-
-
-def exchange_with_the_tutorial(path: str) -> bool:
-    model, optimizer = built("FSDP2", seed=1)
-    expected = held(model, optimizer)
-    robust_dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{path}/ours")
-    by_hand = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(by_hand, checkpoint_id=f"{path}/stock")
-
-    other, its_optimizer = built("FSDP2", seed=2)
-    by_hand = dict(zip(("model", "optimizer"), get_state_dict(other, its_optimizer), strict=True))
-    dcp.load(by_hand, checkpoint_id=f"{path}/ours")
-    third, third_optimizer = built("FSDP2", seed=3)
-    robust_dcp.load({"model": third, "optimizer": third_optimizer}, checkpoint_id=f"{path}/stock")
-    return held(third, third_optimizer) == expected == whole([by_hand["model"], by_hand["optimizer"]])
-
-
-def test_names_are_those_of_pytorchs_own_recipe(tmp_path: Path) -> None:
-    assert on_ranks(2, exchange_with_the_tutorial, str(tmp_path)) == [True, True]
 
 
 def load_what_stock_named(path: str, wrap: str) -> bool:
@@ -208,22 +203,6 @@ def test_a_class_with_a_state_dict_of_its_own_is_asked_for_that(tmp_path: Path) 
     assert set(report.metadata.state_dict_metadata) == {"model.weight", "model.bias", "optimizer.own"}
     robust_dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
     assert optimizer.loaded == {"own": torch.tensor(7.0)}
-
-
-def save_behind_training(path: str) -> bool:
-    model, optimizer = built("FSDP2", seed=1)
-    expected = held(model, optimizer)
-    saving = robust_dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    saving.result()
-    robust_dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-    return bool(held(model, optimizer) == expected)
-
-
-def test_async_saves_take_modules_and_optimizers_too(tmp_path: Path) -> None:
-    assert on_ranks(2, save_behind_training, str(tmp_path)) == [True, True]
 
 
 # --- optimizers whose parameters have not all had a gradient, and what nobody asked for -------------------------------

@@ -97,11 +97,10 @@ def test_a_disk_that_fills_up_anywhere_costs_only_that_save(
         scenario.check_next(directory)
 
 
-def test_a_file_system_without_locks_links_or_preallocation_is_good_enough(memory_path: Path) -> None:
+def test_a_file_system_without_locks_or_preallocation_is_good_enough(memory_path: Path) -> None:
     path = str(memory_path / "c")
     lacks: dict[str, Fault] = {
         "lock": OSError(errno.ENOLCK, ""),
-        "link": OSError(errno.EPERM, ""),
         "allocate": OSError(errno.EOPNOTSUPP, ""),
         "fsync:c": OSError(errno.EINVAL, ""),
     }

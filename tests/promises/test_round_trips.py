@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,17 +177,11 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks_in_other_layouts_and_in_pa
 
 # --- files of safetensors ---------------------------------------------------------------------------------------------
 
-StateDict = dict[str, Any]
 TABLE = {name: getattr(torch, name) for name in DTYPES}
 
 
 def save(directory: Path | str, state_dict: StateDict, **options: Any) -> None:
     robust_dcp.save(state_dict, storage_writer=RobustWriter(directory, layout="safetensors", **options))
-
-
-def load_by_stock(directory: Path | str, state_dict: StateDict) -> StateDict:
-    dcp.load(state_dict, storage_reader=dcp.HuggingFaceStorageReader(str(directory)))
-    return state_dict
 
 
 def tensors(seed: int) -> StateDict:
@@ -217,7 +210,8 @@ def test_safetensors_and_stocks_reader_read_our_files(tmp_path: Path, options: d
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert differences(tensors(1), found) == []
     if HAS_SAFETENSORS:
-        assert differences(tensors(1), load_by_stock(tmp_path, tensors(2))) == []
+        load_by_hf(target := tensors(2), str(tmp_path))
+        assert differences(tensors(1), target) == []
 
 
 def test_another_planner_than_ours_is_refused(tmp_path: Path) -> None:
@@ -334,23 +328,9 @@ def named(seed: int = 1) -> Named:
     return tensor
 
 
-WRAPPED_SAVERS: dict[str, Callable[[dict[str, Any], str], object]] = {
-    "ours": SAVERS["ours"],
-    "ours, async": lambda state, path: robust_dcp.async_save(state, checkpoint_id=path).result(timeout=60),  # type: ignore[union-attr]
-    "stock with our plugins": SAVERS["stock + both"],
-    "stock": SAVERS["stock"],
-}
-
-
 def load_with_stock(state: dict[str, Any], path: str) -> None:
     with torch.serialization.safe_globals([Quantized, Slotted, Named]):  # stock needs that, and torchao does it
         dcp.load(state, checkpoint_id=path)
-
-
-WRAPPED_LOADERS: dict[str, Callable[[dict[str, Any], str], object]] = {
-    "ours": lambda state, path: robust_dcp.load(state, checkpoint_id=path),
-    "stock": load_with_stock,
-}
 
 
 def wrapped(seed: int) -> StateDict:
@@ -375,9 +355,9 @@ def parts(value: Any) -> Any:
 def save_and_load_wrapped(directory: str) -> list[tuple[str, str]]:
     """The ways that get something else."""
     wrong = []
-    for saver, save in WRAPPED_SAVERS.items():
-        save(wrapped(1), f"{directory}/{saver}")
-        for loader, load in WRAPPED_LOADERS.items():
+    for saver in ("ours", "async", "stock + both", "stock"):
+        (SAVERS | OTHER_SAVERS)[saver](wrapped(1), f"{directory}/{saver}")
+        for loader, load in (("ours", LOADERS["ours"]), ("stock", load_with_stock)):
             state = wrapped(7)
             load(state, f"{directory}/{saver}")
             wrong += [(saver, loader)] if parts(state) != parts(wrapped(1)) else []

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import staging
 
 import robust_dcp
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.switch import dcp_calls, patching
 from tests.frameworks.jobs import checkpoints_in, is_ours
 from tests.harness.ranks import run_ranks, values
-from tests.harness.torch_versions import needs_background_stager, needs_safetensors, needs_use_collectives
+from tests.harness.torch_versions import HAS_SAFETENSORS, needs_use_collectives
 from tests.switch.programs import run
 
 EVERY_WAY = """
@@ -98,6 +99,10 @@ def test_objects_of_any_class_load_only_where_the_environment_trusts_them(tmp_pa
     assert "it is 7" in run(tmp_path, script, ROBUST_DCP="1", ROBUST_DCP_TRUSTED="1").output
 
 
+needs_background_stager = pytest.mark.skipif(
+    not hasattr(staging, "DefaultStager"), reason="this torch has no DefaultStager, which copies in the background"
+)
+
 CALLS = [
     pytest.param(
         """
@@ -165,7 +170,7 @@ CALLS = [
             *['by RobustWriter(layout="safetensors")'] * hasattr(dcp.filesystem, "SerializationFormat"),
         ],
         id="safetensors of stock",
-        marks=needs_safetensors,
+        marks=pytest.mark.skipif(not HAS_SAFETENSORS, reason="this torch has no HuggingFaceStorageReader"),
     ),
     pytest.param(
         """

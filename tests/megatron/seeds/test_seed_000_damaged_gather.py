@@ -6,11 +6,11 @@ who sent it if it is damaged twice.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +22,28 @@ pytest.importorskip("megatron.core")
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
 
+from robust_dcp.comm.connections import GREETING_TAG, Connections
+from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.errors import ExchangeError
-from tests.comm.faults import Damage, one_bit_flipped, second_half_missing, zeros
 from tests.megatron.torch_dist import Scenarios, chosen, cut, failures_of, save
 
 SCENARIOS = Scenarios()
+
+
+def zeros(data: bytearray) -> bytearray:
+    return bytearray(len(data))
+
+
+def one_bit_flipped(data: bytearray) -> bytearray:
+    data[len(data) // 2] ^= 0x10
+    return data
+
+
+def second_half_missing(data: bytearray) -> bytearray:
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    return data
+
+
 _DAMAGES = (zeros, one_bit_flipped, second_half_missing)
 
 
@@ -65,18 +82,27 @@ def stock_unpickles_zeros_on_the_rank_that_got_them_and_the_others_go_on(_: Path
         assert outcomes == ["no error"] * 3
 
 
-@functools.cache
-def _damage() -> Damage:
-    """Of payloads that rank 0 receives from rank 1, for good."""
-    return Damage(1 if dist.get_rank() == 0 else -1, range(0), frames=False)
+@contextmanager
+def _payloads_damaged(change: Callable[[bytearray], bytearray], times: int) -> Iterator[None]:
+    """So many payloads that rank 0 receives from rank 1 arrive damaged."""
+    receive, left = Connections.receive, list(range(times))
+
+    def receive_damaged(connections: Connections, peer: int, tag: int, nbytes: int, *args: Any, **more: Any) -> Any:
+        data = receive(connections, peer, tag, nbytes, *args, **more)
+        is_payload = peer == 1 and tag != GREETING_TAG and nbytes != FRAME_NBYTES
+        if dist.get_rank() == 0 and is_payload and left:
+            left.pop()
+            return change(data)
+        return data
+
+    with mock.patch.object(Connections, "receive", receive_damaged):
+        yield
 
 
 def _save_damaged(directory: Path, change: Callable[[bytearray], bytearray], times: int) -> None:
-    """What rank 0 receives from rank 1 is damaged so many times. The key is new, so all shards are validated."""
-    damage = _damage()
-    damage.which, damage.change, damage.arrivals = range(times), change, 0
-    key = f"{change.__name__} {times}"
-    save({"weight": cut(key, torch.full((2,), 5.0))}, directory)
+    """The key is new, so all shards are validated."""
+    with _payloads_damaged(change, times):
+        save({"weight": cut(f"{change.__name__} {times}", torch.full((2,), 5.0))}, directory)
 
 
 @SCENARIOS.add

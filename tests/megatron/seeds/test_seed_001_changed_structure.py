@@ -21,8 +21,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import Scenarios, chosen, cut, per_rank_object, replicated, save
+from tests.megatron.torch_dist import Scenarios, chosen, cut, per_rank_object, replicated, save, stock_strategy
 
 SCENARIOS = Scenarios()
 
