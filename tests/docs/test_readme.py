@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+import robust_dcp
+from robust_dcp import megatron
 from robust_dcp.storage.index.form import SECTIONS
 from tests.docs.pages import DOCS, PAGES, ROOT
 
@@ -75,3 +77,13 @@ def test_what_the_page_for_contributors_names_is_there() -> None:
         name for source in sources.rglob("*.py") for name in re.findall(r"^class (\w+)", source.read_text(), re.M)
     }
     assert len(classes) > 5 and set(classes) <= defined
+
+
+SHOWN = set(re.findall(r"^::: robust_dcp\.([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+
+
+NAMES = {*robust_dcp.__all__, *(f"megatron.{name}" for name in megatron.__all__)} - {"__version__"}
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    assert set() == NAMES - SHOWN

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
+import tempfile
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
+from robust_dcp.storage.metadata.pickled import SLAB_ROWS, MetadataColumns, MetadataPickle
 from tests.storage.forged import Call
 
 
@@ -170,3 +177,204 @@ def broken(change: str) -> Metadata:
 def test_values_that_no_reader_can_use_are_refused(change: str) -> None:
     with pytest.raises(CorruptCheckpoint):
         decode_metadata(encode_metadata(broken(change)), ".metadata")
+
+
+Properties = tuple[torch.dtype, torch.layout, bool]
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One written item; those of variable size are told their place at each emission."""
+
+    offset: Dims
+    size: Dims
+    file: int
+    place: tuple[int, int]
+    is_variable: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name; an object has no properties, and one chunk."""
+
+    name: str
+    properties: Properties | None
+    size: Dims
+    chunks: tuple[Chunk, ...]
+    path: tuple[str | int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint holds, to be made into columns and into stock's objects."""
+
+    entries: tuple[Entry, ...]
+    n_files: int
+    has_paths: bool = True
+
+    def columns(self) -> MetadataColumns:
+        tensors = [entry for entry in self.entries if entry.properties is not None]
+        properties = list(dict.fromkeys(entry.properties for entry in tensors if entry.properties is not None))
+        all_sizes = [e.size for e in tensors] + [d for e in tensors for c in e.chunks for d in (c.offset, c.size)]
+        sizes = sorted(dict.fromkeys(all_sizes), key=len)
+        place_of = {size: place for place, size in enumerate(sizes)}
+        rows = [(number, entry, chunk) for number, entry in enumerate(self.entries) for chunk in entry.chunks]
+        width = max(map(len, sizes), default=0)
+
+        def int32(values: list[int]) -> np.ndarray:
+            return np.array(values, dtype=np.int32)
+
+        return MetadataColumns(
+            names=[entry.name for entry in self.entries],
+            paths=[entry.path for entry in self.entries] if self.has_paths else None,
+            properties=properties,
+            name_properties=int32(
+                [-1 if e.properties is None else properties.index(e.properties) for e in self.entries]
+            ),
+            name_size=int32([-1 if e.properties is None else place_of[e.size] for e in self.entries]),
+            sizes=np.array([s + (7,) * (width - len(s)) for s in sizes], dtype=np.int64).reshape(len(sizes), width),
+            size_ndims=np.array([len(size) for size in sizes], dtype=np.uint8),
+            name=int32([number for number, _, _ in rows]),
+            offset=int32([-1 if e.properties is None else place_of[c.offset] for _, e, c in rows]),
+            size=int32([-1 if e.properties is None else place_of[c.size] for _, e, c in rows]),
+            file=int32([chunk.file for _, _, chunk in rows]),
+            start=np.array([-1 if c.is_variable else c.place[0] for _, _, c in rows], dtype=np.int64),
+            nbytes=np.array([-1 if c.is_variable else c.place[1] for _, _, c in rows], dtype=np.int64),
+            n_files=self.n_files,
+        )
+
+    def variable_places(self, shift: int = 0) -> np.ndarray:
+        chunks = [chunk for entry in self.entries for chunk in entry.chunks if chunk.is_variable]
+        return np.array([c.place for c in chunks], dtype=np.int64).reshape(-1, 2) + shift
+
+    def stock(self, file_names: list[str], storage_meta: StorageMeta | None, shift: int = 0) -> Metadata:
+        """The metadata as stock's planner and writer make it; places of variable items are moved by ``shift``."""
+        metadata = Metadata({}, None, {}, storage_meta)
+        metadata.version = "1.0.0"
+        if self.has_paths:
+            metadata.planner_data = {entry.name: entry.path for entry in self.entries}
+        for entry in self.entries:
+            if entry.properties is None:
+                metadata.state_dict_metadata[entry.name] = BytesStorageMetadata()
+            else:
+                metadata.state_dict_metadata[entry.name] = TensorStorageMetadata(
+                    TensorProperties(*entry.properties),
+                    torch.Size(entry.size),
+                    [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in entry.chunks],
+                )
+            for chunk in entry.chunks:
+                index = MetadataIndex(entry.name, None if entry.properties is None else chunk.offset)
+                start, nbytes = (number + shift * chunk.is_variable for number in chunk.place)
+                metadata.storage_data[index] = StorageInfo(file_names[chunk.file], start, nbytes)
+        return metadata
+
+
+def names_of(n_files: int, generation: int = 0) -> list[str]:
+    return [f"__{file}_ä.{generation}.distcp" for file in range(n_files)]
+
+
+def joined(encoded: Sequence[bytes | memoryview]) -> bytes:
+    return b"".join(encoded)
+
+
+def in_full(value: Any) -> Any:
+    """``value`` with the type and all attributes of each object in it, which ``==`` does not compare."""
+    if isinstance(value, dict):
+        return dict, sorted(((in_full(k), in_full(v)) for k, v in value.items()), key=repr)
+    if isinstance(value, (list, tuple)):
+        return type(value), [in_full(member) for member in value]
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        return type(value), sorted((name, in_full(member)) for name, member in vars(value).items())
+    return type(value), value
+
+
+def by_stock_reader(data: bytes) -> Metadata:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / ".metadata").write_bytes(data)
+        metadata = FileSystemReader(directory).read_metadata()
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.load_id = None  # the reader's own
+    return metadata
+
+
+READERS: dict[str, Callable[[bytes], Metadata]] = {
+    "pickle.load": lambda data: pickle.load(io.BytesIO(data)),
+    "pickle in Python": lambda data: pickle._Unpickler(io.BytesIO(data)).load(),
+    "decode_metadata": lambda data: decode_metadata(data, ".metadata"),
+    "FileSystemReader": by_stock_reader,
+}
+
+numbers = st.one_of(st.integers(0, 300), st.integers(0, (1 << 63) - 1))
+texts = st.text(st.characters(), max_size=6)
+paths = st.lists(st.one_of(texts, st.integers(-(1 << 70), 1 << 70), st.integers(0, 9)), max_size=5).map(tuple)
+properties_of_tensors = st.tuples(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]),
+    st.sampled_from([torch.strided, torch.sparse_coo, torch.sparse_csr]),
+    st.booleans(),
+)
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> Content:
+    n_files = draw(st.integers(1, 5))
+    places = st.tuples(numbers, numbers)
+    files = st.integers(0, n_files - 1)
+    entries = []
+    for name in draw(st.lists(texts, unique=True, max_size=5)):
+        path = draw(st.one_of(st.just((name,)), paths))
+        if draw(st.booleans()):
+            chunk = Chunk((), (), draw(files), draw(places), draw(st.booleans()))
+            entries.append(Entry(name, None, (), (chunk,), path))
+            continue
+        ndim = draw(st.integers(0, 5))
+        dims = st.tuples(*[numbers] * ndim)
+        offsets = draw(st.lists(dims, unique=True, min_size=1, max_size=4))
+        chunks = [Chunk(o, draw(dims), draw(files), draw(places), draw(st.booleans())) for o in sorted(offsets)]
+        entries.append(Entry(name, draw(properties_of_tensors), draw(dims), tuple(chunks), path))
+    return Content(tuple(entries), n_files, draw(st.booleans()))
+
+
+metas = st.builds(StorageMeta, checkpoint_id=st.one_of(texts, st.just(PurePosixPath("/a/b"))), modules=st.lists(texts))
+
+
+def example(n_tensors: int = 3) -> Content:
+    """Two chunks of each tensor, an object of variable size and one whose place is known."""
+    bfloat16 = (torch.bfloat16, torch.strided, False)
+    chunks = (Chunk((0, 0), (2, 4), 0, (0, 900)), Chunk((2, 0), (2, 4), 1, (1 << 40, 900)))
+    tensors = [Entry(f"layers.{n}.w", bfloat16, (4, 4), chunks, ("layers", n, "w")) for n in range(n_tensors)]
+    variable = Entry("step", None, (), (Chunk((), (), 1, (5, 6), is_variable=True),), ("step",))
+    known = Entry("args", None, (), (Chunk((), (), 1, (7, 8)),), ("args",))
+    return Content((*tensors, variable, known), n_files=2)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@settings(max_examples=60, deadline=None)
+@given(content=contents(), meta=metas)
+def test_every_reader_finds_what_stock_would_have_written(reader: str, content: Content, meta: StorageMeta) -> None:
+    file_names = names_of(content.n_files)
+    encoded = MetadataPickle(content.columns()).encode(file_names, content.variable_places(), meta)
+    found = READERS[reader](joined(encoded))
+    expected = content.stock(file_names, meta)
+    assert found == expected
+    assert list(found.state_dict_metadata) == list(expected.state_dict_metadata)
+    assert in_full(found) == in_full(decode_metadata(encode_metadata(expected), ".metadata"))
+
+
+def test_a_tensor_of_more_chunks_than_a_slab_has_rows_stays_in_one_piece() -> None:
+    chunks = tuple(Chunk((n,), (1,), 0, (n << 20, 1 << 20)) for n in range(2 * SLAB_ROWS + 1))
+    float32 = (torch.float32, torch.strided, False)
+    small = [Entry(name, float32, (1,), (Chunk((0,), (1,), 0, (0, 4)),), (name,)) for name in ("a", "c")]
+    huge = Entry("b", float32, (len(chunks),), chunks, ("b",))
+    content = Content((small[0], huge, small[1]), n_files=1)
+    encoded = MetadataPickle(content.columns()).encode(names_of(1), content.variable_places(), None)
+    assert pickle.loads(joined(encoded)) == content.stock(names_of(1), None)
+
+
+def test_attributes_that_another_torch_adds_are_written_as_it_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem._StorageInfo, "__getstate__", lambda self: {**vars(self), "added": (1, "x")})
+    content = example()
+    encoded = MetadataPickle(content.columns()).encode(names_of(2), content.variable_places(), None)
+    found = pickle.loads(joined(encoded))
+    assert found == content.stock(names_of(2), None)
+    assert {info.added for info in found.storage_data.values()} == {(1, "x")}
