@@ -161,16 +161,16 @@ def freed_on_rank_1(numel: int) -> torch.Tensor:
 
 
 def save(path: str, state: StateDict, **options: Any) -> object:
-    return robust_dcp.save(state, checkpoint_id=path, timeout_seconds=6, **options)
+    return robust_dcp.save(state, checkpoint_id=path, timeout_seconds=60, **options)
 
 
 def save_async(path: str, state: StateDict, **options: Any) -> object:
-    saving: Any = robust_dcp.async_save(state, checkpoint_id=path, timeout_seconds=6, **options)
+    saving: Any = robust_dcp.async_save(state, checkpoint_id=path, timeout_seconds=60, **options)
     return saving.result(timeout=60)
 
 
 def load(path: str, state: StateDict) -> object:
-    return robust_dcp.load(state, checkpoint_id=path, timeout_seconds=6)
+    return robust_dcp.load(state, checkpoint_id=path, timeout_seconds=60)
 
 
 def load_or_save(path: str, state: StateDict) -> object:
