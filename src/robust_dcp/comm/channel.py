@@ -189,10 +189,7 @@ class Channel:
             then(gathered)
             return b""
 
-        def merge(own: Payload, below: list[Payload]) -> Payload:
-            return self._merged(phase, [own, *below], message_type).encode()
-
-        work = Work(produce, send_up, merge, open_all)
+        work = Work(produce, send_up, self._merge(phase, message_type), open_all)
         self.last_agreement, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
         return gathered if self.is_coordinator else None
 
@@ -260,9 +257,7 @@ class Channel:
             own.append(message)
             return Offer(), self._bundled(message, message_type) if self.size > 1 else b""
 
-        def merge(own: Payload, below: list[Payload]) -> Payload:
-            return self._merged(phase, [own, *below], message_type).encode()
-
+        merge = self._merge(phase, message_type)
         work = Work(produce, send_up, merge, reply=merge)
         self.last_agreement, payload = self._operation.run("all_gather", phase, self.coordinator_rank, work)
         if self.size == 1:
@@ -332,6 +327,9 @@ class Channel:
         bundler = Bundler(message_type)
         bundler.add(self.rank, message)
         return bundler.encode()
+
+    def _merge(self, phase: str, message_type: type[M]) -> Callable[[Payload, list[Payload]], Payload]:
+        return lambda own, below: self._merged(phase, [own, *below], message_type).encode()
 
     def _merged(self, phase: str, bundles: list[Payload], message_type: type[M]) -> Bundler[M]:
         bundler = Bundler(message_type)

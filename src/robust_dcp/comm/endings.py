@@ -279,12 +279,9 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         error = ExchangeError(f"{what} {problem.what}", failures=failures, phase=phase, ranks=[own.rank])
     elif problem.damaged_by is not None:
         error = ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
-    elif dead:
+    elif dead or apart:
         ending |= inside
-        error = _missing_ranks_error(Problem.of_lost(dead), operation, size, answers)
-    elif apart:
-        ending |= inside
-        error = _missing_ranks_error(Problem.of_lost(apart), operation, size, answers)
+        error = _missing_ranks_error(Problem.of_lost(dead or apart), operation, size, answers)
     elif problem.is_loss:
         ending = set()
         error = ExchangeError("the ranks connect again")

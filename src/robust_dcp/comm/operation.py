@@ -810,10 +810,7 @@ class Operation:
         with self._changed:
             if self._exchange is not exchange or self._end_message is not None:
                 return True
-            try:
-                return self._take(exchange, Message(peer, frame, payload)) or is_last
-            finally:
-                self._changed.notify_all()
+            return self._take(exchange, Message(peer, frame, payload)) or is_last
 
     def _take(self, exchange: _Exchange, message: Message) -> bool:
         """Note a message. Return whether nothing more comes from its sender in this exchange. Called with the lock."""
@@ -828,9 +825,7 @@ class Operation:
             return False
         if frame.exchange > exchange.number:  # so it has heard the result of this one
             self._early[peer] = message
-            exchange.arrived[peer, Kind.HEARD] = message
-            exchange.done.add(peer)
-            return True
+            return self._note_arrived(exchange, peer, Kind.HEARD, message)
         self._heard.add(peer)
         exchange.note_heard(peer, frame)
         if frame.kind == Kind.GONE:
@@ -849,11 +844,17 @@ class Operation:
                 self._announce_failure(exchange, exchange.failure, but=peer)
                 self._interrupt_work(exchange)
         elif frame.kind in (Kind.UP, Kind.DOWN, Kind.HEARD):
-            exchange.arrived.setdefault((peer, frame.kind), message)
-            if frame.kind != Kind.UP:
-                exchange.done.add(peer)
-                return True
+            return self._note_arrived(exchange, peer, frame.kind, message)
         return False
+
+    def _note_arrived(self, exchange: _Exchange, peer: int, kind: Kind, message: Message) -> bool:
+        """Note a message that counts. Return as :meth:`_take`."""
+        exchange.arrived.setdefault((peer, kind), message)
+        if not exchange.lacking(exchange.absent, kind):
+            self._changed.notify_all()
+        if kind != Kind.UP:
+            exchange.done.add(peer)
+        return kind != Kind.UP
 
     def _repeat(self, exchange: _Exchange, of: _Exchange, peer: int) -> None:
         """Send what ``peer`` has to get in an exchange again. Called with the lock."""
@@ -868,10 +869,7 @@ class Operation:
                 return True
             if peer in exchange.closed:  # it says that it has heard the result, or asks for the result again
                 self._repeat(exchange, exchange, peer)
-                exchange.arrived[peer, Kind.HEARD] = Message(peer, Frame(Kind.HEARD))
-                exchange.done.add(peer)
-                self._changed.notify_all()
-                return True
+                return self._note_arrived(exchange, peer, Kind.HEARD, Message(peer, Frame(Kind.HEARD)))
             if peer in exchange.damaged:
                 sent = f"what rank {peer} sent to rank {self.link.rank}"
                 raise Problem(f"{sent} arrived damaged twice: {what}", damaged_by=peer)
