@@ -34,7 +34,7 @@ CLOSEST = {
     "plan": ("tests/plan", "verdicts", "reuse", "shared_reads"),
     "storage": ("tests/storage", "reports", "other_savers", "refusals"),
     "comm": ("tests/comm", "verdicts"),
-    "manager": ("tests/manager", "manager"),
+    "manager": ("manager",),
 }
 """The rooms, which are folders of the package, and the tests that run first: a folder, or modules of promises."""
 
