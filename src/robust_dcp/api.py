@@ -285,7 +285,7 @@ def load(
                     # All ranks have raised the same error.
                     if robust is None:
                         raise
-                    if not loading.is_overwritten():
+                    if not loading.is_overwritten(robust):
                         loading.read_from_nodes(robust, error)
                         break
                     if is_last_try:
@@ -397,14 +397,13 @@ class _Load:
             else:
                 self.reader.read_data(self.plan, self.planner).wait()
 
-    def is_overwritten(self) -> bool:
+    def is_overwritten(self, reader: RobustReader) -> bool:
         """Let the coordinator look whether ``.metadata`` was replaced."""
-
-        def look() -> Offer:
-            robust = self.robust if self.channel.is_coordinator else None
-            return Offer(flags=int(robust is not None and robust.source.is_overwritten()))
-
-        return self.channel.agree(self.phase("has it been overwritten"), look).count(1) > 0
+        found = self.channel.agree(
+            self.phase("has it been overwritten"),
+            lambda: Offer(flags=int(self.channel.is_coordinator and reader.source.is_overwritten())),
+        )
+        return found.count(1) > 0
 
     def read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
         """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""

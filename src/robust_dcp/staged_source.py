@@ -147,8 +147,8 @@ class StagedSource(HeldItems):
             return
         self._buffer, self.copied, self.forms = buffer, places, forms
         if self._stream is not None:
-            buffer.pin()
-            if not buffer.is_pinned:
+            buffer.block.pin()
+            if not buffer.block.is_pinned:
                 self._say(NOT_PINNED)
         copies = buffer.tensors(forms)
         with torch.no_grad(), self.stream():

@@ -59,13 +59,13 @@ class StagingBuffer:
         OSError: the host has no such memory.
 
     Attributes:
-        is_pinned: whether copies from a CUDA device into it run by themselves.
+        block: the memory.
         fd: see the argument.
         cpus: the processors near this memory, if they are known.
     """
 
     def __init__(self, nbytes: int, *, fd: int | None = None, cpus: frozenset[int] = frozenset()) -> None:
-        self._block = Block(nbytes, stays_at_fork=True, fd=fd)
+        self.block = Block(nbytes, stays_at_fork=True, fd=fd)
         self.fd = fd
         self.cpus = cpus
         self._forms: Sequence[TensorForm] = ()
@@ -73,19 +73,11 @@ class StagingBuffer:
 
     @property
     def nbytes(self) -> int:
-        return len(self._block.data)
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._block.is_pinned
-
-    def pin(self) -> None:
-        """Lock the memory, so that copies from a CUDA device run by themselves. Without it they work as well."""
-        self._block.pin()
+        return len(self.block.data)
 
     def touch(self) -> None:
         """Make the kernel give us all pages now, near :attr:`cpus`. The contents of the memory are lost."""
-        data = self._block.data
+        data = self.block.data
 
         def touch_pages(begin: int, end: int) -> None:
             data[begin:end:_PAGE_NBYTES] = 0
@@ -96,7 +88,7 @@ class StagingBuffer:
         """One contiguous CPU tensor for each form, in this memory. They hold whatever was there last."""
         if forms != self._forms:
             ends = _ends(forms)
-            memory = self._block.tensor
+            memory = self.block.tensor
             self._tensors = [
                 memory[end - _nbytes_of(form) : end].view(form[0]).view(form[1])
                 for form, end in zip(forms, ends, strict=True)
@@ -106,7 +98,7 @@ class StagingBuffer:
 
     def release(self) -> None:
         """Call this before the memory is freed."""
-        self._block.unpin()
+        self.block.unpin()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -142,11 +134,8 @@ class StagingBuffers:
                 chosen = min(fitting, key=lambda buffer: (buffer._forms != forms, buffer.nbytes))
                 self._free.remove(chosen)
                 return chosen
-            # No free buffer is large enough. Free them before new memory is taken: the host may not have room for both.
-            dropped, self._free = self._free, []
-        for buffer in dropped:
-            buffer.release()
-        del dropped
+        # No free buffer is large enough. Free them before new memory is taken: the host may not have room for both.
+        self.release()
         cpus = cpus_near(device)
         if self._are_shared:
             return _shared_buffer(nbytes, cpus)
