@@ -120,7 +120,10 @@ CONTEXT: Mapping[str, OptionValue] = {
 
 def written_items(plan: GlobalPlan) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
     """For each rank the (name, offsets, sizes) that it writes, as its share of the plan says."""
-    return [[chunk_of(items, row) for row in kept.tolist()] for items, kept in zip(plan.ranks, plan.kept, strict=True)]
+    return [
+        [chunk_of(items, row) for row in np.flatnonzero(kept).tolist()]
+        for items, kept in zip(plan.ranks, plan.kept, strict=True)
+    ]
 
 
 def chunk_of(items: Items, row: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

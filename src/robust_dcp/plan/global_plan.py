@@ -47,7 +47,7 @@ class GlobalPlan:
         items: those of all ranks, sorted by (name, offsets, rank).
         written: the rows of ``items`` that are written, ascending.
         place: intp ``[G]``, for each of ``written`` its place if they come rank after rank.
-        kept: for each rank the places of the items that it writes among its own, ascending.
+        kept: for each rank bool ``[n]``, which of its items it writes.
         contested: the rows that several ranks claim as their main replica.
         unclaimed: names with a chunk that has copies but no main replica.
     """
@@ -56,7 +56,7 @@ class GlobalPlan:
     items: Items
     written: Rows
     place: Rows
-    kept: tuple[Rows, ...]
+    kept: tuple[Mask, ...]
     contested: Rows
     unclaimed: tuple[str, ...] = ()
 
@@ -81,13 +81,12 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
     check_coverage(items, written, complete=len(ranks) > 1)
     is_written = np.zeros(len(items), dtype=np.bool_)  # rank after rank, each in the order of its items
     is_written[order[written]] = True
-    of_ranks = np.split(is_written, np.cumsum([len(each) for each in ranks])[:-1])
     return GlobalPlan(
         ranks=tuple(ranks),
         items=items,
         written=written,
         place=(np.cumsum(is_written) - 1)[order[written]],
-        kept=tuple(map(np.flatnonzero, of_ranks)),
+        kept=tuple(np.split(is_written, np.cumsum([len(each) for each in ranks])[:-1])),
         contested=claims.contested,
         unclaimed=tuple(items.names[name] for name in np.unique(items.name[claims.unclaimed]).tolist()),
     )

@@ -158,11 +158,7 @@ class Plan:
             local: the coordinator's own structure, for the options that all ranks share.
         """
         placements = _placements_of_all(decided, local)
-        bits = []
-        for kept, items in zip(decided.kept, decided.ranks, strict=True):
-            is_kept = np.zeros(len(items), dtype=np.bool_)
-            is_kept[kept] = True
-            bits.append(np.packbits(is_kept, bitorder="little").tobytes())
+        bits = [np.packbits(kept, bitorder="little").tobytes() for kept in decided.kept]
         placed: dict[int, bytes] = {}  # many ranks share one object
         digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan")
         for signature, of_rank, places in zip(signatures, bits, placements, strict=True):
@@ -315,7 +311,7 @@ def _placements_of_all(plan: GlobalPlan, local: LocalStructure) -> tuple[Placeme
     # Ranks that write shards of the same sizes have the same places, so compute them once.
     placed: dict[bytes, Placements] = {}
     placements = []
-    for begin, end in pairwise(np.cumsum([0, *map(len, plan.kept)]).tolist()):
+    for begin, end in pairwise(np.cumsum([0, *map(np.count_nonzero, plan.kept)]).tolist()):
         key = measures[begin:end].tobytes()
         if key not in placed:
             placed[key] = layout.place(measures[begin:end], local.files)
