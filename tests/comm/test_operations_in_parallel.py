@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,21 +18,9 @@ from tests.harness.network import SimulatedNetwork, run_threads
 
 
 def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
-    """What each returned, or the exception that it raised; each in a thread of its own, started in this order."""
-    results: list[Any] = [None] * len(functions)
-
-    def call(number: int) -> None:
-        try:
-            results[number] = functions[number]()
-        except BaseException as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    """What each returned; each in a thread of its own, started in this order."""
+    with ThreadPoolExecutor(len(functions)) as threads:
+        return [each.result() for each in [threads.submit(function) for function in functions]]
 
 
 def test_operations_run_at_the_same_time_though_ranks_start_them_in_different_order() -> None:

@@ -37,10 +37,6 @@ def files_of(path: Path) -> set[str]:
     return {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
 
 
-def data_files(path: Path) -> list[str]:
-    return sorted(each.name for each in path.glob("*.distcp"))
-
-
 def _save_like_megatron(path: Path) -> None:
     dcp.save(state_dict(), checkpoint_id=path, no_dist=True)
     torch.save({"iteration": 7}, path / "common.pt")

@@ -19,9 +19,9 @@ from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, UnsafeCheck
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES
-from tests.drain.checkpoints import KINDS, ONE_THREAD, data_files, files_of, loaded, save
+from tests.drain.checkpoints import KINDS, ONE_THREAD, files_of, loaded, save
 from tests.faults.disk import FaultDisk
-from tests.harness.damage import flip_bit
+from tests.harness.damage import data_files, flip_bit
 
 REFUSED = OSError(errno.EACCES, "")
 
@@ -56,7 +56,7 @@ def test_metadata_comes_last_when_all_other_names_are_durable(tmp_path: Path) ->
 def test_only_what_is_missing_or_damaged_is_sent_again(tmp_path: Path) -> None:
     source, target = save(tmp_path / "source"), tmp_path / "target"
     copy_checkpoint(source, target)
-    flip_bit(target / data_files(target)[0], 2000)
+    flip_bit(data_files(target)[0], 2000)
     (target / ".robust_dcp.report.json").unlink()
     again = copy_checkpoint(source, target)
     assert (again.files, again.skipped_files) == (2, len(files_of(source)) - 3)  # .metadata is not compared as a file
@@ -139,7 +139,7 @@ class TestASource:
     @pytest.mark.parametrize("when", ["read:source/{name}#1", "rename:target/{name}"])
     def test_that_is_replaced_meanwhile_is_not_committed(self, when: str, tmp_path: Path) -> None:
         source, target = save(tmp_path / "source"), tmp_path / "target"
-        replaced = {when.format(name=data_files(source)[-1]): lambda call: save(source, 2.0)}
+        replaced = {when.format(name=data_files(source)[-1].name): lambda call: save(source, 2.0)}
         with (
             FaultDisk(tmp_path, on=replaced),
             pytest.raises(StorageError, match="was replaced by another save while it was copied"),
@@ -152,7 +152,7 @@ class TestASource:
     @pytest.mark.parametrize(("at", "expected"), [(2000, "expected bytes"), (-TAIL_NBYTES - 10, "expected checksums")])
     def test_that_is_damaged_is_named_and_not_copied(self, at: int, expected: str, tmp_path: Path) -> None:
         source = save(tmp_path / "source")
-        flip_bit(source / data_files(source)[0], at)
+        flip_bit(data_files(source)[0], at)
         with pytest.raises(CorruptCheckpoint, match=rf"\.distcp is damaged, and is not copied: {expected}"):
             copy_checkpoint(source, tmp_path / "target")
         assert not (tmp_path / "target/.metadata").exists()
@@ -197,21 +197,21 @@ class TestASource:
 
 def test_a_full_disk_ends_the_copy_at_once_and_one_that_fails_once_is_asked_again(tmp_path: Path) -> None:
     source, target = save(tmp_path / "source"), tmp_path / "target"
-    full = FaultDisk(target, on={f"write:{data_files(source)[-1]}*": OSError(errno.ENOSPC, "")})
+    full = FaultDisk(target, on={f"write:{data_files(source)[-1].name}*": OSError(errno.ENOSPC, "")})
     with full, pytest.raises(StorageError, match=r"No space left on device.*free space") as raised:
         copy_checkpoint(source, target, options=ONE_THREAD)
     assert raised.value.errno == errno.ENOSPC
-    assert sum(data_files(source)[-1] in name for name in full.names("write")) == 1  # asking again does not help
+    assert sum(data_files(source)[-1].name in name for name in full.names("write")) == 1  # asking again does not help
     assert not [name for name in files_of(target) if name.endswith(".copying")]
     for number, call in enumerate(("create", "fsync", "rename")):
-        with FaultDisk(tmp_path, on={f"{call}:{number}/{data_files(source)[0]}*#1": OSError(errno.EIO, "")}):
+        with FaultDisk(tmp_path, on={f"{call}:{number}/{data_files(source)[0].name}*#1": OSError(errno.EIO, "")}):
             assert copy_checkpoint(source, tmp_path / str(number)).retries == 1
         assert loaded(tmp_path / str(number)) == 1.0
 
 
 def test_files_that_another_program_removes_from_the_target_are_named_and_nothing_is_committed(tmp_path: Path) -> None:
     source, target = save(tmp_path / "source"), tmp_path / "target"
-    name = data_files(source)[-1]
+    name = data_files(source)[-1].name
     removed: dict[str, Callable[[object], None]] = {
         "rename:.robust_dcp.report.json": lambda call: (target / name).unlink()
     }

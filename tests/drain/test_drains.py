@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
-from tests.drain.checkpoints import data_files, files_of, loaded, save, state_dict
+from tests.drain.checkpoints import files_of, loaded, save, state_dict
 from tests.faults.disk import Call, FaultDisk, Gate
+from tests.harness.damage import data_files
 from tests.harness.ranks import errors, run_ranks, values
 from tests.harness.verdicts import lines_of_the_log
 
@@ -58,7 +59,7 @@ def _save_and_drain(path: str, target: str) -> list[float]:
 def test_each_save_of_all_ranks_arrives_beside_training(tmp_path: Path) -> None:
     path, target = tmp_path / "local", f"file://{tmp_path}/durable"
     assert values(run_ranks(3, _save_and_drain, str(path), target)) == [[2.0, 3.0, 2.0]] * 3
-    assert data_files(path) == data_files(tmp_path / "durable")
+    assert files_of(path) == files_of(tmp_path / "durable") | {RECORD}
     record = json.loads((path / RECORD).read_text())
     assert (record["target"], record["is_complete"]) == (target, True)
 
@@ -221,7 +222,7 @@ def test_the_nearest_copy_is_the_first_whole_one_of_the_same_save(taken: Path, t
     fail_to_drain(near, taken)
     copy_checkpoint(near, far)
     assert nearest_copy([near, far]) == str(near)
-    os.truncate(near / data_files(near)[1], 100)
+    os.truncate(data_files(near)[1], 100)
     assert nearest_copy([near, far]) == str(far)
     os.remove(near / ".metadata")
     assert nearest_copy([near, f"file://{far}"]) == f"file://{far}"

@@ -18,7 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import robust_dcp
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, copy_checkpoint
-from tests.drain.checkpoints import data_files, loaded, save
+from tests.drain.checkpoints import loaded, save
+from tests.harness.damage import data_files
 from tests.harness.ranks import run_ranks, values
 
 PART_NBYTES = 5 << 20
@@ -223,7 +224,7 @@ class TestS3:
     ) -> None:
         copy_checkpoint(large, url, options=options())
         filesystem, root = fsspec.url_to_fs(url, **store.options)
-        name = f"{root}/{data_files(large)[1]}"
+        name = f"{root}/{data_files(large)[1].name}"
         data = bytearray(filesystem.cat_file(name))
         data[len(data) // 2] ^= 1
         filesystem.pipe_file(name, bytes(data))

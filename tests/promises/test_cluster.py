@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,15 +75,6 @@ def test_hosts_whose_names_stand_for_127_0_1_1_find_each_other_or_say_what_is_wr
     assert all(each.exitcode == exitcode and words in each.output for each in ended)
 
 
-@contextmanager
-def meanwhile(act: Callable[[], object]) -> Iterator[None]:
-    """Something happens to the network while a program runs."""
-    thread = threading.Thread(target=act)
-    thread.start()
-    yield
-    thread.join()
-
-
 def test_a_cable_that_is_out_for_two_seconds_is_waited_for_and_a_host_that_stays_cut_off_is_named(
     tmp_path: Path,
 ) -> None:
@@ -130,7 +119,8 @@ def test_a_cable_that_is_out_for_two_seconds_is_waited_for_and_a_host_that_stays
             (checkpoints / "after told").touch()
 
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
-        with meanwhile(pull):
+        with ThreadPoolExecutor(1) as meanwhile:
+            meanwhile.submit(pull)
             ended = run_program(script, tmp_path, size=3, become_host=cluster.host_of(1), env=env, timeout_seconds=200)
     assert all("named [2]" in each.output for each in ended[:2])
     assert all(each.exitcode == 0 and "saved again" in each.output for each in ended)
@@ -163,7 +153,8 @@ def test_a_firewall_that_drops_is_named_and_the_ranks_save_once_it_is_open(tmp_p
             cluster.filter(2, 3, drops=False)
             (checkpoints / "open").touch()
 
-        with meanwhile(open_it):
+        with ThreadPoolExecutor(1) as meanwhile:
+            meanwhile.submit(open_it)
             ended = run_program(script, tmp_path, size=4, become_host=cluster.host_of(1), env=cluster.env())
     for each in ended:
         assert each.exitcode == 0 and "all is well" in each.output

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
 from tests.faults.disk import CHANGES, Fault, FaultDisk, each_call
+from tests.harness.damage import data_files
 from tests.harness.ranks import on_ranks, run_ranks, values
 from tests.harness.torch_versions import needs_use_collectives
 from tests.harness.verdicts import Verdict, verdict_of
@@ -63,10 +64,6 @@ def put(directory: Path, names: list[str] = LOOK_ALIKES) -> dict[str, bytes]:
 
 def contents(directory: Path, names: list[str]) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in names}
-
-
-def data_files(directory: Any) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if name.endswith((".distcp", ".safetensors")))
 
 
 def in_the_way(directory: Any) -> list[str]:
@@ -130,10 +127,10 @@ def test_a_metadata_that_was_moved_away_or_that_cannot_be_read_costs_no_file(
 ) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path)
     (tmp_path / ".metadata").rename(tmp_path / "kept")
-    old = contents(tmp_path, data_files(tmp_path))
+    old = contents(tmp_path, [each.name for each in data_files(tmp_path)])
     robust_dcp.save(state(2), checkpoint_id=tmp_path)
     check(tmp_path, 2)
-    old |= contents(tmp_path, data_files(tmp_path))
+    old |= contents(tmp_path, [each.name for each in data_files(tmp_path)])
     (tmp_path / ".metadata").write_bytes(b"damaged")
     with caplog.at_level(logging.WARNING):
         robust_dcp.save(state(3), checkpoint_id=tmp_path)
@@ -239,7 +236,7 @@ def save_where_removing_is_slow(directory: str) -> None:
 def test_nobody_waits_for_the_removal_of_what_a_committed_checkpoint_replaces(tmp_path: Path) -> None:
     on_ranks(2, save_where_removing_is_slow, str(tmp_path))
     check(tmp_path, 2)
-    assert len({mark_of(name) for name in data_files(tmp_path)}) == 1
+    assert len({mark_of(each.name) for each in data_files(tmp_path)}) == 1
 
 
 def test_a_committed_save_has_succeeded_whatever_becomes_of_the_old_files(

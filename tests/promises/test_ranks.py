@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,10 +36,10 @@ def state(step: int) -> dict[str, Any]:
     return {"shared": torch.full((1000,), float(step)), f"own {dist.get_rank()}": torch.full((10,), float(step))}
 
 
-def step_in(path: str) -> float:
+def step_in(path: str, **options: Any) -> float:
     rank = dist.get_rank() if dist.is_initialized() else 0
     loaded = {"shared": torch.zeros(1000), f"own {rank}": torch.zeros(10)}
-    robust_dcp.load(loaded, checkpoint_id=path)
+    robust_dcp.load(loaded, checkpoint_id=path, **options)
     (step,) = {each for tensor in loaded.values() for each in tensor.tolist()}
     return step
 
@@ -88,16 +89,10 @@ def test_a_rank_that_fails_in_a_phase_fails_the_load_on_all_ranks(phase: str, tm
 
 
 def save_while_one_is_killed(path: str, phase: str, is_async: bool) -> str:
-    robust_dcp.save(state(1), checkpoint_id=path, timeout_seconds=20)
-    try:
-        with kill_in(phase, rank=1):
-            if is_async:
-                robust_dcp.async_save(state(2), checkpoint_id=path, timeout_seconds=20).result()
-            else:
-                robust_dcp.save(state(2), checkpoint_id=path, timeout_seconds=20)
-    except robust_dcp.RobustCheckpointError as error:
-        return str(error)
-    return "nothing was raised"
+    save = (lambda *args, **kwargs: robust_dcp.async_save(*args, **kwargs).result()) if is_async else robust_dcp.save
+    robust_dcp.save(state(1), checkpoint_id=path)
+    with kill_in(phase, rank=1):
+        return str(verdict_of(save, state(2), checkpoint_id=path, timeout_seconds=20))
 
 
 @pytest.mark.parametrize(("phase", "is_async"), [*((phase, False) for phase in SAVE_PHASES), ("stage", True)])
@@ -107,6 +102,33 @@ def test_a_rank_that_is_killed_in_a_phase_is_named_by_the_others(phase: str, is_
     for outcome in (survivor, other):
         assert "rank 1" in values([outcome])[0]
     assert step_in(str(tmp_path)) == 1.0
+
+
+def fail_and_be_killed_in_what_follows(path: str, phase: str, hook: str) -> tuple[Verdict, float]:
+    """Rank 0 fails in a phase, and rank 2 is killed as it begins to clean up."""
+    robust_dcp.save(state(1), checkpoint_id=path)
+    dies = mock.patch(hook, side_effect=lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    fails = fail_in(phase, rank=0, error=LookupError("lost"), operation="save")
+    with fails, dies if dist.get_rank() == 2 else nullcontext():
+        verdict = verdict_of(robust_dcp.save, state(2), checkpoint_id=path, timeout_seconds=20)
+    return verdict, step_in(path, no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("phase", "hook", "logged"),
+    [
+        ("write", "storage.committing.save.Save.remove_files", "could not remove the files of this save together"),
+        ("commit", "plan.session.nothing_is_committed", "could not find out whether the checkpoint is committed"),
+    ],
+)
+def test_a_rank_that_is_killed_while_all_clean_up_hides_neither_the_error_nor_the_checkpoint(
+    phase: str, hook: str, logged: str, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(3, fail_and_be_killed_in_what_follows, str(tmp_path), phase, f"robust_dcp.{hook}")
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    for verdict, step in values(outcomes[:2]):
+        assert verdict.type_name == "RobustCheckpointError" and "lost" in str(verdict) and step == 1.0
+    assert any(f"the ranks {logged}" in each.output for each in outcomes[:2])
 
 
 def come_too_late(path: str, late: int) -> Verdict:
