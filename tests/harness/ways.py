@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,19 +58,13 @@ OTHER_SAVERS: dict[str, Way] = {
 }
 
 
-@contextmanager
-def _installed() -> Any:
-    robust_dcp.install()
-    try:
-        yield
-    finally:
-        robust_dcp.uninstall()
-
-
 def _by_switch(call: Callable[..., Any], state_dict: StateDict, path: str) -> None:
     """Stock's own call, under the name that it has in the program after ``install``."""
-    with _installed():
+    robust_dcp.install()
+    try:
         getattr(dcp, call.__name__)(state_dict, checkpoint_id=path)
+    finally:
+        robust_dcp.uninstall()
 
 
 def _stock_async(state_dict: StateDict, path: str, kind: str) -> None:

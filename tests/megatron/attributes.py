@@ -1,6 +1,6 @@
 """Compares the functions of real Megatron before, during and after ``install``, in a process of its own.
 
-First Megatron is imported after ``install``, then before it. ``test_install`` runs it.
+First Megatron is imported after ``install``, then before it. ``test_autoload`` runs it.
 """
 
 from __future__ import annotations

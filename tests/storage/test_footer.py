@@ -73,23 +73,24 @@ def test_every_flipped_bit_of_a_footer_is_found(described: list[tuple[int, int]]
             _ = footer.columns
 
 
-def forged(columns: SumColumns) -> Footer:
-    footer = parsed(file_of(columns))
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "n_blocks", "told"),
+    [
+        ([10, 5], [5, 5], 2, "cannot lie there"),
+        ([0, 3], [5, 5], 2, "cannot lie there"),
+        ([-1, 6], [5, 5], 2, "cannot lie there"),
+        ([0, 9], [-5, 5], 2, "cannot lie there"),
+        ([99], [5], 1, "cannot lie there"),
+        ([0, 5], [5, 5], 1, "fewer or more"),
+        ([0, 5], [5, 5], 3, "fewer or more"),
+    ],
+)
+def test_checksums_for_data_that_cannot_lie_there_are_refused(
+    offset: list[int], nbytes: list[int], n_blocks: int, told: str
+) -> None:
+    crcs = np.full(n_blocks, 7, dtype=np.uint32)
+    columns = SumColumns(np.array(offset, dtype=np.int64), np.array(nbytes, dtype=np.int64), crcs)
+    footer = parsed(bytes(100) + footer_of(MARK, 100, columns, range(len(offset))))
     assert footer is not None
-    return footer
-
-
-def test_checksums_for_data_that_cannot_lie_there_are_refused() -> None:
-    two = np.array([7, 7], dtype=np.uint32)
-    for offset, nbytes in (([10, 5], [5, 5]), ([0, 3], [5, 5]), ([-1, 6], [5, 5]), ([0, 9], [-5, 5])):
-        columns = SumColumns(np.array(offset, dtype=np.int64), np.array(nbytes, dtype=np.int64), two)
-        content = bytes(100) + footer_of(MARK, 100, columns, range(2))
-        footer = parsed(content)
-        assert footer is not None
-        with pytest.raises(ValueError, match="cannot lie there"):
-            _ = footer.columns
-    beyond = SumColumns(np.array([99], dtype=np.int64), np.array([5], dtype=np.int64), two[:1])
-    footer = parsed(bytes(100) + footer_of(MARK, 100, beyond, range(1)))
-    assert footer is not None
-    with pytest.raises(ValueError, match="cannot lie there"):
+    with pytest.raises(ValueError, match=told):
         _ = footer.columns
