@@ -30,13 +30,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import robust_dcp
 from benchmarks.measuring import Row, run, show, write_json
 
-__all__ = ["measure"]
+__all__ = ["Save", "Saved", "at_once", "measure", "nothing", "ours", "stock"]
 
 _MIB = 1 << 20
 _STEPS_BETWEEN = 8
@@ -62,11 +63,13 @@ Save = Callable[[dict[str, Any], str], Saved]
 """Saves a state dict in a directory."""
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """There is nothing to wait for."""
 
 
-def _ours(**options: Any) -> Save:
+def ours(**options: Any) -> Save:
+    """Our async save, with these options."""
+
     def save(state_dict: dict[str, Any], path: str) -> Saved:
         saving = robust_dcp.async_save(state_dict, checkpoint_id=path, **options)
         return saving.wait_staged, saving.result
@@ -74,44 +77,49 @@ def _ours(**options: Any) -> Save:
     return save
 
 
-def _ours_at_once(state_dict: dict[str, Any], path: str) -> Saved:
-    robust_dcp.save(state_dict, checkpoint_id=path)
-    return _nothing, _nothing
+def at_once(save: Callable[..., object]) -> Save:
+    """A synchronous save."""
+
+    def call(state_dict: dict[str, Any], path: str) -> Saved:
+        save(state_dict, checkpoint_id=path)
+        return nothing, nothing
+
+    return call
 
 
-def _stock(kind: AsyncCheckpointerType, *, has_stager: bool = False) -> Save:
-    more: dict[str, Any] = {}
-    if has_stager:  # it keeps its memory between saves, as ours does
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+def stock(kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD, staging: StagingOptions | None = None) -> Save:
+    """Stock's async save.
 
-        by_process = kind is AsyncCheckpointerType.PROCESS
-        more["async_stager"] = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=by_process,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+    Args:
+        staging: how a DefaultStager copies. It keeps its memory between saves, as ours does, if torch lets it: torch
+            2.11 closes it after each save, so that the next save needs another.
+    """
+    stager: Any = None
 
     def save(state_dict: dict[str, Any], path: str) -> Saved:
+        nonlocal stager
+        if staging is not None and (stager is None or not stager._state_dict_stager._deepcopy_dispatch):
+            stager = DefaultStager(staging)
+        more = {} if stager is None else {"async_stager": stager}
         saving = dcp.async_save(state_dict, checkpoint_id=path, async_checkpointer_type=kind, **more)
         if isinstance(saving, Future):
-            return _nothing, saving.result
+            return nothing, saving.result
         return saving.staging_completion.result, saving.upload_completion.result
 
     return save
 
 
+_THREAD, _PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+# Positionally: pinned memory, shared memory, a thread that copies, copies that do not block.
 CONTENDERS: dict[str, Callable[[], Save]] = {
-    "ours": _ours,
-    "ours, process": lambda: _ours(executor="process"),
-    "ours, lazy": lambda: _ours(staging="lazy"),
-    "ours, synchronous": lambda: _ours_at_once,
-    "stock, thread": lambda: _stock(AsyncCheckpointerType.THREAD),
-    "stock, process": lambda: _stock(AsyncCheckpointerType.PROCESS),
-    "stock, thread, DefaultStager": lambda: _stock(AsyncCheckpointerType.THREAD, has_stager=True),
-    "stock, process, DefaultStager": lambda: _stock(AsyncCheckpointerType.PROCESS, has_stager=True),
+    "ours": ours,
+    "ours, process": lambda: ours(executor="process"),
+    "ours, lazy": lambda: ours(staging="lazy"),
+    "ours, synchronous": lambda: at_once(robust_dcp.save),
+    "stock, thread": stock,
+    "stock, process": lambda: stock(_PROCESS),
+    "stock, thread, DefaultStager": lambda: stock(_THREAD, StagingOptions(False, False, False, False)),
+    "stock, process, DefaultStager": lambda: stock(_PROCESS, StagingOptions(False, True, False, False)),
 }
 
 

@@ -25,15 +25,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 
 import robust_dcp
+from benchmarks.async_save import Save, at_once, nothing, ours, stock
 from benchmarks.measuring import Row, raw_seconds, show, write_json
 from robust_dcp.staging.blocks import Block
 from robust_dcp.staging.tensor_bytes import DeviceCopies
@@ -68,63 +69,13 @@ _TRAINING = {
     "lost_seconds": "lost s a save",
 }
 
-Started = tuple[Callable[[], object], Callable[[], object]]
-"""What a save returns here: a function that waits until tensors may change, and one that waits for the commit."""
-
-Save = Callable[[dict[str, Any], str], Started]
-"""Saves a state dict in a directory."""
-
-
-def _nothing() -> None:
-    return None
-
-
-def _ours(state_dict: dict[str, Any], path: str, **options: Any) -> Started:
-    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, **options)
-    return saving.wait_staged, saving.result
-
-
-def _ours_lazy(state_dict: dict[str, Any], path: str) -> Started:
-    return _ours(state_dict, path, staging="lazy")
-
-
-def _stock(state_dict: dict[str, Any], path: str, **options: Any) -> Started:
-    saving = dcp.async_save(state_dict, checkpoint_id=path, **options)
-    if isinstance(saving, Future):
-        return _nothing, saving.result
-    return saving.staging_completion.result, saving.upload_completion.result
-
-
-class _StockPinned:
-    """Stock's async save with pinned memory, which it fills beside training. It keeps the memory if torch lets it:
-    torch 2.11 closes the stager after each save.
-    """
-
-    def __init__(self) -> None:
-        self._stager: DefaultStager | None = None
-
-    def __call__(self, state_dict: dict[str, Any], path: str) -> Started:
-        if self._stager is None or not self._stager._state_dict_stager._deepcopy_dispatch:
-            options = StagingOptions(
-                use_pinned_memory=_HAS_CUDA,
-                use_shared_memory=False,
-                use_async_staging=True,
-                use_non_blocking_copy=_HAS_CUDA,
-            )
-            self._stager = DefaultStager(options)
-        return _stock(state_dict, path, async_stager=self._stager)
-
-    def close(self) -> None:
-        if self._stager is not None:
-            self._stager.close()
-
 
 def _async_savers() -> dict[str, Save]:
     return {
-        "async_save, ours": _ours,
-        "async_save lazy, ours": _ours_lazy,
-        "async_save, stock": _stock,
-        "async_save, stock, pinned DefaultStager": _StockPinned(),
+        "async_save, ours": ours(),
+        "async_save lazy, ours": ours(staging="lazy"),
+        "async_save, stock": stock(),
+        "async_save, stock, pinned DefaultStager": stock(staging=StagingOptions(_HAS_CUDA, False, True, _HAS_CUDA)),
     }
 
 
@@ -226,26 +177,14 @@ def _save(call: Save, state_dict: dict[str, Any], directory: str, n: int) -> Row
     }
 
 
-def _waits(save: Callable[..., object]) -> Save:
-    """A synchronous save in the form of an async one."""
-
-    def call(state_dict: dict[str, Any], path: str) -> Started:
-        save(state_dict, checkpoint_id=path)
-        return _nothing, _nothing
-
-    return call
-
-
 def measure_saves(directory: str, gib: float, rounds: int, savers: dict[str, Save]) -> list[Row]:
     """Saves and loads, ours and stock's in turn. Each row is printed at once, too, in case that time runs out."""
     state_dict = _state_dict(int(gib * _GIB))
     nbytes = _nbytes(state_dict)
     rows: list[Row] = []
-    for what, call in {"save, ours": _waits(robust_dcp.save), "save, stock": _waits(dcp.save), **savers}.items():
+    for what, call in {"save, ours": at_once(robust_dcp.save), "save, stock": at_once(dcp.save), **savers}.items():
         rows.append({"what": what, **_save(call, state_dict, directory, rounds)})
         print(rows[-1], flush=True)
-        if isinstance(call, _StockPinned):
-            call.close()
     robust_dcp.save(state_dict, checkpoint_id=f"{directory}/kept")
     for what, load in {"load, ours": robust_dcp.load, "load, stock": dcp.load}.items():
         cpu_started = time.process_time()
@@ -276,7 +215,7 @@ class _Training:
         self._model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(_DEVICE)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=_HAS_CUDA)
         self._batch = torch.randn(1, tokens, width, device=_DEVICE).view(-1, min(tokens, 512), width)
-        self.step(_nothing)
+        self.step(nothing)
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
@@ -290,7 +229,7 @@ class _Training:
         self._optimizer.zero_grad()
         loss.item()
 
-    def steps(self, goes_on: Callable[[int], bool], wait_staged: Callable[[], object] = _nothing) -> list[float]:
+    def steps(self, goes_on: Callable[[int], bool], wait_staged: Callable[[], object] = nothing) -> list[float]:
         """The seconds of each step, until one of its arguments says so."""
         found: list[float] = []
         while goes_on(len(found)):
@@ -330,8 +269,6 @@ def measure_training(directory: str, tokens: int) -> list[Row]:
                     "lost_seconds": blocked + sum(during) - calm * len(during),
                 }
             )
-        if isinstance(call, _StockPinned):
-            call.close()
     return rows
 
 
