@@ -331,7 +331,7 @@ def save_while_rank_2_is_killed_at_the_network(path: str, call: str, number: int
         return method(self, *args)
 
     with mock.patch.object(Connections, call, count_and_call):
-        return verdict_of(robust_dcp.save, state(2), checkpoint_id=path, timeout_seconds=10)
+        return verdict_of(robust_dcp.save, state(2), checkpoint_id=path, timeout_seconds=20)
 
 
 NETWORK_CALLS = {"_await": 1, "send": 5, "start_receiving": 5}
