@@ -253,7 +253,7 @@ def measure_training(directory: str, tokens: int) -> list[Row]:
             blocked = time.perf_counter() - started
             waiter = threading.Thread(target=wait_saved)
             waiter.start()
-            during = training.steps(lambda _, waiter=waiter: waiter.is_alive(), wait_staged)
+            during = training.steps(lambda done, waiter=waiter: not done or waiter.is_alive(), wait_staged)
             waiter.join()
             saving = time.perf_counter() - started
             training.steps(lambda done: done < 10)
