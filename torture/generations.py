@@ -5,6 +5,7 @@ Owns what is saved, the two readers that judge it (stock's and ours), and which 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,7 +107,8 @@ def child_pids() -> list[int]:
     """The processes that this one has started; those that have ended are not among them."""
     pids: list[int] = []
     for path in Path("/proc/self/task").glob("*/children"):
-        pids += map(int, path.read_text().split())
+        with contextlib.suppress(OSError):  # that thread has ended meanwhile
+            pids += map(int, path.read_text().split())
     return [each for each in pids if not is_gone(each)]
 
 
