@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils import _pytree
 
 from tests.frameworks.jobs import PROGRAMS, Job, checkpoints_in, is_ours, run_command, run_job
 
@@ -18,6 +21,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(1200)]
 @pytest.mark.parametrize(
     ("program", "name", "n_checkpoints"),
     [
+        pytest.param("hf_accelerate", "state", 2, id="accelerate"),
         pytest.param("hf_trainer", "trainer", 4, id="accelerate-transformers"),
         pytest.param("fabric", "mp", 1, id="lightning-fabric-mp"),
         pytest.param("fabric", "fsdp", 1, id="lightning-fabric-fsdp"),
@@ -47,6 +51,43 @@ def test_what_is_saved_is_ours_and_both_sides_read_what_either_has_written(
     by_ours = run_job(program, "load", name, ours, stock, robust=True)
     assert (by_ours.equal, by_ours.announcements, by_ours.stays_stock) == ([name, name], 1, [])
     assert by_ours.losses == 2 * by_stock.losses != []
+
+
+_CONSOLIDATE = "lightning.{}.utilities.consolidate_checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "tool", "checkpoint", "n_tensors"),
+    [
+        pytest.param(
+            *("hf_accelerate", "state", "accelerate.commands.accelerate_cli", "pytorch_model_fsdp_0", 4),
+            id="accelerate",
+        ),
+        # Four weights, and step, exp_avg and exp_avg_sq of each.
+        pytest.param("fabric", "mp", _CONSOLIDATE.format("fabric"), "", 16, id="lightning-fabric"),
+        pytest.param(
+            "lightning_trainer", "fsdp", _CONSOLIDATE.format("pytorch"), "last.ckpt", 16, id="lightning-trainer"
+        ),
+    ],
+)
+def test_tools_of_frameworks_make_whole_files_of_our_checkpoints_as_of_their_own(
+    program: str, name: str, tool: str, checkpoint: str, n_tensors: int, tmp_path: Path
+) -> None:
+    """By ``_load_state_dict`` of torch, with a planner that makes its state dict from the metadata."""
+    found: list[dict[Any, torch.Tensor]] = []
+    for robust in (True, False):
+        directory = tmp_path / f"{robust}"
+        run_job(program, "save", name, directory, robust=robust)
+        source, path = directory / name / checkpoint, directory / "whole"
+        words = ("merge-weights", source, path) if "accelerate" in tool else (source, "--output_file", path)
+        run_command("-m", tool, *words, robust=robust)
+        whole = torch.load(path, weights_only=False) if path.is_file() else load_file(path / "model.safetensors")
+        leaves = _pytree.tree_flatten_with_path(whole)[0]
+        of_training = [leaf for leaf in leaves if "callbacks" not in _pytree.keystr(leaf[0])]
+        found.append({key: value for key, value in of_training if isinstance(value, torch.Tensor)})
+    ours, stock = found
+    assert len(ours) == n_tensors and ours.keys() == stock.keys()
+    assert all(torch.equal(ours[key], stock[key]) for key in ours)
 
 
 def test_an_async_save_with_8_bit_adam_of_torchao_holds_what_a_save_holds(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
-"""A program that trains a small llama with the ``Trainer`` of transformers, its weights sharded by Accelerate's FSDP2.
+"""A program that trains a small llama with the ``Trainer`` of transformers, its weights sharded by FSDP2.
 
 It trains two steps and saves after each. ``load`` goes on from the second, as
 ``trainer.train(resume_from_checkpoint=...)`` does, and looks at what it starts from.
 """
 
 import torch
-from accelerate import DistributedType, PartialState
 from comparing import arguments, compare, keep, tell
+from hf_accelerate import believe_in_devices
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 
@@ -62,8 +62,7 @@ def train(path, is_new):
         report_to=[],
         disable_tqdm=True,
     )
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # else it does not take up FSDP
+    believe_in_devices()
     trainer = Trainer(model=model, args=options, train_dataset=Words(), callbacks=[Look(path, is_new)])
     trainer.train(resume_from_checkpoint=not is_new)
     assert trainer.state.global_step == options.max_steps
