@@ -195,7 +195,8 @@ def _written_files(items: Items, kept: Rows, rank: int) -> WrittenFiles:
 def _clock(rank: int) -> PhaseClock:
     """Times that differ from rank to rank, so that their rows cannot be merged."""
     draw = random.Random(rank)
-    return PhaseClock(records=[PhaseReport("plan", draw.random())], own_write_seconds=10 + draw.random())
+    channel = Channel.for_group(None, operation="save", timeout_seconds=300.0, no_dist=True)
+    return PhaseClock(channel, records=[PhaseReport("plan", draw.random())], own_write_seconds=10 + draw.random())
 
 
 # --- stock's ---------------------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     """How the save came by its plan.
 
     Attributes:
-        outcome: ``built``, ``reused`` or ``rebuilt``; ``foreign`` if another planner made it.
+        outcome: ``built``, ``reused`` or ``rebuilt``.
         reason: why, in words.
         changes: ``None`` if there was nothing to compare with.
     """

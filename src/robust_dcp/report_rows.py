@@ -86,7 +86,7 @@ class PhaseClock:
     """The phases of one call on one channel, in order.
 
     Attributes:
-        channel: the ranks and the operation; ``None`` where a planner of others plans, which has none.
+        channel: the ranks and the operation.
         tells: whether listeners hear of this call. They do not of the saves of stock, which calls our hooks only.
         is_async: whether training goes on meanwhile.
         records: the phases that are over.
@@ -95,7 +95,7 @@ class PhaseClock:
         remarks: how the data of a save got to the writer, if there is something to say of that.
     """
 
-    channel: Channel | None = None
+    channel: Channel
     tells: bool = True
     is_async: bool = False
     records: list[PhaseReport] = field(default_factory=list)
@@ -107,8 +107,6 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Record the phase that runs in the block. A phase that fails is not recorded."""
         started = time.perf_counter()
-        if self.channel is None:
-            raise ValueError("there is no channel to run a phase on")
         with self.channel.recording() as stats:
             self.tell("phase_started", phase=name)
             for each in AT_PHASE:
@@ -124,10 +122,6 @@ class PhaseClock:
         )
         self.records.append(report)
         self.tell("phase_ended", phase=name, seconds=report.seconds)
-
-    def ends(self, name: str) -> None:
-        """Without a channel: a phase ends now. It began when the one before ended."""
-        self.records.append(PhaseReport(name, self.seconds - sum(record.seconds for record in self.records)))
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
@@ -146,7 +140,7 @@ class PhaseClock:
     def tell(self, name: EventName, **more: Any) -> None:
         """Tell listeners what happened in this call."""
         channel = self.channel
-        if channel is not None and self.tells and LISTENERS:
+        if self.tells and LISTENERS:
             tell(Event(name, channel.operation, channel.rank, channel.size, is_async=self.is_async, **more))
 
 
@@ -156,19 +150,16 @@ def make_report(
     *,
     checkpoint: str,
     save_id: str,
-    world_size: int,
-    coordinator_rank: int,
     plan: PlanReport,
-    waits: Sequence[str] = (),
-    fallbacks: Sequence[str] = (),
-    modules: Modules | None = None,
+    fallbacks: Sequence[str],
+    modules: Modules | None,
 ) -> SavedReport:
     """The report of a save that was just committed.
 
     Args:
         messages: what each rank has told, if it has.
         clock: that of the coordinator.
-        plan, waits, fallbacks: as in :class:`SavedReport`, of any length.
+        plan, fallbacks: as in :class:`SavedReport`, of any length.
     """
     told = [(rank, each) for rank, each in enumerate(messages) if each is not None and each.row]
     nodes: dict[str, int] = {}
@@ -191,8 +182,8 @@ def make_report(
         save_id=save_id,
         saved_at_seconds=round(time.time(), 3),
         seconds=round(clock.seconds, 6),
-        world_size=world_size,
-        coordinator_rank=coordinator_rank,
+        world_size=clock.channel.size,
+        coordinator_rank=clock.channel.rank,
         is_async=clock.is_async,
         total_nbytes=sum(ranks.nbytes),
         versions={
@@ -210,7 +201,7 @@ def make_report(
         ways=tuple(ways),
         ranks=ranks,
         stragglers=find_stragglers(ranks, tuple(nodes)),
-        waits=tuple(map(shortened, waits[:_MOST_WAITS])),
+        waits=tuple(map(shortened, clock.channel.stragglers[:_MOST_WAITS])),
         fallbacks=tuple(map(shortened, fallbacks[:_MOST_WAITS])),
         modules=modules,
     )

@@ -41,7 +41,7 @@ from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
-from robust_dcp.report import PlanReport, SavedReport, SaveReport
+from robust_dcp.report import PlanReport, SaveReport
 from robust_dcp.report_rows import PhaseClock, Written, make_report
 from robust_dcp.save_queue import SaveQueue
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
@@ -480,7 +480,18 @@ class SaveSession:
             raise
         self._keep_plan(confirmed=self.commits_together)
         if self.channel.is_coordinator and writer.options.report:
-            writer.directory.leave_report(self._saved_report)
+            metadata = None if self.known.plan is None else self.known.plan.metadata
+            writer.directory.leave_report(
+                lambda save_id, fallbacks: make_report(
+                    self.messages,
+                    self.clock,
+                    checkpoint=self.moves_to or self.checkpoint,
+                    save_id=save_id,
+                    plan=self.how,
+                    fallbacks=fallbacks,
+                    modules=None if metadata is None else metadata.module_sizes,
+                )
+            )
         if self.channel.is_coordinator or self.leads_directory:
             writer.directory.tidy_up()
         target = self.moves_to or writer.drain_to
@@ -648,27 +659,6 @@ class SaveSession:
         )
         self.clock.tell("ended", report=report, seconds=self.clock.seconds)
         return report
-
-    def _saved_report(self, save_id: str, fallbacks: tuple[str, ...]) -> SavedReport:
-        """The report beside the checkpoint, on the coordinator.
-
-        Args:
-            save_id: the id in ``.metadata``.
-            fallbacks: what the commit went without.
-        """
-        metadata = None if self.known.plan is None else self.known.plan.metadata
-        return make_report(
-            self.messages,
-            self.clock,
-            checkpoint=self.moves_to or self.checkpoint,
-            save_id=save_id,
-            world_size=self.channel.size,
-            coordinator_rank=self.channel.rank,
-            plan=self.how,
-            waits=self.channel.stragglers,
-            fallbacks=fallbacks,
-            modules=None if metadata is None else metadata.module_sizes,
-        )
 
 
 def digest_of_places(places: Places) -> bytes:

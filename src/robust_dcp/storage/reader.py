@@ -28,7 +28,7 @@ from robust_dcp.storage.reading.load import ItemReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
 from robust_dcp.storage.remote import RemoteDisk, filesystem_of, local_path_of, place_of
-from robust_dcp.storage.writing.write_options import with_keywords
+from robust_dcp.storage.writing.write_options import given_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,8 +68,7 @@ class RobustReader(StorageReader):
     Args:
         path: the checkpoint's directory, or a URL of fsspec (``s3://…``). Of a URL only the bytes that a load needs are
             read.
-        options: how to read, see :class:`ReadOptions`. Each option can also be given as a keyword. It is an error to
-            give two different values, also if one of them is the default.
+        options: how to read, see :class:`ReadOptions`. They can be given as keywords instead.
         disk: the file system.
         keywords: the options, one by one.
 
@@ -78,7 +77,8 @@ class RobustReader(StorageReader):
     the same item, as Megatron-Core's planner requires.
 
     Raises:
-        ValueError: ``path`` is a URL that fsspec does not know; an option is out of range, or given twice.
+        ValueError: ``path`` is a URL that fsspec does not know; an option is out of range, or options are
+            given in both ways.
         StorageError: fsspec, or its package for that store, is not installed.
 
     Attributes:
@@ -101,7 +101,7 @@ class RobustReader(StorageReader):
         super().__init__()
         self._given_disk = disk
         self._begin(path)
-        self.options = with_keywords(options or ReadOptions(), keywords)
+        self.options = given_options(ReadOptions, options, keywords)
         self.peak_buffer_nbytes = 0
         self.unverified_nbytes = 0
         self._check_stop: Callable[[int, int], None] = _never_stops

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,14 +19,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from robust_dcp.comm import node_of
 from robust_dcp.errors import StorageError, entry_point, ranks_in_words
-from robust_dcp.report import PlanReport, SavedReport
-from robust_dcp.report_rows import PhaseClock, Written, make_report, module_sizes
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
@@ -35,11 +32,11 @@ from robust_dcp.storage.files.paths import absolute, directory_path, is_url, mar
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.remote import DEFAULT_COPY_OPTIONS, CopyOptions, place_of
+from robust_dcp.storage.remote import CopyOptions, place_of
 from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.write_options import DEFAULT_WRITE_OPTIONS, WriteKeywords, WriteOptions, with_keywords
+from robust_dcp.storage.writing.write_options import WriteKeywords, WriteOptions, given_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,8 +58,7 @@ class RobustWriter(StorageWriter):
 
     Args:
         path: the checkpoint's directory. It is created if it does not exist.
-        options: how to write, see :class:`WriteOptions`. Each option can also be given as a keyword. It is an error to
-            give two different values, also if one of them is the default.
+        options: how to write, see :class:`WriteOptions`. They can be given as keywords instead.
         drain_to: a URL of fsspec, or a directory on durable storage. Each save is copied there in the background, after
             its commit. ``robust_dcp.save`` and ``async_save`` do that; stock's ``save`` cannot.
         drain_options: how to copy it there, see :class:`CopyOptions`.
@@ -79,7 +75,7 @@ class RobustWriter(StorageWriter):
             them.
 
     Raises:
-        ValueError: an option is out of range, or a path is a URL (``scheme://…``).
+        ValueError: an option is out of range, options are given in both ways, or a path is a URL (``scheme://…``).
         StorageError: a call to the file system failed. Not raised before the save begins.
     """
 
@@ -94,20 +90,18 @@ class RobustWriter(StorageWriter):
         **keywords: Unpack[WriteKeywords],
     ) -> None:
         super().__init__()
-        self.options = with_keywords(options or DEFAULT_WRITE_OPTIONS, keywords)
+        self.options = given_options(WriteOptions, options, keywords)
         self.layout = layout_named(self.options.layout)
         self._given = self.checkpoint_id = directory_path(path)
         self.path = absolute(self._given)
         self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
-        self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
+        self.drain_options = drain_options or CopyOptions()
         self.disk: Disk = disk or Disk()
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
         self._directory: Save | None = None
         self._is_coordinator = False
         self._is_agreed = False
-        self._clock = PhaseClock()
-        self._planner_name = ""
 
     @property
     def plan_options(self) -> dict[str, str | int]:
@@ -207,8 +201,6 @@ class RobustWriter(StorageWriter):
                 "of it. Call one of these, or copy the checkpoint afterwards with robust_dcp.copy_checkpoint"
             )
         self._is_agreed = False
-        self._clock = PhaseClock()
-        self._planner_name = ""
         self._is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
             raise ValueError(
@@ -227,6 +219,7 @@ class RobustWriter(StorageWriter):
             except BaseException as error:
                 self.directory.roll_back(error)
                 raise
+        # Another planner's save gets the rank and the mark in this way.
         return [replace(plan, storage_data=(rank, self.mark)) for rank, plan in enumerate(plans)]
 
     @entry_point
@@ -249,7 +242,8 @@ class RobustWriter(StorageWriter):
         return future
 
     def _write_unplanned(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write the plan of a planner that is not ours. Items get places as they come, on this rank alone."""
+        """Write the plan of a planner that is not ours. Items get places as they come, on this rank alone. A rank that
+        does not commit first makes sure that it writes into the coordinator's directory."""
         if self.layout.plans_places:
             raise ValueError(
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
@@ -257,32 +251,22 @@ class RobustWriter(StorageWriter):
             )
         rank, mark = plan.storage_data or (0, self.mark)
         self.adopt(mark)
-        if plan.storage_data and not self._is_coordinator:
-            self._refuse_another_directory(rank)
-        self._planner_name = type(planner).__name__
-        self._clock.ends("plan")
-        placements = place_as_they_come([_data_nbytes(item) for item in plan.items], files=self.options.n_files)
-        started = time.perf_counter()
-        source = WriteItemSource(plan.items, planner.resolve_data)
-        written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
-        self._clock.own_write_seconds = time.perf_counter() - started
-        places = zip(placements.file.tolist(), written.variable_places.tolist(), strict=True)
-        results = [
-            WriteResult(item.index, nbytes, StorageInfo(written.names[file], offset, nbytes))
-            for item, (file, (offset, nbytes)) in zip(plan.items, places, strict=True)
-        ]
-        if results and self.options.report:  # a rank that has written nothing tells nothing
-            last = results.pop()
-            told = Written.with_row(rank, self._clock, written.nbytes, len(written.names), written.how)
-            results.append(_TellingResult(last.index, last.size_in_bytes, last.storage_data, told))
-        return results
-
-    def _refuse_another_directory(self, rank: int) -> None:
-        """Make sure, on a rank that does not commit, that it writes into the coordinator's directory."""
-        if self.directory.join():
+        if plan.storage_data and not self._is_coordinator and self.directory.join():
             error = not_one_directory(self.path, f"rank {rank}", "A save by torch.distributed.checkpoint")
             self.directory.roll_back(error)
             raise error
+        planned = [item.tensor_data for item in plan.items]
+        nbytes_of_items = [
+            0 if each is None else math.prod(each.chunk.sizes) * each.properties.dtype.itemsize for each in planned
+        ]
+        placements = place_as_they_come(nbytes_of_items, files=self.options.n_files)
+        source = WriteItemSource(plan.items, planner.resolve_data)
+        written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        places = zip(placements.file.tolist(), written.variable_places.tolist(), strict=True)
+        return [
+            WriteResult(item.index, nbytes, StorageInfo(written.names[file], offset, nbytes))
+            for item, (file, (offset, nbytes)) in zip(plan.items, places, strict=True)
+        ]
 
     @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -293,7 +277,6 @@ class RobustWriter(StorageWriter):
         metadata.storage_meta = self.plain_meta()
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.version = FORMAT_VERSION
-        self._clock.ends("write")
         try:
             to_publish = MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata))
             self.directory.prepare(to_publish, to_publish.files)
@@ -301,31 +284,7 @@ class RobustWriter(StorageWriter):
         except BaseException as error:
             self.directory.roll_back(error)
             raise
-        self._clock.ends("commit")
-        if self.options.report:
-            self.directory.leave_report(lambda save_id, fallbacks: self._report_of(results, save_id, fallbacks))
         self.directory.tidy_up()
-
-    def _report_of(
-        self, results: Sequence[Sequence[WriteResult]], save_id: str, fallbacks: Sequence[str]
-    ) -> SavedReport:
-        """The report of a save by a planner that is not ours, which was just committed."""
-        sizes: dict[str, int] = defaultdict(int)
-        for part in results:
-            for result in part:
-                sizes[result.index.fqn] += result.size_in_bytes
-        lasts = [part[-1] if part else None for part in results]
-        return make_report(
-            [last.told if isinstance(last, _TellingResult) else None for last in lasts],
-            self._clock,
-            checkpoint=self.checkpoint_id,
-            save_id=save_id,
-            world_size=len(results),
-            coordinator_rank=0,
-            plan=PlanReport("foreign", f"{self._planner_name} made the plan"),
-            fallbacks=fallbacks,
-            modules=module_sizes(list(sizes), np.array(list(sizes.values()), dtype=np.int64)),
-        )
 
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
@@ -335,23 +294,6 @@ class RobustWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ``checkpoint_id`` is a path on a mounted file system, and not a URL."""
         return not is_url(checkpoint_id)
-
-
-# A save by a planner that is not ours. Stock hands each rank its plan, whose `storage_data` is the rank and the mark of
-# the save, and gathers the results of all ranks. The last result of each rank carries its row of the report. So no
-# exchange is added.
-
-
-@dataclass(frozen=True)
-class _TellingResult(WriteResult):
-    """A result with what its rank tells for the report."""
-
-    told: Written | None = None
-
-
-def _data_nbytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return 0 if data is None else math.prod(data.chunk.sizes) * int(data.properties.dtype.itemsize)
 
 
 # How much room a save needs, and whether there is so much: found out before the first byte. What the save replaces does

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypedDict
 
 from robust_dcp.storage.reading.stored_item import Verify
-from robust_dcp.storage.writing.write_options import GivenOptions, default_threads
+from robust_dcp.storage.writing.write_options import default_threads
 
 BLOCK_NBYTES: Final = 4 << 20
 """The size of one read: large enough for a device to reach its full speed, and small enough to divide among threads."""
@@ -30,7 +30,7 @@ class ReadKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions(GivenOptions):
+class ReadOptions:
     """How ``RobustReader`` reads.
 
     Args:

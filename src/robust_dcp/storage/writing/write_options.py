@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-Options = TypeVar("Options", bound="GivenOptions")
 
 _MIB: Final = 1 << 20
 
@@ -36,22 +31,6 @@ _LEAST: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenOptions:
-    """Options that know which of them were given. One that was given its default is not one that was not given.
-
-    Attributes:
-        given: their names.
-    """
-
-    given: ClassVar[frozenset[str]]  # of each object, and no field of the dataclasses
-
-    def __new__(cls, **given: Any) -> Self:
-        options = super().__new__(cls)
-        object.__setattr__(options, "given", frozenset(given))
-        return options
-
-
 class WriteKeywords(TypedDict, total=False):
     """:class:`WriteOptions` as keywords of ``RobustWriter``."""
 
@@ -65,7 +44,7 @@ class WriteKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteOptions(GivenOptions):
+class WriteOptions:
     """How ``RobustWriter`` writes. An option that is ``None`` is chosen for the machine and the ranks on it.
 
     Args:
@@ -135,31 +114,22 @@ class WriteOptions(GivenOptions):
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
 
 
-DEFAULT_WRITE_OPTIONS: Final = WriteOptions()
+Options = TypeVar("Options")
 
 
-def with_keywords(options: Options, keywords: Mapping[str, Any]) -> Options:
-    """Put keywords into options.
-
-    Args:
-        options: as the user has made them.
-        keywords: only those that the user has given.
+def given_options(kind: type[Options], options: Options | None, keywords: Mapping[str, Any]) -> Options:
+    """The options of a writer or reader, which were given as an object or by keywords.
 
     Raises:
-        ValueError: an option is given both as a keyword and in ``options``, with two different values.
+        ValueError: both were given, or an option is out of range.
         TypeError: there is no such option.
     """
-    if not keywords:
-        return options
-    given = type(options)(**keywords)
-    for name in keywords:
-        own, keyword = getattr(options, name), getattr(given, name)
-        if name in options.given and own != keyword:
-            raise ValueError(
-                f"{name}={keyword!r} contradicts options, which has {name}={own!r}: give it once, or pass "
-                f"options=dataclasses.replace(options, {name}={keyword!r})"
-            )
-    return replace(options, **keywords)
+    if options is not None and keywords:
+        raise ValueError(
+            f"{', '.join(keywords)} and options were given: give all options in one way, or pass "
+            f"options=dataclasses.replace(options, {next(iter(keywords))}=…)"
+        )
+    return kind(**keywords) if options is None else options
 
 
 def default_threads(*, least: int = 2, most: int = 4) -> int:
