@@ -284,8 +284,10 @@ class Job:
         self.end()
 
     def end(self) -> None:
-        """Kill what still runs, and all that it has started."""
+        """End the ranks that wait for a task, and kill the others and all that they have started."""
         if hasattr(self, "_stack"):
+            for rank in self._ranks:
+                rank.connection.close()
             self._stack.close()
 
 
@@ -392,13 +394,15 @@ class _Rank:
 
     def end(self) -> None:
         """Kill the rank and all processes that it started. They may still run after the rank itself has ended."""
+        self.connection.close()
+        if self.result is not None:
+            self.process.join(_GONE_WITHIN_SECONDS)  # by itself: a rank that is killed does not write what it covered
         if self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has no process group yet, or all of them are gone
                 os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.exitcode is None:
             self.process.kill()
         self.process.join()
-        self.connection.close()
         self.process.close()
 
 
