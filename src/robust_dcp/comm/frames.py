@@ -18,7 +18,7 @@ MAX_PAYLOAD_NBYTES = 8 << 30
 """The largest payload that a rank may announce. A receiver allocates what a frame announces, so it needs a bound."""
 
 MAGIC = b"RDCP"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 # Magic, version, and the fields of a frame in their order; then the CRC-32 of all that. Magic and CRC have the same
 # place in every version, so that we can tell damage from another version.
@@ -34,9 +34,8 @@ class Kind(IntEnum):
     HEARD = 3  # the answer to DOWN; nothing more comes in this exchange
     BEAT = 4  # the sender is alive, and its work has come this far
     STOP = 5  # the current exchange will fail; the payload says why
-    AGAIN = 6  # what came was damaged: please send again
-    GONE = 7  # the sender drops its connections; the store says why
-    RELAY = 8  # a tensor that is passed on within an exchange
+    GONE = 6  # the sender drops its connections; the store says why
+    RELAY = 7  # a tensor that is passed on within an exchange
 
 
 class FrameError(Exception):

@@ -9,11 +9,15 @@ An exchange is the rank's own work, then a message up the tree, then one down, a
         HEARD                      ------>       returns
         returns
 
-For each neighbour in the tree a thread reads what comes while an exchange runs. A rank returns when its children have
-heard the result, so it may end at once. There are two ways to fail. If a rank's own work fails, the ranks stay in step:
+For each neighbour in the tree a thread reads what comes while an exchange runs. Each exchange has a gloo tag of its
+own, so nobody reads what belongs to the next one. A rank returns when its children have heard the result, so it may end
+at once.
+
+There are two ways to fail. If a rank's own work fails, the ranks stay in step:
 all raise the same exception and can go on. If a rank is gone, silent, or in another operation, the operation ends on
 all of them, with the verdict on which the ranks agree (:mod:`~robust_dcp.comm.endings`). If only the connections were
-dropped, because of another operation, the ranks connect again and send again what the others may not have got.
+dropped, because of another operation or because something arrived damaged, the ranks connect again. Then each sends
+again what it has sent in this exchange and in the one before, and whoever lacks some of it reads it.
 
 A rank is alive as long as beats or pieces of a payload come from it. Its beat says which rank has shown no progress for
 longest, among all of which the receiver hears only through it, and how far the slowest one has come. It takes a few
@@ -147,9 +151,8 @@ class Beat(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What ``peer`` sent."""
+    """What a neighbour sent."""
 
-    peer: int
     frame: Frame
     payload: Payload = b""
 
@@ -170,7 +173,8 @@ class _Exchange:
         closed: the neighbours to which nothing more may be sent.
         sent: for each neighbour what it has to get, so that it can be sent again.
         announced: the neighbours that find in the store where this rank listens.
-        damaged: the neighbours that have been asked to send something again.
+        damaged: the neighbours from which something damaged has come.
+        may_be_unread: some neighbour may never read what was sent to it, because it has that already or is silent.
         heard: the neighbours from which something has come, each with the time of the latest (``time.monotonic()``).
         absent: the neighbours that this rank waits for.
         waiting_since: silence before this time does not count.
@@ -191,6 +195,7 @@ class _Exchange:
         self.sent: dict[int, list[tuple[Frame, Payload]]] = defaultdict(list)
         self.announced: set[int] = set()
         self.damaged: set[int] = set()
+        self.may_be_unread = False
         self.failure: str | None = None
         self.problem: Problem | None = None
         self.is_working = True
@@ -416,7 +421,6 @@ class Operation:
         self._exchange: _Exchange | None = None  # the one that runs
         self._last: _Exchange | None = None  # the latest that has ended well
         self._heard: set[int] = set()  # the ranks that have come to this operation
-        self._early: dict[int, Message] = {}  # what neighbours have sent for the next exchange
         self._raised: BaseException | None = None
         self._own_error: BaseException | None = None
         self.cost = ExchangeStats()
@@ -475,9 +479,10 @@ class Operation:
             error = decode(payload, ErrorMessage).to_error()
         finally:
             with self._changed:
-                for connections in self._exchange.open.values() if self._exchange is not None else ():
-                    connections.kept.pop(self._exchange, None)  # it has arrived
-                self._exchange = None
+                over, self._exchange = self._exchange, None
+                if over is not None and not over.may_be_unread:
+                    for connections in over.open.values():
+                        connections.kept.pop(over, None)  # all of it has arrived
             _CLOCK.discard(self)
             for stats in self.recordings:
                 stats.add(self.cost)
@@ -526,7 +531,7 @@ class Operation:
         self.phase = phase
         if not self._has_begun and self._end_message is None:
             with self._changed:
-                self.n_exchanges, self._last, self._early = 0, None, {}
+                self.n_exchanges, self._last = 0, None
                 self._heard = set()
                 self._begun_seconds = time.monotonic()
                 self._has_begun = True
@@ -536,14 +541,7 @@ class Operation:
         exchange = _Exchange(self.n_exchanges, self.what, self.link.tree(root), self.link, self.timeout_seconds)
         with self._changed:
             self._last_beat, self._next_log_seconds = time.monotonic(), patience.LOG_SECONDS
-            early, self._early = self._early, {}
             self._exchange = exchange
-            try:
-                for message in early.values():
-                    with contextlib.suppress(Broken):  # the thread that reads finds the same
-                        self._take(exchange, message)
-            except Problem as problem:
-                exchange.problem = problem
             new = [peer for peer in exchange.tree.neighbours if not self.link.process_of(peer)]
             self._read_from_all(exchange)
             # If this process ends in its own work, the others notice that nobody listens there any more.
@@ -609,27 +607,23 @@ class Operation:
         with self._changed:
             exchange.absent = children
             exchange.waiting_since = time.monotonic()
-            generation, until, silent = self.link.generation, math.inf, None
+            generation, until = self.link.generation, math.inf
             while self._end_message is None:
-                gone = self.link.gone
-                exchange.absent = tuple(peer for peer in exchange.lacking(children, Kind.HEARD) if peer not in gone)
                 if generation != self.link.generation:  # those that have not got the result connect again soon
                     generation = self.link.generation
                     until = min(until, time.monotonic() + patience.RECONNECT_SECONDS)
                 exchange.catching_up_seconds()
-                now = time.monotonic()
-                silence = {peer: exchange.silence_of(peer, now) for peer in exchange.absent}
-                silent = next((peer for peer in silence if silence[peer] >= self.timeout_seconds), None)
-                if not silence or silent is not None or now > until:
-                    break
-                left = self.timeout_seconds - max(silence.values())
-                self._changed.wait(max(0.001, min(patience.BEAT_SECONDS, until - now, left)))
-            if self._end_message is not None:
-                raise _Ended  # the others had given up on this rank before it sent the result
-        if silent is not None and generation == self.link.generation:
-            # The thread that reads from it must not read what belongs to the next exchange.
-            words = exchange.words_for_silent(silent, self.timeout_seconds)
-            self.link.break_up(generation, Problem.of_lost({silent: words}, may_return=True), self)
+                now, gone = time.monotonic(), self.link.gone
+                exchange.absent = tuple(
+                    peer
+                    for peer in exchange.lacking(children, Kind.HEARD)
+                    if peer not in gone and exchange.silence_of(peer, now) < self.timeout_seconds
+                )
+                if not exchange.absent or now > until:
+                    exchange.may_be_unread |= bool(exchange.lacking(children, Kind.HEARD))
+                    return
+                self._changed.wait(max(0.001, min(patience.BEAT_SECONDS, until - now)))
+        raise _Ended  # the others had given up on this rank before it sent the result
 
     # Sending.
 
@@ -642,23 +636,17 @@ class Operation:
                 exchange.closed.add(peer)
             self.cost.add(ExchangeStats(0, 1 + bool(payload), FRAME_NBYTES, len(payload)))
 
-    def _post(
-        self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload = b"", *, for_good: bool = False
-    ) -> Moving | None:
-        """Start to send. Called with the lock.
-
-        Args:
-            for_good: the message may never be read. It is kept as long as the connections.
-        """
+    def _post(self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload = b"") -> Moving | None:
+        """Start to send, if ``peer`` is connected. Called with the lock."""
         connections = exchange.open.get(peer)
         if connections is None:
             return None
-        kept = connections.kept[None if for_good else exchange]
+        kept = connections.kept[exchange]
         if len(payload):
             crc32, tag = isal_zlib.crc32(payload), connections.new_tag()
             frame = frame._replace(payload_nbytes=len(payload), payload_crc32=crc32, payload_tag=tag)
         with contextlib.suppress(Broken):  # the thread that reads finds the same
-            moving = connections.send(peer, self._tag, self.stamped(frame, exchange).encode())
+            moving = connections.send(peer, self._tag(exchange.number), self.stamped(frame, exchange).encode())
             kept.append(moving)
             if len(payload):
                 kept.append(connections.send(peer, frame.payload_tag, payload))
@@ -666,6 +654,11 @@ class Operation:
                     self._start_thread(self._watch_leaving, exchange, peer, connections, kept[-1])
             return moving
         return None
+
+    def _post_again(self, exchange: _Exchange, peer: int) -> None:
+        """Send all that ``peer`` has to get in an exchange over a new connection. Called with the lock."""
+        for frame, payload in exchange.sent[peer]:
+            self._post(exchange, peer, frame, payload)
 
     def _watch_leaving(self, exchange: _Exchange, peer: int, connections: Connections, moving: Moving) -> None:
         """Count each piece that leaves as a sign that ``peer`` is alive. gloo brings a beat of ``peer`` only once it
@@ -686,10 +679,9 @@ class Operation:
             phase=exchange.phase_id,
         )
 
-    @property
-    def _tag(self) -> int:
-        """The gloo tag of all frames of this operation."""
-        return (self.key.operation ^ self.key.occurrence * 0x9E3779B1) & 0x3FFFFFFF
+    def _tag(self, number: int) -> int:
+        """The gloo tag of all frames of an exchange."""
+        return (self.key.operation ^ self.key.occurrence * 0x9E3779B1 ^ number * 0x85EBCA6B) & 0x3FFFFFFF
 
     def _announce_failure(self, exchange: _Exchange, text: str, but: int | None = None) -> None:
         for peer in exchange.tree.neighbours:
@@ -709,7 +701,7 @@ class Operation:
             gone = Frame(Kind.GONE, *self.key, number, body=body, secret=self.link.secret).encode()
             for peer in list(connections.peers):
                 with contextlib.suppress(Broken):
-                    connections.kept[None].append(connections.send(peer, self._tag, gone))
+                    connections.kept[None].append(connections.send(peer, self._tag(number), gone))
 
     # Reading.
 
@@ -740,11 +732,15 @@ class Operation:
                 is_old = self._exchange is not exchange or generation != self.link.generation
                 if is_old or exchange.open.get(peer) is connections:  # then another thread reads from there already
                     return
+                exchange.may_be_unread |= peer in exchange.open
                 exchange.open[peer] = connections
                 if exchange.number == 0 and peer not in exchange.closed:  # so that the others know that this rank came
                     self._post(exchange, peer, Frame(Kind.BEAT, body=exchange.beat_for(peer).encode()))
-                for frame, payload in exchange.sent[peer]:
-                    self._post(exchange, peer, frame, payload, for_good=True)
+                last = self._last
+                if last is not None and last.open.get(peer) is not connections:
+                    last.open[peer] = connections
+                    self._post_again(last, peer)
+                self._post_again(exchange, peer)
             while not self._read_one(exchange, peer, connections):
                 pass
         except Problem as problem:
@@ -764,15 +760,13 @@ class Operation:
 
         Raises:
             Broken: nothing more comes.
-            Problem: what came was damaged for the second time, or the ranks are in different operations.
+            Problem: what came was damaged, or the ranks are in different operations.
         """
         payload: Payload = b""
-        is_last = False
         try:
-            frame = Frame.decode(bytes(connections.receive(peer, self._tag, FRAME_NBYTES)), self.link.secret)
-            # A repeated message is not read again: its payload may never be sent.
-            is_repeated = frame.exchange == exchange.number and (peer, frame.kind) in exchange.arrived
-            if frame.payload_nbytes and frame.exchange >= exchange.number and not is_repeated:
+            data = connections.receive(peer, self._tag(exchange.number), FRAME_NBYTES)
+            frame = Frame.decode(bytes(data), self.link.secret)
+            if frame.payload_nbytes:
                 exchange.note_heard(peer, frame)
 
                 def note_piece() -> None:
@@ -786,22 +780,19 @@ class Operation:
                         f"announced was {frame.payload_crc32:#010x}"
                     )
         except FrameError as error:
-            text = str(error) if str(error).startswith("a payload") else f"a frame arrived damaged: {error}"
-            return self._ask_again(self._exchange or exchange, peer, text)
-        with self._changed:
-            current = self._exchange
-            if current is None and (frame.operation, frame.occurrence) == self.key and self._end_message is None:
-                if frame.exchange >= self.n_exchanges:
-                    self._early[peer] = Message(peer, frame, payload)
-                elif frame.kind == Kind.UP and self._last is not None and frame.exchange == self._last.number:
-                    self._repeat(self._last, self._last, peer)
-                return True
-        if current is not None and current is not exchange:
-            # This rank went on without an answer of ``peer``, and this is for the exchange that runs by now.
-            exchange, is_last = current, True
-        if frame.kind == Kind.DOWN and frame.exchange == exchange.number:
+            what = str(error) if str(error).startswith("a payload") else f"a frame arrived damaged: {error}"
+            if peer in exchange.damaged:
+                sent = f"what rank {peer} sent to rank {self.link.rank}"
+                raise Problem(f"{sent} arrived damaged twice: {what}", damaged_by=peer) from None
+            exchange.damaged.add(peer)
+            logger.info("asking rank %d again: %s", peer, what)
+            raise Problem.of_lost({peer: what}, may_return=True) from None
+        if (frame.operation, frame.occurrence, frame.exchange) != (*self.key, exchange.number):
+            return False
+        if frame.kind == Kind.DOWN:
             # Answer before the caller knows the result, and may end.
             with self._changed:
+                exchange.sent[peer].append((Frame(Kind.HEARD), b""))
                 heard = self._post(exchange, peer, Frame(Kind.HEARD))
                 exchange.closed.add(peer)
             if heard is not None:
@@ -810,73 +801,27 @@ class Operation:
         with self._changed:
             if self._exchange is not exchange or self._end_message is not None:
                 return True
-            return self._take(exchange, Message(peer, frame, payload)) or is_last
-
-    def _take(self, exchange: _Exchange, message: Message) -> bool:
-        """Note a message. Return whether nothing more comes from its sender in this exchange. Called with the lock."""
-        peer, frame, payload = message
-        if (frame.operation, frame.occurrence) != self.key:
-            return False
-        if frame.exchange < exchange.number:
-            last = self._last
-            if frame.kind == Kind.UP and last is not None and frame.exchange == last.number:
-                # It did not get the result of the exchange before, because the connections were dropped.
-                self._repeat(exchange, last, peer)
-            return False
-        if frame.exchange > exchange.number:  # so it has heard the result of this one
-            self._early[peer] = message
-            return self._note_arrived(exchange, peer, Kind.HEARD, message)
-        self._heard.add(peer)
-        exchange.note_heard(peer, frame)
-        if frame.kind == Kind.GONE:
-            (n_missing,) = struct.unpack_from("<I", frame.body)
-            missing = struct.unpack_from(f"<{n_missing}I", frame.body, 4)
-            if not missing:
-                raise Broken("it dropped its connections")
-            raise Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
-        if frame.phase != exchange.phase_id:
-            raise Problem("in different operations", is_elsewhere=True)
-        if frame.kind == Kind.AGAIN:
-            self._repeat(exchange, exchange, peer)
-        elif frame.kind == Kind.STOP:
-            if exchange.failure is None:
+            self._heard.add(peer)
+            exchange.note_heard(peer, frame)
+            if frame.kind == Kind.GONE:
+                (n_missing,) = struct.unpack_from("<I", frame.body)
+                missing = struct.unpack_from(f"<{n_missing}I", frame.body, 4)
+                if not missing:
+                    raise Broken("it dropped its connections")
+                raise Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
+            if frame.phase != exchange.phase_id:
+                raise Problem("in different operations", is_elsewhere=True)
+            if frame.kind == Kind.STOP and exchange.failure is None:
                 exchange.failure = bytes(payload).decode(errors="replace")
                 self._announce_failure(exchange, exchange.failure, but=peer)
                 self._interrupt_work(exchange)
-        elif frame.kind in (Kind.UP, Kind.DOWN, Kind.HEARD):
-            return self._note_arrived(exchange, peer, frame.kind, message)
-        return False
-
-    def _note_arrived(self, exchange: _Exchange, peer: int, kind: Kind, message: Message) -> bool:
-        """Note a message that counts. Return as :meth:`_take`."""
-        exchange.arrived.setdefault((peer, kind), message)
-        if not exchange.lacking(exchange.absent, kind):
-            self._changed.notify_all()
-        if kind != Kind.UP:
-            exchange.done.add(peer)
-        return kind != Kind.UP
-
-    def _repeat(self, exchange: _Exchange, of: _Exchange, peer: int) -> None:
-        """Send what ``peer`` has to get in an exchange again. Called with the lock."""
-        again, of.sent[peer] = of.sent[peer], [each for each in of.sent[peer] if each[0].kind != Kind.AGAIN]
-        of.open = exchange.open
-        for frame, payload in again:
-            self._post(of, peer, frame, payload, for_good=True)
-
-    def _ask_again(self, exchange: _Exchange, peer: int, what: str) -> bool:
-        with self._changed:
-            if self._exchange is not exchange or self._end_message is not None:
-                return True
-            if peer in exchange.closed:  # it says that it has heard the result, or asks for the result again
-                self._repeat(exchange, exchange, peer)
-                return self._note_arrived(exchange, peer, Kind.HEARD, Message(peer, Frame(Kind.HEARD)))
-            if peer in exchange.damaged:
-                sent = f"what rank {peer} sent to rank {self.link.rank}"
-                raise Problem(f"{sent} arrived damaged twice: {what}", damaged_by=peer)
-            exchange.damaged.add(peer)
-            logger.info("asking rank %d again: %s", peer, what)
-            self._send(exchange, peer, Frame(Kind.AGAIN))
-        return False
+            if frame.kind in (Kind.UP, Kind.DOWN, Kind.HEARD):
+                exchange.arrived.setdefault((peer, frame.kind), Message(frame, payload))
+                if not exchange.lacking(exchange.absent, frame.kind):
+                    self._changed.notify_all()
+            if frame.kind in (Kind.DOWN, Kind.HEARD):
+                exchange.done.add(peer)
+            return peer in exchange.done
 
     def _lose(
         self, exchange: _Exchange, peer: int, generation: int, connections: Connections | None, detail: str
