@@ -275,8 +275,7 @@ def load(
                     with clock.phase("plan"):
                         agreement = loading.agree_on_reads(channel, by_index=True)
                         if robust is not None and ranks_share(agreement):
-                            group = dist.group.WORLD if process_group is None else process_group
-                            loading.shared = share_reads(channel, checkpoint, robust, loading.plan, planner, group)
+                            loading.shared = share_reads(channel, checkpoint, robust, loading.plan, planner)
                         elif robust is not None:
                             robust.node_reads_the_same = node_reads_the_same(agreement)
                     loading.read()

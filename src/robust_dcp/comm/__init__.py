@@ -10,14 +10,13 @@ from robust_dcp.comm.endings import Stopped
 from robust_dcp.comm.link import ExchangeStats
 from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.nodes import node_name, node_of
-from robust_dcp.comm.relay import Bucket, GroupMover, Relay
+from robust_dcp.comm.relay import Bucket, Relay
 
 __all__ = [
     "Agreement",
     "Bucket",
     "Channel",
     "ExchangeStats",
-    "GroupMover",
     "Offer",
     "Relay",
     "Stopped",

@@ -11,99 +11,32 @@ frame with the number of the operation and the CRC-32 of the bytes.
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from isal import isal_zlib
 
 from robust_dcp.comm import patience
-from robust_dcp.comm.connections import Broken, Connections, Moving
-from robust_dcp.comm.frames import FRAME_NBYTES, Frame, FrameError, Kind
+from robust_dcp.comm.connections import Broken, Connections
+from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind
 from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
-_POLL_SECONDS = 0.0005
 _FRAMES_TAG, _BUCKETS_TAG = 1, 2
 
 
 class Bucket(NamedTuple):
-    """``nbytes`` bytes that go from the first of ``ranks`` to the others, in round ``round``.
+    """``nbytes`` bytes, at least 1, that go from the first of ``ranks`` to the others, in round ``round``.
 
-    Attributes:
-        round: the number of the round. Rounds run in ascending order.
-        ranks: ranks of the group, in the same order on all of them.
-        nbytes: at least 1.
-        on_device: if true, the bytes go from device to device over the process group that trains. Otherwise they go
-            over connections of the channel. Bytes that stay on devices are not checked, as training does not check
-            what it moves there either.
+    Rounds run in ascending order. ``ranks`` are ranks of the group, in the same order on all of them.
     """
 
     round: int
     ranks: tuple[int, ...]
     nbytes: int
-    on_device: bool = False
-
-
-class _Move(NamedTuple):
-    """A bucket on its way to or from ``peer``."""
-
-    bucket: Bucket
-    tensor: torch.Tensor
-    peer: int
-
-
-class GroupMover:
-    """Moves tensors over a process group of any backend, for example NCCL from device to device.
-
-    Args:
-        group: the process group. The ranks of buckets are ranks of this group.
-        device_type: where its tensors are.
-    """
-
-    def __init__(self, group: Any, device_type: str) -> None:
-        self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
-        self._device_type = device_type
-
-    def connect(self, timeout_seconds: float) -> None:
-        """Make the group's connections. All ranks call this before any of them moves something.
-
-        NCCL connects in the first operation and waits there for all ranks of the group. In the middle of a relay that
-        wait could last for ever: another rank may have nothing on its device, or may itself wait for bytes from the
-        host of this one.
-        """
-        token = torch.zeros(1, device=self._device_type)
-        self._finish([dist.all_reduce(token, group=self._group, async_op=True)], token.device, timeout_seconds)
-
-    def move(self, outgoing: Sequence[_Move], incoming: Sequence[_Move], timeout_seconds: float) -> None:
-        """Move everything at once."""
-        operations = [dist.P2POp(dist.irecv, each.tensor, self._ranks[each.peer], self._group) for each in incoming]
-        operations += [dist.P2POp(dist.isend, each.tensor, self._ranks[each.peer], self._group) for each in outgoing]
-        first = (*incoming, *outgoing)[0]
-        try:
-            self._finish(dist.batch_isend_irecv(operations), first.tensor.device, timeout_seconds)
-        except Broken as error:
-            raise Broken(f"rank {first.peer}: {error}") from None
-
-    def _finish(self, works: Sequence[Any], device: torch.device, timeout_seconds: float) -> None:
-        until = time.monotonic() + timeout_seconds
-        try:
-            for work in works:
-                work.wait(datetime.timedelta(seconds=max(0.001, until - time.monotonic())))
-        except RuntimeError as error:
-            raise Broken(f"the group that moves between devices: {error}") from None
-        if device.type != "cpu":  # there ``wait`` only makes the current stream wait, so we wait for the stream
-            done = torch.Event(device.type)
-            done.record()
-            while not done.query():
-                if time.monotonic() > until:
-                    raise Broken(f"what moves between devices did not come within the timeout ({device})")
-                time.sleep(_POLL_SECONDS)
 
 
 class Relay(NamedTuple):
@@ -112,18 +45,15 @@ class Relay(NamedTuple):
     Attributes:
         buckets: the buckets in which this rank takes part, in ascending rounds. Ranks that share several buckets have
             them in the same order. The functions get the index of a bucket in this list, and one thread calls them.
-        outgoing: returns what this rank sends as the first: uint8 ``[nbytes]``, contiguous, on the CPU or on the
-            bucket's device.
+        outgoing: returns what this rank sends as the first: uint8 ``[nbytes]``, contiguous, on the CPU.
         incoming: returns the tensor to receive into, of the same kind.
         arrived: is called when the tensor that ``incoming`` returned is filled, and has been passed on.
-        move_on_device: moves bytes between devices. Either all ranks of the group give it, or none does.
     """
 
     buckets: Sequence[Bucket]
     outgoing: Callable[[int], torch.Tensor]
     incoming: Callable[[int], torch.Tensor]
     arrived: Callable[[int, torch.Tensor], None]
-    move_on_device: GroupMover | None = None
 
 
 class Passing:
@@ -149,8 +79,6 @@ class Passing:
             ExchangeError: what a rank sent arrived damaged.
         """
         try:
-            if self._relay.move_on_device is not None:
-                self._relay.move_on_device.connect(self._operation.timeout_seconds)
             for _, in_round in groupby(enumerate(self._relay.buckets), key=lambda pair: pair[1].round):
                 self._move_round(list(in_round))
                 self._operation.note_progress()
@@ -175,72 +103,54 @@ class Passing:
             for number, bucket in in_round
         ]
         most = max(len(bucket.ranks) for _, bucket in in_round)
-        for step in range((most - 1).bit_length()):
-            outgoing: dict[bool, list[_Move]] = {False: [], True: []}
-            incoming: dict[bool, list[_Move]] = {False: [], True: []}
+        for reach in (1 << step for step in range((most - 1).bit_length())):
+            outgoing, incoming = [], []
             for _, bucket, tensor in moving:
                 place = bucket.ranks.index(rank)
-                if place < 1 << step and place + (1 << step) < len(bucket.ranks):
-                    outgoing[bucket.on_device].append(_Move(bucket, tensor, bucket.ranks[place + (1 << step)]))
-                    self._operation.cost.payload_nbytes_sent += bucket.nbytes
-                elif 1 << step <= place < 2 << step:
-                    incoming[bucket.on_device].append(_Move(bucket, tensor, bucket.ranks[place - (1 << step)]))
-            self._move_on_host(outgoing[False], incoming[False])
-            if self._relay.move_on_device is not None and (outgoing[True] or incoming[True]):
-                self._relay.move_on_device.move(outgoing[True], incoming[True], self._operation.timeout_seconds)
+                if place < reach and place + reach < len(bucket.ranks):
+                    outgoing.append((bucket.ranks[place + reach], tensor))
+                elif reach <= place < 2 * reach:
+                    incoming.append((bucket.ranks[place - reach], tensor))
+            if outgoing or incoming:
+                self._move(outgoing, incoming)
         for number, bucket, tensor in moving:
             if bucket.ranks[0] != rank:
                 relay.arrived(number, tensor)
 
-    def _move_on_host(self, outgoing: Sequence[_Move], incoming: Sequence[_Move]) -> None:
-        """Move everything at once. No piece of it may take longer than the timeout."""
-        if not outgoing and not incoming:
-            return
-        operation, seconds = self._operation, self._operation.timeout_seconds
-        connections = self._connected(sorted({each.peer for each in (*outgoing, *incoming)}))
+    def _move(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Move tensors to and from other ranks at once. No piece of them may take longer than the timeout."""
+        operation = self._operation
+        connections = self._connected({peer for peer, _ in (*outgoing, *incoming)})
         frames = [torch.empty(FRAME_NBYTES, dtype=torch.uint8) for _ in incoming]
-        expected = [
-            (
-                connections.start_receiving(each.peer, _FRAMES_TAG, frame),
-                connections.start_receiving(each.peer, _BUCKETS_TAG, each.tensor),
-            )
-            for each, frame in zip(incoming, frames, strict=True)
-        ]
-        sent: list[Moving] = []
-        for bucket, tensor, peer in outgoing:
-            frame = Frame(Kind.RELAY, payload_nbytes=bucket.nbytes, payload_crc32=_crc32(tensor))
-            sent.append(connections.send(peer, _FRAMES_TAG, operation.stamped(frame).encode()))
-            sent.append(connections.send(peer, _BUCKETS_TAG, tensor))
-        for each, frame_bytes, works in zip(incoming, frames, expected, strict=True):
-            for moving in works:
-                connections.finish(moving, seconds, operation.note_progress)
-            self._check(each, bytes(frame_bytes.numpy()))
-        for moving in sent:
-            connections.finish(moving, seconds, operation.note_progress)
+        moving = []
+        for (peer, tensor), frame in zip(incoming, frames, strict=True):
+            moving.append(connections.start_receiving(peer, _FRAMES_TAG, frame))
+            moving.append(connections.start_receiving(peer, _BUCKETS_TAG, tensor))
+        for peer, tensor in outgoing:
+            moving.append(connections.send(peer, _FRAMES_TAG, self._frame_before(tensor)))
+            moving.append(connections.send(peer, _BUCKETS_TAG, tensor))
+            operation.cost.payload_nbytes_sent += tensor.numel()
+        for each in moving:
+            connections.finish(each, operation.timeout_seconds, operation.note_progress)
+        for (sender, tensor), frame in zip(incoming, frames, strict=True):
+            if bytes(frame.numpy()) != self._frame_before(tensor):
+                raise ExchangeError(
+                    f"what rank {sender} sent in {operation.phase!r} arrived damaged at rank {self._rank}: load again, "
+                    "and suspect the network between them if that repeats",
+                    phase=operation.phase,
+                    ranks=[sender],
+                )
 
-    def _check(self, arrived: _Move, frame_bytes: bytes) -> None:
-        phase, sender = self._operation.phase, arrived.peer
-        try:
-            frame = Frame.decode(frame_bytes, self._operation.link.secret)
-            announced = frame._replace(payload_nbytes=arrived.bucket.nbytes, payload_crc32=_crc32(arrived.tensor))
-            if frame == self._operation.stamped(announced):
-                return
-            what = "with another checksum"
-        except FrameError as error:
-            what = f"with a damaged frame: {error}"
-        raise ExchangeError(
-            f"what rank {sender} sent in {phase!r} arrived at rank {self._rank} {what}: load again, and suspect the "
-            "network between them if that repeats",
-            phase=phase,
-            ranks=[sender],
-        )
+    def _frame_before(self, tensor: torch.Tensor) -> bytes:
+        crc32 = isal_zlib.crc32(tensor.numpy())
+        return self._operation.stamped(Frame(Kind.RELAY, payload_nbytes=tensor.numel(), payload_crc32=crc32)).encode()
 
-    def _connected(self, peers: Sequence[int]) -> Connections:
+    def _connected(self, peers: set[int]) -> Connections:
         operation = self._operation
         if self._connections is None:
             self._connections = operation.link.connections_for(f"relay {operation.key} {operation.n_exchanges}")
         until = time.monotonic() + operation.timeout_seconds
-        for peer in peers:
+        for peer in sorted(peers):
 
             def look(peer: int = peer) -> None:
                 operation.stop_if_announced()
@@ -255,7 +165,3 @@ class Passing:
         self._is_dropped = True
         if self._connections is not None:
             self._connections.drop()
-
-
-def _crc32(tensor: torch.Tensor) -> int:
-    return int(isal_zlib.crc32(tensor.numpy()))

@@ -22,12 +22,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from robust_dcp.comm import Agreement, Bucket, Channel, GroupMover, Offer, Relay, node_of
+from robust_dcp.comm import Agreement, Bucket, Channel, Offer, Relay, node_of
 from robust_dcp.errors import (
     CorruptCheckpoint,
     ExchangeError,
@@ -58,9 +57,6 @@ ROUND_NBYTES: Final = 64 << 20
 _LARGE_NBYTES: Final = 1 << 20
 """Smaller items are assigned in the order of their places. So one rank reads items that are next to each other, in one
 read."""
-
-ON_DEVICE: Final = 1 << 63
-"""This bit is set in the box of an item that ranks pass on from device to device."""
 
 _SHOWN: Final = 8
 _NOTHING: Final = Offer().plan_id
@@ -185,8 +181,7 @@ class Needs(msgspec.Struct, frozen=True):
     Attributes:
         node: the number of the rank's node.
         items: int32 ``[n]``, the place of the stored item in ``.metadata``, which is the same on all ranks.
-        boxes: uint64 ``[n]``, which part of the item: 0 for all of it as it is stored, else a hash. ``ON_DEVICE`` is
-            set if its bytes stay on devices.
+        boxes: uint64 ``[n]``, which part of the item: 0 for all of it as it is stored, else a hash.
         nbytes: int64 ``[n]``, how many bytes are to be filled.
         unseen: in the place of the columns, if the rank does not see the files: the boxes, ascending.
     """
@@ -203,20 +198,18 @@ class ReadShare(msgspec.Struct, frozen=True):
 
     Attributes:
         groups: by number, sets of ranks that need the same; the ranks ascend.
-        transfers: by number: the number of the group, the rank that reads, and whether the bytes stay on devices.
+        transfers: by number: the number of the group, and the rank that reads.
         transfer_of: int32 ``[n]``, the transfer of each of the rank's needs; -1 if the rank reads it only for itself.
         buckets: int64 ``[p, 6]``, in the order in which they are passed on: round, transfer, the first need of the
             transfer that the bucket holds and the end of these needs, and the first byte and the end of these bytes. A
             bucket holds several whole needs, or some bytes of one.
-        any_on_device: whether any transfer of any rank stays on devices.
         to_read: for each transfer of which this rank needs nothing, what it has to read.
     """
 
     groups: dict[int, tuple[int, ...]] = {}
-    transfers: dict[int, tuple[int, int, bool]] = {}
+    transfers: dict[int, tuple[int, int]] = {}
     transfer_of: bytes = b""
     buckets: bytes = b""
-    any_on_device: bool = False
     to_read: dict[int, tuple[Box, ...]] = {}
 
 
@@ -225,7 +218,6 @@ class _Transfer(NamedTuple):
 
     group: int
     reader: int
-    on_device: bool
     needs: Rows
 
 
@@ -279,34 +271,31 @@ def assign_readers(
                 reader[~large] = fill_up(nbytes[~large], load[some])
                 np.add.at(load, some[reader[~large]], nbytes[~large])
             for place, rank in enumerate(readers):
-                for on_device in (False, True):
-                    mine = members[(reader == place) & (needs.on_device[members] == on_device)]
-                    if len(mine):
-                        transfer_of_need[mine] = len(transfers)
-                        mine = mine[np.lexsort((needs.box[mine], needs.item[mine]))]  # as in `Needs`
-                        transfers.append(_Transfer(len(groups), rank, on_device, mine))
+                mine = members[reader == place]
+                if len(mine):
+                    transfer_of_need[mine] = len(transfers)
+                    mine = mine[np.lexsort((needs.box[mine], needs.item[mine]))]  # as in `Needs`
+                    transfers.append(_Transfer(len(groups), rank, mine))
         groups.append(tuple(ranks.tolist()))
     buckets = _in_rounds(needs.nbytes, groups, transfers, len(needs_of_ranks))
     read_by: dict[int, list[int]] = defaultdict(list)
     for number, transfer in enumerate(transfers):
         read_by[transfer.reader].append(number)
-    any_on_device = any(each.on_device for each in transfers)
     known: dict[tuple[bytes, bytes], ReadShare | None] = {}  # replicas get one and the same share
     shares: list[ReadShare | None] = []
     for rank, of_rank in enumerate(needs.of_rank):
         transfer_of = transfer_of_need[of_rank]
         held = np.unique(np.append(transfer_of[transfer_of >= 0], np.array(read_by[rank], dtype=np.int32)))
         key = transfer_of.tobytes(), held.tobytes()
-        if key not in known and not len(held) and not any_on_device:
+        if key not in known and not len(held):
             known[key] = None
         elif key not in known:
             of_held = {number: transfers[number] for number in held.tolist()}
             known[key] = ReadShare(
                 groups={each.group: groups[each.group] for each in of_held.values()},
-                transfers={number: each[:3] for number, each in of_held.items()},
+                transfers={number: each[:2] for number, each in of_held.items()},
                 transfer_of=transfer_of.astype("<i4").tobytes(),
                 buckets=buckets[np.isin(buckets[:, 1], held)].astype("<i8").tobytes(),
-                any_on_device=any_on_device,
                 to_read={
                     number: tuple(needs.boxes[need] for need in each.needs.tolist())
                     for number, each in of_held.items()
@@ -325,7 +314,7 @@ class _AllNeeds:
         starts: int64 ``[G + 1]``, where each need begins in ``ranks``.
         counts, nbytes: int64 ``[G]``.
         item, box: as in :class:`Needs`.
-        is_shared, on_device: bool ``[G]``.
+        is_shared: bool ``[G]``.
         of_rank: for each rank int64 ``[n]``, the need of each of its rows.
         boxes: each need as a box, if ranks do not see the files.
     """
@@ -347,7 +336,6 @@ class _AllNeeds:
         self.counts = np.diff(self.starts)
         self.nbytes = nbytes[order[first]]
         self.item, self.box = items[order[first]], boxes[order[first]]
-        self.on_device = self.box >= np.uint64(ON_DEVICE)
         need_of_row = np.empty(len(order), dtype=np.intp)
         need_of_row[order] = need = np.cumsum(differs) - 1
         # A rank that needs something twice, or in another size than others, reads it itself.
@@ -447,30 +435,17 @@ class _Needed(NamedTuple):
 
 
 def share_reads(
-    channel: Channel,
-    checkpoint: str,
-    reader: RobustReader,
-    plan: LoadPlan,
-    planner: LoadPlanner,
-    group: dist.ProcessGroup | None,
+    channel: Channel, checkpoint: str, reader: RobustReader, plan: LoadPlan, planner: LoadPlanner
 ) -> SharedReads:
     """Agree on who reads what several ranks need.
 
     Args:
         checkpoint: the name in the names of phases.
         plan: this rank's plan, made with the metadata that ``reader`` has.
-        group: the ranks that load together. This group moves bytes between devices.
 
     Raises:
         RobustCheckpointError: the same on all ranks.
     """
-    device_type = None
-    if channel.size > 1:
-        backends = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
-        # The type of device between which the training group moves bytes directly: "cuda" for NCCL. gloo also copies
-        # through the host, but its errors do not name ranks. The channel's own connections do that.
-        direct = (device for device, backend in backends.items() if device != "cpu" and backend != "gloo")
-        device_type = next(direct, None)
     needed: list[_Needed] = []
 
     def tell() -> Needs | None:
@@ -487,7 +462,7 @@ def share_reads(
             if target is None and read.nbytes:
                 rows.append(((number, 0), place, None, read.nbytes))
             elif target is not None and is_plain(target):
-                box = _number_of_box(read, target) | (ON_DEVICE if target.device.type == device_type else 0)
+                box = _number_of_box(read, target)
                 rows.append(((number, box), place, target, target.numel() * target.element_size()))
         keys, of_rank = _in_order(rows)
         needed.append(of_rank)
@@ -507,10 +482,7 @@ def share_reads(
 
     told = channel.gather(f"load {checkpoint}: reads", tell, Needs)
     share = channel.scatter(f"load {checkpoint}: readers", assign, ReadShare)
-    mover = None
-    if device_type is not None and share is not None and share.any_on_device:
-        mover = GroupMover(group, device_type)
-    return SharedReads(channel.rank, reader, plan.items, needed[0], share, mover)
+    return SharedReads(channel.rank, reader, plan.items, needed[0], share)
 
 
 def _that_others_may_read(
@@ -538,7 +510,7 @@ def _in_order(
 
 
 def _number_of_box(read: Read, target: torch.Tensor) -> int:
-    """A number of 63 bits for the part of a stored item that is read and for the target's dtype.
+    """A number of 64 bits for the part of a stored item that is read and for the target's dtype.
 
     It is 0 if the whole item is read in its stored dtype.
     """
@@ -546,7 +518,7 @@ def _number_of_box(read: Read, target: torch.Tensor) -> int:
         return 0
     offsets, lengths = read.item.storage_offsets, read.item.lengths
     encoded = struct.pack(f"<{2 * len(offsets)}q", *offsets, *lengths) + str(target.dtype).encode()
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") & (ON_DEVICE - 1) or 1
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") or 1
 
 
 def _places_in_files(metadata: Metadata) -> Int64:
@@ -719,7 +691,6 @@ class SharedReads:
         items: everything that this rank needs.
         needed: what of that other ranks may read.
         share: what the coordinator has decided; ``None`` if this rank has nothing to do with others.
-        move_on_device: moves bytes between devices.
     """
 
     def __init__(
@@ -729,12 +700,10 @@ class SharedReads:
         items: Sequence[ReadItem],
         needed: _Needed,
         share: ReadShare | None,
-        move_on_device: GroupMover | None = None,
     ) -> None:
         self._rank = rank
         self._reader = reader
         self._items = items
-        self._move_on_device = move_on_device
         share = share or ReadShare()
         self._received: set[int] = set(needed.elsewhere)
         self._objects: dict[int, torch.Tensor] = {}  # by the place of the item
@@ -745,7 +714,7 @@ class SharedReads:
         # Find out what each bucket holds: needs of this rank (or a piece of one), or what it only reads.
         transfer_of = np.frombuffer(share.transfer_of, dtype="<i4")
         members = {number: np.flatnonzero(transfer_of == number).tolist() for number in share.transfers}
-        for number, (_, reader_rank, _) in share.transfers.items():
+        for number, (_, reader_rank) in share.transfers.items():
             if reader_rank != self._rank:
                 self._received.update(needed.places[need] for need in members[number])
         targets = list(needed.targets)
@@ -755,11 +724,11 @@ class SharedReads:
                 self._objects[needed.places[number]] = slot
         for row in np.frombuffer(share.buckets, dtype="<i8").reshape(-1, 6).tolist():
             number_of_round, transfer, first, last, begin, end = row
-            group, reader_rank, on_device = share.transfers[transfer]
+            group, reader_rank = share.transfers[transfer]
             ranks = (reader_rank, *(rank for rank in share.groups[group] if rank != reader_rank))
             if transfer in share.to_read:
                 self._to_read[len(self._buckets)] = share.to_read[transfer][first:last]
-            self._buckets.append(Bucket(number_of_round, ranks, end - begin, on_device))
+            self._buckets.append(Bucket(number_of_round, ranks, end - begin))
             parts: list[Any] = [targets[number] for number in members[transfer][first:last]]
             if len(parts) == 1 and reader_rank in share.groups[group]:  # it may be cut
                 size = parts[0].element_size()
@@ -790,7 +759,7 @@ class SharedReads:
             RobustCheckpointError: the same on all ranks.
         """
         self._check_stop = check_stop
-        channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived, self._move_on_device))
+        channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived))
 
     def load_objects(self, planner: LoadPlanner, directory: str) -> None:
         """Pass the objects that came from other ranks to ``planner``.
@@ -808,7 +777,7 @@ class SharedReads:
     # The functions of a relay.
 
     def outgoing(self, number: int) -> torch.Tensor:
-        bucket, parts = self._buckets[number], self._parts[number]
+        parts = self._parts[number]
         if number in self._to_read:
             slots: dict[ReadItem, torch.Tensor] = {}
             for box in self._to_read[number]:
@@ -817,7 +786,7 @@ class SharedReads:
             with self._reader.checking(self._check_stop):
                 self._reader.read_data(LoadPlan(list(slots)), _IntoSlots(slots)).wait()
             parts = list(slots.values())
-        buffer = _buffer_for(bucket, parts)
+        buffer = _buffer_for(self._buckets[number], parts)
         if len(parts) > 1 or buffer.data_ptr() != parts[0].data_ptr():
             for part, where in _side_by_side(parts, buffer):
                 where.copy_(flat_bytes(part))
@@ -862,10 +831,9 @@ class _IntoSlots(DefaultLoadPlanner):
 def _buffer_for(bucket: Bucket, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Where a bucket's bytes are while they travel. This is their target itself, if it can be sent from there."""
     first = parts[0]
-    if len(parts) == 1 and is_plain(first) and first.is_contiguous() and (bucket.on_device or first.is_cpu):
+    if len(parts) == 1 and is_plain(first) and first.is_contiguous() and first.is_cpu:
         return flat_bytes(first)
-    device = first.device if bucket.on_device else torch.device("cpu")
-    return torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+    return torch.empty(bucket.nbytes, dtype=torch.uint8)
 
 
 def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
