@@ -45,7 +45,7 @@ from robust_dcp.plan.shared_reads import (
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.report_rows import PhaseClock
 from robust_dcp.save_queue import queue_of
-from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for, state_dicts_of
+from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import overwritten
@@ -192,7 +192,8 @@ def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str,
     if session.moves_to is not None:
         filesystem_of(session.moves_to)
     meta = None if session.writer is None else session.writer.storage_meta()
-    planner.set_up_planner(state_dicts_of(state_dict), meta, session.channel.is_coordinator)
+    values = {**state_dict, **{key: each.values for key, each in stand_ins_for(state_dict).items()}}
+    planner.set_up_planner(values, meta, session.channel.is_coordinator)
     return planner.describe(session.channel)
 
 

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from statistics import median_low
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -30,9 +29,6 @@ MAX_NBYTES: Final = 64 << 20
 """A report of 100,000 ranks has about 9 MB. A file that is larger than this is no report."""
 
 MAX_RANKS: Final = 1_000_000
-
-_SHOWN: Final = 8
-"""How many keys of each kind the one-line summary names."""
 
 _LENGTH: Final = 300
 """How long a key or text in the file may be."""
@@ -85,11 +81,11 @@ class StructureDiff:
     def __str__(self) -> str:
         parts = []
         if self.added:
-            parts.append(f"added {_listed(self.added)}")
+            parts.append(f"added {listed(self.added)}")
         if self.removed:
-            parts.append(f"removed {_listed(self.removed)}")
+            parts.append(f"removed {listed(self.removed)}")
         if self.changed:
-            parts.append(f"changed {_listed(f'{key} ({how})' for key, how in self.changed.items())}")
+            parts.append(f"changed {listed(f'{key} ({how})' for key, how in self.changed.items())}")
         return "; ".join(parts) or "no change"
 
     def for_file(self) -> StructureDiff:
@@ -99,12 +95,6 @@ class StructureDiff:
             tuple(shortened(key) for key in self.removed),
             {shortened(key): shortened(how) for key, how in self.changed.items()},
         )
-
-
-def _listed(keys: Iterable[str]) -> str:
-    keys = list(keys)
-    rest = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + rest
 
 
 @dataclass(frozen=True)
@@ -248,6 +238,13 @@ class LoadReport(_Report):
             f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
             f"{f', {sizes_in_words(self.unverified_nbytes)} not verified' if self.unverified_nbytes else ''}"
         )
+
+
+def listed(names: Iterable[object], most: int = 8) -> str:
+    """``"a, b and 3 more"``: the first of some names, for messages."""
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + rest
 
 
 def sizes_in_words(nbytes: int) -> str:
@@ -425,11 +422,11 @@ def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]
     """The ranks that took half as long again as the median rank, and at least 0.1 seconds longer; the slowest first."""
     if len(ranks) < 2:
         return ()
-    found = []
-    longest = median_low(ranks.plan_seconds)
+    found, middle = [], (len(ranks) - 1) // 2
+    longest = sorted(ranks.plan_seconds)[middle]
     late = [max(longest - seconds, 0.0) for seconds in ranks.plan_seconds]
     for phase, seconds in (("plan", late), ("stage", ranks.stage_seconds), ("write", ranks.write_seconds)):
-        median = 0.0 if phase == "plan" else median_low(seconds)
+        median = 0.0 if phase == "plan" else sorted(seconds)[middle]
         limit = max(median * _SLOW_FACTOR, median + _SLOW_SECONDS)
         found += [
             Straggler(ranks.rank[row], nodes[ranks.node[row]], phase, round(taken, 6), round(median, 6))

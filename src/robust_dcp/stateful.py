@@ -306,11 +306,6 @@ def refuse_other_than_dict(state_dict: Any) -> None:
     raise RobustCheckpointError(f"a state dict is a dict, and a {type(state_dict).__name__} was passed: {what_to_do}")
 
 
-def state_dicts_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A shallow copy in which each value that has a state dict is replaced by that state dict."""
-    return {**state_dict, **{key: each.values for key, each in stand_ins_for(state_dict).items()}}
-
-
 def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None = None) -> dict[str, StandIn]:
     """The stand-ins for values that have a state dict of their own, by key.
 

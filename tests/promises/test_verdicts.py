@@ -318,7 +318,7 @@ def misfit(state_dict: StateDict, kind: str) -> None:
 MISFITS = {
     "other shape": ["nested.bias", "[8]", "[7]"],
     "other dtype": ["weight", "float64", "float32", "cast"],
-    "missing key": ["nested.biass", "Missing key in checkpoint", "nested.bias'"],
+    "missing key": ["nested.biass", "Missing key in checkpoint", "the checkpoint has"],
     "tensor for object": ["text", "tensor", "object"],
     "object for tensor": ["weight", "str", "tensor"],
     "many": ["new0", "32 problem", "more"],

@@ -25,6 +25,7 @@ from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
 from robust_dcp.manager.series import Checkpoint, KeepBest, Series, policies_of, prune, series_in
 from robust_dcp.on_demand import errors
+from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
 
 _NOT_REMOVED: Final = 2
@@ -122,9 +123,8 @@ def _is_agreed(doomed: list[Checkpoint]) -> bool:
         return True
     if Output.as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
-    names = ", ".join(safe_text(each.name) for each in doomed[:5])
-    more = f" and {len(doomed) - 5} more" if len(doomed) > 5 else ""
+    names = listed((safe_text(each.name) for each in doomed), 5)
     try:
-        return input(f"Remove {names}{more}? [y/N]: ").strip().lower() in ("y", "yes")
+        return input(f"Remove {names}? [y/N]: ").strip().lower() in ("y", "yes")
     except EOFError:
         raise KeyboardInterrupt from None

@@ -33,6 +33,7 @@ from typing import Final
 from robust_dcp.drain.places import Content, Place, open_place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME, DrainRecord, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.report import listed
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
@@ -293,8 +294,8 @@ class Copy:
         lost = [name for name, size in manifest.data.items() if name not in there or size not in (None, there[name])]
         if lost:
             raise self._refused(
-                f"{target.url} lacks files that this copy has sent: {_shown(lost)}; another program has removed or "
-                "replaced them. The copy is not committed. Copy again when nothing else writes there"
+                f"{target.url} lacks files that this copy has sent: {listed(sorted(lost), _SHOWN)}; another program "
+                "has removed or replaced them. The copy is not committed. Copy again when nothing else writes there"
             )
         if committed != manifest.metadata:
             target.put(METADATA_NAME, manifest.metadata)
@@ -325,8 +326,8 @@ class Copy:
             strangers = [name for name in there if not (_is_claim(name) or _has_mark(name) or name in ours)]
             if self._metadata_at_target(there) is None and is_new and strangers:
                 raise self._refused(
-                    f"{target.url} holds what is not of this checkpoint: {_shown(strangers)}; copy to an empty place, "
-                    "or remove it first"
+                    f"{target.url} holds what is not of this checkpoint: {listed(sorted(strangers), _SHOWN)}; copy to "
+                    "an empty place, or remove it first"
                 )
             target.put(claim, b"")
             there = target.files()
@@ -532,10 +533,6 @@ def _damaged(path: str, expected: str, found: str) -> CorruptCheckpoint:
 def _corrupt(path: str, state: str, expected: str, found: str, advice: str) -> CorruptCheckpoint:
     message = f"{path} {state}: expected {expected}, found {found}; {advice}"
     return CorruptCheckpoint(message, file=path, expected=expected, found=found)
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(sorted(names)[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _real(place: str) -> str:

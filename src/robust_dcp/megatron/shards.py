@@ -351,9 +351,9 @@ class MegatronPlanner(RobustPlanner):
         **options: Any,
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
-        self._peers = tuple(peers) if len(peers) > 1 else ()
+        self.peers = tuple(peers) if len(peers) > 1 else ()
         self._facts = facts
-        self._refused = refused or {}
+        self.refused = refused or {}
         self._shard_items: DescribedItems | None = None
 
     def set_up_planner(
@@ -379,12 +379,6 @@ class MegatronPlanner(RobustPlanner):
     def forget_state_dict(self) -> None:
         super().forget_state_dict()
         self._shard_items = None
-
-    def writing_peers(self) -> tuple[int, ...]:
-        return self._peers
-
-    def refused_before(self) -> Mapping[str, NotData]:
-        return self._refused
 
     def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:
         """The bytes of an object. It comes as an ``io.BytesIO`` with ``torch.save``'s bytes, which is written as is."""

@@ -7,9 +7,7 @@ each rank sends one bit for each key of the checkpoint, compressed, and nothing 
 
 from __future__ import annotations
 
-import difflib
 import zlib
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -18,6 +16,7 @@ import msgspec
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
+from robust_dcp.report import listed
 from robust_dcp.storage.index.stored_index import index_of
 
 _WRAPPERS: Final = {
@@ -31,11 +30,8 @@ _WRAPPERS: Final = {
 _PARTS_IN_A_PREFIX: Final = 3
 _MISSING_COMPARED: Final = 1000
 _EXAMPLES: Final = 4
-_NEIGHBOURS: Final = 50
 _SHOWN_GROUPS: Final = 8
 _SHOWN_KEYS: Final = 3
-_IS_NEAR: Final = 0.7
-"""How similar the one differing part of two names must be, measured by ``difflib``."""
 
 
 def unread_keys(saved: Iterable[str], asked: Container[str]) -> tuple[str, ...]:
@@ -124,51 +120,6 @@ def _prefixes(name: str) -> Iterator[str]:
         yield name[:at]
 
 
-def near_names(missing: Sequence[str], asked: Collection[str], saved: Collection[str]) -> dict[str, str]:
-    """For each of the ``missing`` keys that looks misspelt, the nearest name in the checkpoint.
-
-    Two names are near if all parts but one are equal, and the two differing parts are similar and have the same
-    numbers. They are also near if one has one more part and the others are equal. Names that the state dict does not
-    ask for are preferred.
-    """
-    in_order = sorted(saved)
-    from_behind = sorted(name[::-1] for name in saved)
-    found = {}
-    for key in missing:
-        neighbours = set(_neighbours(in_order, key)) | {name[::-1] for name in _neighbours(from_behind, key[::-1])}
-        near = [(name not in asked, _likeness(key, name), name) for name in neighbours if _is_near(key, name)]
-        if near:
-            found[key] = max(near)[2]
-    return found
-
-
-def _neighbours(in_order: Sequence[str], name: str) -> Sequence[str]:
-    at = bisect_left(in_order, name)
-    return in_order[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]
-
-
-def _is_near(key: str, name: str) -> bool:
-    parts, others = key.split("."), name.split(".")
-    if len(parts) == len(others):
-        different = [(one, other) for one, other in zip(parts, others, strict=True) if one != other]
-        if len(different) != 1:
-            return False
-        one, other = different[0]
-        # Parts with different numbers are not similar: layer 1 is not a misspelt layer 10.
-        if [*filter(str.isdigit, one)] != [*filter(str.isdigit, other)]:
-            return False
-        are_swapped = len(one) > 2 and sorted(one) == sorted(other)
-        return are_swapped or _likeness(one, other) >= _IS_NEAR
-    shorter, longer = sorted((parts, others), key=len)
-    if len(longer) != len(shorter) + 1 or len(shorter) < 2:
-        return False
-    return any(longer[:place] + longer[place + 1 :] == shorter for place in range(len(longer)))
-
-
-def _likeness(key: str, name: str) -> float:
-    return difflib.SequenceMatcher(None, key, name, autojunk=False).ratio()
-
-
 class AskedKeys(msgspec.Struct, frozen=True):
     """The keys that a rank has asked for.
 
@@ -218,8 +169,7 @@ def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None]) -> st
     for group, keys in list(unread.items())[:_SHOWN_GROUPS]:
         size = sizes[group]
         if len(keys) < size:
-            shown = ", ".join(map(repr, keys[:_SHOWN_KEYS])) + (", …" if len(keys) > _SHOWN_KEYS else "")
-            groups.append(f"{group} ({len(keys)} of {size}: {shown})")
+            groups.append(f"{group} ({len(keys)} of {size}: {listed(map(repr, keys), _SHOWN_KEYS)})")
         else:
             groups.append(group if keys == [group] else f"{group} (all {size})")
     more = f" and {len(unread) - _SHOWN_GROUPS} more groups" if len(unread) > _SHOWN_GROUPS else ""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
-from robust_dcp.plan.keys import near_names, renamed_in_words, unread_keys, what_is_saved
+from robust_dcp.plan.keys import renamed_in_words, unread_keys, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, plan_reads, whole_tensors
 from robust_dcp.plan.state_dict import global_size
 from robust_dcp.plan.target_memory import check_targets, local_tensors
@@ -178,11 +178,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         missing = () if self.allow_partial_load else self.missing_keys
         asked, saved = self.state_dict.keys(), self._saved.keys()
         renamed = renamed_in_words(missing, asked, saved)
-        near = {} if renamed else near_names(missing[:_SHOWN], asked, saved)
         if renamed:
             lines.append(renamed)
-        lines += [f"{_MISSING}{key!r}{f' (it has {near[key]!r})' if key in near else ''}" for key in missing[:_SHOWN]]
-        lines += problems[len(missing) : _SHOWN]
+        lines += problems[:_SHOWN]
         if len(problems) > _SHOWN:
             lines.append(f"and {len(problems) - _SHOWN} more")
         if missing:

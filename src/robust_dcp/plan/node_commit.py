@@ -20,6 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from robust_dcp.comm import Channel
+from robust_dcp.report import listed
 from robust_dcp.storage.committing.save import MetadataToPublish, NodeOfSave, Save
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,6 @@ def commit_on_nodes(
     channel.barrier(phase("prepare"), prepare)
     if channel.is_coordinator:
         parent = os.path.dirname(os.path.abspath(directory.path))
-        hosts = ", ".join(node.host for node in nodes[:8]) + (", …" if len(nodes) > 8 else "")
         logger.log(
             logging.INFO if parent == _TOLD.get("parent") else logging.WARNING,
             "%s is another directory on different nodes: the checkpoint lies in %d directories, on %s, and each has "
@@ -109,7 +109,7 @@ def commit_on_nodes(
             "readers need them in one directory. If this was not intended, a mount is missing on some nodes",
             directory.path,
             sum(place is not None and place.leads for place in places),
-            hosts,
+            listed(node.host for node in nodes),
         )
         _TOLD["parent"] = parent
     directory.is_one_of_several(nodes)

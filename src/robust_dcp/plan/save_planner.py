@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, get_args
 
 import numpy as np
@@ -92,6 +93,12 @@ class RobustPlanner(DefaultSavePlanner):
     needs_one_directory = ""
     """What kind of save this is, if it cannot be made on nodes that do not share the checkpoint's directory."""
 
+    peers: tuple[int, ...] = ()
+    """The ranks that may write each other's main replicas, if items say which replica counts."""
+
+    refused: Mapping[str, NotData] = MappingProxyType({})
+    """Objects of this checkpoint that are saved outside the plan, and that a load would refuse, by key."""
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -153,14 +160,10 @@ class RobustPlanner(DefaultSavePlanner):
             deadline_seconds=options.deadline_seconds,
             no_dist=options.no_dist,
         )
-        unloadable = UnloadableObjects(options.on_unloadable_object, self.refused_before())
+        unloadable = UnloadableObjects(options.on_unloadable_object, self.refused)
         return SaveSession(
             channel, checkpoint, writer, options, unloadable, needs_one_directory=self.needs_one_directory
         )
-
-    def refused_before(self) -> Mapping[str, NotData]:
-        """Objects of this checkpoint that are saved outside the plan, and that a load would refuse, by key."""
-        return {}
 
     def describe(self, channel: Channel) -> LocalStructure:
         """Describe the structure of the state dict that :meth:`set_up_planner` was given.
@@ -176,7 +179,7 @@ class RobustPlanner(DefaultSavePlanner):
         items = self.items_of_state_dict(is_coordinator=channel.is_coordinator)
         layout = TORCH if writer is None else writer.layout
         mappings = self.mappings if self.flatten_state_dict else None
-        structure = structure_of(items, mappings, self.writing_peers())
+        structure = structure_of(items, mappings, self.peers)
         self._items, self._structure = items, structure
         options: dict[str, OptionValue] = {
             "ranks": ",".join(map(str, channel.ranks)),
@@ -189,7 +192,9 @@ class RobustPlanner(DefaultSavePlanner):
             "robust_dcp": __version__,
             "version of the layout": layout.version,
         }
-        context = encode_context({**options, **({} if writer is None else writer.plan_options)})
+        if writer is not None:
+            options |= {"layout": layout.name, "files_per_rank": writer.options.n_files}
+        context = encode_context(options)
         return LocalStructure(
             items=structure.items,
             context=context,
@@ -208,11 +213,6 @@ class RobustPlanner(DefaultSavePlanner):
             is_coordinator=is_coordinator,
             by_lookup=self._overrides("lookup_object"),
         )
-
-    def writing_peers(self) -> tuple[int, ...]:
-        """The ranks that may write each other's main replicas. For planners with items that say which replica
-        counts."""
-        return ()
 
     def source(self, session: SaveSession) -> ItemSource:
         """The data of this rank's share of the plan, in plan order. The writer takes it from here.
@@ -322,7 +322,7 @@ class RobustPlanner(DefaultSavePlanner):
         session = self._begun()
         if self._writer is not None:
             session.commits_together = len(all_plans) < session.channel.size
-            return list(all_plans), PlannedMetadata(session)
+            return list(all_plans), CommittedMetadata(session.checkpoint, session)
         plan = session.known.plan
         if plan is None:
             raise RobustCheckpointError(
@@ -349,25 +349,27 @@ class RobustPlanner(DefaultSavePlanner):
 
 
 def _read_on_use(name: str) -> Any:
-    return property(lambda metadata: getattr(metadata.stored(), name, None))
+    return property(lambda metadata: getattr(metadata.stored, name, None))
 
 
 class CommittedMetadata(Metadata):
     """The metadata of a committed checkpoint. Pickled it is only a path; its content is read on first use.
 
     After the commit, stock broadcasts the result of ``create_global_plan`` to every rank. So that message is small.
+
+    Attributes:
+        save: the save that will commit it, which ``RobustWriter.finish`` finds here. A copy has none.
     """
 
-    def __init__(self, checkpoint: str) -> None:
+    def __init__(self, checkpoint: str, save: SaveSession | None = None) -> None:
         # Do not call the dataclass's __init__: it would set fields that are properties here.
         self._checkpoint = checkpoint
-        self._read: Metadata | None = None
+        self.save = save
 
+    @cached_property
     def stored(self) -> Metadata:
         """The content of the checkpoint's ``.metadata``."""
-        if self._read is None:
-            self._read = RobustReader(self._checkpoint).read_metadata()
-        return self._read
+        return RobustReader(self._checkpoint).read_metadata()
 
     state_dict_metadata = _read_on_use("state_dict_metadata")
     planner_data = _read_on_use("planner_data")
@@ -377,11 +379,3 @@ class CommittedMetadata(Metadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CommittedMetadata, (self._checkpoint,)
-
-
-class PlannedMetadata(CommittedMetadata):
-    """The metadata before the commit. ``RobustWriter.finish`` finds the save in it. Pickled it is a path too."""
-
-    def __init__(self, save: SaveSession) -> None:
-        super().__init__(save.checkpoint)
-        self.save = save

@@ -41,7 +41,7 @@ from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
-from robust_dcp.report import PlanReport, SaveReport
+from robust_dcp.report import PlanReport, SaveReport, listed
 from robust_dcp.report_rows import PhaseClock, Written, make_report
 from robust_dcp.save_queue import SaveQueue
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
@@ -77,7 +77,6 @@ _LEADS_DIRECTORY: Final = 1
 see its own."""
 
 _NO_PLAN: Final = Offer().plan_id
-_SHOWN: Final = 8
 _MAX_DIFFERING: Final = 200
 """How many differing values the coordinator tells the other ranks."""
 
@@ -669,7 +668,7 @@ def digest_of_places(places: Places) -> bytes:
 def _in_words(differing: Sequence[Differing]) -> str:
     return (
         f"{len(differing)} value(s) of one name differ between ranks (ranks that hold the same are named together): "
-        f"{_listed(differing)}. Only the copy of the lowest rank is saved, and all ranks will load that one"
+        f"{listed(differing)}. Only the copy of the lowest rank is saved, and all ranks will load that one"
     )
 
 
@@ -680,7 +679,7 @@ def _warn_of_replicas(checkpoint: str, unclaimed: Sequence[str], contested: Sequ
             "%d tensor(s) have shards without a main replica (replica_id 0) on any rank: %s. One copy of each "
             "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
             len(unclaimed),
-            _listed([repr(name) for name in unclaimed]),
+            listed(map(repr, unclaimed)),
         )
     if contested:
         logger.warning(
@@ -690,10 +689,5 @@ def _warn_of_replicas(checkpoint: str, unclaimed: Sequence[str], contested: Sequ
             checkpoint,
             len(contested),
             sum(len(each.ranks) > 1 for each in contested),
-            _listed(contested),
+            listed(contested),
         )
-
-
-def _listed(found: Sequence[object]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(map(str, found[:_SHOWN])) + more

@@ -103,11 +103,6 @@ class RobustWriter(StorageWriter):
         self._is_coordinator = False
         self._is_agreed = False
 
-    @property
-    def plan_options(self) -> dict[str, str | int]:
-        """The options that a plan depends on. They are part of its signature."""
-        return {"layout": self.layout.name, "files_per_rank": self.options.n_files}
-
     # The methods of one save, in the order in which `api.save` calls them.
 
     @property

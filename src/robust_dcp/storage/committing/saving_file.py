@@ -27,6 +27,7 @@ from typing import Final
 import msgspec
 
 from robust_dcp.on_demand import errors
+from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import boot_id
 from robust_dcp.storage.files.paths import (
@@ -360,8 +361,8 @@ class LeftOvers:
             )
             reasons.append((reason, data_files - others))
         for reason, files in reasons:
-            shown = ", ".join(sorted(files)[:_SHOWN]) + (", …" if len(files) > _SHOWN else "")
-            logger.warning("%s: %d files are kept, as %s: %s", directory, len(files), reason, shown or "none yet")
+            shown = listed(sorted(files), _SHOWN) or "none yet"
+            logger.warning("%s: %d files are kept, as %s: %s", directory, len(files), reason, shown)
 
 
 def find_left_overs(
@@ -450,9 +451,7 @@ def name_left_over(error: BaseException, paths: Collection[str]) -> None:
     """Add to the error of a failed save which files it has made and could not remove."""
     if not paths:
         return
-    named = sorted(set(paths))
-    more = f" and {len(named) - _SHOWN_IN_ERRORS} more" if len(named) > _SHOWN_IN_ERRORS else ""
-    shown = ", ".join(named[:_SHOWN_IN_ERRORS]) + more
+    shown = listed(sorted(set(paths)), _SHOWN_IN_ERRORS)
     told = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
     if isinstance(error, errors.RobustCheckpointError):
         error.message = f"{error.message}; {told}"

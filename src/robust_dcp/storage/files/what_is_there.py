@@ -10,6 +10,7 @@ import re
 from typing import Final
 
 from robust_dcp.on_demand import errors
+from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file, is_url
 
@@ -100,21 +101,16 @@ def _contents_of(disk: Disk, path: str, names: list[str]) -> str:
             if TRACKER_NAME in names:
                 content = _beginning_of(disk, os.path.join(path, TRACKER_NAME))[:32].decode(errors="replace")
                 tracked = f" ({TRACKER_NAME} says {content.strip()!r})"
-            return f"and holds the checkpoints {_listed(checkpoints)}{tracked}: pass the path of one of them"
+            return f"and holds the checkpoints {listed(checkpoints, _SHOWN)}{tracked}: pass the path of one of them"
         for name in [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt"))][:_SHOWN]:
             if _is_of_torch_save(_beginning_of(disk, os.path.join(path, name))):
                 return f"and holds {name}, which is a file of torch.save: {_HOW_TO_LOAD_ONE_FILE}"
     except errors.StorageError:
         pass  # What cannot be read is not told. No `suppress`: that would import our errors, and so torch, each time.
-    return f"and holds {_listed(checkpoints or names)}"
+    return f"and holds {listed(checkpoints or names, _SHOWN)}"
 
 
 def _latest_first(name: str) -> tuple[bool, int, str]:
     """Sorts names that contain numbers (``step_100``, ``iter_0000100``, ``100``)."""
     numbers = re.findall(r"\d+", name)
     return not numbers, -int(numbers[-1][:18]) if numbers else 0, name
-
-
-def _listed(names: list[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
