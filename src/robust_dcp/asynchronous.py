@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from robust_dcp.api import CheckpointId, describe, open_save
-from robust_dcp.comm import Offer
-from robust_dcp.errors import RobustCheckpointError, entry_point
+from robust_dcp.errors import entry_point
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport
 from robust_dcp.save_queue import SaveFuture
@@ -28,11 +27,7 @@ from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
 from robust_dcp.writer_process import living_writer, write_in_process
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 Staging = Literal["full", "lazy"]
-WhenBusy = Literal["wait", "skip", "raise"]
 Executor = Literal["thread", "process"]
 
 
@@ -86,43 +81,6 @@ class AsyncSave(SaveFuture[SaveReport], AbstractContextManager["AsyncSave"]):
         return None
 
 
-class AsyncSaveOptions(TypedDict, total=False):
-    """The arguments of :func:`async_save` that do not change what it returns."""
-
-    checkpoint_id: CheckpointId | None
-    storage_writer: StorageWriter | None
-    planner: SavePlanner | None
-    process_group: dist.ProcessGroup | None
-    async_checkpointer_type: Any
-    no_dist: bool
-    staging: Staging
-    staging_nbytes: int | None
-    executor: Executor
-    max_in_flight: int
-    timeout_seconds: float | None
-    deadline_seconds: float | None
-    kind: str | None
-    on_commit: Callable[[], object] | None
-
-
-@overload
-def async_save(
-    state_dict: dict[str, Any],
-    *,
-    when_busy: Literal["wait", "raise"] = "wait",
-    **options: Unpack[AsyncSaveOptions],
-) -> AsyncSave: ...
-
-
-@overload
-def async_save(
-    state_dict: dict[str, Any],
-    *,
-    when_busy: Literal["skip"],
-    **options: Unpack[AsyncSaveOptions],
-) -> AsyncSave | Future[None]: ...
-
-
 @entry_point
 def async_save(
     state_dict: dict[str, Any],
@@ -137,12 +95,11 @@ def async_save(
     staging_nbytes: int | None = None,
     executor: Executor = "thread",
     max_in_flight: int = 1,
-    when_busy: WhenBusy = "wait",
     timeout_seconds: float | None = None,
     deadline_seconds: float | None = None,
     kind: str | None = None,
     on_commit: Callable[[], object] | None = None,
-) -> AsyncSave | Future[None]:
+) -> AsyncSave:
     """Save a state dict while training goes on.
 
     The caller waits while the ranks agree on the plan and each rank copies the data that it will write. Writing and
@@ -167,8 +124,7 @@ def async_save(
             a new one. Ranks may choose different executors. If some tensors have no room (``staging_nbytes``), the
             thread writes.
         max_in_flight: how many saves of a group may run at a time, this one included. Each needs memory for its copies.
-        when_busy: what to do if that many are running: ``"wait"`` until one is over, ``"skip"`` this save on all ranks
-            (the future then gives ``None``), or ``"raise"`` a ``RobustCheckpointError`` on all ranks.
+            If so many are running, the call waits until one is over.
 
     Returns:
         A future of the report.
@@ -189,11 +145,7 @@ def async_save(
     """
     if async_checkpointer_type is not None:
         executor = getattr(async_checkpointer_type, "value", async_checkpointer_type)
-    for name, value, known in (
-        ("staging", staging, Staging),
-        ("when_busy", when_busy, WhenBusy),
-        ("executor", executor, Executor),
-    ):
+    for name, value, known in (("staging", staging, Staging), ("executor", executor, Executor)):
         if value not in get_args(known):
             raise ValueError(f"{name} is one of {', '.join(get_args(known))}, not {value!r}")
     for name, number, least in (("max_in_flight", max_in_flight, 1), ("staging_nbytes", staging_nbytes, 0)):
@@ -214,42 +166,27 @@ def async_save(
         with suppress(OSError):  # it is ready when it is needed; if this fails, the save will raise that on all ranks
             living_writer()
     queue = session.queues[0]
-    if when_busy == "wait":
-        queue.wait(below=max_in_flight)
-    with session.channel.together():
-        # Whether some rank has as many saves under way as it may. All ranks get the same answer.
-        room = Offer(flags=int(queue.n_under_way >= max_in_flight))
-        if when_busy != "wait" and session.channel.agree(session.phase("room"), lambda: room).count(1):
-            if when_busy == "skip":
-                skipped: Future[None] = Future()
-                skipped.set_result(None)
-                return skipped
-            raise RobustCheckpointError(
-                f"{session.checkpoint}: {max_in_flight} async saves are under way already; wait for one of them, or "
-                'pass when_busy="wait"'
-            )
-        with session.clock.telling_failures():
-            session.clock.is_async = True
-            session.clock.tell("started")
-            session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
-            staged = StagedSource(
-                partial(planner.source, session),
-                session.channel.note_progress,
-                STAGING if executor == "thread" else SHARED_STAGING,
-                limit_nbytes=staging_nbytes,
-            )
-            planner.forget_state_dict()
-            del state_dict
-            try:
-                if staging == "full":
-                    staged.copy(session.clock.phase("stage"))
-                saving = AsyncSave(staged.are_free, session.clock.seconds)
-                queue.submit(
-                    partial(_finish, session, staged, saving, staging, executor), saving
-                )  # all hear if it fails
-            except BaseException:  # Ctrl-C
-                staged.release()
-                raise
+    queue.wait(below=max_in_flight)
+    with session.channel.together(), session.clock.telling_failures():
+        session.clock.is_async = True
+        session.clock.tell("started")
+        session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
+        staged = StagedSource(
+            partial(planner.source, session),
+            session.channel.note_progress,
+            STAGING if executor == "thread" else SHARED_STAGING,
+            limit_nbytes=staging_nbytes,
+        )
+        planner.forget_state_dict()
+        del state_dict
+        try:
+            if staging == "full":
+                staged.copy(session.clock.phase("stage"))
+            saving = AsyncSave(staged.are_free, session.clock.seconds)
+            queue.submit(partial(_finish, session, staged, saving, staging, executor), saving)  # all hear if it fails
+        except BaseException:  # Ctrl-C
+            staged.release()
+            raise
     if staging == "full":
         saving.wait_staged()
     return saving

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import robust_dcp
-from robust_dcp import RobustCheckpointError, StorageError
+from robust_dcp import StorageError
 from tests.faults.disk import LONG_TESTS, FaultDisk, Gate
 from tests.harness.ranks import on_ranks, run_program, run_ranks, values
 from torture.async_kills import Kill
@@ -156,9 +156,6 @@ def ask_while_one_is_written(directory: str, executor: Any) -> bool:
         if dist.get_rank() == 0:
             gate.opened.set()
         first = save("1")
-        skipped = save("skipped", when_busy="skip")
-        with pytest.raises(RobustCheckpointError, match="1 async saves are under way already"):
-            save("refused", when_busy="raise")
         second = save("2", max_in_flight=2)
         for name, each in (("first", first), ("second", second)):
             each.add_done_callback(lambda _, name=name: order.append(name))
@@ -169,14 +166,11 @@ def ask_while_one_is_written(directory: str, executor: Any) -> bool:
         third = save("3")  # one at a time: it waits
         assert first.done() and second.done() and order == ["first", "second"]
         third.result(timeout=60)
-    assert writer_pids() == writers
-    return skipped.result() is None
+    return writer_pids() == writers
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
-def test_the_next_save_waits_is_skipped_or_refused_on_all_ranks_and_one_process_writes_all(
-    tmp_path: Path, executor: str
-) -> None:
+def test_the_next_save_waits_and_one_process_writes_all(tmp_path: Path, executor: str) -> None:
     assert on_ranks(2, ask_while_one_is_written, str(tmp_path), executor) == [True] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
 
@@ -208,7 +202,6 @@ def test_stocks_types_choose_who_writes(tmp_path: Path) -> None:
     [
         ("staging", "half", "staging is one of full, lazy"),
         ("staging_nbytes", -1, "staging_nbytes must be at least 0"),
-        ("when_busy", "hurry", "when_busy is one of wait, skip, raise"),
         ("max_in_flight", 0, "max_in_flight must be at least 1"),
         ("async_checkpointer_type", "fiber", "executor is one of thread, process"),
     ],
@@ -367,7 +360,8 @@ _TERMINATED_WHILE_IT_SAVES = """
 
     threading.Timer(0.1, terminate).start()
     while True:
-        robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=path, when_busy="skip")
+        if robust_dcp.finish_async_saves(timeout_seconds=0.0):
+            robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=path)
 """
 _OUT_OF_GRACE = "robust_dcp.save_queue.GRACE_SECONDS = 0.1; "
 
@@ -441,7 +435,7 @@ def test_no_copy_is_torn_while_a_thread_writes_all_the_time(tmp_path: Path, way:
     assert values(run_ranks(2, be_rank, way, 5, 1, str(tmp_path), timeout_seconds=150)) == [[], []]
 
 
-@pytest.mark.parametrize(("executor", "when_busy"), [("thread", "skip"), ("process", "wait")])
-def test_saves_back_to_back_leave_nothing_behind(executor: str, when_busy: str) -> None:
-    options = {"executor": executor, "max_in_flight": 2, "when_busy": when_busy}
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_saves_back_to_back_leave_nothing_behind(executor: str) -> None:
+    options = {"executor": executor, "max_in_flight": 2}
     assert judge_row(options, 12, 1).complaints == []

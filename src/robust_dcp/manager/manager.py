@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -214,43 +214,21 @@ class CheckpointManager:
             ended(True)
         return report
 
-    @overload
-    def async_save(
-        self,
-        step: int,
-        state_dict: dict[str, Any],
-        *,
-        metrics: Metrics = None,
-        when_busy: Literal["wait", "raise"] = "wait",
-        **options: Any,
-    ) -> AsyncSave: ...
-
-    @overload
-    def async_save(
-        self,
-        step: int,
-        state_dict: dict[str, Any],
-        *,
-        metrics: Metrics = None,
-        when_busy: Literal["skip"],
-        **options: Any,
-    ) -> AsyncSave | Future[None]: ...
-
     @entry_point
     def async_save(
         self, step: int, state_dict: dict[str, Any], *, metrics: Metrics = None, **options: Any
-    ) -> AsyncSave | Future[None]:
+    ) -> AsyncSave:
         """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
         those of :func:`robust_dcp.async_save`."""
         options = self._options_of(step, metrics, options)
         with self._preemption.saving() as ended:
-            saving: AsyncSave | Future[None] = async_save(state_dict, **options)
+            saving = async_save(state_dict, **options)
 
             def tidy_up(done: Future[Any]) -> None:
                 # By the methods of the base class: nobody is told of an error by this.
                 is_saved = Future.exception(done) is None
-                if is_saved and (report := Future.result(done)) is not None:
-                    self._tidy_up(report, options["on_commit"])
+                if is_saved:
+                    self._tidy_up(Future.result(done), options["on_commit"])
                 ended(is_saved)
 
             saving.add_done_callback(tidy_up)
