@@ -57,8 +57,6 @@ CheckpointId = str | os.PathLike[str]
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_TIMEOUT_SECONDS = 300.0
-
 
 @entry_point
 def save(
@@ -218,7 +216,7 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
+    timeout_seconds: float = 300.0,
     deadline_seconds: float | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state dict, in place, on all ranks of a group.

@@ -129,14 +129,14 @@ def save_shards(path: str) -> dict[str, torch.Tensor]:
         "d": distribute_tensor(whole["d"], line, [Replicate()]),
         "plain": torch.ones(5),
     }
-    for layout in LAYOUTS:
+    for layout in LAYOUTS.values():
         robust_dcp.save(state_dict, storage_writer=RobustWriter(f"{path}/{layout.name}", layout=layout.name))
     return {**whole, "b": whole["b"].bfloat16(), "plain": torch.ones(5)}
 
 
 def test_what_ranks_hold_in_shards_becomes_whole_tensors_and_stocks_own_tool_consolidates_them(tmp_path: Path) -> None:
     expected, *_ = values(run_ranks(4, save_shards, str(tmp_path)))
-    for layout in LAYOUTS:
+    for layout in LAYOUTS.values():
         model = tmp_path / f"model {layout.name}"
         convert(tmp_path / layout.name, model, form="safetensors", buffer_nbytes=1 << 15)
         assert differences(expected, tensors_of(model)) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,17 +22,17 @@ from robust_dcp.staging.staging_buffers import StagingBuffers, TensorForm, cpus_
 
 def test_a_later_lease_gets_the_blocks_of_an_earlier_one_if_they_are_as_large() -> None:
     release_blocks()
-    with BlockLease(4096, 1) as lease:
+    with closing(BlockLease(4096, 1)) as lease:
         block = lease.take()
         lease.give_back(block)
         assert lease.take() is block
         lease.give_back(block)
-    with BlockLease(4096, 1) as lease:
+    with closing(BlockLease(4096, 1)) as lease:
         assert lease.take() is block
         lease.give_back(block)
-    with BlockLease(8192, 1) as lease:
+    with closing(BlockLease(8192, 1)) as lease:
         lease.give_back(lease.take())
-    with BlockLease(4096, 1) as lease:
+    with closing(BlockLease(4096, 1)) as lease:
         assert lease.take() is not block
 
 
@@ -64,7 +65,7 @@ def test_blocks_are_private_memory_that_may_be_in_huge_pages() -> None:
 
 
 def test_blocks_that_devices_read_into_are_not_in_a_forked_process() -> None:
-    with BlockLease(2 << 20, 1, of_load=True) as lease:
+    with closing(BlockLease(2 << 20, 1, of_load=True)) as lease:
         assert "dc" in _flags_of(lease.take())
     assert "dc" not in _flags_of(Block(2 << 20))
 

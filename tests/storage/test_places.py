@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.storage.layouts import SAFETENSORS
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import (
     LARGE_NBYTES,
@@ -31,6 +30,7 @@ from robust_dcp.storage.layouts.safetensors import (
     LENGTH_NBYTES,
     MAX_BLOCKS,
     MAX_HEADER_NBYTES,
+    SAFETENSORS,
     ShardHead,
     StoredTensor,
     _spread,
@@ -62,8 +62,7 @@ def _columns(records: list[Any]) -> tuple[Any, Any, Any]:
 
 
 def _place(records: list[Any], files: int) -> Placements:
-    record, header, payload = _columns(records)
-    return place_records(record, header, payload, files=files)
+    return place_records(np.column_stack(_columns(records)), files)
 
 
 @given(_RECORDS, st.integers(1, 5))

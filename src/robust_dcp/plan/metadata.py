@@ -25,8 +25,7 @@ from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index.build import IndexTemplate
 from robust_dcp.storage.index.form import Fragment, Section
-from robust_dcp.storage.layouts import TORCH, Layout
-from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.layouts.places import TORCH, Layout, Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 

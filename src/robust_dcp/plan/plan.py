@@ -30,8 +30,7 @@ from robust_dcp.plan.metadata import MetadataTemplate
 from robust_dcp.plan.signature import SIGNATURE_NBYTES, StructureSignature, difference_of_contexts
 from robust_dcp.report import PlanReport
 from robust_dcp.storage.index.form import Column, IndexFile, Section
-from robust_dcp.storage.layouts import TORCH, Layout
-from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.layouts.places import TORCH, Layout, Placements
 
 Rows = npt.NDArray[np.intp]
 

@@ -41,7 +41,7 @@ from robust_dcp.plan.state_dict import (
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.staging.tensor_bytes import host_address
 from robust_dcp.storage.files.paths import is_url
-from robust_dcp.storage.layouts import TORCH
+from robust_dcp.storage.layouts.places import TORCH
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.remote import place_of

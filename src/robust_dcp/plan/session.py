@@ -153,7 +153,6 @@ class SaveSession:
     _are_on_nodes: bool = field(default=False, init=False)
     _written_signature: bytes = field(default=b"", init=False)
     _places_of_all: tuple[Places, ...] = field(default=(), init=False)
-    _moved_remarks: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.channel, tells=False)
@@ -568,7 +567,7 @@ class SaveSession:
             return
         with self.clock.phase("drain"):
             copied = drain.run()
-            self._moved_remarks = (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
+            self.clock.remarks += (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
             # In an exchange: a rank that is late must not remove what the next save of another makes there.
             self.channel.barrier(self.phase("remove the staged copy"), lambda: remove_staging(writer.path))
             if self.on_commit is not None:
@@ -650,7 +649,7 @@ class SaveSession:
             unloadable_objects=self.unloadable_objects,
             total_nbytes=None if self.known.plan is None else self.known.plan.nbytes,
             files=() if written is None else written.names,
-            how=(*(() if written is None else written.how), *self.clock.remarks, *self._moved_remarks),
+            how=(*(() if written is None else written.how), *self.clock.remarks),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
             stragglers=self.channel.stragglers,
             leads_directory=self.leads_directory,

@@ -125,7 +125,7 @@ _KEPT_LOCK: Final = threading.Lock()
 
 
 class BlockLease:
-    """The blocks of one save or load, within a ``with`` statement. Several threads may call its methods.
+    """The blocks of one save or load, until it is closed. Several threads may call its methods.
 
     Args:
         block_nbytes: the size of each block.
@@ -179,13 +179,7 @@ class BlockLease:
         finally:
             self.give_back(block)
 
-    def __enter__(self) -> BlockLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
+    def close(self) -> None:
         """Keep the blocks that nobody has for the next save, or free them."""
         if self._of_load:
             _free(self._free)

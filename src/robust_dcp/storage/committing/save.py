@@ -52,7 +52,7 @@ from robust_dcp.storage.files.paths import (
     mark_of,
     uncommitted_name,
 )
-from robust_dcp.storage.layouts import Layout
+from robust_dcp.storage.layouts.places import Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.structure_cache import Cache
 

@@ -14,13 +14,15 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.kernel import Alignment, alignment_of, allocate, cached_nbytes, is_of_this_machine
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+T = TypeVar("T")
 
 # One call takes at most IOV_MAX buffers: 1024 on Linux, macOS and the BSDs.
 _BUFFERS_PER_CALL: Final = 1024
@@ -147,7 +149,7 @@ class Disk:
             self.pwrite(file, data, 0)
             if durable:
                 self.fsync(file)
-            status: os.stat_result = _call("look at", path, os.fstat, file.fd)
+            status = _call("look at", path, os.fstat, file.fd)
             return status.st_ino, status.st_size, status.st_mtime_ns
         finally:
             self.close(file)
@@ -188,7 +190,7 @@ class Disk:
         # O_NONBLOCK, because opening a FIFO blocks until somebody writes to it.
         file = _open(path, os.O_RDONLY | os.O_NONBLOCK, "open")
         try:
-            status: os.stat_result = _call("look at", path, os.fstat, file.fd)
+            status = _call("look at", path, os.fstat, file.fd)
             file.nbytes = status.st_size
             for is_kind, name, code in _KINDS:
                 if is_kind(status.st_mode):
@@ -245,8 +247,7 @@ class Disk:
         """Reserve space for bytes 0 to ``nbytes``, and set the file's size. Returns ``False`` if the file system cannot
         do that.
         """
-        is_allocated: bool = nbytes == 0 or _call("preallocate", file.path, allocate, file.fd, nbytes)
-        return is_allocated
+        return nbytes == 0 or _call("preallocate", file.path, allocate, file.fd, nbytes)
 
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         """Set the file's size."""
@@ -320,8 +321,7 @@ class Disk:
 
     def resolve(self, path: str) -> str:
         """The absolute path with every symbolic link followed. The file itself need not exist."""
-        resolved: str = _call("resolve", path, os.path.realpath, path)
-        return resolved
+        return str(_call("resolve", path, os.path.realpath, path))
 
     def list_directory(self, path: str) -> list[str]:
         """The sorted names in a directory."""
@@ -346,14 +346,13 @@ class Disk:
         path = os.path.abspath(path)  # a relative one has no parent to look at
         while not os.path.isdir(path) and os.path.dirname(path) != path:
             path = os.path.dirname(path)
-        status: os.stat_result = _call("look at", path, os.stat, path)
-        room: os.statvfs_result = _call("look at", path, os.statvfs, path)
-        return status.st_dev, room.f_bavail * room.f_frsize if room.f_blocks else sys.maxsize
+        number = _call("look at", path, os.stat, path).st_dev
+        room = _call("look at", path, os.statvfs, path)
+        return number, room.f_bavail * room.f_frsize if room.f_blocks else sys.maxsize
 
     def modified_seconds(self, path: str) -> float:
         """When a file was last written, by the clock of its file system."""
-        status: os.stat_result = _call("look at", path, os.stat, path)
-        return status.st_mtime
+        return _call("look at", path, os.stat, path).st_mtime
 
     def fingerprint(self, path: str) -> Fingerprint | None:
         """What tells a file from others, and from itself after it was written; ``None`` if there is no file."""
@@ -382,7 +381,7 @@ class Disk:
             return False
         except OSError as error:
             raise storage_error("look at", path, error) from error
-        own: os.stat_result = _call("look at", file.path, os.fstat, file.fd)
+        own = _call("look at", file.path, os.fstat, file.fd)
         return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
 
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
@@ -411,7 +410,7 @@ class Disk:
         return is_of_this_machine(path)
 
 
-def _call(operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+def _call(operation: str, path: str, function: Callable[..., T], *args: Any) -> T:
     try:
         return function(*args)
     except OSError as error:

@@ -7,15 +7,7 @@ from typing import Final
 from robust_dcp.storage.layouts.places import TORCH, Layout
 from robust_dcp.storage.layouts.safetensors import SAFETENSORS
 
-__all__ = [
-    "LAYOUTS",
-    "SAFETENSORS",
-    "TORCH",
-    "Layout",
-    "layout_named",
-]
-
-LAYOUTS: Final[tuple[Layout, ...]] = (TORCH, SAFETENSORS)
+LAYOUTS: Final[dict[str, Layout]] = {layout.name: layout for layout in (TORCH, SAFETENSORS)}
 
 
 def layout_named(name: str) -> Layout:
@@ -24,7 +16,6 @@ def layout_named(name: str) -> Layout:
     Raises:
         ValueError: there is no such layout.
     """
-    for layout in LAYOUTS:
-        if layout.name == name:
-            return layout
-    raise ValueError(f"layout must be one of {', '.join(repr(layout.name) for layout in LAYOUTS)}, got {name!r}")
+    if name not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {name!r}")
+    return LAYOUTS[name]

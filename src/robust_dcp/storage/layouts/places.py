@@ -77,16 +77,15 @@ class Placements:
         return np.flatnonzero(self.offset < 0)
 
 
-def place_records(record_nbytes: Int64, header_nbytes: Int64, payload_nbytes: Int64, *, files: int) -> Placements:
+def place_records(measures: Int64, files: int) -> Placements:
     """Spread records over files so that the files have about the same size, and give each record its place.
 
     Args:
-        record_nbytes: int64 ``[n]``, length of each record; -1 for an item of variable size.
-        header_nbytes: int64 ``[n]``, bytes before the payload within the record.
-        payload_nbytes: int64 ``[n]``, bytes of tensor data within the record.
+        measures: as :func:`record_measures` makes them.
         files: number of files for items of fixed size. There are fewer files if there are fewer items. Items of
             variable size get one more file, so that their lengths do not move other items.
     """
+    record_nbytes, header_nbytes, payload_nbytes = measures.T
     fixed = np.flatnonzero(record_nbytes >= 0)
     n_files = max(1, min(files, len(fixed))) if len(fixed) else 0
     file = np.zeros(len(record_nbytes), dtype=np.int32)
@@ -242,10 +241,6 @@ def record_measures(kinds: Kinds, kind_ids: Int32) -> Int64:
     return np.array([*rows, (-1, 0, 0)], dtype=np.int64)[kind_ids]  # the last row for -1
 
 
-def _place(measures: Int64, files: int) -> Placements:
-    return place_records(measures[:, 0], measures[:, 1], measures[:, 2], files=files)
-
-
 def _file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[str]:
     return [data_file_name(rank, number, mark) for number in range(len(head_nbytes))]
 
@@ -254,7 +249,7 @@ def _measure(items: Items, rows: npt.NDArray[np.intp]) -> Int64:
     return record_measures(*kinds_of(items, rows))
 
 
-TORCH: Final = Layout("torch", "torch-2", True, False, _measure, _place, _file_names)
+TORCH: Final = Layout("torch", "torch-2", True, False, _measure, place_records, _file_names)
 
 
 # Sizes in bins that end up about equally full. The bins are files, or ranks that write or read replicas.

@@ -137,7 +137,7 @@ def _place(measures: Int64, files: int) -> Placements:
         offset[members] = ends - measures[members, _PAYLOAD]
         file_nbytes.append(int(ends[-1]))
     if len(side):
-        beside = place_records(*measures[side, : _PAYLOAD + 1].T, files=1)
+        beside = place_records(measures[side, : _PAYLOAD + 1], files=1)
         offset[side] = beside.offset
         file_nbytes.append(max(beside.file_nbytes))
         heads.append(0)

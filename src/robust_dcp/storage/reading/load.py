@@ -148,7 +148,7 @@ class ItemReader:
             for file in self._files.values():
                 file.close()
             self._files.clear()
-            self._blocks.end()
+            self._blocks.close()
         self.peak_nbytes = self._peak_pending_nbytes + self._blocks.used_nbytes
 
     # --- reads are started

@@ -96,7 +96,7 @@ def write_files(
         page_nbytes = max([PAGE_NBYTES, *(file.alignment.offset for file in made if file.alignment is not None)])
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
-        with BlockLease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
+        with contextlib.closing(BlockLease(block_nbytes, threads * BLOCKS_PER_THREAD)) as lease:
             context = WriteContext(files, source, lease, page_nbytes, check_stop)
             emitters = []
             for file, order, nbytes in zip(made, orders, file_nbytes, strict=True):
