@@ -170,7 +170,7 @@ class _OnTheCoordinator(SimulatedOperation):
 
             def message_of(rank: int) -> Written | None:
                 new = b"" if known else places[rank].astype("<i8").tobytes()
-                return Written.with_row(rank, _clock(rank), 0, 0, (), places=new)
+                return Written(places=new).with_row(rank, _clock(rank), 0, 0, ())
 
             offers = [Offer(signature=digest_of_places(each)) for each in places[1:]]
             return [Offer(), *offers], messages_up(ranks, message_of, Written)

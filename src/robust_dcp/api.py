@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from robust_dcp.drain.drain import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
 from robust_dcp.plan.cache import LOADED
-from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words, unread_keys
+from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
@@ -265,9 +265,7 @@ def load(
     with clock.telling_failures():
         clock.tell("started")
         # The coordinator keeps the checkpoint from being removed while it is loaded.
-        held: AbstractContextManager[None] = nullcontext()
-        if robust is not None and channel.is_coordinator:
-            held = robust.source.held()
+        held = robust.source.held() if robust is not None and channel.is_coordinator else nullcontext()
         with channel.together(), held:
             for is_last_try in (False, True):
                 try:
@@ -332,16 +330,14 @@ class _Load:
     def agree_on_reads(self, leader: Channel, *, by_index: bool) -> Agreement:
         """Let the coordinator of ``leader`` find the index or ``.metadata`` for all, and make this rank's plan. Other
         readers than ours look for themselves."""
-        self.shared, source = None, None if self.robust is None else self.robust.source
-        stored = _StoredMetadata()
+        self.shared, stored = None, _StoredMetadata()
+        if self.robust is not None:
+            source = self.robust.source
 
-        def find() -> _StoredMetadata:
-            index = source.find_index() if source is not None and by_index else b""
-            if index or source is None:
-                return _StoredMetadata(index=index)
-            return _StoredMetadata(file=source.metadata_bytes())
+            def find() -> _StoredMetadata:
+                index = source.find_index() if by_index else b""
+                return _StoredMetadata(index, b"" if index else source.metadata_bytes())
 
-        if source is not None:
             stored = leader.broadcast(self.phase("metadata"), find, _StoredMetadata)
         phase = self.phase("plan" if by_index else "plan by .metadata")
         agreement = self.channel.agree(phase, partial(self._plan_own, stored))
@@ -439,7 +435,8 @@ class _Load:
         metadata = getattr(planner, "metadata", None)
         find_unread_keys: Callable[[], tuple[str, ...]] = tuple
         if isinstance(planner, RobustLoadPlanner) and metadata is not None:
-            find_unread_keys = partial(unread_keys, metadata.state_dict_metadata, frozenset(planner.state_dict))
+            saved, asked = metadata.state_dict_metadata, frozenset(planner.state_dict)
+            find_unread_keys = lambda: tuple(sorted(saved.keys() - asked))  # noqa: E731 (only if somebody asks)
         return LoadReport(
             checkpoint_id=self.checkpoint,
             rank=channel.rank,

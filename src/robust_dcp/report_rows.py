@@ -57,28 +57,16 @@ class Written(msgspec.Struct, frozen=True):
     places: bytes = b""
     unloadable: dict[str, str] = {}
 
-    @classmethod
-    def with_row(
-        cls,
-        rank: int,
-        clock: PhaseClock,
-        nbytes: int,
-        files: int,
-        how: Sequence[str],
-        *,
-        places: bytes = b"",
-        unloadable: dict[str, str] | None = None,
-    ) -> Written:
+    def with_row(self, rank: int, clock: PhaseClock, nbytes: int, files: int, how: Sequence[str]) -> Written:
         """The message of a rank whose row is to be in the report. Its texts have bounded lengths.
 
         Args:
             nbytes, files, how: what it has written, into how many files, and in which ways.
-            places, unloadable: see the class.
         """
         seconds = {phase.name: phase.seconds for phase in clock.records}
         row = _ROW.pack(seconds["plan"], seconds.get("stage", 0.0), clock.own_write_seconds, nbytes, files)
         how = tuple(shortened(text, _TEXT_LENGTH) for text in (*how, *clock.remarks)[:_MOST_TEXTS])
-        return cls(row, shortened(node_name(rank), _NODE_LENGTH), how, places, unloadable or {})
+        return msgspec.structs.replace(self, row=row, node=shortened(node_name(rank), _NODE_LENGTH), how=how)
 
 
 @dataclass(eq=False)

@@ -283,14 +283,6 @@ StandIn = ModuleStates | OptimizerStates | AsStock
 the state dict, and ``put_back`` loads what was read into them."""
 
 
-def with_names_of_stock(state_dict: Any) -> Any:
-    """Make modules and optimizers keep the names that stock gives them. Without any, return the state dict itself."""
-    if not isinstance(state_dict, Mapping):
-        return state_dict  # all ranks refuse it later in the same way
-    kept = {key: AsStock(value) for key, value in state_dict.items() if isinstance(value, nn.Module | Optimizer)}
-    return {**state_dict, **kept} if kept else state_dict
-
-
 def refuse_other_than_dict(state_dict: Any) -> None:
     """Check that a state dict is a dict.
 

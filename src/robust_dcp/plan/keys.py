@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -32,11 +32,6 @@ _MISSING_COMPARED: Final = 1000
 _EXAMPLES: Final = 4
 _SHOWN_GROUPS: Final = 8
 _SHOWN_KEYS: Final = 3
-
-
-def unread_keys(saved: Iterable[str], asked: Container[str]) -> tuple[str, ...]:
-    """The keys of a checkpoint that nobody asks for, sorted."""
-    return tuple(sorted(key for key in saved if key not in asked))
 
 
 def what_is_saved(asked: Collection[str], saved: Collection[str]) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
-from robust_dcp.plan.keys import renamed_in_words, unread_keys, what_is_saved
+from robust_dcp.plan.keys import renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, plan_reads, whole_tensors
 from robust_dcp.plan.state_dict import global_size
 from robust_dcp.plan.target_memory import check_targets, local_tensors
@@ -91,7 +91,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     @property
     def unread_keys(self) -> tuple[str, ...]:
         """Keys of the checkpoint that the state dict does not ask for."""
-        return unread_keys(self._saved, self.state_dict)
+        return tuple(sorted(self._saved.keys() - self.state_dict.keys()))
 
     @property
     def _saved(self) -> Mapping[str, Any]:

@@ -403,12 +403,10 @@ class SaveSession:
         places = b""
         if known_places is None or not np.array_equal(known_places, written.variable_places):
             places = written.variable_places.astype("<i8").tobytes()
+        told = Written(places=places, unloadable=unloadable)
         if writer.options.report:
-            n_files, how = len(written.names), written.how
-            return Written.with_row(
-                rank, self.clock, written.nbytes, n_files, how, places=places, unloadable=unloadable
-            )
-        return Written(places=places, unloadable=unloadable) if places or unloadable else None
+            return told.with_row(rank, self.clock, written.nbytes, len(written.names), written.how)
+        return told if places or unloadable else None
 
     def _written_offer(self, _: Written | None) -> Offer:
         """By the digest of this rank's places the coordinator notices if it would fill in other places than it

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from errno import ENOENT
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint import state_dict_saver as stock_saver
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
 
 from robust_dcp import api
 from robust_dcp.asynchronous import async_save as robust_async_save
@@ -25,7 +27,7 @@ from robust_dcp.errors import StorageError
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import SaveReport
-from robust_dcp.stateful import AsStock, with_names_of_stock
+from robust_dcp.stateful import AsStock
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter
@@ -71,7 +73,7 @@ def save(
     except _StaysStock as why:
         log_left_to_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
-    report = api.save(with_names_of_stock(state_dict), **arguments)
+    report = api.save(_with_names_of_stock(state_dict), **arguments)
     on_saved(report)
     return _metadata_for(writer, arguments["storage_writer"])(report)
 
@@ -96,7 +98,7 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
     except _StaysStock as why:
         log_left_to_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
-    named = with_names_of_stock(state_dict)
+    named = _with_names_of_stock(state_dict)
     try:
         api.load(named, **arguments, **more)
     except StorageError as error:
@@ -130,12 +132,20 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
     except _StaysStock as why:
         log_left_to_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)
-    saving: Any = robust_async_save(with_names_of_stock(state_dict), staging=staging, **arguments)
+    saving: Any = robust_async_save(_with_names_of_stock(state_dict), staging=staging, **arguments)
     saving.convert = _metadata_for(writer, arguments["storage_writer"])
     response: Any = getattr(stock_saver, "AsyncSaveResponse", None)
     if staging == "full" or response is None:
         return saving
     return response(staging_completion=saving.staging_completion, upload_completion=saving)
+
+
+def _with_names_of_stock(state_dict: Any) -> Any:
+    """Make modules and optimizers keep the names that stock gives them. Without any, return the state dict itself."""
+    if not isinstance(state_dict, Mapping):
+        return state_dict  # all ranks refuse it later in the same way
+    kept = {key: AsStock(value) for key, value in state_dict.items() if isinstance(value, nn.Module | Optimizer)}
+    return {**state_dict, **kept} if kept else state_dict
 
 
 def _given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
