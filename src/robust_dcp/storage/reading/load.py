@@ -49,13 +49,13 @@ from robust_dcp.storage.reading.stored_item import (
     BoxRead,
     StoredItem,
     Verification,
-    checked_object,
+    checked_bytes,
     damaged_footer,
     find_box,
     loaded_by_torch,
 )
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.objects import ObjectBytes
+from robust_dcp.storage.records.objects import ObjectBytes, check_object
 from robust_dcp.storage.records.record import NOT_ALIKE, is_plain, known_record
 
 Int64 = npt.NDArray[np.int64]
@@ -267,9 +267,7 @@ class ItemReader:
         if read.transforms:
             item.memory = _decoded(item, read.transforms)
             item.nbytes = len(item.memory)
-        if read.item.type == LoadItemType.BYTE_IO:
-            return checked_object(item, trusted=self._options.trusted)
-        if item.memory is not None:
+        if read.item.type == LoadItemType.BYTE_IO or item.memory is not None:
             return self._taken(item, target)
         box = find_box(item, target if _is_flat(target) else None)
         if box is None:
@@ -301,10 +299,8 @@ class ItemReader:
                 read = self._reads.read(place)
                 begin = shift + read.offset
                 item = StoredItem(file, read, self.verification, block.view[begin : min(begin + read.nbytes, end)])
-                if read.item.type == LoadItemType.BYTE_IO:
-                    self._hand_over(read, None, checked_object(item, trusted=self._options.trusted))
-                    continue
-                target = target_of(self._planner, read.item, early=self._targets_first)
+                is_object = read.item.type == LoadItemType.BYTE_IO
+                target = None if is_object else target_of(self._planner, read.item, early=self._targets_first)
                 self._hand_over(read, target, self._taken(item, target))
             self._blocks.give_back(block)
         self._reads_left[number] -= len(group.places)
@@ -312,8 +308,15 @@ class ItemReader:
             del self._files[number]
             file.close()
 
-    def _taken(self, item: StoredItem, target: torch.Tensor | None) -> torch.Tensor | None:
-        """What is wanted of a tensor in memory; ``None`` if ``target`` has been filled."""
+    def _taken(self, item: StoredItem, target: torch.Tensor | None) -> torch.Tensor | bytes | None:
+        """The bytes of an object, after a check of what loading them would do, or what is wanted of a tensor in memory;
+        ``None`` if ``target`` has been filled.
+        """
+        if item.read.item.type == LoadItemType.BYTE_IO:
+            data = checked_bytes(item)
+            if not self._options.trusted:
+                check_object(data, file=item.file.path, item=item.name)
+            return data
         box = find_box(item, target if _is_flat(target) and target.is_cpu else None)
         return loaded_by_torch(item, trusted=self._options.trusted) if box is None else box.taken()
 

@@ -20,7 +20,7 @@ from robust_dcp.staging.tensor_bytes import DeviceCopies
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.reads import Read
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, crc32_of_both
-from robust_dcp.storage.records.objects import check_object, is_program, load_object
+from robust_dcp.storage.records.objects import is_program, load_object
 from robust_dcp.storage.records.record import (
     ZIP_MAGIC,
     KnownRecords,
@@ -442,7 +442,7 @@ def loaded_by_torch(item: StoredItem, *, trusted: bool) -> torch.Tensor:
         CorruptCheckpoint: there is no such tensor, or its bytes are not those that were written.
         UnsafeCheckpoint: the record names classes that are not known to be data.
     """
-    data = _checked_bytes(item)
+    data = checked_bytes(item)
     offsets, lengths = item.read.item.storage_offsets, item.read.item.lengths
     loaded: Any = load_object(data, file=item.file.path, item=item.name, trusted=trusted)
     if not isinstance(loaded, torch.Tensor):
@@ -455,15 +455,7 @@ def loaded_by_torch(item: StoredItem, *, trusted: bool) -> torch.Tensor:
     return whole
 
 
-def checked_object(item: StoredItem, *, trusted: bool) -> bytes:
-    """The bytes of an item that is not a tensor, after a check of what loading them would do."""
-    data = _checked_bytes(item)
-    if not trusted:
-        check_object(data, file=item.file.path, item=item.name)
-    return data
-
-
-def _checked_bytes(item: StoredItem) -> bytes:
+def checked_bytes(item: StoredItem) -> bytes:
     """All bytes of an item, compared with their checksums: those of the footer, or of the members if they are a zip.
     ``torch.load`` does not do that.
 
