@@ -319,6 +319,9 @@ class CopyOptions:
                 raise ValueError(f"{name} must be positive, got {value}")
 
 
+DEFAULT_COPY_OPTIONS: Final = CopyOptions()
+
+
 # A disk that reads.
 
 _READ_AHEAD_NBYTES: Final = 1 << 20

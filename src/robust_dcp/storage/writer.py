@@ -32,7 +32,7 @@ from robust_dcp.storage.files.paths import absolute, directory_path, is_url, mar
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.remote import CopyOptions, place_of
+from robust_dcp.storage.remote import DEFAULT_COPY_OPTIONS, CopyOptions, place_of
 from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
@@ -95,7 +95,7 @@ class RobustWriter(StorageWriter):
         self._given = self.checkpoint_id = directory_path(path)
         self.path = absolute(self._given)
         self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
-        self.drain_options = drain_options or CopyOptions()
+        self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
