@@ -76,7 +76,6 @@ def pretrain(tmp_path: Path) -> Path:
     [
         (("pretrain_gpt.py", "--ckpt-planner", "robust_dcp", "--ckpt-writer-threads", "3"), {}, "robust_dcp"),
         (("-m", "pretrain_gpt"), {"ROBUST_DCP": "1", "ROBUST_DCP_WRITER_THREADS": "3"}, "robust_dcp"),
-        (("pretrain_gpt.py", "--ckpt-planner=default", "--ckpt-writer-threads=3"), {"ROBUST_DCP": "1"}, "default"),
         (("pretrain_gpt.py", "--ckpt-planner=robust_dcp", "--ckpt-writer-threads=3"), {"ROBUST_DCP": "0"}, "default"),
     ],
 )

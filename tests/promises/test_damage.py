@@ -29,7 +29,7 @@ from tests.promises.scenarios import where
 from tests.promises.test_mixes import Boxes
 
 ROWS = slice(120, 170)
-PLACES = 300 if LONG_TESTS else 3
+PLACES = 300 if LONG_TESTS else 2
 """So many places of each file are tried for each kind of damage to bytes."""
 
 
@@ -323,7 +323,7 @@ def test_what_stock_has_written_is_verified_as_a_whole_and_counted_where_it_is_n
 def test_no_hostile_input_is_lost() -> None:
     """The campaign of ``make torture``, with another seed each time; in a process of its own, because it forks."""
     pytest.importorskip("megatron.core")
-    trials, seed = 1000 if LONG_TESTS else 50, random.randrange(1 << 30)
+    trials, seed = 1000 if LONG_TESTS else 30, random.randrange(1 << 30)
     command = [sys.executable, *f"-W ignore -m torture.hostile --trials {trials} --seed {seed}".split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"

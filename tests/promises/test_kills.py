@@ -52,8 +52,8 @@ def test_a_kill_before_any_call_leaves_what_was_there_or_what_is_new(
 # --- power cuts -------------------------------------------------------------------------------------------------------
 
 
-STATES = {"overwrite": 1000, "save": 200, "manager": 40}
-"""So many states are drawn, and 100 of the other scenarios. Behind some of them the scenario is done once more."""
+STATES = {"overwrite": 500, "save": 150, "manager": 30}
+"""So many states are drawn, and 60 of the other scenarios. Behind some of them the scenario is done once more."""
 
 NEXT_TRIES = 10
 
@@ -79,7 +79,7 @@ def test_a_power_cut_after_any_call_leaves_what_was_there_or_what_is_new(scenari
     seed = random.randrange(1 << 30)
     print(f"{len(calls)} calls, {len(states)} states, seed {seed}")
     dice = random.Random(seed)
-    n_drawn = len(states) if LONG_TESTS else min(STATES.get(scenario.name, 100), len(states))
+    n_drawn = len(states) if LONG_TESTS else min(STATES.get(scenario.name, 60), len(states))
     drawn = sorted(dice.sample(range(len(states)), n_drawn))
     tried_next = set(dice.sample(drawn, NEXT_TRIES))
     left = set()
