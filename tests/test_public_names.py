@@ -51,7 +51,6 @@ PUBLIC_NAMES = [
     "finish_async_saves",
     "install",
     "load",
-    "nearest_copy",
     "on_event",
     "save",
     "uninstall",

@@ -11,7 +11,6 @@ from robust_dcp.asynchronous import async_save as async_save
 from robust_dcp.comm.channel import Channel as Channel
 from robust_dcp.drain.copy import CopyResult as CopyResult
 from robust_dcp.drain.copy import copy_checkpoint as copy_checkpoint
-from robust_dcp.drain.nearest import nearest_copy as nearest_copy
 from robust_dcp.errors import CorruptCheckpoint as CorruptCheckpoint
 from robust_dcp.errors import ExchangeError as ExchangeError
 from robust_dcp.errors import ExchangeTimeout as ExchangeTimeout

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint, nearest_copy
-from tests.drain.checkpoints import files_of, loaded, save, state_dict
+from robust_dcp import CheckpointManager, CopyOptions, CorruptCheckpoint, RobustWriter, StorageError, copy_checkpoint
+from tests.drain.checkpoints import files_of, loaded, state_dict
 from tests.faults.disk import Call, FaultDisk, Gate
 from tests.harness.damage import data_files
 from tests.harness.ranks import errors, run_ranks, values
@@ -217,41 +217,20 @@ class TestAManager:
         assert steps(manager) == [2]
 
 
-def test_the_nearest_copy_is_the_first_whole_one_of_the_same_save(taken: Path, tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    fail_to_drain(near, taken)
-    copy_checkpoint(near, far)
-    assert nearest_copy([near, far]) == str(near)
-    os.truncate(data_files(near)[1], 100)
-    assert nearest_copy([near, far]) == str(far)
-    os.remove(near / ".metadata")
-    assert nearest_copy([near, f"file://{far}"]) == f"file://{far}"
-    fail_to_drain(near, taken)
-    assert nearest_copy([near, far]) == str(near)  # another save, whose copy has not arrived yet
-    save(near)
-    assert nearest_copy([near, far]) == str(far)
-    expected = r"none of 2 places holds a whole copy(?s:.*)a: no \.metadata(?s:.*)b: no \.metadata"
-    with pytest.raises(StorageError, match=expected):
-        nearest_copy([tmp_path / "a", tmp_path / "b"])
-    with pytest.raises(ValueError, match="nearest_copy needs at least one place"):
-        nearest_copy([])
+def _load_near_or_far(path: str, target: str) -> float:
+    rank = dist.get_rank()
+    try:
+        return loaded(path, rank)
+    except (StorageError, CorruptCheckpoint):
+        return 10 + loaded(target, rank)
 
 
-def _nearest(root: str) -> str:
-    os.chdir(f"{root}/rank_{dist.get_rank()}")  # a path that each rank sees otherwise, as nodes do
-    return nearest_copy(["near", f"{root}/far"])
-
-
-def test_a_directory_that_one_rank_lacks_or_sees_otherwise_is_taken_by_none(tmp_path: Path) -> None:
-    save(tmp_path / "far")
-    for rank in range(2):
-        copy_checkpoint(tmp_path / "far", tmp_path / f"rank_{rank}/near")
-    assert values(run_ranks(2, _nearest, str(tmp_path))) == ["near"] * 2
-    shutil.rmtree(tmp_path / "rank_1/near")
-    save(tmp_path / "rank_1/near")
-    assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
-    os.remove(tmp_path / "rank_1/near/.metadata")
-    assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
+def test_if_the_local_copy_of_one_rank_is_damaged_all_ranks_can_load_the_other(tmp_path: Path) -> None:
+    path, target = tmp_path / "local", tmp_path / "durable"
+    values(run_ranks(2, _save_and_drain, str(path), str(target)))
+    assert values(run_ranks(2, _load_near_or_far, str(path), str(target))) == [2.0] * 2
+    os.truncate(data_files(path)[-1], 100)
+    assert values(run_ranks(2, _load_near_or_far, str(path), str(target))) == [12.0] * 2
 
 
 def test_no_copy_begins_before_the_note_of_its_step_is_there(tmp_path: Path) -> None:
