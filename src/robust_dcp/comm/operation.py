@@ -34,7 +34,6 @@ import os
 import struct
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -1001,14 +1000,14 @@ class _Clock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._operations: weakref.WeakSet[Operation] = weakref.WeakSet()
+        self._operations: set[Operation] = set()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def add(self, operation: Operation) -> None:
         with self._lock:
             self._operations.add(operation)
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="robust_dcp: beats", daemon=True)
                 self._thread.start()
 
@@ -1017,24 +1016,24 @@ class _Clock:
             self._operations.discard(operation)
 
     def _run(self) -> None:
-        idle_since = time.monotonic()
-        while not self._is_closed:
+        while not self._is_closed and self._beat_all():
             time.sleep(patience.TICK_SECONDS)
-            with self._lock:
-                operations = list(self._operations)
-                if operations:
-                    idle_since = time.monotonic()
-                elif time.monotonic() - idle_since > 10 * patience.TICK_SECONDS:
-                    self._thread = None
-                    return
-            while operations:
-                operation = operations.pop()
-                try:
-                    operation.beat()
-                except Exception:  # the beats of other operations go on, and this one may succeed next time
-                    with contextlib.suppress(Exception):  # it may be a log handler that raises
-                        logger.exception("a beat of %s fails", operation.name)
-                del operation
+
+    def _beat_all(self) -> bool:
+        """Let each exchange send its beats if it is time. Return whether there are any."""
+        with self._lock:
+            left = list(self._operations)
+            if not left:
+                self._thread = None
+                return False
+        while left:
+            operation = left.pop()
+            try:
+                operation.beat()
+            except Exception:  # the beats of other operations go on, and this one may succeed next time
+                with contextlib.suppress(Exception):  # it may be a log handler that raises
+                    logger.exception("a beat of %s fails", operation.name)
+        return True
 
     def close(self) -> None:
         """At the end of the process, before Python ends the thread in the midst of gloo."""
