@@ -447,6 +447,8 @@ def fork_server() -> Any:
     # The server takes its search path from the environment only, and thread pools that NumPy and torch start when
     # they are imported would not survive a fork.
     with mock.patch.dict(os.environ, {**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+        # Coverage measures each rank. It fails at the end of a process that was forked while it measured the server.
+        os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
         forkserver.ensure_running()
         _wait_for_the_server()
     return context
