@@ -247,14 +247,13 @@ def listed(names: Iterable[object], most: int = 8) -> str:
     return ", ".join(map(str, names[:most])) + rest
 
 
-def sizes_in_words(nbytes: int) -> str:
+def sizes_in_words(nbytes: float) -> str:
     """``1536`` -> ``"1.5 KiB"``."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    power = 0
+    while nbytes >= 1024 and power < 4:
+        nbytes /= 1024
+        power += 1
+    return f"{nbytes:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 # The report beside the checkpoint.

@@ -17,6 +17,9 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from robust_dcp.hooks import ProgressLine
+from robust_dcp.report import sizes_in_words
+
+size: Final = sizes_in_words
 
 FOUND: Final = 1
 """The exit code of a command that did its work and found a problem or a difference."""
@@ -122,15 +125,6 @@ def _without_nan(value: Any) -> Any:
 def safe_text(text: str) -> str:
     """``text`` with control characters spelled out: a line break as ``\\n``, an escape as ``\\x1b``."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def size(nbytes: float) -> str:
-    """``1536`` -> ``"1.5 KiB"``."""
-    power = 0
-    while abs(nbytes) >= 1024 and power < 4:
-        nbytes /= 1024
-        power += 1
-    return f"{nbytes:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def number(value: int, what: str) -> str:

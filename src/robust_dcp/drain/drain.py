@@ -1,6 +1,6 @@
 """The copy of a checkpoint by the ranks that have saved it: each sends its own files, and the coordinator commits.
 
-``started_save`` calls it: at once for a save to a URL, which is made in a local directory first, and on a thread beside
+``plan.session`` calls it: at once for a save to a URL, which is made in a local directory first, and on a thread beside
 training for ``RobustWriter(path, drain_to=…)``.
 """
 

@@ -8,7 +8,6 @@ tells its writer what to do when. It knows nothing of tensors, files or file nam
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
@@ -55,7 +53,6 @@ from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 OnReplicaMismatch = Literal["warn", "error", "ignore"]
 
-Data = torch.Tensor | io.BytesIO
 Places = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)

@@ -115,7 +115,7 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
 
     Example:
         >>> import tempfile
-        >>> from robust_dcp.storage import tune
+        >>> from robust_dcp.storage.tuning import tune
         >>> with tempfile.TemporaryDirectory() as path:
         ...     options = tune(path, seconds=0.1)
         >>> sorted(options.writer_options)
