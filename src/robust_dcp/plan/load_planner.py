@@ -7,7 +7,6 @@ calls it, and stock ``torch.distributed.checkpoint.load`` calls its hooks.
 from __future__ import annotations
 
 import io
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -25,13 +24,11 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, plan_reads, whole_tensors
 from robust_dcp.plan.state_dict import global_size
-from robust_dcp.plan.target_memory import check_targets, local_tensors
+from robust_dcp.plan.target_memory import local_tensors, unusable_targets
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
-
-logger = logging.getLogger(__name__)
 
 _SHOWN = 10
 _MISSING = "Missing key in checkpoint: "
@@ -136,17 +133,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             if problems:
                 raise PlanConflict(self._in_words(problems))
             planned = plan_reads(asked, self.metadata) if plan is None else plan.items
-            problems, shared = check_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
+            problems = unusable_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
             if problems:
                 raise PlanConflict(self._in_words(problems))
-            if shared:
-                logger.warning(
-                    "%d pair(s) of tensors that are loaded overlap in memory: %s. Where the checkpoint has other "
-                    "values for one than for the other, the one that is filled last wins: load one of them, or into a "
-                    "copy",
-                    len(shared),
-                    ", ".join(f"{one!r} and {other!r}" for one, other in shared[:_SHOWN]),
-                )
             tensors = (key for key in asked if isinstance(saved[key], TensorStorageMetadata))
             check_filled(planned, {key: local_numel(asked[key]) for key in tensors})
         if not whole.names:

@@ -1,8 +1,6 @@
-"""Finds tensors that a load cannot fill, because their memory was freed or is read-only, and tensors that share memory.
-
-To write into the first two kinds would end the process. Of tensors that share memory the one that is filled last wins.
-That is right for views that were saved together, and for nothing else, so the load says so. The load planner calls this
-module before anything is read.
+"""Finds tensors that a load cannot fill, because their memory was freed, is read-only, or holds several elements in one
+place. To write into the first two kinds would end the process. The load planner calls this module before anything is
+read.
 """
 
 from __future__ import annotations
@@ -40,30 +38,20 @@ def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
                     yield name, part
 
 
-def check_targets(held: Targets) -> tuple[list[str], list[tuple[str, str]]]:
-    """Find which tensors cannot be filled, and which share some of their memory.
+def unusable_targets(targets: Targets) -> list[str]:
+    """One text for each tensor that cannot be filled, which says why.
 
     Args:
-        held: tensors as :func:`local_tensors` gives them.
-
-    Returns:
-        One text for each tensor that cannot be filled, which says why. If there are none: pairs of names of tensors
-        that overlap. A tensor that has two names is fine, as with tied weights.
+        targets: tensors as :func:`local_tensors` gives them.
     """
     # A comprehension for each column, without calls of ours: this runs for each tensor of a load.
-    begins = np.array([tensor.data_ptr() for _, tensor in held], dtype=np.uint64)
-    extents = np.array([tensor.nbytes for _, tensor in held], dtype=np.uint64)
-    gaps = [number for number, (_, tensor) in enumerate(held) if not tensor.is_contiguous()]
+    begins = np.array([tensor.data_ptr() for _, tensor in targets], dtype=np.uint64)
+    extents = np.array([tensor.nbytes for _, tensor in targets], dtype=np.uint64)
+    gaps = [number for number, (_, tensor) in enumerate(targets) if not tensor.is_contiguous()]
     for number in gaps:
-        _, tensor = held[number]
+        _, tensor = targets[number]
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         extents[number] = (last + 1) * tensor.itemsize  # from the first element to the end of the last one
-    unusable = _unusable(held, begins, extents, gaps)
-    return unusable, [] if unusable else _overlapping(held, begins, begins + extents)
-
-
-def _unusable(targets: Targets, begins: UInt64, extents: UInt64, gaps: Sequence[int]) -> list[str]:
-    """See :func:`check_targets`. ``gaps`` are the places of tensors that are not contiguous."""
     storages = [tensor.untyped_storage() for _, tensor in targets]
     held = np.array([storage.data_ptr() + storage.nbytes() for storage in storages], dtype=np.uint64)
     freed = [
@@ -98,38 +86,3 @@ def _are_read_only(addresses: UInt64) -> npt.NDArray[np.bool_]:
     number = np.searchsorted(starts, addresses, side="right")
     inside: npt.NDArray[np.bool_] = (number > 0) & (addresses < stops[number - 1])
     return inside
-
-
-def _overlapping(targets: Targets, begins: UInt64, ends: UInt64) -> list[tuple[str, str]]:
-    order = np.argsort(begins, kind="stable")
-    furthest = np.maximum.accumulate(ends[order])
-    found = []
-    for place in (np.flatnonzero(begins[order][1:] < furthest[:-1]) + 1).tolist():
-        name, tensor = targets[order[place]]
-        for before in range(place - 1, -1, -1):
-            if furthest[before] <= begins[order[place]]:
-                break
-            other_name, other = targets[order[before]]
-            is_same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
-                other.data_ptr(),
-                other.dtype,
-                other.shape,
-                other.stride(),
-            )
-            if not is_same and np.shares_memory(np.asarray(_Elements(tensor)), np.asarray(_Elements(other))):
-                found.append((other_name, name))
-                break
-    return found
-
-
-class _Elements:
-    """The elements of a tensor as NumPy sees memory. Nobody reads or writes it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), True),
-            "typestr": f"|V{tensor.itemsize}",
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
-        }
