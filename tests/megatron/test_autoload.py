@@ -49,11 +49,6 @@ def test_who_asks_for_it(command_line: str, variable: str | None, planner: str |
     assert planner_asked_for(command_line.split(), environment) == planner
 
 
-def test_the_package_brings_the_entry_point() -> None:
-    found = importlib.metadata.entry_points(group="torch.backends", name="robust_dcp")
-    assert {entry.value for entry in found} == {"robust_dcp_autoload:activate"}
-
-
 @pytest.mark.parametrize(
     ("flag", "found"),
     [("--save", "[]\nFalse False False\n"), ("--ckpt-planner", "['ImportHook']\nTrue False False\n")],
