@@ -71,7 +71,7 @@ def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool
     try:
         if trusted:
             return torch.load(io.BytesIO(view), map_location="cpu", weights_only=False)
-        value = _load_archive(view) if view[:4] == ZIP_MAGIC else _refuse_other(view)
+        value = _unpickler_of(view).load() if view[:4] == ZIP_MAGIC else _refuse_other(view)
         check_depth(value)
         return value
     except NotData as error:
@@ -164,7 +164,8 @@ def _begins_with_tar_header(data: bytes) -> bool:
     return True
 
 
-def _load_archive(data: bytes) -> Any:
+def _unpickler_of(data: bytes) -> Unpickler:
+    """What runs the pickle in an archive of ``torch.save``, with the storages of its tensors."""
     try:
         members, _ = zip_members(data, len(data))
     except ValueError:
@@ -192,7 +193,7 @@ def _load_archive(data: bytes) -> Any:
             storages[key] = TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
         return storages[key]
 
-    return Unpickler(bytes(_contents(data, members["data.pkl"])), load_storage).load()
+    return Unpickler(bytes(_contents(data, members["data.pkl"])), load_storage)
 
 
 def _contents(data: bytes, member: ZipMember) -> memoryview:
