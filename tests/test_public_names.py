@@ -93,16 +93,6 @@ def test_every_exception_is_caught_as_stocks_and_as_pythons(error: type[BaseExce
     assert issubclass(error, SECOND_PARENTS.get(error.__name__, Exception))
 
 
-def test_importing_the_package_imports_no_megatron_and_starts_no_process_group() -> None:
-    code = (
-        "import sys, robust_dcp, torch.distributed as dist\n"
-        "assert not [name for name in sys.modules if name.partition('.')[0] == 'megatron']\n"
-        "assert 'robust_dcp.megatron' not in sys.modules\n"
-        "assert not dist.is_initialized()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
 def test_the_examples_in_docstrings_run(module: ModuleType) -> None:
     PLANS.clear()  # an example of a first save is the first save of its process
@@ -128,11 +118,14 @@ def test_save_and_load_take_the_arguments_of_stock(name: str) -> None:
         assert stock[parameter].default == ours[parameter].default, parameter
 
 
-def test_modules_are_there_as_attributes_without_an_import_of_their_own() -> None:
+def test_importing_the_package_imports_nothing_yet_and_its_modules_are_attributes() -> None:
     program = (
         "import sys, robust_dcp\n"
         "assert 'torch' not in sys.modules\n"
-        "robust_dcp.storage, robust_dcp.api.load, robust_dcp.megatron\n"
+        "robust_dcp.storage, robust_dcp.api.load\n"
+        "assert not [name for name in sys.modules if 'megatron' in name]\n"
+        "assert not sys.modules['torch'].distributed.is_initialized()\n"
+        "robust_dcp.megatron\n"
         "assert not hasattr(robust_dcp, 'nothing') and not hasattr(robust_dcp, '__wrapped__')\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
