@@ -30,7 +30,7 @@ StateDict = dict[str, Any]
 
 # Who writes the files and who reads them matters for each kind; who calls them only that they fit together.
 READ_BY: dict[str, tuple[str, ...]] = {
-    "ours": tuple(LOADERS),
+    "ours": ("ours", "ours + stock reader", "stock", "stock + reader", "stock + planner"),
     "stock": ("ours", "switch", "stock + reader", "stock no_dist + both"),
     "safetensors": ("ours", "stock no_dist + both"),
 }
