@@ -93,7 +93,7 @@ def test_a_forked_child_that_runs_its_exit_handlers_disturbs_nothing(tmp_path: P
     script = """
     dist.init_process_group("gloo")
     robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=30)
-    for turn in range(3):
+    for turn in range(2):
         child = os.fork()
         if child == 0:
             sys.exit(7)  # through all exit handlers, and the end of the interpreter
@@ -102,11 +102,11 @@ def test_a_forked_child_that_runs_its_exit_handlers_disturbs_nothing(tmp_path: P
         robust_dcp.save(state(turn), checkpoint_id=f"{path}/1", timeout_seconds=30)
     loaded = state(-1)
     robust_dcp.load(loaded, checkpoint_id=f"{path}/1", timeout_seconds=30)
-    assert loaded["shared"][0] == 2
+    assert loaded["shared"][0] == 1
     dist.destroy_process_group()
     """
     for each in run_program(script, tmp_path, size=2, in_new_interpreter=True):
-        assert each.output.count("child 7") == 3
+        assert each.output.count("child 7") == 2
         assert each.exitcode == 0
 
 
