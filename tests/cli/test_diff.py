@@ -69,6 +69,21 @@ def test_values_that_differ_are_counted_and_measured(tmp_path: Path) -> None:
     assert [each["name"] for each in found["objects"]] == ["names.1.b"]
 
 
+def test_objects_that_are_not_flattened_are_compared_by_their_values(tmp_path: Path) -> None:
+    one = torch.ones(3000)
+    other = one.clone()
+    other[1500] = 2  # which its repr does not show
+    objects = (
+        {"equal": {"a": (one, one), "b": math.nan}, "type": [1], "tensor": {"a": [one, 1]}},
+        {"equal": {"a": (one, one.clone()), "b": math.nan}, "type": (1,), "tensor": {"a": [other, 1]}},
+    )
+    for side, each in enumerate(objects):
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(each, checkpoint_id=tmp_path / str(side), planner=planner, no_dist=True)
+    code, found = diff(tmp_path / "0", tmp_path / "1", "--values")
+    assert code == 1 and {each["name"] for each in found["objects"]} == {"type", "tensor"}
+
+
 def save_sharded(path: str, by_rows: bool) -> None:
     whole = torch.arange(60, dtype=torch.float32).reshape(12, 5)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import robust_dcp
 from tests.cli.checkpoints import KINDS, OURS
@@ -95,6 +98,30 @@ def test_all_damaged_items_are_named_up_to_twenty_of_a_file(tmp_path: Path) -> N
     for _, chunk in chunks[13:]:
         flip_bit(tmp_path / chunk["file"], chunk["start"] + chunk["stored_nbytes"] // 2)
     assert len(shell("verify", tmp_path).rows) == 20
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        ([((0, 0), (5, 6))], "chunks within [4, 6]"),
+        ([((0, 0, 0), (4, 6, 1))], "chunks within [4, 6]"),
+        ([((0, 0), (3, 6)), ((2, 0), (1, 6))], "chunks that do not overlap"),
+        ([((0, 0), (2, 6)), ((0, 0), (2, 6))], "chunks that do not overlap"),
+        ([((0, 0), (3, 6))], "chunks with all 24 elements"),
+        ([((0, 0), (4, 6))], "a file for its chunk at [0, 0]"),
+    ],
+)
+def test_chunks_that_do_not_make_the_tensor_are_found(chunks: list[Any], expected: str, tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(24.0).reshape(4, 6)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].chunks = [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks
+    ]
+    (place,) = metadata.storage_data.values()
+    metadata.storage_data = {MetadataIndex("w", offsets): place for offsets, _ in chunks if "a file" not in expected}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    ended = shell("verify", tmp_path)
+    assert ended.code == 1 and expected in str(ended.rows), ended
 
 
 class Own(torch.Tensor):
