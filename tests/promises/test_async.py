@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import robust_dcp
 from robust_dcp import StorageError
 from tests.faults.disk import LONG_TESTS, FaultDisk, Gate
-from tests.harness.ranks import on_ranks, run_program, run_ranks, values
+from tests.harness.ranks import Job, on_ranks, run_program, run_ranks, values
 from torture.async_kills import Kill
 from torture.async_kills import judge as judge_kill
 from torture.back_to_back import judge as judge_row
@@ -316,11 +316,12 @@ def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("can_be_killed", [True, False])
-def test_a_writer_process_that_does_not_stop_does_not_hold_up_its_rank(can_be_killed: bool, tmp_path: Path) -> None:
-    checkpoint = str(tmp_path / "checkpoint")
-    for told in values(run_ranks(2, fail_beside_a_writer_that_stands_still, checkpoint, can_be_killed)):
-        assert "rank 1" in told and "File too large" in told
+def test_a_writer_process_that_does_not_stop_does_not_hold_up_its_rank(tmp_path: Path) -> None:
+    with Job(2) as job:
+        for can_be_killed in (True, False):
+            checkpoint = str(tmp_path / str(can_be_killed))
+            for told in job.run(fail_beside_a_writer_that_stands_still, checkpoint, can_be_killed):
+                assert "rank 1" in told and "File too large" in told
 
 
 # --- the process ends -------------------------------------------------------------------------------------------------
