@@ -54,12 +54,10 @@ function shortName(name) {
 
 const OUTCOMES = {
   reused: "the plan of an earlier save fitted",
-  patched: "some ranks had changed",
   built: "there was no plan to reuse",
-  rebuilt: "all ranks had changed",
-  foreign: "another planner made it",
+  rebuilt: "the structure had changed",
 };
-const outcomeColour = (outcome) => colour(Object.hasOwn(OUTCOMES, outcome) ? outcome : "foreign");
+const outcomeColour = (outcome) => colour(Object.hasOwn(OUTCOMES, outcome) ? outcome : "other");
 
 /** The tooltip: a title, and pairs of a word and a value. */
 const tip = {
