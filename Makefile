@@ -8,7 +8,7 @@
 #   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT, torchtune, torchao,
 #                           verl and Megatron-Bridge; FRAMEWORKS=lightning for one of them. On disk torchtitan takes
 #                           1.1 GB, verl and Megatron-Bridge 0.8 GB each. These three need Python 3.11
-#   make test-hooks  saves and loads as TensorBoard, Weights & Biases, MLflow and OpenTelemetry see them
+#   make test-hooks  saves and loads as TensorBoard and OpenTelemetry see them
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
 #   make docs    the tables and pictures of docs/ written anew from tests and docs/figures.json, and the site in build/site

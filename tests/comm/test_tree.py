@@ -36,14 +36,6 @@ def test_the_places_below_a_rank_are_its_own_and_then_those_of_its_children(size
         assert tree.ranks_by_place[tree.below.start] == rank
 
 
-@given(st.integers(2, 5000))
-def test_a_rank_has_few_neighbours(size: int) -> None:
-    log2 = (size - 1).bit_length()
-    counts = [len(Tree(rank, size).neighbours) for rank in range(size)]
-    assert max(counts) <= log2
-    assert sum(counts) == 2 * (size - 1)
-
-
 offers = st.builds(
     Offer,
     signature=st.binary(min_size=16, max_size=16),

@@ -1,6 +1,6 @@
 """What the log and the progress bar make of the events of a save, and what real monitoring systems do.
 
-Those are shown to by the recipes of docs/operations.md. `make test-hooks` installs them.
+docs/operations.md has the recipes for these. `make test-hooks` installs them.
 """
 
 from __future__ import annotations
@@ -139,35 +139,6 @@ def test_tensorboard_shows_each_save_at_its_step(tmp_path: Path, monkeypatch: py
     assert [each.step for each in found.Scalars("robust_dcp/save/seconds")] == [10, 20, 30]
     assert [each.value for each in found.Scalars("robust_dcp/save/failures")] == [0, 0, 1]
     assert [each.value for each in found.Scalars("robust_dcp/load/nbytes")] == [36]
-
-
-@pytest.mark.compat
-def test_wandb_gets_each_save_with_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logged: list[dict[str, float]] = []
-    with recipe("Weights & Biases") as names, names["run"] as run:
-        log = run.log
-        monkeypatch.setattr(run, "log", lambda values: (logged.append(values), log(values)))
-        save_twice_and_fail(tmp_path)
-        assert run.summary["robust_dcp/save/failures"] == 1
-    assert [values["robust_dcp/step"] for values in logged] == [10, 20, 20, 30]
-    assert any(path.suffix == ".wandb" and path.stat().st_size > 0 for path in tmp_path.rglob("*"))
-
-
-@pytest.mark.compat
-def test_mlflow_keeps_each_save_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    import mlflow
-
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    with recipe("MLflow") as names:
-        save_twice_and_fail(tmp_path)
-        mlflow.end_run()
-    history = mlflow.MlflowClient().get_metric_history(names["run_id"], "robust_dcp/save/failures")
-    assert sorted((metric.step, metric.value) for metric in history) == [(10, 0), (20, 0), (30, 1)]
 
 
 def test_opentelemetry_has_a_span_for_each_call_and_below_it_for_each_phase(tmp_path: Path) -> None:
