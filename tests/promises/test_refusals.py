@@ -6,8 +6,7 @@ import errno
 import itertools
 import os
 import random
-import subprocess
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -169,29 +168,3 @@ def test_each_node_needs_room_for_its_own_ranks_only(tmp_path: Path) -> None:
         (tmp_path / place).mkdir(parents=True)
     run = run_ranks(2, save_on_nodes, str(tmp_path / "checkpoint"), str(tmp_path / "nodes"), init=False)
     assert values(run) == ["saved", "saved"]
-
-
-@pytest.fixture
-def small_mount(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"this process may not mount a file system: {made.stderr.decode().strip()}")
-    try:
-        yield tmp_path
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
-
-
-def save_to_small_mount(path: str) -> tuple[str, bool]:
-    robust_dcp.save({"w": torch.ones(MIB)}, checkpoint_id=path)
-    # 4 of 8 MiB are those of the checkpoint before
-    verdict = verdict_of(robust_dcp.save, {"w": torch.zeros(MIB), "more": torch.ones(MIB // 4)}, checkpoint_id=path)
-    found = {"w": torch.zeros(MIB)}
-    robust_dcp.load(found, checkpoint_id=path)
-    return verdict.message, bool(found["w"].all())
-
-
-def test_a_real_file_system_is_asked(small_mount: Path) -> None:
-    ((told, stays),) = values(run_ranks(1, save_to_small_mount, f"{small_mount}/c"))
-    assert f"{small_mount}/c has no room" in told and stays
