@@ -38,37 +38,21 @@ finally:  # rank 0 hosts the store, and stays until nobody needs it
 """
 
 
-@pytest.mark.parametrize(
-    ("n_hosts", "size", "ipv6", "interface", "script", "exitcode", "words"),
-    [
-        (2, 4, False, "eth0", _SAVE_AND_LOAD, 0, "all is well 4"),
-        (3, 3, False, None, _WITHOUT_COLLECTIVES, 0, "all is well"),
-        (2, 2, True, None, _WITHOUT_COLLECTIVES, 0, "all is well"),
-        (2, 2, False, "eth0,eth1", _WITHOUT_COLLECTIVES, 0, "all is well"),
-        (2, 2, False, "ib0", _WITHOUT_COLLECTIVES, 1, "has no interface 'ib0': it has eth0, eth1, lo"),
-        (2, 2, False, "lo", _WITHOUT_COLLECTIVES, 1, "GLOO_SOCKET_IFNAME"),
-        (2, 2, False, "eth1", _WITHOUT_COLLECTIVES, 1, "GLOO_SOCKET_IFNAME"),
-    ],
-    ids=[
-        "the interface of the variable",
-        "the address by which hosts reach the store",
-        "IPv6 only",
-        "the first of several interfaces",
-        "no such interface",
-        "an interface that joins no hosts",
-        "an interface of another network",
-    ],
-)
-def test_hosts_whose_names_stand_for_127_0_1_1_find_each_other_or_say_what_is_wrong(
-    n_hosts: int,
-    size: int,
-    ipv6: bool,
-    interface: str | None,
-    script: str,
-    exitcode: int,
-    words: str,
-    tmp_path: Path,
-) -> None:
+CASES: dict[str, tuple[int, int, bool, str | None, str, int, str]] = {
+    # hosts, ranks, whether they have IPv6 only, the interface that is asked for, what runs, its exit code, its words
+    "the interface of the variable": (2, 4, False, "eth0", _SAVE_AND_LOAD, 0, "all is well 4"),
+    "the address by which hosts reach the store": (3, 3, False, None, _WITHOUT_COLLECTIVES, 0, "all is well"),
+    "IPv6 only": (2, 2, True, None, _WITHOUT_COLLECTIVES, 0, "all is well"),
+    "the first of several interfaces": (2, 2, False, "eth0,eth1", _WITHOUT_COLLECTIVES, 0, "all is well"),
+    "no such interface": (2, 2, False, "ib0", _WITHOUT_COLLECTIVES, 1, "has no interface 'ib0': it has eth0, eth1, lo"),
+    "an interface that joins no hosts": (2, 2, False, "lo", _WITHOUT_COLLECTIVES, 1, "GLOO_SOCKET_IFNAME"),
+    "an interface of another network": (2, 2, False, "eth1", _WITHOUT_COLLECTIVES, 1, "GLOO_SOCKET_IFNAME"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hosts_whose_names_stand_for_127_0_1_1_find_each_other_or_say_what_is_wrong(case: str, tmp_path: Path) -> None:
+    n_hosts, size, ipv6, interface, script, exitcode, words = CASES[case]
     with Cluster(n_hosts, ipv6=ipv6) as cluster:
         env = cluster.env(GLOO_SOCKET_IFNAME=interface)
         ended = run_program(script, tmp_path, size=size, become_host=cluster.host_of(size // n_hosts), env=env)

@@ -103,8 +103,6 @@ class TestSeries:
         ema.prune()
         assert not (tmp_path / ".robust_dcp.removing.ema_1").exists()
 
-
-class TestCommands:
     def test_a_root_with_several_series_is_refused_until_one_is_named(self, tmp_path: Path) -> None:
         save_by_stock(tmp_path / "base_model_13", 1)
         save_by_stock(tmp_path / "actor_50", 1)
@@ -124,13 +122,6 @@ class TestCommands:
             "critic_100",
             "critic_200",
         ]
-
-    def test_checkpoints_of_others_are_no_series_to_choose_from(self, tmp_path: Path) -> None:
-        for name in ("base_model_13", "step_1"):
-            save_by_stock(tmp_path / name, 1)
-        save_steps(CheckpointManager(tmp_path), 3, 4)
-        assert shell("prune", tmp_path, "--keep-last", 1, "--yes").code == 0
-        assert {path.name for path in tmp_path.iterdir()} == {"base_model_13", "step_1", "step_4", "latest"}
 
 
 PASSING = (errno.ETIMEDOUT, errno.ESTALE, errno.EIO, errno.EMFILE)
@@ -445,6 +436,10 @@ def test_what_a_policy_keeps_stays_and_so_does_the_newest(tmp_path: Path) -> Non
     assert values(run_ranks(2, save_by_each_policy, str(tmp_path))) == [[kept for _, kept, _ in POLICIES]] * 2
 
 
+def saves(step: Any, **options: Any) -> Callable[[Path], object]:
+    return lambda root: CheckpointManager(root).save(step, state(1), **options)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
@@ -454,18 +449,11 @@ def test_what_a_policy_keeps_stays_and_so_does_the_newest(tmp_path: Path) -> Non
         (lambda root: KeepBest("loss", best="lowest"), ValueError, "best is 'smallest' or 'largest'"),  # type: ignore[arg-type]
         (lambda root: CheckpointManager(root, keep_last=1.5), ValueError, "must be at least 1"),  # type: ignore[arg-type]
         (lambda root: CheckpointManager(root, keep=[3]), TypeError, "has no method kept"),  # type: ignore[list-item]
-        *(
-            (
-                lambda root, step=step: CheckpointManager(root).save(step, state(1)),
-                ValueError,
-                "a step is a whole|again",
-            )
-            for step in (-1, 1.5, "3", None, 10**18)
-        ),
-        *(
-            (lambda root, it=it: CheckpointManager(root).save(1, state(1), metrics=it), ValueError, "must be a number")
-            for it in ({"loss": None}, {"loss": "low"}, {"lo\udcffss": 1.0}, {3: 1.0})
-        ),
+        *((saves(step), ValueError, "a step is a whole|again") for step in (-1, 1.5, "3", None, 10**18)),
+        (saves(1, metrics={"loss": None}), ValueError, "must be a number"),
+        (saves(1, metrics={"loss": "low"}), ValueError, "must be a number"),
+        (saves(1, metrics={"lo\udcffss": 1.0}), ValueError, "must be a number"),
+        (saves(1, metrics={3: 1.0}), ValueError, "must be a number"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(
@@ -499,9 +487,9 @@ class TestRecords:
         assert checkpoint.step == 10 and checkpoint.metrics == {}
 
 
-def load_what_is_there(root: str) -> tuple[int, float, list[str]]:
+def load_what_is_there(root: str | Path, name: str = "step_{step}") -> tuple[int, float, list[str]]:
     found = state(-1)
-    latest = CheckpointManager(root).load_latest(found)
+    latest = CheckpointManager(root, name=name).load_latest(found)
     assert latest is not None
     return latest.checkpoint.step, found["shared"][0].item(), [each.reason for each in latest.skipped]
 
@@ -514,31 +502,24 @@ class TestLoads:
     def test_if_the_latest_is_damaged_the_newest_whole_one_is_loaded_and_the_others_are_named(
         self, tmp_path: Path
     ) -> None:
-        values(run_ranks(2, save_on_all_ranks, str(tmp_path), 10, 20, 30))
-        cut_short(data_files(tmp_path / "step_30")[1], 3000)
-        (tmp_path / "step_20" / ".metadata").write_bytes(b"nonsense")
-        (tmp_path / "step_20" / ".robust_dcp.index").unlink()
+        values(run_ranks(2, save_on_all_ranks, str(tmp_path), 10, 20, 30, 40))
+        cut_short(data_files(tmp_path / "step_40")[1], 3000)
+        for step, metadata in ((30, b"nonsense"), (20, pickle.dumps(Call(os.abort)))):
+            (tmp_path / f"step_{step}" / ".metadata").write_bytes(metadata)
+            (tmp_path / f"step_{step}" / ".robust_dcp.index").unlink()
         for step, value, reasons in values(run_ranks(2, load_what_is_there, str(tmp_path))):
             assert (step, value) == (10, 10.0)
-            assert "__" in reasons[0] and ".metadata" in reasons[1]
+            assert "__" in reasons[0] and ".metadata" in reasons[1] and "abort" in reasons[2]
         for path in data_files(tmp_path / "step_10"):
             path.unlink()
         for error in errors(run_ranks(2, load_what_is_there, str(tmp_path))):
-            assert error.type_name == "CorruptCheckpoint" and "none of the 3 checkpoints" in error.message
-            assert all(f"step_{step}" in error.message for step in (10, 20, 30))
+            assert error.type_name == "CorruptCheckpoint" and "none of the 4 checkpoints" in error.message
+            assert all(f"step_{step}" in error.message for step in (10, 20, 30, 40))
 
     def test_a_checkpoint_that_does_not_fit_is_no_damaged_one(self, tmp_path: Path) -> None:
         save_steps(CheckpointManager(tmp_path), 10, 20)
         with pytest.raises(RobustCheckpointError, match="another key"):
             CheckpointManager(tmp_path).load_latest({"another key": torch.zeros(2)})
-
-    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-    def test_if_the_latest_asks_for_code_an_older_one_is_loaded(self, tmp_path: Path) -> None:
-        for step in (1, 2):
-            dcp.save(state(step), checkpoint_id=tmp_path / f"step_{step}", no_dist=True)
-        (tmp_path / "step_2" / ".metadata").write_bytes(pickle.dumps(Call(os.abort)))
-        step, value, skipped = load_what_is_there(str(tmp_path))
-        assert (step, value, len(skipped)) == (1, 1.0, 1)
 
 
 def fail_to_move_latest(root: str) -> str:
@@ -564,21 +545,15 @@ class TestLatest:
             dcp.save(state(step), checkpoint_id=tmp_path / f"iter_{step:07d}", no_dist=True)
         (tmp_path / TRACKER_NAME).write_text("100")
         (tmp_path / "iter_0000300").mkdir()  # never committed
-        manager = CheckpointManager(tmp_path, name="iter_{step:07d}")
+        name = "iter_{step:07d}"
+        manager = CheckpointManager(tmp_path, name=name)
         assert [each.name for each in manager.checkpoints()] == ["iter_0000100", "iter_0000200"]
-        assert load_what_is_there_in(manager) == 100
+        assert load_what_is_there(tmp_path, name) == (100, 100.0, [])
         save_steps(manager, 400)
-        assert (tmp_path / TRACKER_NAME).read_text() == "400" and load_what_is_there_in(manager) == 400
+        assert (tmp_path / TRACKER_NAME).read_text() == "400"
+        assert load_what_is_there(tmp_path, name) == (400, 400.0, [])
         (tmp_path / TRACKER_NAME).write_text("200")  # the job has gone on without the manager
-        assert load_what_is_there_in(manager) == 200
-
-
-def load_what_is_there_in(manager: CheckpointManager) -> int:
-    """The step of the latest, after a load that has to give the same."""
-    found, latest = state(-1), manager.latest()
-    one = manager.load_latest(found)
-    assert one is not None and one.checkpoint == latest and found["shared"][0] == one.checkpoint.step
-    return one.checkpoint.step
+        assert load_what_is_there(tmp_path, name) == (200, 200.0, [])
 
 
 class SlowToLoad:

@@ -234,16 +234,10 @@ def step(model: Experts, optimizer: torch.optim.Optimizer, *experts: int) -> Non
     optimizer.zero_grad()
 
 
-def plain(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of each parameter that has some, by name."""
     return {
-        name: {key: plain(value) for key, value in optimizer.state[parameter].items()}
+        name: {key: whole(value) for key, value in optimizer.state[parameter].items()}
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }

@@ -190,7 +190,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {f"rank{dist.get_rank()}.{n}": torch.full((1 << 18,), value + n) for n in range(8)}
 
 
-def go_slowly(path: str) -> tuple[Any, Any]:
+def go_slowly(path: str) -> None:
     """Rank 1's disk takes longer for a save, and for a load, than the timeout."""
 
     def slow(call: Call) -> None:
@@ -199,15 +199,14 @@ def go_slowly(path: str) -> tuple[Any, Any]:
     reader = RobustReader(path, threads=1, buffer_bytes=2 << 20)
     with FaultDisk(path, on={"write|read:__*": slow} if dist.get_rank() == 1 else {}):
         writer = RobustWriter(path, threads=1, buffer_bytes=1 << 20)
-        saved = robust_dcp.save(tensors(1), storage_writer=writer, timeout_seconds=2.5)
+        robust_dcp.save(tensors(1), storage_writer=writer, timeout_seconds=2.5)
         found = tensors(0)
-        loaded = robust_dcp.load(found, storage_reader=reader, timeout_seconds=2.5)
+        robust_dcp.load(found, storage_reader=reader, timeout_seconds=2.5)
     assert all(torch.equal(found[key], value) for key, value in tensors(1).items())
-    return saved.stragglers, loaded.stragglers
 
 
 def test_a_rank_that_writes_or_reads_slowly_is_waited_for(tmp_path: Path) -> None:
-    assert len(on_ranks(3, go_slowly, str(tmp_path / "checkpoint"))) == 3
+    on_ranks(3, go_slowly, str(tmp_path / "checkpoint"))
 
 
 def save_as_another_version(path: str, where: str) -> Verdict:

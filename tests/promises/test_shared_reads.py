@@ -22,6 +22,7 @@ import robust_dcp
 from robust_dcp import LoadReport, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
 from tests.faults.disk import FaultDisk
 from tests.harness.damage import flip_bit
+from tests.harness.fingerprints import blank, differences
 from tests.harness.ranks import on_ranks, run_ranks, values
 from tests.harness.verdicts import Verdict, verdict_of
 
@@ -36,15 +37,6 @@ NBYTES = 4 * sum(NUMELS.values())
 def full(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.rand(numel, generator=generator) for name, numel in NUMELS.items()}
-
-
-def like(state_dict: StateDict, dtype: torch.dtype | None = None) -> StateDict:
-    return {name: torch.zeros_like(value, dtype=dtype) for name, value in state_dict.items()}
-
-
-def check_equal(found: StateDict, expected: StateDict) -> None:
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 @contextmanager
@@ -62,11 +54,10 @@ def load(target: StateDict, directory: str, share_reads: bool | None = True, **o
 def load_replicas(directory: str) -> dict[bool, tuple[int, LoadReport]]:
     found = {}
     for share_reads in (False, True):
-        target: StateDict = {**like(full(1)), "step": 0}
+        target = blank({**full(1), "step": 7})
         with counting(directory) as nbytes:
             report = load(target, directory, share_reads)
-        check_equal(target, full(1))
-        assert target["step"] == 7
+        assert differences({**full(1), "step": 7}, target) == []
         found[share_reads] = sum(nbytes), report
     return found
 
@@ -133,12 +124,14 @@ def test_however_tensors_are_cut_what_is_loaded_is_what_was_saved(layout: str, t
 def load_into_odd_targets(directory: str) -> tuple[int, int]:
     """Some ranks convert, one loads into every second element, one into the columns of a matrix."""
     rank = dist.get_rank()
-    target = like(full(1), torch.float64 if rank in (1, 4) else None)
+    target = blank(full(1))
+    if rank in (1, 4):
+        target = {name: value.double() for name, value in target.items()}
     if rank == 2:
         target = {name: torch.zeros(numel, 2)[:, 1] for name, numel in NUMELS.items()}
     with counting(directory) as nbytes:
         report = load(target, directory, planner=RobustLoadPlanner(on_dtype_mismatch="cast"))
-    check_equal({name: value.to(torch.float32) for name, value in target.items()}, full(1))
+    assert differences(full(1), {name: value.float() for name, value in target.items()}) == []
     return report.shared_nbytes, sum(nbytes)
 
 
@@ -180,7 +173,7 @@ def test_an_object_is_read_once_for_all_ranks_whatever_they_trust(tmp_path: Path
 
 def load_what_is_wrong(directory: str) -> list[Verdict]:
     """A damaged tensor, and an object that one rank trusts and the other does not."""
-    found = [verdict_of(load, like(full(1)), f"{directory}/damaged")]
+    found = [verdict_of(load, blank(full(1)), f"{directory}/damaged")]
     for trusted_rank in range(dist.get_world_size()):  # one of them reads it
         trusted = dist.get_rank() == trusted_rank
         for planner in (RobustLoadPlanner(trusted=trusted), DefaultLoadPlanner()):  # stock's trusts everything
@@ -213,11 +206,11 @@ class PairedPlanner(DefaultLoadPlanner):
 
 def load_by_each_switch(directory: str) -> tuple[list[int], Any]:
     rank = dist.get_rank()
-    shared = [load(like(full(1)), directory, share_reads).shared_nbytes for share_reads in (None, False, True)]
-    target = like(full(1))
+    shared = [load(blank(full(1)), directory, share_reads).shared_nbytes for share_reads in (None, False, True)]
+    target = blank(full(1))
     shared.append(load(target, directory, planner=PairedPlanner() if rank == 1 else None).shared_nbytes)
-    check_equal(target, full(1))
-    target = like(full(1))
+    assert differences(full(1), target) == []
+    target = blank(full(1))
     verdict = verdict_of(load, target, directory, rank == 1)
     assert not any(value.any() for value in target.values())
     return shared, verdict
@@ -245,12 +238,10 @@ def load_two_at_once(directory: Path, numels: tuple[int, int]) -> list[str]:
 
     def wrong_keys(number: int) -> list[str]:
         wrong = []
-        for turn in range(3):
+        for _ in range(3):
             found, expected = state(-1.0, numels[number]), state(10.0 * number, numels[number])
             load(found, str(directory / str(number)))
-            wrong += [
-                f"load {number}, turn {turn}: {key}" for key in found if not torch.equal(found[key], expected[key])
-            ]
+            wrong += differences(expected, found)
         return wrong
 
     with ThreadPoolExecutor(2) as pool:
