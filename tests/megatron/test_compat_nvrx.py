@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,11 +17,25 @@ pytest.importorskip("megatron.core")
 from tests.faults.disk import FaultDisk, Gate
 from tests.megatron.async_saves import save_beside_training
 from tests.megatron.torch_dist import Scenarios, chosen
-from tests.megatron.training_checkpointing import named
 
 pytestmark = pytest.mark.compat
 
 SCENARIOS = Scenarios()
+_BRIDGE = """
+from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import save_state_dict_async_plan
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+def save_async(state_dict, checkpoint_name):
+    writer = FileSystemWriterAsync(checkpoint_name, thread_count=2, use_msc=False)
+    planned = save_state_dict_async_plan(state_dict, writer, None, 0, planner=DefaultSavePlanner(), enable_cache=False)
+    return get_save_and_finalize_callbacks(writer, planned)
+
+def get_save_and_finalize_callbacks(writer, save_state_dict_ret):
+    raise AssertionError("a save by robust_dcp was expected")
+"""
+"""The names that ``megatron/bridge/training/checkpointing.py`` of Megatron-Bridge 0.7 binds to save ``fsdp_dtensor``
+asynchronously, and the calls that it makes."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,8 +56,8 @@ def training_goes_on_while_shards_are_written_and_the_tracker_moves_after_the_co
 @SCENARIOS.add
 def a_save_of_fsdp_dtensor_by_megatron_bridge_is_written_beside_training(directory: Path) -> None:
     name, path, gate = "megatron.bridge.training.checkpointing", directory / "saved", Gate()
-    bridge = named(name, str(Path(__file__).with_name("bridge_checkpointing.py")))
-    sys.modules[name] = bridge
+    sys.modules[name] = bridge = ModuleType(name)
+    exec(_BRIDGE, vars(bridge))
     weight = torch.ones(3)
     with FaultDisk(path, on={"create:*.distcp": gate}):
         try:

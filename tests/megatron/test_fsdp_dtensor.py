@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 pytest.importorskip("megatron.core")
-
-from types import SimpleNamespace
-
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.collectives import counted_collectives
 from robust_dcp import RobustCheckpointError
@@ -105,28 +102,15 @@ def stock_loads_what_ours_saves_and_the_reverse_and_the_split_needs_no_collectiv
 HIDDEN = 5
 
 
-class _Mlp(nn.Module):
-    def __init__(self, tp_rank: int, tp_size: int) -> None:
-        super().__init__()
-        self.linear_fc1 = nn.Linear(HIDDEN, 2 * 7, bias=False)
-        self.linear_fc2 = nn.Linear(7, HIDDEN)
-        if tp_size > 1:  # as Megatron's column-parallel layers are marked
-            weight: Any = self.linear_fc1.weight
-            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
-            weight.data += tp_rank
-
-
 class _Layer(nn.Module):
-    def __init__(self, tp_rank: int, tp_size: int) -> None:
+    def __init__(self, tp_rank: int) -> None:
         super().__init__()
-        self.mlp = _Mlp(tp_rank, tp_size)
+        fc1, fc2 = nn.Linear(HIDDEN, 2 * 7, bias=False), nn.Linear(7, HIDDEN)
+        weight: Any = fc1.weight  # as Megatron's column-parallel layers are marked
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+        weight.data += tp_rank
+        self.mlp = nn.ModuleDict({"linear_fc1": fc1, "linear_fc2": fc2})
         self.norm = nn.LayerNorm(3)
-
-
-class _Model(nn.Module):
-    def __init__(self, tp_rank: int, tp_size: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(tp_rank, tp_size) for _ in range(2))
 
 
 def build(mesh: DeviceMesh, seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -136,7 +120,7 @@ def build(mesh: DeviceMesh, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.cuda.current_device = lambda: 0  # Megatron-FSDP makes the name of a device of it
     torch.manual_seed(seed)
     model = fully_shard_model(
-        _Model(mesh.get_local_rank("tp"), mesh["tp"].size()),
+        nn.ModuleDict({"layers": nn.ModuleList(_Layer(mesh.get_local_rank("tp")) for _ in range(2))}),
         device_mesh=mesh,
         dp_shard_dim="dp",
         tp_dim="tp",

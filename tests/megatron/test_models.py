@@ -58,10 +58,10 @@ def _both_ways(experts: int, layouts: tuple[Layout, Layout], directory: Path) ->
     trainer = _trainer(layouts[0], experts, seed=1)
     ours = TorchDistSaveShardedStrategy("torch_dist", 1)
     plans, calls = [], []
-    truth: dict[str, Any] = {}
     for number in (1, 2):
         _step(trainer)
-        truth = _shared_truth(trainer.sharded_state_dict())
+        box: list[Any] = [gather_truth(trainer.sharded_state_dict())]
+        dist.broadcast_object_list(box, src=0)
         state = trainer.sharded_state_dict()  # the optimizer's own gathers are none of the save's
         with chosen(timeout_seconds=60), counted_collectives() as counts:
             strategy = FullyParallelSaveStrategyWrapper(ours, _group()) if experts else ours
@@ -71,10 +71,10 @@ def _both_ways(experts: int, layouts: tuple[Layout, Layout], directory: Path) ->
     save(trainer.sharded_state_dict(), directory / "stock", stock_strategy())
     found = {}
     for layout in layouts:
-        by_stock = _load_and_compare(_trainer(layout, experts, seed=2), directory / "ours2", truth, is_parallel=False)
+        by_stock = _load_and_compare(_trainer(layout, experts, seed=2), directory / "ours2", box[0], is_parallel=False)
         with chosen(timeout_seconds=60):
             fresh = _trainer(layout, experts, seed=2)
-            by_ours = _load_and_compare(fresh, directory / "stock", truth, is_parallel=experts > 0)
+            by_ours = _load_and_compare(fresh, directory / "stock", box[0], is_parallel=experts > 0)
         found[str(layout)] = (by_stock, by_ours)
     return {"plans": plans, "calls": calls, "found": found}
 
@@ -90,14 +90,6 @@ def _load_and_compare(
     fresh.model.load_state_dict(loaded.pop("model"))
     comparison = compare(fresh.sharded_state_dict(is_loading=True), loaded, truth).over_all_ranks()
     return comparison["differing"], comparison["not_loaded"]
-
-
-def _shared_truth(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    box = [gather_truth(sharded_state_dict)]
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is None:
-        raise AssertionError("rank 0 gathered nothing")
-    return box[0]
 
 
 def _group() -> Any:

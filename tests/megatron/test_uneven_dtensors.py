@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 pytest.importorskip("megatron.core")
@@ -21,7 +22,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.megatron import uneven as ours
 from robust_dcp.megatron.uneven import place_chunks
 from tests.megatron.torch_dist import Scenarios, chosen
-from tests.megatron.uneven_cases import Meshes, cut, held_by_rank_0, state_dicts, uneven
+from tests.megatron.uneven_cases import Meshes, cut, state_dicts, uneven
 
 SCENARIOS = Scenarios(4)
 
@@ -148,7 +149,11 @@ def empty_parts_missing_replicas_odd_cuts_and_other_meshes_are_fine(_: Path) -> 
     own = uneven(meshes.grid["tp"], [Shard(0)], (4 + rank // 2, 2), (2 + (rank // 2) * (rank % 2), 2))
     place_chunks({"expert.0": own}, channel)
     assert _place(own) == [((0, 0), (2, 2)), ((2, 0), (2, 2)), ((0, 0), (2, 2)), ((2, 0), (3, 2))][rank]
-    single = held_by_rank_0()
+    # On the ranks that are not in its mesh it has no data.
+    local = torch.empty(0 if rank else 3)
+    single = DTensor.from_local(
+        local, DeviceMesh("cpu", [0]), [Shard(0)], run_check=False, shape=torch.Size((3,)), stride=(1,)
+    )
     place_chunks({"mine": single}, channel)
     assert rank or _place(single) == ((0,), (3,))
 

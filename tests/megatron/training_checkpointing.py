@@ -14,17 +14,12 @@ import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint import FileSystemReader, default_planner
 
-__all__ = ["load_args", "load_checkpoint", "load_fsdp_dtensor", "megatron_lm", "named", "save_async", "save_checkpoint"]
+__all__ = ["load_args", "load_checkpoint", "load_fsdp_dtensor", "megatron_lm", "save_async", "save_checkpoint"]
 
 
 def megatron_lm() -> ModuleType:
     """This module as ``megatron.training.checkpointing``; ``sys.modules`` stays as it is."""
-    return named("megatron.training.checkpointing", __file__)
-
-
-def named(name: str, file: str) -> ModuleType:
-    """The module of a file under another name; ``sys.modules`` stays as it is."""
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location("megatron.training.checkpointing", __file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

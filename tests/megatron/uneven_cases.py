@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["Meshes", "cut", "held_by_rank_0", "state_dicts", "uneven"]
+__all__ = ["Meshes", "cut", "state_dicts", "uneven"]
 
 
 class Meshes:
@@ -86,10 +86,3 @@ def uneven(mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], lo
     stride = tuple(itertools.accumulate(reversed(list(shape)[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1]
     part = torch.full(tuple(local), float(dist.get_rank()))
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def held_by_rank_0() -> DTensor:
-    """A DTensor whose mesh is rank 0 alone; on the others, which are not in that mesh, it has no data."""
-    mesh = DeviceMesh("cpu", [0])
-    local = torch.empty(0 if dist.get_rank() else 3)
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((3,)), stride=(1,))
