@@ -101,10 +101,9 @@ def a_rank_that_cannot_write_fails_the_finalizer_on_all_ranks_and_not_the_next_s
         queue.schedule_async_request(save(state(float(name)), path, async_sharded_save=True, **queue_option()))
 
     module.maybe_finalize_async_save = maybe_finalize_async_save  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
     is_full = {"write:[24]/*.distcp": OSError(errno.ENOSPC, "")} if dist.get_rank() == 1 else {}
-    disk = FaultDisk(directory, on=is_full).install()
-    try:
+    with pytest.MonkeyPatch.context() as patched, FaultDisk(directory, on=is_full):
+        patched.setitem(sys.modules, module.__name__, module)
         with chosen(save_failure="warn"):
             messages = lines_of_the_log("robust_dcp.megatron.failures")
             for name in "123":
@@ -115,9 +114,6 @@ def a_rank_that_cannot_write_fails_the_finalizer_on_all_ranks_and_not_the_next_s
             ask_for("5")
             error, failures = failures_of(lambda: module.maybe_finalize_async_save(blocking=True))
             module.maybe_finalize_async_save(blocking=True)
-    finally:
-        del sys.modules[module.__name__]
-        disk.__exit__()
     dist.barrier()
     assert [name for name in "12345" if (directory / name / "metadata.json").exists()] == ["1", "3", "5"]
     assert not (directory / "4" / ".metadata").exists()

@@ -56,15 +56,13 @@ def training_goes_on_while_shards_are_written_and_the_tracker_moves_after_the_co
 @SCENARIOS.add
 def a_save_of_fsdp_dtensor_by_megatron_bridge_is_written_beside_training(directory: Path) -> None:
     name, path, gate = "megatron.bridge.training.checkpointing", directory / "saved", Gate()
-    sys.modules[name] = bridge = ModuleType(name)
+    bridge = ModuleType(name)
     exec(_BRIDGE, vars(bridge))
     weight = torch.ones(3)
-    with FaultDisk(path, on={"create:*.distcp": gate}):
-        try:
-            with chosen():
-                request = bridge.save_async({"weight": weight}, str(path))
-        finally:
-            del sys.modules[name]
+    with pytest.MonkeyPatch.context() as patched, FaultDisk(path, on={"create:*.distcp": gate}):
+        patched.setitem(sys.modules, name, bridge)
+        with chosen():
+            request = bridge.save_async({"weight": weight}, str(path))
         weight.fill_(-1)
         assert not (path / ".metadata").exists()
         gate.opened.set()

@@ -37,10 +37,6 @@ def _megatron_has_parsed(monkeypatch: pytest.MonkeyPatch, **arguments: object) -
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", global_vars)
 
 
-def _parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(allow_abbrev=False)
-
-
 def test_every_option_has_a_variable() -> None:
     environment = {
         "ROBUST_DCP": "1",
@@ -95,7 +91,7 @@ def test_the_document_lists_every_option_and_all_that_is_replaced() -> None:
 
 def test_arguments_are_accepted_once_and_their_defaults_leave_megatron_to_itself() -> None:
     assert current_options() == MegatronOptions("default", None, 300.0, False, "raise")
-    parser = add_arguments(add_arguments(_parser()))
+    parser = add_arguments(add_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     assert {option.field: getattr(parser.parse_args([]), option.dest) for option in OPTIONS} == vars(MegatronOptions())
     words = ("robust_dcp", "4", "60", "1", "warn")
     command_line = [word for option, value in zip(OPTIONS, words, strict=True) for word in (option.argument, value)]
@@ -109,5 +105,5 @@ def test_arguments_are_accepted_once_and_their_defaults_leave_megatron_to_itself
 )
 def test_a_wrong_value_ends_the_run_at_its_start(command_line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        add_arguments(_parser()).parse_args(command_line.split())
+        add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(command_line.split())
     assert command_line.split()[0] in capsys.readouterr().err

@@ -18,8 +18,6 @@ from robust_dcp.megatron.access import described
 from robust_dcp.megatron.shards import ShardFacts, saved_shards
 from robust_dcp.structure_cache import clear_caches
 
-Shards = list[Any]
-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
@@ -28,7 +26,7 @@ def _nothing_is_known() -> Iterator[None]:
     clear_caches()
 
 
-def _shards() -> Shards:
+def _shards() -> list[Any]:
     """As Megatron makes them, anew for every save."""
     return [
         ShardedTensor.from_rank_offsets("weight", torch.ones(4, 6), (0, 1, 3), replica_id=(0, 0, 1)),
@@ -38,7 +36,7 @@ def _shards() -> Shards:
     ]
 
 
-def _described(shards: Shards) -> Any:
+def _described(shards: list[Any]) -> Any:
     """All that a save takes from the shards, without the data."""
     facts = ShardFacts(shards)
     _, items = saved_shards(facts)

@@ -89,13 +89,10 @@ def saves_of_others_stay_stock(directory: Path) -> None:
 @SCENARIOS.add
 def an_asynchronous_save_is_written_beside_training_and_finalized_when_committed(directory: Path) -> None:
     checkpointing, saved, gate = megatron_lm(), _state_dict(3), Gate()
-    sys.modules["megatron.training.checkpointing"] = checkpointing
-    with FaultDisk(directory, on={"create:*.distcp": gate}):
-        try:
-            with chosen():
-                request = checkpointing.save_async(saved, str(directory), "mcore")
-        finally:
-            del sys.modules["megatron.training.checkpointing"]
+    with pytest.MonkeyPatch.context() as patched, FaultDisk(directory, on={"create:*.distcp": gate}):
+        patched.setitem(sys.modules, "megatron.training.checkpointing", checkpointing)
+        with chosen():
+            request = checkpointing.save_async(saved, str(directory), "mcore")
         saved["model"]["bias"].fill_(-1)
         saved["model"]["weight"].to_local().fill_(-1)
         assert not (directory / ".metadata").exists()

@@ -325,8 +325,8 @@ def with_warn_a_job_goes_on_after_a_save_that_failed_and_ranks_hear_of_one_that_
 
     save_checkpoint.__module__ = training.__name__
     training.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
-    sys.modules[training.__name__] = training
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, training.__name__, training)
         messages = lines_of_the_log("robust_dcp.megatron.failures")
         with chosen(save_failure="warn"):
             assert [training.save_checkpoint(n) for n in (1, 2, 3)] == ["saved", None, None]
@@ -340,8 +340,6 @@ def with_warn_a_job_goes_on_after_a_save_that_failed_and_ranks_hear_of_one_that_
                     training.save_checkpoint(5)
             else:
                 training.save_checkpoint(5)
-    finally:
-        del sys.modules[training.__name__]
     told = [message for message in messages if "training goes on" in message]
     assert any("no state dict of the optimizer" in message for message in told)
     assert sum("Invalid access pattern" in message for message in told) == (rank == 0)
