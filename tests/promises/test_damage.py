@@ -24,6 +24,7 @@ from robust_dcp import CorruptCheckpoint, LoadReport, RobustReader, RobustWriter
 from tests.cli.commands import shell
 from tests.faults.disk import LONG_TESTS
 from tests.harness.damage import DAMAGES, data_files, flip_bit
+from tests.harness.fingerprints import blank, differences
 from tests.harness.ranks import run_ranks, values
 from tests.promises.scenarios import where
 from tests.promises.test_mixes import Boxes
@@ -49,10 +50,9 @@ def save(path: Path, value: int, layout: str) -> None:
 
 
 def load_whole(path: Path, **options: Any) -> None:
-    found = {key: torch.full_like(value, -1) if key != "text" else "" for key, value in saved(0).items()}
+    found = blank(saved(1))
     robust_dcp.load(found, storage_reader=RobustReader(path, **options), no_dist=True)
-    for key, value in saved(1).items():
-        assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value, key
+    assert differences(saved(1), found) == []
 
 
 def load_in_pieces(path: Path) -> None:
@@ -94,6 +94,12 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return root / "1", root / "2"
 
 
+@pytest.fixture
+def path(checkpoints: tuple[Path, Path], memory_path: Path) -> Path:
+    """A copy of the checkpoint, to be damaged."""
+    return Path(shutil.copytree(checkpoints[0], memory_path / "c"))
+
+
 def files_of(path: Path) -> list[Path]:
     """The files that a load may read, sorted by what they are; the report of the save is for people."""
     return sorted(file for file in path.iterdir() if file.name != ".robust_dcp.report.json")
@@ -108,11 +114,7 @@ def check(path: Path, *, has_harm: bool = True) -> None:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_to_bytes_of_any_file_is_found_or_does_no_harm(
-    kind: str, checkpoints: tuple[Path, Path], memory_path: Path
-) -> None:
-    path = memory_path / "c"
-    shutil.copytree(checkpoints[0], path)
+def test_damage_to_bytes_of_any_file_is_found_or_does_no_harm(kind: str, path: Path) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -130,9 +132,7 @@ def test_damage_to_bytes_of_any_file_is_found_or_does_no_harm(
     check(path, has_harm=False)
 
 
-def test_a_missing_file_is_found(checkpoints: tuple[Path, Path], memory_path: Path) -> None:
-    path = memory_path / "c"
-    shutil.copytree(checkpoints[0], path)
+def test_a_missing_file_is_found(path: Path, memory_path: Path) -> None:
     for file in files_of(path):
         file.rename(memory_path / "away")
         with where(f"without {file.name}"):
@@ -140,10 +140,8 @@ def test_a_missing_file_is_found(checkpoints: tuple[Path, Path], memory_path: Pa
         (memory_path / "away").rename(file)
 
 
-def test_a_file_of_another_save_is_found(checkpoints: tuple[Path, Path], memory_path: Path) -> None:
+def test_a_file_of_another_save_is_found(checkpoints: tuple[Path, Path], path: Path) -> None:
     """It is whole and sound, has the same name and the same places in it, and other values."""
-    path = memory_path / "c"
-    shutil.copytree(checkpoints[0], path)
     for file, other in zip(files_of(path), files_of(checkpoints[1]), strict=True):
         whole = file.read_bytes()
         file.write_bytes(other.read_bytes())

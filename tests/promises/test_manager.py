@@ -579,25 +579,19 @@ def save_with_two_managers(root: str) -> list[int]:
 
 
 class TestRemovals:
-    @pytest.mark.parametrize("link", ["step_1", f"{REMOVING_PREFIX}step_1"])
-    def test_what_a_symbolic_link_leads_to_is_never_removed(self, link: str, tmp_path: Path) -> None:
-        kept = tmp_path / "kept for good"
-        robust_dcp.save(state(1), checkpoint_id=kept)
-        root = tmp_path / "root"
-        root.mkdir()
-        (root / link).symlink_to(kept)
-        assert save_steps(CheckpointManager(root, keep_last=1), 2, 3)[-1] == 3
-        assert loaded(kept) == 1
-        assert not (root / "step_2").exists()
-
-    def test_what_only_has_the_name_of_a_checkpoint_does_not_keep_others_from_being_removed(
+    def test_what_a_symbolic_link_leads_to_is_never_removed_and_what_is_no_checkpoint_is_in_nobodys_way(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        (tmp_path / "worker0").write_text("a log")
-        (tmp_path / "step_1").symlink_to("step_1")
-        (tmp_path / "step_2").symlink_to("nowhere")
-        assert save_steps(CheckpointManager(tmp_path, keep_last=1), 11, 12, 13) == [13]
-        assert (tmp_path / "worker0").read_text() == "a log"
+        kept, root = tmp_path / "kept for good", tmp_path / "root"
+        robust_dcp.save(state(1), checkpoint_id=kept)
+        root.mkdir()
+        (root / "worker0").write_text("a log")
+        links = {"step_1": kept, f"{REMOVING_PREFIX}step_1": kept, "step_2": "step_2", "step_3": "nowhere"}
+        for link, target in links.items():
+            (root / link).symlink_to(target)
+        assert save_steps(CheckpointManager(root, keep_last=1), 11, 12, 13) == [1, 13]
+        assert loaded(kept) == 1 and (root / "worker0").read_text() == "a log"
+        assert not (root / "step_12").exists()
         assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
     @pytest.mark.parametrize(
