@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -95,6 +96,9 @@ def _state(rng: random.Random) -> dict[str, Any]:
 
 def _count(directory: str) -> dict[str, int]:
     """What there is on this rank and in its writer while no save is under way. Memory is in MiB."""
+    for thread in threading.enumerate():
+        if thread.name == "robust_dcp: beats":  # it ends soon after the last exchange
+            thread.join()
     STAGING.release()  # of a size that depends on the last saves
     SHARED_STAGING.release()
     clear_caches()  # it has a limit, and keeps the plans of some hundred structures until then
