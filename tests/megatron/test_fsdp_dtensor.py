@@ -16,6 +16,11 @@ from torch.utils import _pytree
 
 pytest.importorskip("megatron.core")
 
+from megatron.core import parallel_state
+from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import fully_shard_model
+from megatron.core.transformer import fsdp_dtensor_checkpoint
+
 from benchmarks.collectives import counted_collectives
 from robust_dcp import RobustCheckpointError
 from tests.megatron.torch_dist import Scenarios, chosen
@@ -26,9 +31,6 @@ SCENARIOS = Scenarios(4)
 
 def _preprocessed(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """``preprocess_fsdp_dtensor_state_dict`` of Megatron-LM with ``--swiglu``."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
-    from megatron.core.transformer import fsdp_dtensor_checkpoint
-
     model_state, optimizer_state = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(
         model, state_dict["model"], state_dict["optimizer"]
     )
@@ -49,8 +51,6 @@ def _locals(state_dict: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], list
 
 @SCENARIOS.add
 def stock_loads_what_ours_saves_and_the_reverse_and_the_split_needs_no_collective_of_its_own(directory: Path) -> None:
-    from megatron.core import parallel_state
-
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     checkpointing = megatron_lm()
@@ -115,8 +115,6 @@ class _Layer(nn.Module):
 
 def build(mesh: DeviceMesh, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """Model and optimizer on a mesh with the dimensions ``dp`` and ``tp``."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import fully_shard_model
-
     torch.cuda.current_device = lambda: 0  # Megatron-FSDP makes the name of a device of it
     torch.manual_seed(seed)
     model = fully_shard_model(

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
+
 from robust_dcp import RobustCheckpointError
 from robust_dcp.comm import Channel
 from robust_dcp.megatron import uneven as ours
@@ -49,8 +51,6 @@ def _told(state_dict: dict[str, Any]) -> str:
 
 @SCENARIOS.add
 def chunks_and_write_items_are_those_of_stock(_: Path) -> None:
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
-
     meshes, channel, compared = Meshes(), _channel(), 0
 
     @settings(
@@ -179,8 +179,6 @@ def an_unchanged_state_dict_costs_one_header_a_rank(_: Path) -> None:
 @SCENARIOS.add
 def hooks_of_state_dict_ask_the_ranks_of_the_model(_: Path) -> None:
     """``state_dict()`` of a model on some of the ranks, of one on all; and what is seen without asking anybody."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
-
     hook: dict[str, Any] = {"__name__": "megatron_fsdp.fully_shard", "uneven_dtensor": stock}
     exec("def preprocess(state): return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)", hook)
     preprocess = hook["preprocess"]
@@ -201,7 +199,6 @@ def hooks_of_state_dict_ask_the_ranks_of_the_model(_: Path) -> None:
 @SCENARIOS.add
 def a_fused_projection_is_split_after_one_exchange_for_all_of_them(_: Path) -> None:
     """Split as GDN's are: where it is cut depends on where this rank's part begins."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
 
     def split_dtensor(value: DTensor, sizes: list[int]) -> Iterator[DTensor]:
         """As Megatron-FSDP's, which in some versions hands torch a list where it wants a tuple."""

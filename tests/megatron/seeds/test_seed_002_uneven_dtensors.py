@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+
 from benchmarks.collectives import counted_collectives
 from robust_dcp import PlanConflict
 from robust_dcp.comm import Channel
@@ -28,12 +30,6 @@ SCENARIOS = Scenarios()
 _STOCK_WAITS = datetime.timedelta(seconds=3)
 """Thirty minutes in the report."""
 _TENSORS = 5
-
-
-def _module() -> Any:
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
-
-    return uneven_dtensor
 
 
 def _mesh() -> DeviceMesh:
@@ -62,11 +58,11 @@ def _outcome(preprocess: Callable[[dict[str, Any]], Any], state: dict[str, Any])
 def _one_by_one(state: dict[str, Any]) -> None:
     """In the order of this rank's keys, as the splits do. Newer versions sort them where all are asked for at once."""
     for value in state.values():
-        _module().update_uneven_dtensor_chunk_metadata(value)
+        uneven_dtensor.update_uneven_dtensor_chunk_metadata(value)
 
 
 def _at_once(state: dict[str, Any]) -> None:
-    _module().preprocess_state_dict_for_uneven_dtensor(state)
+    uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)
 
 
 @SCENARIOS.add
@@ -120,8 +116,8 @@ def collectives_of_stock_grow_with_the_tensors_and_ours_do_not(_: Path) -> None:
         state = {f"layer.{n}": uneven(mesh, [Shard(0)], (2 + n, 3), ((2, n)[rank], 3)) for n in range(_TENSORS)}
         with counted_collectives() as called:
             for value in state.values():
-                _module().validate_uneven_dtensor(value)
-                _module().update_uneven_dtensor_chunk_metadata(value)
+                uneven_dtensor.validate_uneven_dtensor(value)
+                uneven_dtensor.update_uneven_dtensor_chunk_metadata(value)
             _at_once(state)
         assert state["layer.4"].__create_chunk_list__()[0].offsets == (2 * rank, 0)
         return dict(called)
