@@ -88,11 +88,6 @@ def test_gaps_are_named_with_what_is_there_and_with_the_ranks_that_hold_it() -> 
     assert "gaps: 6 of 9 elements are there, from ranks 0, 2" in str(conflict)
 
 
-def test_empty_chunks_fill_no_gap() -> None:
-    conflict = _conflict([chunk("w", [4], [0], [0])], [chunk("w", [4], [4], [0])])
-    assert "0 of 4 elements" in str(conflict)
-
-
 @pytest.mark.parametrize(
     "outside",
     [

@@ -135,12 +135,6 @@ def test_a_plan_is_made_exactly_if_the_chunks_cover_the_tensor_once(
     assert "rank" in str(caught.value)
 
 
-def test_an_empty_chunk_at_the_offsets_of_a_filled_one_gives_way() -> None:
-    filled, empty = chunk("w", [4, 2], [0, 0], [4, 2]), chunk("w", [4, 2], [0, 0], [0, 2])
-    plan = _plan([empty], [filled], [empty])
-    assert [int(kept.sum()) for kept in plan.kept] == [0, 1, 0]
-
-
 def test_what_differs_between_ranks_is_found_by_its_digests() -> None:
     large = tensor("large", [SMALL_NBYTES + 1], torch.uint8)
     both = [obj("rng"), obj("same"), tensor("seed"), tensor("unknown"), large]

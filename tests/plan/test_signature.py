@@ -149,11 +149,6 @@ def test_another_place_in_the_nested_dict_under_the_same_fqn_changes_the_signatu
     assert _signature_of_state_dict(left) != _signature_of_state_dict(right)
 
 
-def test_flattening_or_not_changes_the_signature() -> None:
-    state_dict = {"a": torch.zeros(2)}
-    assert _signature_of_state_dict(state_dict) != _signature_of_state_dict(state_dict, flatten=False)
-
-
 _OPTIONS = {"one": 1, "true": True, "text": "1", "none": None, "fraction": 0.5}
 
 

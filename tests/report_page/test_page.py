@@ -144,7 +144,6 @@ def test_a_file_that_is_no_plain_file_or_far_too_long_is_not_read(tmp_path: Path
     ("change", "reason"),
     [
         (Path.unlink, "no checkpoint is committed there: it has a report and no .metadata"),
-        (lambda path: path.write_bytes(b""), "of another save"),
         (lambda path: (path.unlink(), os.mkfifo(path)), ".metadata is no regular file"),
     ],
 )

@@ -71,15 +71,10 @@ def test_the_empty_file_of_a_power_cut_is_explained() -> None:
         decode_metadata(b"", "/checkpoint/.metadata")
 
 
-def six_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this torch pickle one value more than it does, as a later one may."""
-    state: Any = TensorProperties.__getstate__
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*state(self)[:5], (3, 1)))
-
-
 def test_properties_are_written_with_the_values_that_every_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = encode_metadata(metadata_of())
-    six_values(monkeypatch)
+    state: Any = TensorProperties.__getstate__  # this torch then pickles one value more, as a later one may
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*state(self)[:5], (3, 1)))
     assert encode_metadata(metadata_of()) == encoded
 
 
