@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -111,10 +112,17 @@ def _count(directory: str) -> dict[str, int]:
         "memory of the writer": sum(_mib(pid, "RssAnon") + _mib(pid, "RssFile") for pid in writers),
         "shared memory": sum(_mib(pid, "RssShmem") for pid in pids),
         "open files": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
-        "threads": sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),
+        # One that has ended may be there for a moment.
+        "threads": min(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids) for _ in _pauses()),
         "processes": len(child_pids()),
         "files left behind": sum(len(files_not_named(f"{directory}/{name}")) for name in os.listdir(directory)),
     }
+
+
+def _pauses() -> Iterator[None]:
+    for _ in range(20):
+        time.sleep(0.02)
+        yield
 
 
 def _mib(pid: int, what: str) -> int:
