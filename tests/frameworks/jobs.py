@@ -12,8 +12,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_dcp.storage.files.paths import INDEX_NAME
-
 __all__ = ["PROGRAMS", "Job", "checkpoints_in", "is_ours", "run_command", "run_job", "torchrun"]
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -87,7 +85,7 @@ def run_command(*arguments: str | Path, robust: bool) -> Job:
 
 def is_ours(directory: Path) -> bool:
     """Whether robust_dcp has written this checkpoint: only robust_dcp writes an index."""
-    return (directory / INDEX_NAME).is_file()
+    return (directory / ".robust_dcp.index").is_file()
 
 
 def checkpoints_in(directory: Path) -> list[Path]:

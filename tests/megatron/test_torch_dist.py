@@ -39,7 +39,6 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from benchmarks.collectives import counted_collectives
 from robust_dcp import PlanConflict, RobustCheckpointError, StorageError, UnsafeCheckpoint
 from robust_dcp.megatron import RobustLoadStrategy, RobustSaveStrategy, common_state, versions
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from tests.harness.verdicts import lines_of_the_log
 from tests.megatron.torch_dist import (
     Scenarios,
@@ -148,7 +147,7 @@ def each_loads_what_the_other_saved_by_every_way_and_without_object_collectives(
             for strategy in (TorchDistLoadShardedStrategy(), _parallel()):  # for callers that call them themselves
                 assert strategy.load({"flag": _template()["flag"]}, directory / "strategy 1")["flag"].item() is True
     assert [_load(directory / f"{name} 1") for name in ("save", "bound early", "parallel", "ours")] == [expected] * 4
-    assert {path.name for path in directory.iterdir() if (path / INDEX_NAME).exists()} == {
+    assert {path.name for path in directory.iterdir() if (path / ".robust_dcp.index").exists()} == {
         path.name for path in directory.iterdir() if "1" in path.name
     }
 
@@ -397,11 +396,11 @@ def no_rank_decodes_the_metadata_of_a_checkpoint_with_an_index_and_all_comes_out
         save(state, directory / "indexed")
         if dist.get_rank() == 0:
             shutil.copytree(directory / "indexed", directory / "plain")
-            (directory / "plain" / INDEX_NAME).unlink()
+            (directory / "plain" / ".robust_dcp.index").unlink()
             # Only somebody who decodes it would read what is overwritten: an index is fitted by the last 4 KiB.
-            data = (directory / "indexed" / METADATA_NAME).read_bytes()
+            data = (directory / "indexed" / ".metadata").read_bytes()
             assert len(data) > 3 * 4096
-            (directory / "indexed" / METADATA_NAME).write_bytes(bytes(4096) + data[4096:])
+            (directory / "indexed" / ".metadata").write_bytes(bytes(4096) + data[4096:])
         dist.barrier()
         assert outcomes(directory / "indexed") == outcomes(directory / "plain")
         dist.barrier()
@@ -454,7 +453,7 @@ def code_in_the_common_state_or_in_metadata_is_refused_on_all_ranks_and_not_run(
     evil = Call(os.mkdir, str(directory / "ran"))
     if dist.get_rank() == 0:
         torch.save({"x": evil}, directory / "1" / "common.pt")
-        (directory / METADATA_NAME).write_bytes(pickle.dumps(evil))
+        (directory / ".metadata").write_bytes(pickle.dumps(evil))
     dist.barrier()
     with chosen():
         error, _ = failures_of(lambda: _load(directory / "1", _one))

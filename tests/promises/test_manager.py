@@ -38,10 +38,6 @@ from robust_dcp import (
     RobustCheckpointError,
     StorageError,
 )
-from robust_dcp.manager.preemption import _signals
-from robust_dcp.manager.series import LATEST_NAME, RECORD_NAME
-from robust_dcp.storage.files.paths import REMOVING_PREFIX, SAVING_PREFIX
-from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from tests.cli.commands import shell
 from tests.drain.checkpoints import ONE_THREAD
 from tests.faults.disk import CHANGES, Fault, FaultDisk, Gate, kill
@@ -482,7 +478,7 @@ class TestRecords:
         self, content: bytes, tmp_path: Path
     ) -> None:
         save_steps(CheckpointManager(tmp_path), 10)
-        (tmp_path / "step_10" / RECORD_NAME).write_bytes(content)
+        (tmp_path / "step_10" / ".robust_dcp.step.json").write_bytes(content)
         (checkpoint,) = CheckpointManager(tmp_path).checkpoints()
         assert checkpoint.step == 10 and checkpoint.metrics == {}
 
@@ -526,8 +522,8 @@ def fail_to_move_latest(root: str) -> str:
     manager = CheckpointManager(root)
     manager.save(1, state(1))
     if dist.get_rank() == 0:
-        (Path(root) / LATEST_NAME).unlink()
-        (Path(root) / LATEST_NAME / "in the way").mkdir(parents=True)
+        (Path(root) / "latest").unlink()
+        (Path(root) / "latest" / "in the way").mkdir(parents=True)
     try:
         manager.save(2, state(2))
     except RobustCheckpointError as error:
@@ -543,16 +539,16 @@ class TestLatest:
     def test_it_is_what_megatrons_tracker_names_where_there_is_one(self, tmp_path: Path) -> None:
         for step in (100, 200):
             dcp.save(state(step), checkpoint_id=tmp_path / f"iter_{step:07d}", no_dist=True)
-        (tmp_path / TRACKER_NAME).write_text("100")
+        (tmp_path / TRACKER).write_text("100")
         (tmp_path / "iter_0000300").mkdir()  # never committed
         name = "iter_{step:07d}"
         manager = CheckpointManager(tmp_path, name=name)
         assert [each.name for each in manager.checkpoints()] == ["iter_0000100", "iter_0000200"]
         assert load_what_is_there(tmp_path, name) == (100, 100.0, [])
         save_steps(manager, 400)
-        assert (tmp_path / TRACKER_NAME).read_text() == "400"
+        assert (tmp_path / TRACKER).read_text() == "400"
         assert load_what_is_there(tmp_path, name) == (400, 400.0, [])
-        (tmp_path / TRACKER_NAME).write_text("200")  # the job has gone on without the manager
+        (tmp_path / TRACKER).write_text("200")  # the job has gone on without the manager
         assert load_what_is_there(tmp_path, name) == (200, 200.0, [])
 
 
@@ -586,7 +582,7 @@ class TestRemovals:
         robust_dcp.save(state(1), checkpoint_id=kept)
         root.mkdir()
         (root / "worker0").write_text("a log")
-        links = {"step_1": kept, f"{REMOVING_PREFIX}step_1": kept, "step_2": "step_2", "step_3": "nowhere"}
+        links = {"step_1": kept, ".robust_dcp.removing.step_1": kept, "step_2": "step_2", "step_3": "nowhere"}
         for link, target in links.items():
             (root / link).symlink_to(target)
         assert save_steps(CheckpointManager(root, keep_last=1), 11, 12, 13) == [1, 13]
@@ -595,7 +591,7 @@ class TestRemovals:
         assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
     @pytest.mark.parametrize(
-        "call", ["stat:step_1/.metadata#1", "stat:step_1/.metadata#2", f"rename:{REMOVING_PREFIX}step_1"]
+        "call", ["stat:step_1/.metadata#1", "stat:step_1/.metadata#2", "rename:.robust_dcp.removing.step_1"]
     )
     def test_one_that_cannot_be_looked_at_or_removed_does_not_keep_others_from_being_removed(
         self, call: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -646,7 +642,7 @@ class TestRemovals:
     def test_whoever_waits_for_all_saves_waits_for_the_removals_too(self, tmp_path: Path) -> None:
         manager, gate = CheckpointManager(tmp_path, keep_last=1), Gate()
         manager.save(1, state(1))
-        with FaultDisk(tmp_path, on={f"rename:{REMOVING_PREFIX}*": gate}):
+        with FaultDisk(tmp_path, on={"rename:.robust_dcp.removing.*": gate}):
             manager.async_save(2, state(2)).result()
             assert not robust_dcp.finish_async_saves(timeout_seconds=0.1) and (tmp_path / "step_1").exists()
             gate.opened.set()
@@ -670,7 +666,7 @@ class TestCrashedSaves:
         """It looks into the directory of the step because of what a crashed save has left there."""
         step = tmp_path / "step_1"
         step.mkdir()
-        (step / f"{SAVING_PREFIX}{'0' * 16}").touch()
+        (step / f".robust_dcp.saving.{'0' * 16}").touch()
         has_claimed, has_begun = threading.Event(), threading.Event()
         claimed: set[int] = set()
 
@@ -684,7 +680,7 @@ class TestCrashedSaves:
                 has_begun.wait(20)
 
         on: dict[str, Fault] = {"list:step_1": meet}
-        on[f"create:step_1/{SAVING_PREFIX}*"] = lambda call: claimed.add(threading.get_ident())
+        on["create:step_1/.robust_dcp.saving.*"] = lambda call: claimed.add(threading.get_ident())
         with ThreadPoolExecutor(1) as thread, FaultDisk(tmp_path, on=on):
             sweeping = thread.submit(CheckpointManager(tmp_path).prune)
             assert has_claimed.wait(20)
@@ -711,11 +707,10 @@ def train(root: str, signals: dict[int, int], every: int | None, is_async: bool,
     manager = CheckpointManager(root)
     for step in range(LAST_STEP):
         if step == 5 and rank in signals:
-            # A thread that sleeps does not know what the ranks do. Two signals are to come in one step.
-            delay_seconds = 0.05 if len(signals) == 1 else 0
-            threading.Timer(delay_seconds, os.kill, (os.getpid(), signals[rank])).start()
-            while len(signals) > 1 and not _signals.noted:
-                time.sleep(0.001)
+            if len(signals) == 1:  # a thread that sleeps does not know what the ranks do
+                threading.Timer(0.05, os.kill, (os.getpid(), signals[rank])).start()
+            else:  # two signals are to come in one step
+                os.kill(os.getpid(), signals[rank])
         time.sleep(0.002)
         if manager.should_save(step, every=every):
             Path(root, f"asked.{rank}").write_text(str(step))

@@ -21,8 +21,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 
 from benchmarks.collectives import counted_collectives
-from robust_dcp import PlanConflict
-from robust_dcp.comm import Channel
+from robust_dcp import Channel, PlanConflict
 from tests.megatron.torch_dist import Scenarios, chosen
 from tests.megatron.uneven_cases import uneven
 
