@@ -335,6 +335,10 @@ TENSORS: dict[str, tuple[Call, str]] = {
         quantized((torch.per_tensor_affine, 0.5, 3), size=(1 << 20,), stride=(0,)),
         "larger than its storage",
     ),
+    "quantized, strides beyond its storage": (
+        quantized((torch.per_tensor_affine, 0.5, 3), size=(2,), stride=(1 << 20,)),
+        "needs",
+    ),
     "quantized, scales of another size": (
         quantized((torch.per_channel_affine, torch.ones(3), torch.zeros(3), 0)),
         "scales",
