@@ -241,7 +241,8 @@ stay_until_all_are_done(store)
 """
     for each in run_program(script, tmp_path, size=4):
         counts = [int(count) for count in each.output.partition("open files ")[2].split("\n")[0].split()]
-        assert counts[-1] <= counts[2] + 2, counts
+        # What gloo closes in threads of its own may be open for a moment.
+        assert min(counts[-3:]) <= min(counts[:3]) + 2, counts
         files, threads = each.output.partition("more ")[2].split()[:2]
         assert int(files) <= 20 * 11 and int(threads) <= 3  # on rank 0, which has the store
         assert each.exitcode == 0
