@@ -49,7 +49,7 @@ PIECE_NBYTES = 1 << 20
 """Payloads are sent in pieces of at most this size. Each piece that arrives shows that the sender is alive."""
 
 _PAYLOAD_TAGS = 1 << 30
-"""Smaller tags are for frames: one for each operation. Each payload has a tag of its own."""
+"""Smaller tags are for frames: one for each exchange. Each payload has a tag of its own."""
 
 _CLOSING_TAG = (1 << 31) - 1
 GREETING_TAG = (1 << 31) - 2
@@ -128,8 +128,8 @@ class Connections:
         peers: for each connected rank what it said about its process.
         closed: the ranks that closed their connections before this one did, each with what is known of it; with no
             text if it had not come to an operation that goes on.
-        kept: what gloo may still send, by the exchange that needs it; ``None`` for what may never be read. Keeping it
-            keeps the group, so it is here, where it ends with the group.
+        kept: what gloo may still send, by the exchange that it belongs to; ``None`` for what belongs to none. Keeping
+            it keeps the group, so it is here, where it ends with the group.
     """
 
     def __init__(self, ask: Ask, rank: int, size: int, here: Whereabouts, greeting: bytes) -> None:

@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 
 class FrameError(Exception):
-    """Some bytes are not a frame. This is internal to :mod:`robust_dcp.comm`, which asks for the frame again."""
+    """Some bytes are not a frame. This is internal to :mod:`robust_dcp.comm`, which has them sent once more."""
 
 
 class Frame(NamedTuple):

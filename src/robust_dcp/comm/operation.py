@@ -13,11 +13,11 @@ For each neighbour in the tree a thread reads what comes while an exchange runs.
 own, so nobody reads what belongs to the next one. A rank returns when its children have heard the result, so it may end
 at once.
 
-There are two ways to fail. If a rank's own work fails, the ranks stay in step:
-all raise the same exception and can go on. If a rank is gone, silent, or in another operation, the operation ends on
-all of them, with the verdict on which the ranks agree (:mod:`~robust_dcp.comm.endings`). If only the connections were
-dropped, because of another operation or because something arrived damaged, the ranks connect again. Then each sends
-again what it has sent in this exchange and in the one before, and whoever lacks some of it reads it.
+There are two ways to fail. If a rank's own work fails, the ranks stay in step: all raise the same exception and can go
+on. If a rank is gone, silent, or in another operation, the operation ends on all of them, with the verdict on which the
+ranks agree (:mod:`~robust_dcp.comm.endings`). If only the connections were dropped, because of another operation or
+because something arrived damaged, the ranks connect again. Then each sends again what it has sent in this exchange and
+in the one before, and whoever lacks some of it reads it.
 
 A rank is alive as long as beats or pieces of a payload come from it. Its beat says which rank has shown no progress for
 longest, among all of which the receiver hears only through it, and how far the slowest one has come. It takes a few
@@ -784,7 +784,7 @@ class Operation:
                 sent = f"what rank {peer} sent to rank {self.link.rank}"
                 raise Problem(f"{sent} arrived damaged twice: {what}", damaged_by=peer) from None
             exchange.damaged.add(peer)
-            logger.info("asking rank %d again: %s", peer, what)
+            logger.info("rank %d has to send once more, over new connections: %s", peer, what)
             raise Problem.of_lost({peer: what}, may_return=True) from None
         if (frame.operation, frame.occurrence, frame.exchange) != (*self.key, exchange.number):
             return False
