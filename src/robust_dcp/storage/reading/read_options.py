@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypedDict
 
 from robust_dcp.storage.reading.stored_item import Verify
-from robust_dcp.storage.writing.write_options import default_threads
-
-BLOCK_NBYTES: Final = 4 << 20
-"""The size of one read: large enough for a device to reach its full speed, and small enough to divide among threads."""
+from robust_dcp.storage.writing.write_options import BLOCK_NBYTES, default_threads
 
 _LEAST_BLOCK_NBYTES: Final = 64 << 10
 
