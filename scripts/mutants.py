@@ -4,9 +4,9 @@
 
 A mutant is one changed place in a room of the package: a comparison, an ``and``, an ``or``, a ``not``, a constant, or a
 call whose value nobody uses. It is killed if a test fails, and survives if none does. Each is made in a copy of what
-git knows of this tree, so the tree may change meanwhile. First the tests run that lie closest to its room, cheap ones
-before dear ones, in one process until the first failure. Only what survives them meets the other promises, which take
-minutes. Run it with the Python of the tree's environment.
+git knows of this tree, so the tree may change meanwhile. It meets the test modules that run its line, cheap ones before
+dear ones, in one process until the first failure. Which lines each module runs, in all of its processes, is measured
+once (a quarter of an hour) and kept in ``build/mutants``. Run it with the Python of the tree's environment.
 """
 
 from __future__ import annotations
@@ -22,21 +22,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import coverage
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "src/robust_dcp"
-PROMISES = "tests/promises"
-CLOSEST = {
-    "plan": ("tests/plan", "verdicts", "reuse", "shared_reads"),
-    "storage": ("tests/storage", "reports", "other_savers", "refusals"),
-    "comm": ("tests/comm", "verdicts"),
-    "manager": ("manager",),
-}
-"""The rooms, which are folders of the package, and the tests that run first: a folder, or modules of promises."""
+ROOMS = ("plan", "storage", "comm", "manager")
+TESTS = ("plan", "storage", "comm", "manager", "staging", "drain", "promises")
+REACHED = ROOT / "build" / "mutants"
 
 OTHER_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -59,14 +56,15 @@ class Mutant:
     """One changed place.
 
     Attributes:
+        lines: those of its statement, or of the head of it.
         begin: where the place is in the file, in characters; ``end`` is behind it.
-        outcome: ``killed``; ``survived``; or ``unfinished`` if the time was up before the closest tests had ended.
+        outcome: ``killed``; ``survived``; or ``unfinished`` if the time was up before the tests had ended.
         by: the test that failed first.
     """
 
     room: str
     path: str
-    line: int
+    lines: tuple[int, int]
     kind: str
     before: str
     after: str
@@ -90,6 +88,14 @@ def mutants_of(room: str, path: Path) -> Iterator[Mutant]:
         return starts[line - 1] + len(text[:column].decode())
 
     tree = ast.parse(source)
+    statement_of = {id(tree): (1, 1)}
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            statement_of[id(child)] = statement_of[id(node)]
+            if isinstance(child, ast.stmt):
+                body = getattr(child, "body", None)
+                last = body[0].lineno - 1 if body else child.end_lineno or child.lineno
+                statement_of[id(child)] = (child.lineno, max(last, child.lineno))
     not_run = {id(each) for node in ast.walk(tree) for each in _not_run(node)}
     for node in ast.walk(tree):
         if id(node) in not_run:
@@ -99,7 +105,7 @@ def mutants_of(room: str, path: Path) -> Iterator[Mutant]:
             begin = place(node.lineno, node.col_offset)
             end = place(node.end_lineno, node.end_col_offset or 0)
             relative = str(path.relative_to(ROOT))
-            yield Mutant(room, relative, node.lineno, kind, source[begin:end], after, begin, end)
+            yield Mutant(room, relative, statement_of[id(node)], kind, source[begin:end], after, begin, end)
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
@@ -144,7 +150,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
 def drawn(count: int, seed: int) -> list[Mutant]:
     """Mutants of all rooms, drawn alike whatever their sizes are."""
     found: list[Mutant] = []
-    for room in CLOSEST:
+    for room in ROOMS:
         for path in sorted((ROOT / PACKAGE / room).rglob("*.py")):
             found += mutants_of(room, path)
     print(f"{len(found)} mutants, of which {count} are drawn with seed {seed}", file=sys.stderr)
@@ -162,36 +168,71 @@ def copy_tree(target: Path) -> None:
         shutil.copy2(file, copy)
 
 
-def run_tests(tree: Path, room: str, seconds: float) -> tuple[str, str]:
-    """The outcome of a mutant, and the test that failed first."""
+Reached = dict[str, tuple[float, dict[str, list[int]]]]
+"""For each test module the seconds that it takes, and the lines that it runs of each file."""
+
+
+def measure_reached(tree: Path) -> Reached:
+    """Which lines the test modules run, from what an earlier call has kept, or measured now."""
+    kept = REACHED / "reached.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    modules = [
+        str(path.relative_to(ROOT)) for each in TESTS for path in sorted((ROOT / "tests" / each).rglob("test_*.py"))
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        reached = dict(zip(modules, threads.map(lambda module: _reached_by(tree, module), modules), strict=True))
+    REACHED.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(reached))
+    return reached
+
+
+def _reached_by(tree: Path, module: str) -> tuple[float, dict[str, list[int]]]:
+    with tempfile.TemporaryDirectory(prefix="reached-") as directory:
+        began = time.monotonic()
+        measured = ["-m", "coverage", "run", f"--data-file={directory}/data", *PYTEST, "--reruns", "1", module]
+        _run(tree, measured, 900)
+        seconds = round(time.monotonic() - began, 1)
+        _run(tree, ["-m", "coverage", "combine", "--quiet", f"--data-file={directory}/data"], 900)
+        data = coverage.CoverageData(f"{directory}/data")
+        data.read()
+        paths = {path: str(path)[str(path).find(PACKAGE) :] for path in data.measured_files() if PACKAGE in path}
+        print(f"{module}: {seconds} s, {len(paths)} files", file=sys.stderr)
+        return seconds, {relative: sorted(data.lines(path) or ()) for path, relative in paths.items()}
+
+
+PYTEST = ("-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider")
+
+
+def _run(tree: Path, arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(tree / "src"), "CI": "true", "PYTHONDONTWRITEBYTECODE": ""}
-    # On a busy machine a test may fail by chance, which would count as a killed mutant.
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--reruns", "1"]
-    closest = [each if "/" in each else f"{PROMISES}/test_{each}.py" for each in CLOSEST[room]]
-    others = [PROMISES, *(f"--ignore={each}" for each in closest)]
-    ends_at = time.monotonic() + seconds
-    for tests in (closest, others):
-        limit = ["timeout", "--kill-after=10", str(max(ends_at - time.monotonic(), 1))]
-        ended = subprocess.run(
-            [*limit, *command, *tests], cwd=tree, env=env, capture_output=True, text=True, check=False
-        )
-        if ended.returncode in (124, 137):
-            return ("unfinished" if tests is closest else "survived"), "the time was up"
-        if ended.returncode:
-            lines = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return "killed", lines[0] if lines else ended.stdout[-200:]
-    return "survived", ""
+    command = ["timeout", "--kill-after=10", str(seconds), sys.executable, *arguments]
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
 
 
-def try_mutant(mutant: Mutant, whole: Path, seconds: float) -> None:
+def try_mutant(mutant: Mutant, whole: Path, reached: Reached, seconds: float) -> None:
     """Note in the mutant how it ended, in a copy of the tree ``whole``."""
+    statement = {*range(mutant.lines[0], mutant.lines[1] + 1)}
+    modules = [name for name, (_, lines) in reached.items() if statement & {*lines.get(mutant.path, ())}]
+    modules.sort(key=lambda name: reached[name][0])
+    if not modules:
+        mutant.outcome, mutant.by = "survived", "no test runs this line"
+        return
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         tree = Path(shutil.copytree(whole, directory, dirs_exist_ok=True))
         source = (tree / mutant.path).read_text()
         (tree / mutant.path).write_text(source[: mutant.begin] + mutant.after + source[mutant.end :])
-        mutant.outcome, mutant.by = run_tests(tree, mutant.room, seconds)
+        # On a busy machine a test may fail by chance, which would count as a killed mutant.
+        ended = _run(tree, [*PYTEST, "-x", "--reruns", "1", *modules], seconds)
     mutant.seconds = round(time.monotonic() - began, 1)
+    if ended.returncode in (124, 137):
+        mutant.outcome, mutant.by = "unfinished", f"the time was up, of {len(modules)} modules"
+    elif ended.returncode:
+        failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        mutant.outcome, mutant.by = "killed", failed[0] if failed else ended.stdout[-200:]
+    else:
+        mutant.outcome = "survived"
 
 
 def main() -> None:
@@ -207,19 +248,22 @@ def main() -> None:
     tried: list[Mutant] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory, ThreadPoolExecutor(arguments.at_once) as threads:
         copy_tree(whole := Path(directory))
-        trials = {threads.submit(try_mutant, mutant, whole, arguments.limit_seconds): mutant for mutant in mutants}
+        reached = measure_reached(whole)
+        trials = {
+            threads.submit(try_mutant, mutant, whole, reached, arguments.limit_seconds): mutant for mutant in mutants
+        }
         for trial in as_completed(trials):
             trial.result()
             mutant = trials[trial]
             tried.append(mutant)
-            where = f"{mutant.path}:{mutant.line}: {mutant.before[:60]!r} -> {mutant.after[:60]!r}"
+            where = f"{mutant.path}:{mutant.lines[0]}: {mutant.before[:60]!r} -> {mutant.after[:60]!r}"
             print(
                 f"{len(tried)}/{len(mutants)} {mutant.outcome} in {mutant.seconds:g} s: {where} {mutant.by}", flush=True
             )
             if arguments.json is not None:
                 arguments.json.write_text(json.dumps([asdict(each) for each in tried], indent=1))
     print("| mutants | drawn | killed | survived | unfinished |\n| --- | --- | --- | --- | --- |")
-    for name in (*CLOSEST, *sorted({mutant.kind for mutant in mutants}), "all"):
+    for name in (*ROOMS, *sorted({mutant.kind for mutant in mutants}), "all"):
         counts = Counter(each.outcome for each in mutants if name in (each.room, each.kind, "all"))
         print(f"| {name} | {counts.total()} | {counts['killed']} | {counts['survived']} | {counts['unfinished']} |")
 
