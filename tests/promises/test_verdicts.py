@@ -583,6 +583,7 @@ TARGETS: dict[str, tuple[Callable[[str], torch.Tensor], str]] = {
     "freed in part": (lambda path: freed(100), "freed"),
     "read only": (read_only, "written to"),
     "expanded": (lambda path: torch.zeros(1).expand(2), "share memory"),
+    "sparse, and dense in the checkpoint": (lambda path: torch.zeros(2, 2).to_sparse_csr(), "copy_"),
 }
 
 

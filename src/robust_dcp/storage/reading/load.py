@@ -27,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.errors import CorruptCheckpoint, PlanConflict, StorageError
 from robust_dcp.staging.blocks import Block, BlockLease, copy_each
 from robust_dcp.staging.tensor_bytes import DeviceCopies
 from robust_dcp.storage.files.disk import Disk
@@ -328,7 +328,11 @@ class ItemReader:
         if target is None:
             target = target_of(self._planner, read.item, early=self._targets_first)
         if found is not None:  # else it was read straight into the target
-            target.copy_(found)
+            try:
+                target.copy_(found)
+            except RuntimeError as error:  # such as a sparse tensor with another number of elements
+                name = read.item.dest_index.fqn
+                raise PlanConflict(f"{name!r} cannot be loaded into: {error}", key=name) from error
         self._planner.commit_tensor(read.item, target)
 
     # --- whole tensors in columns
