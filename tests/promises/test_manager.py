@@ -631,6 +631,16 @@ class TestRemovals:
         assert [each.step for each in manager.checkpoints()] == [1, 2]
         assert manager.prune() == [str(tmp_path / "step_1")]
 
+    def test_what_another_manager_removes_right_after_its_commit_is_no_failure_of_its_save(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        save_steps(CheckpointManager(tmp_path), 20)
+        other, call = CheckpointManager(tmp_path, keep_last=1), "rename:step_10/.robust_dcp.step.json"
+        with FaultDisk(tmp_path, on={call: lambda rename: other.prune() and None}):
+            save_steps(CheckpointManager(tmp_path), 10)
+        assert "step_10 was removed right after its commit" in caplog.text
+        assert load_what_is_there(tmp_path) == (20, 20.0, [])
+
     def test_two_managers_on_one_root_lose_nothing_that_both_keep(self, tmp_path: Path) -> None:
         values(run_ranks(2, save_with_two_managers, str(tmp_path)))
         manager = CheckpointManager(tmp_path, keep_last=2)

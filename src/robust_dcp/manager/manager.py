@@ -295,8 +295,14 @@ class CheckpointManager:
         record = msgspec.json.encode(Checkpoint(operator.index(step), metrics=_noted(metrics or {})))
 
         def note() -> None:
-            self._disk.replace_file(os.path.join(path, RECORD_NAME), record)
-            self._series.move_latest(path)
+            try:
+                self._disk.replace_file(os.path.join(path, RECORD_NAME), record)
+            except StorageError as error:
+                if error.errno != errno.ENOENT or os.path.exists(path):
+                    raise
+                logger.warning("%s was removed right after its commit, by another manager of %s", path, self.root)
+            else:
+                self._series.move_latest(path)
 
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
         if self._drain_to is not None:
