@@ -22,10 +22,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import coverage
 
@@ -190,10 +191,10 @@ def measure_reached(tree: Path) -> Reached:
 def _reached_by(tree: Path, module: str) -> tuple[float, dict[str, list[int]]]:
     with tempfile.TemporaryDirectory(prefix="reached-") as directory:
         began = time.monotonic()
-        measured = ["-m", "coverage", "run", f"--data-file={directory}/data", *PYTEST, "--reruns", "1", module]
-        _run(tree, measured, 900)
+        where = {"COVERAGE_FILE": f"{directory}/data"}  # of its ranks and other children, too
+        _run(tree, ["-m", "coverage", "run", *PYTEST, "--reruns", "1", module], 900, where)
         seconds = round(time.monotonic() - began, 1)
-        _run(tree, ["-m", "coverage", "combine", "--quiet", f"--data-file={directory}/data"], 900)
+        _run(tree, ["-m", "coverage", "combine", "--quiet"], 900, where)
         data = coverage.CoverageData(f"{directory}/data")
         data.read()
         paths = {path: str(path)[str(path).find(PACKAGE) :] for path in data.measured_files() if PACKAGE in path}
@@ -204,8 +205,10 @@ def _reached_by(tree: Path, module: str) -> tuple[float, dict[str, list[int]]]:
 PYTEST = ("-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider")
 
 
-def _run(tree: Path, arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "CI": "true", "PYTHONDONTWRITEBYTECODE": ""}
+def _run(
+    tree: Path, arguments: Sequence[str], seconds: float, more: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "CI": "true", "PYTHONDONTWRITEBYTECODE": "", **more}
     command = ["timeout", "--kill-after=10", str(seconds), sys.executable, *arguments]
     return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
 

@@ -277,11 +277,12 @@ def test_arrays_come_back_as_they_were(array: np.ndarray[Any, Any], protocol: in
     assert loaded.flags.f_contiguous == array.flags.f_contiguous
 
 
-def test_a_stream_comes_back_with_its_position() -> None:
+@pytest.mark.parametrize("position", [0, 2, 3])
+def test_a_stream_comes_back_with_its_position(position: int) -> None:
     stream = io.BytesIO(b"abc")
-    stream.seek(2)
+    stream.seek(position)
     loaded = load(saved(stream))
-    assert (loaded.getvalue(), loaded.tell()) == (b"abc", 2)
+    assert (loaded.getvalue(), loaded.tell()) == (b"abc", position)
 
 
 class Registered:
