@@ -4,9 +4,10 @@
 
 A mutant is one changed place in a room of the package: a comparison, an ``and``, an ``or``, a ``not``, a constant, or a
 call whose value nobody uses. It is killed if a test fails, and survives if none does. Each is made in a copy of what
-git knows of this tree, so the tree may change meanwhile. It meets the test modules that run its line, cheap ones before
-dear ones, in one process until the first failure. Which lines each module runs, in all of its processes, is measured
-once (a quarter of an hour) and kept in ``build/mutants``. Run it with the Python of the tree's environment.
+git knows of this tree, so the tree may change meanwhile. It meets the test modules that run its line, in one process
+until the first failure: those first that run most of its file in the least time. Which lines each module runs, in all
+of its processes, is measured once (a quarter of an hour) and kept in ``build/mutants``. Run it with the Python of the
+tree's environment.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def try_mutant(mutant: Mutant, whole: Path, reached: Reached, seconds: float) ->
     """Note in the mutant how it ended, in a copy of the tree ``whole``."""
     statement = {*range(mutant.lines[0], mutant.lines[1] + 1)}
     modules = [name for name, (_, lines) in reached.items() if statement & {*lines.get(mutant.path, ())}]
-    modules.sort(key=lambda name: reached[name][0])
+    modules.sort(key=lambda name: reached[name][0] / len(reached[name][1][mutant.path]))
     if not modules:
         mutant.outcome, mutant.by = "survived", "no test runs this line"
         return
