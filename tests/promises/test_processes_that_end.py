@@ -248,6 +248,25 @@ stay_until_all_are_done(store)
         assert each.exitcode == 0
 
 
+def test_a_limit_of_open_files_that_is_too_low_is_raised_or_named_and_the_process_stays(tmp_path: Path) -> None:
+    script = """
+import resource
+dist.init_process_group("gloo")
+groups = [dist.new_group(list(range(size))) for _ in range(2)]
+low, (_, hard) = len(os.listdir("/proc/self/fd")) + 40, resource.getrlimit(resource.RLIMIT_NOFILE)
+for group, hard in zip(groups, (hard, low)):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+    try:
+        robust_dcp.save(state(1), checkpoint_id=path, process_group=group, timeout_seconds=60)
+        print("saved with", resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low, flush=True)
+    except robust_dcp.RobustCheckpointError as error:
+        print("told", error, flush=True)
+"""
+    for each in run_program(script, tmp_path):
+        assert "saved with True" in each.output and "raise the hard limit" in each.output, each.output
+        assert each.exitcode == 0
+
+
 def test_ranks_whose_store_is_frozen_give_up_in_time_and_end_at_once(tmp_path: Path) -> None:
     script = """
     import atexit, subprocess
