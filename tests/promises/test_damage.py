@@ -314,6 +314,21 @@ def test_what_stock_has_written_is_verified_as_a_whole_and_counted_where_it_is_n
         assert load(tmp_path, BOXES[box], verify)[1].unverified_nbytes == unverified_nbytes
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_stock_has_written_without_checksums_is_loaded_and_counted(tmp_path: Path) -> None:
+    saved = {"tensor": torch.rand(100), "object": "a text"}
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = blank(saved)
+    report = robust_dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert not differences(found, saved) and report.unverified_nbytes > 400
+    with pytest.raises(CorruptCheckpoint, match="no checksums were written with it"):
+        robust_dcp.load(found, storage_reader=RobustReader(tmp_path, verify_checksums="all"), no_dist=True)
+
+
 # --- forged files -----------------------------------------------------------------------------------------------------
 
 

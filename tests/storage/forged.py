@@ -343,6 +343,7 @@ TENSORS: dict[str, tuple[Call, str]] = {
         quantized((torch.per_channel_affine, torch.ones(3), torch.zeros(3), 0)),
         "scales",
     ),
+    "quantized, no such dimension": (quantized((torch.per_channel_affine, torch.ones(4), torch.zeros(4), 1)), "scales"),
     "sparse, parts missing": (sparse(torch.sparse_coo, torch.zeros(1, 1)), "sparse tensor from other arguments"),
     "sparse, no values": (sparse(torch.sparse_coo, torch.zeros(1, 1), "text", (3,)), "no indices, values or size"),
     "sparse, unknown layout": (

@@ -18,6 +18,7 @@ import os
 import pathlib
 import pickle
 import random
+import struct
 import sys
 import tarfile
 import types
@@ -422,6 +423,18 @@ def test_a_checkpoint_of_a_machine_with_the_other_byte_order_is_read() -> None:
 def test_an_archive_without_what_its_pickle_names_is_corrupt(members: dict[str, bytes | None], why: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=why):
         load(rewritten(saved(torch.ones(4)), **members))
+
+
+def test_an_archive_whose_members_lie_over_each_other_is_corrupt() -> None:
+    """A small one could else have any number of large members."""
+    data = bytearray(saved([torch.ones(4), torch.zeros(4)]))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        one, other = (each.header_offset for each in archive.infolist() if "/data/" in each.filename)
+        directory = archive.start_dir
+    place = data.index(struct.pack("<I", other), directory)
+    data[place : place + 4] = struct.pack("<I", one)
+    with pytest.raises(CorruptCheckpoint, match="lie over each other"):
+        load(bytes(data))
 
 
 # --- what runs nothing ------------------------------------------------------------------------------------------------

@@ -143,17 +143,6 @@ def test_what_is_no_plain_tensor_is_left_to_torch_load(value: object) -> None:
     assert parsed(buffer.getvalue()) is None
 
 
-def test_a_record_without_checksums_has_none() -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        record = saved_by_torch(torch.ones(3))
-    finally:
-        torch.serialization.set_crc32_options(True)
-    found = parsed(record)
-    assert found is not None
-    assert found.crc32 is None
-
-
 @pytest.mark.parametrize(
     "record", [record_of(torch.arange(6.0)), saved_by_torch(torch.arange(6.0))], ids=["ours", "stock"]
 )
