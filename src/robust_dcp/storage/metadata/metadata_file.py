@@ -87,11 +87,7 @@ class _PortableTensorProperties(TensorProperties):
 
 
 _MEMORY_FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
-
-
-def _memory_format(encoding: int) -> torch.memory_format:
-    """The result of torch's ``_MEM_FORMAT_ENCODING(encoding)``."""
-    return _MEMORY_FORMATS[encoding]
+"""The results of torch's ``_MEM_FORMAT_ENCODING``."""
 
 
 def _stand_in_for(kind: Any) -> Any:
@@ -114,7 +110,7 @@ def _stand_ins() -> Mapping[tuple[str, str], Any]:
     paths |= {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
     return {
         **{(home, "TensorProperties"): _PortableTensorProperties for home in homes},
-        **{(home, name): _memory_format for home in homes for name in ("MEM_FORMAT_ENCODING", "_MEM_FORMAT_ENCODING")},
+        **{(home, f"{mark}MEM_FORMAT_ENCODING"): _MEMORY_FORMATS.__getitem__ for home in homes for mark in ("", "_")},
         ("torch.serialization", "_get_layout"): layout_named,
         **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in paths.items()},
         (megatron, "MCoreMetadata"): _stand_in_for(Metadata),
