@@ -6,8 +6,8 @@ A mutant is one changed place in a room of the package: a comparison, an ``and``
 call whose value nobody uses. It is killed if a test fails, and survives if none does. Each is made in a copy of what
 git knows of this tree, so the tree may change meanwhile. It meets the test modules that run its line, in one process
 until the first failure: those first that run most of its file in the least time. Which lines each module runs, in all
-of its processes, is measured once (a quarter of an hour) and kept in ``build/mutants``. Run it with the Python of the
-tree's environment.
+of its processes, is measured once (a quarter of an hour) and kept in ``build/mutants``: remove that once the sources
+have changed much. Run it with the Python of the tree's environment.
 """
 
 from __future__ import annotations
