@@ -245,7 +245,11 @@ def measure_training(directory: str, tokens: int) -> list[Row]:
     training.steps(lambda done: done < 10)
     calm = statistics.median(training.steps(lambda done: done < 60))
     rows: list[Row] = [{"what": f"no save, {tokens} tokens a step", "step_ms": 1000 * calm, "slower": 1.0}]
-    for what, call in _async_savers().items():
+    processes = {
+        "async_save process, ours": ours(executor="process"),
+        "async_save process lazy, ours": ours(executor="process", staging="lazy"),
+    }
+    for what, call in {**_async_savers(), **processes}.items():
         for turn in ("first", "repeated"):
             path = f"{directory}/training"
             started = time.perf_counter()
