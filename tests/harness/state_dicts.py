@@ -138,7 +138,7 @@ def objects(seed: int) -> StateDict:
         "none": None if seed else "something",
         "text": "ünï" * seed,
         "bytes": b"\x00\xff" * seed,
-        "large": deque(range(20_000 * seed)),
+        "large": deque(range(5_000 * seed)),
         "set": {seed},
         "ordered": OrderedDict(a=seed, b=[seed, {"c": seed}]),
         "when": datetime.datetime(2024, 1, 1 + seed, tzinfo=datetime.timezone.utc),
