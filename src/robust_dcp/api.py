@@ -6,6 +6,7 @@ an exchange. So if one rank fails, every rank raises the same exception.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
@@ -156,6 +157,7 @@ def open_save(
         writer = RobustWriter(path)
     elif isinstance(writer, RobustWriter):
         writer.reset(path)
+        writer = copy.copy(writer)  # the next save may begin with the same one before this save is over
     else:
         raise TypeError(
             f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "

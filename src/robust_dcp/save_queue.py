@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -148,14 +149,16 @@ class SaveQueue:
         self._thread = threading.get_ident()
         future.set_running_or_notify_cancel()
         try:
-            value = run()
+            tell = partial(future.set_result, run())
         except BaseException as error:
             logger.error("%s failed: %s", self.what, error)
             with self._changed:
                 self._failed.append(future)
-            future.set_exception(error)
-        else:
-            future.set_result(value)
+            tell = partial(future.set_exception, error)
+        try:
+            tell()
+        except BaseException:  # a callback of the user's has called sys.exit()
+            logger.exception("a callback of an %s raises", self.what)
         with self._changed:
             self._under_way.remove(future)
             self._changed.notify_all()

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -142,9 +143,11 @@ def test_a_lazy_save_has_what_stock_calls_an_async_save_response(tmp_path: Path)
 def ask_while_one_is_written(directory: str, executor: Any) -> bool:
     """Rank 1 alone is slow: when rank 0 asks for the next save, only rank 1 has one under way."""
     state: dict[str, Any] = {"w": torch.ones(9)}
+    options: Any = {"executor": executor, "storage_writer": robust_dcp.RobustWriter(directory)}  # one for all
 
-    def save(name: str, **options: Any) -> Any:
-        return robust_dcp.async_save(state, checkpoint_id=f"{directory}/{name}", executor=executor, **options)
+    def save(name: str, max_in_flight: int = 1) -> Any:
+        path = f"{directory}/{name}"
+        return robust_dcp.async_save(state, checkpoint_id=path, max_in_flight=max_in_flight, **options)
 
     save("0").result(timeout=60)
     writers = writer_pids()
@@ -181,11 +184,12 @@ def test_one_rank_alone_cannot_cancel_a_save_and_a_callback_may_wait_for_all(tmp
     with FaultDisk(tmp_path, on={"write:*.distcp": gate}):
         saving: Any = robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path)
         saving.add_done_callback(lambda _: finished.append(robust_dcp.finish_async_saves()))
+        saving.add_done_callback(sys.exit)  # it ends nothing, and nobody waits for ever
         assert not saving.cancel() and not saving.cancelled()
         gate.opened.set()
         saving.result(timeout=60)
-        robust_dcp.finish_async_saves()
-    assert finished == [True] and value_at(tmp_path) == 1.0
+        finished.append(robust_dcp.finish_async_saves(timeout_seconds=60))
+    assert finished == [True, True] and value_at(tmp_path) == 1.0
 
 
 def test_stocks_types_choose_who_writes(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def save(
         return stock(*args, **kwargs)
     report = api.save(_with_names_of_stock(state_dict), **arguments)
     on_saved(report)
-    return _metadata_for(writer, arguments["storage_writer"])(report)
+    return _metadata_for(writer)(report)
 
 
 def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: bool | None = None, **more: Any) -> Any:
@@ -133,7 +133,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
         log_left_to_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)
     saving: Any = robust_async_save(_with_names_of_stock(state_dict), staging=staging, **arguments)
-    saving.convert = _metadata_for(writer, arguments["storage_writer"])
+    saving.convert = _metadata_for(writer)
     response: Any = getattr(stock_saver, "AsyncSaveResponse", None)
     if staging == "full" or response is None:
         return saving
@@ -268,12 +268,12 @@ def _load_planner(planner: Any, *, trusted: bool) -> Any:
 _LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
 
 
-def _metadata_for(given: Any, ours: RobustWriter) -> Callable[[SaveReport], Metadata]:
+def _metadata_for(given: Any) -> Callable[[SaveReport], Metadata]:
     """What a save returns. As in stock, the writer that was given then has the ``save_id`` of the metadata."""
 
     def metadata_of(report: SaveReport) -> Metadata:
         if given is not None:
-            given.save_id = ours.save_id
+            given.save_id = getattr(report.metadata.storage_meta, "save_id", None)
         return report.metadata
 
     return metadata_of
