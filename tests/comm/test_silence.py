@@ -77,9 +77,9 @@ def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named() -> None
         assert 1 < seconds < 18
 
 
-@pytest.mark.parametrize("late", [0, 2, 3])
-def test_a_rank_that_gets_on_all_the_time_is_still_late_at_the_deadline(late: int) -> None:
-    """Progress moves the timeout, and never the deadline."""
+@pytest.mark.parametrize("late", [(0,), (2,), (3,), (0, 1, 2, 3)])
+def test_a_rank_that_gets_on_all_the_time_is_still_late_at_the_deadline(late: tuple[int, ...]) -> None:
+    """Progress moves the timeout, and never the deadline. It need not be that another rank waits."""
     n_ranks = 4
     over = threading.Event()
 
@@ -91,7 +91,7 @@ def test_a_rank_that_gets_on_all_the_time_is_still_late_at_the_deadline(late: in
 
         def write() -> None:
             done = 0
-            while link.rank == late and not over.wait(0.01):
+            while link.rank in late and not over.wait(0.01):
                 channel.stop_if_announced()
                 channel.note_progress(done := done + 1, 10_000)
 
@@ -105,6 +105,7 @@ def test_a_rank_that_gets_on_all_the_time_is_still_late_at_the_deadline(late: in
         over.set()
     for message, missing in found:
         assert "barrier 'write' did not finish within its deadline of 4 seconds" in message
-        assert missing == [late] and f"1 of {n_ranks} ranks missing: rank {late}" in message
+        assert missing and set(missing) <= set(late)
+        assert f"{len(missing)} of {n_ranks} ranks missing: rank {missing[0]}" in message
     told = {message.partition("had given up on it: ")[2] or message for message, _ in found}
     assert len(told) == 1, "all ranks raise the same, and a late one is told that the others have given up on it"

@@ -211,6 +211,11 @@ class Problem(Exception):
         """``rank`` showed no progress for ``seconds``, the longest allowed time; ``text`` says what is known."""
         return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: text})
 
+    @classmethod
+    def of_late(cls, missing: dict[int, str], seconds: float) -> Problem:
+        """The operation was to take ``seconds`` at most, and the ranks in ``missing`` are not done."""
+        return cls(f"did not finish within its deadline of {seconds:g} seconds", missing=missing)
+
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
     """What one rank says when the roll is called.
@@ -281,7 +286,7 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         error = ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
     elif dead or apart:
         ending |= inside
-        error = _missing_ranks_error(Problem.of_lost(dead or apart), operation, size, answers)
+        error = missing_ranks_error(Problem.of_lost(dead or apart), operation, size, answers)
     elif problem.is_loss:
         ending = set()
         error = ExchangeError("the ranks connect again")
@@ -291,7 +296,7 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         # The operations that share no rank with this one: their ranks wait for those of this one, and vice versa.
         ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
     else:
-        error = _missing_ranks_error(problem, operation, size, answers)
+        error = missing_ranks_error(problem, operation, size, answers)
     return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted({rank for rank, _ in closed})))
 
 
@@ -313,7 +318,8 @@ def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int
     )
 
 
-def _missing_ranks_error(problem: Problem, operation: Any, size: int, answers: Sequence[Answer]) -> ExchangeTimeout:
+def missing_ranks_error(problem: Problem, operation: Any, size: int, answers: Sequence[Answer]) -> ExchangeTimeout:
+    """The exception for ``problem`` in ``operation``, by what ``answers`` say of other ranks."""
     doing = {answer.rank: answer.doing for answer in answers}
     missing = dict(problem.missing)
     for answer in answers if not problem.is_loss else ():

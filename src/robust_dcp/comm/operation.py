@@ -53,6 +53,7 @@ from robust_dcp.comm.endings import (
     Problem,
     Stopped,
     as_told_to,
+    missing_ranks_error,
 )
 from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, phase_id
 from robust_dcp.comm.link import ExchangeStats, Link
@@ -404,7 +405,7 @@ class Operation:
         self.link = link
         self.name = name
         self.timeout_seconds = timeout_seconds
-        self.deadline_seconds = deadline_seconds
+        self.deadline_seconds = math.inf if deadline_seconds is None else deadline_seconds
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
         self.stragglers: list[str] = []
@@ -504,16 +505,21 @@ class Operation:
         return exchange.tree if exchange is not None else self.link.tree(0)
 
     def stop_if_announced(self) -> None:
-        """Leave this rank's own work if another rank has announced a failure.
+        """Leave this rank's own work if another rank has announced a failure, or the deadline has passed.
 
         Raises:
             Stopped: let it leave the work. The exchange then raises the failure that was announced.
+            ExchangeTimeout: the deadline has passed.
         """
         if self._end_message is not None:
             raise Stopped(self._end().error.to_error().message)
         exchange = self._exchange
         if exchange is not None and exchange.failure is not None:
             raise Stopped(exchange.failure)
+        if self._seconds_left() <= 0:  # nobody may be waiting for this rank, and notice that
+            rank = self.link.rank
+            problem = Problem.of_late({rank: f"rank {rank} is not done"}, self.deadline_seconds)
+            raise missing_ranks_error(problem, self, self.link.size, ())
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """Record that this rank's work has advanced, and how far, if the caller knows. Any thread may call this."""
@@ -919,14 +925,15 @@ class Operation:
         if exchange.problem is not None:
             problem, exchange.problem = exchange.problem, None
             raise problem
-        left = exchange.seconds_to_wait()
-        if self.deadline_seconds is not None:
-            left = min(left, self._begun_seconds + self.deadline_seconds - time.monotonic())
-            if left <= 0:
-                text = f"did not finish within its deadline of {self.deadline_seconds:g} seconds"
-                raise Problem(text, missing=exchange.late())
+        left = min(exchange.seconds_to_wait(), self._seconds_left())
+        if left <= 0:
+            raise Problem.of_late(exchange.late(), self.deadline_seconds)
         self._changed.wait(left)
         return False
+
+    def _seconds_left(self) -> float:
+        """How long it is until the deadline."""
+        return self._begun_seconds + self.deadline_seconds - time.monotonic()
 
     # Beats.
 

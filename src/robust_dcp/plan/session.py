@@ -595,7 +595,7 @@ class SaveSession:
                 directory = self.writer.directory
                 if failed_in_step(error):
                     clean_up(self.channel, self.phase("clean up"), directory, error)
-                elif self._may_be_writing:
+                elif self._may_be_writing and self.channel.size > 1:
                     directory.release()
                 else:
                     directory.roll_back(error)
