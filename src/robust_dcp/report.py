@@ -240,11 +240,11 @@ class LoadReport(_Report):
         )
 
 
-def listed(names: Iterable[object], most: int = 8) -> str:
+def listed(names: Iterable[object], most: int = 8, between: str = ", ") -> str:
     """``"a, b and 3 more"``: the first of some names, for messages."""
     names = list(names)
     rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + rest
+    return between.join(map(str, names[:most])) + rest
 
 
 def sizes_in_words(nbytes: float) -> str:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import ItemKind, Items, Replica
+from robust_dcp.report import listed
 
 Rows = npt.NDArray[np.intp]
 Int32 = npt.NDArray[np.int32]
@@ -36,9 +37,6 @@ SMALL_NBYTES: Final = 64 << 10
 """Chunks up to this size are compared, and written by the lowest rank that holds them."""
 
 _NO_LINE: Final = np.iinfo(np.int64).max
-
-_SHOWN: Final = 8
-"""How many variants of one name a message describes."""
 
 
 def refuse_contradictions(items: Items) -> None:
@@ -69,9 +67,7 @@ def refuse_contradictions(items: Items) -> None:
             for row in rows.tolist():
                 # Leave out the chunk, which never contradicts. One odd rank would hide among a thousand shards.
                 holders[items.describe_whole(row)].append(int(items.rank[row]))
-            held = "; ".join(f"{whole} on {ranks_in_words(ranks)}" for whole, ranks in list(holders.items())[:_SHOWN])
-            if len(holders) > _SHOWN:
-                held += f" and {len(holders) - _SHOWN} more"
+            held = listed((f"{whole} on {ranks_in_words(ranks)}" for whole, ranks in holders.items()), between="; ")
             raise PlanConflict(
                 f"key {items.names[name]!r} is {what}: {held}. A name must mean the same tensor on every rank of the "
                 "group: give them different names, or pass a sharded tensor (DTensor, ShardedTensor)",

@@ -30,7 +30,6 @@ _WRAPPERS: Final = {
 _PARTS_IN_A_PREFIX: Final = 3
 _MISSING_COMPARED: Final = 1000
 _EXAMPLES: Final = 4
-_SHOWN_GROUPS: Final = 8
 _SHOWN_KEYS: Final = 3
 
 
@@ -161,14 +160,13 @@ def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None]) -> st
     for number in np.flatnonzero(~found).tolist():
         unread[_group(saved[number])].append(saved[number])
     groups = []
-    for group, keys in list(unread.items())[:_SHOWN_GROUPS]:
+    for group, keys in unread.items():
         size = sizes[group]
         if len(keys) < size:
             groups.append(f"{group} ({len(keys)} of {size}: {listed(map(repr, keys), _SHOWN_KEYS)})")
         else:
             groups.append(group if keys == [group] else f"{group} (all {size})")
-    more = f" and {len(unread) - _SHOWN_GROUPS} more groups" if len(unread) > _SHOWN_GROUPS else ""
-    return f"nobody has asked for {int((~found).sum())} of its {n_saved} keys: {', '.join(groups)}{more}"
+    return f"nobody has asked for {int((~found).sum())} of its {n_saved} keys: {listed(groups)}"
 
 
 def _group(key: str) -> str:

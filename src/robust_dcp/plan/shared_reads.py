@@ -35,6 +35,7 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 from robust_dcp.plan.global_plan import by_holders
+from robust_dcp.report import listed
 from robust_dcp.staging.tensor_bytes import flat_bytes, parts_in_order
 from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
@@ -58,7 +59,6 @@ _LARGE_NBYTES: Final = 1 << 20
 """Smaller items are assigned in the order of their places. So one rank reads items that are next to each other, in one
 read."""
 
-_SHOWN: Final = 8
 _NOTHING: Final = Offer().plan_id
 
 _CAN: Final = 1
@@ -661,24 +661,20 @@ def _lost(
     """The error for files that no rank of the load sees."""
     keys = reader.keys_in(lost)
     files = []
-    for name in lost[:_SHOWN]:
+    for name in lost:
         writer = writer_of(name)
         host = next((node.host for node in nodes if writer is not None and writer.rank in node.ranks), None)
         files.append(name if host is None or writer is None else f"{name} (written by rank {writer.rank} on {host})")
     return CorruptCheckpoint(
         f"{reader.path} has its files on several nodes, and {len(lost)} of them are on no node of this load: "
-        f"{', '.join(files)}{_more(lost)}. They are wanted by {ranks_in_words(ranks)} and hold parts of {len(keys)} "
-        f"keys: {', '.join(map(repr, keys[:_SHOWN]))}{_more(keys)}. Load with a rank on each node that has files, copy "
+        f"{listed(files)}. They are wanted by {ranks_in_words(ranks)} and hold parts of {len(keys)} "
+        f"keys: {listed(map(repr, keys))}. Load with a rank on each node that has files, copy "
         "the files of all nodes into one directory, or take another checkpoint",
         file=lost[0],
         item=keys[0] if keys else None,
         expected="the file on a node of this load",
         found="none",
     )
-
-
-def _more(things: Collection[str]) -> str:
-    return f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
 
 
 # Reading, and passing on.

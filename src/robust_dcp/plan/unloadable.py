@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
+from robust_dcp.report import listed
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.records.objects import pickle_of, refusal_of
 from robust_dcp.storage.records.record import is_fixed_size
@@ -28,7 +29,6 @@ OnUnloadableObject = Literal["warn", "error", "ignore"]
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 8
 _VERDICT_NBYTES = 500
 
 
@@ -110,11 +110,10 @@ def report_unloadable(checkpoint: str, found: Mapping[int, Mapping[str, str]]) -
 def _in_words(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     shown = [
         f"{key!r} needs {why}" + (f" ({ranks_in_words(list(ranks))})" if ranks else "")
-        for key, (why, ranks) in sorted(found.items())[:_SHOWN]
+        for key, (why, ranks) in sorted(found.items())
     ]
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
-        f"a load refuses {len(found)} object(s) of it: {'; '.join(shown)}{more}. Save plain values in their place "
+        f"a load refuses {len(found)} object(s) of it: {listed(shown, between='; ')}. Save plain values in their place "
         "(numbers, text, lists, dicts, tensors), register the classes with torch.serialization.add_safe_globals([...]) "
         "in the program that saves and in the one that loads, or load with trusted=True, which runs whatever code a "
         "checkpoint names"

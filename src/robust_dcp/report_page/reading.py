@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from robust_dcp.report import MAX_NBYTES, REPORT_NAME, SavedReport, decode_report
+from robust_dcp.report import MAX_NBYTES, REPORT_NAME, SavedReport, decode_report, listed
 
 _METADATA_NAME: Final = ".metadata"
 _END_NBYTES: Final = 1 << 16
@@ -81,9 +81,8 @@ def read_reports(path: str | os.PathLike[str]) -> Reports:
             skipped.append(Skipped(name, str(error)))
     if not found:
         nothing = f"no checkpoint lies there, or up to {_DEPTH} levels below: pass the directory of one, or of several"
-        told = "; ".join(f"{each.name}: {each.reason}" for each in skipped[:5]) or nothing
-        more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-        raise NoReports(f"{root} has no report that can be shown. {told}{more}")
+        told = listed((f"{each.name}: {each.reason}" for each in skipped), 5, between="; ") or nothing
+        raise NoReports(f"{root} has no report that can be shown. {told}")
     found.sort(key=lambda each: (each.report.saved_at_seconds, each.name))
     skipped += [Skipped(each.name, f"only the newest {_MOST_REPORTS} are shown") for each in found[:-_MOST_REPORTS]]
     return Reports(root, tuple(found[-_MOST_REPORTS:]), tuple(sorted(skipped, key=lambda each: each.name)))
