@@ -277,6 +277,13 @@ def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(tmp_path
         assert abs(few_nbytes - many_nbytes) <= 96 and many_nbytes < 1500  # a larger number has more digits
 
 
+def test_the_files_of_objects_that_grow_in_turn_hold_nothing_else(tmp_path: Path) -> None:
+    for step in range(10):
+        grown = {name: bytes(20_000 + 100 * step) for name in ("a", "b")}
+        robust_dcp.save(grown, checkpoint_id=str(tmp_path), no_dist=True)
+    assert 40_000 < sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 50_000
+
+
 # --- a job that begins anew -------------------------------------------------------------------------------------------
 
 

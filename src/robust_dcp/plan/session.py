@@ -392,7 +392,7 @@ class SaveSession:
         writer, placements = self._joined()
         rank, known_places = self.channel.rank, self.known.variable_places
         started = time.perf_counter()
-        written = writer.write(rank, source(), placements, self.channel.check_stop, known_places)
+        written = writer.write(rank, source(), placements, self.channel.check_stop)
         self.clock.own_write_seconds = time.perf_counter() - started
         self.written = written
         unloadable = self.unloadable.found

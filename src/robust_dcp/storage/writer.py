@@ -151,7 +151,6 @@ class RobustWriter(StorageWriter):
         source: ItemSource,
         placements: Placements,
         check_stop: Callable[[int, int], None],
-        known_places: npt.NDArray[np.int64] | None = None,
     ) -> WrittenFiles:
         """Write this rank's items to their places, durably. Readers do not see them yet.
 
@@ -166,7 +165,6 @@ class RobustWriter(StorageWriter):
             names=self.layout.file_names(rank, placements.head_nbytes, mark),
             placements=placements,
             options=self.options,
-            known_places=known_places,
         )
         written = self.write_files(files, source, check_stop, self.directory.not_removed)
         self.directory.written = tuple(map(uncommitted_name, written.names))

@@ -104,25 +104,6 @@ def place_records(measures: Int64, files: int) -> Placements:
     return Placements(file, offset, record_nbytes, tuple(file_nbytes), (0,) * len(file_nbytes))
 
 
-def slots_of(placements: Placements, known_places: Int64 | None) -> dict[int, tuple[int, int]]:
-    """The room for each item of variable size, by its place in the plan: where it lay in an earlier save, and how many
-    bytes there are up to the next item; none if nothing is known.
-
-    Args:
-        known_places: int64 ``[v, 2]``, offset and length of each such item in an earlier save by the same plan.
-    """
-    variable = placements.variable
-    if known_places is None or not len(variable) or len(known_places) != len(variable):
-        return {}
-    order = np.argsort(known_places[:, 0], kind="stable")
-    offsets = known_places[order, 0]
-    ends = np.append(offsets[1:], np.iinfo(np.int64).max)
-    return {
-        int(variable[n]): (offset, end - offset)
-        for n, offset, end in zip(order.tolist(), offsets.tolist(), ends.tolist(), strict=True)
-    }
-
-
 def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
     """Choose files for records of unknown lengths. Each gets its place when it is written.
 

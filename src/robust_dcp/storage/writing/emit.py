@@ -32,7 +32,7 @@ from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED
 from robust_dcp.storage.files.paths import uncommitted_name
 from robust_dcp.storage.layouts.footer import footer_of, sorted_sums
-from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Placements, slots_of
+from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Placements
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, cuts, joined, merged, sums_of
 from robust_dcp.storage.records.record import Record, bytes_of, framed_record, is_fixed_size, raw_record
 from robust_dcp.storage.writing.blocks import Block, FileOrder, Piece, cut_into_blocks
@@ -60,8 +60,6 @@ class FilesOfRank:
         mark: the mark of the save, which is in the files.
         names: the names of the files after the commit. They have the mark, too.
         placements: where each item lies.
-        known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
-            plan. An item that still fits keeps its offset, so that an item that grows does not move all others.
     """
 
     disk: Disk
@@ -71,7 +69,6 @@ class FilesOfRank:
     names: Sequence[str]
     placements: Placements
     options: WriteOptions
-    known_places: npt.NDArray[np.int64] | None = None
 
     def remove(self) -> list[str]:
         """Remove the files of a save that failed, or whose process died. Returns the paths of those that stay."""
@@ -231,42 +228,20 @@ class FileEmitter:
                 page_nbytes=self.context.page_nbytes,
             )
 
-        for place, start, record in self._variable_records():
+        for place in order.variable:
+            self.context.check_stop()
+            record, self.held[place] = self._resolved(place)
+            start = -(-self.nbytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+            self.nbytes = start + record.nbytes
             self._appended.append((place, start, record.nbytes))
             known.append((place, start, record))
-            self.nbytes = max(self.nbytes, start + record.nbytes)
-            whole = (start + record.nbytes) // block_nbytes * block_nbytes
+            whole = self.nbytes // block_nbytes * block_nbytes
             if whole > done:
                 yield from blocks(done, whole)
                 done = whole
                 known = [row for row in known if row[1] + row[2].nbytes > done]
         if known:
             yield from blocks(done, self.nbytes + 1)
-
-    def _variable_records(self) -> Iterator[tuple[int, int, Record]]:
-        """The place, start and record of each item, by ascending start. An item that fits into its slot goes there; the
-        others go to the end of the file.
-        """
-        slots, end = slots_of(self.context.files.placements, self.context.files.known_places), self.nbytes
-        too_large: dict[int, Record] = {}
-        places = list(self._order.variable)
-        if slots:
-            places.sort(key=slots.__getitem__)
-        for place in places:  # it grows
-            record = too_large.get(place)
-            if record is None:
-                self.context.check_stop()
-                record, self.held[place] = self._resolved(place)
-                slot = slots.get(place)
-                if slot is not None and record.nbytes > slot[1]:
-                    too_large[place] = record
-                    places.append(place)
-                    continue
-            else:
-                slot = None
-            start = -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT if slot is None else slot[0]
-            end = start + record.nbytes
-            yield place, start, record
 
     def _resolved(self, place: int) -> tuple[Record, torch.Tensor]:
         """An item as a record and the tensor of its data. We do not look into what torch or pickle wrote: there is
@@ -354,9 +329,7 @@ class FileEmitter:
         disk, file, context, order = self.context.disk, self._file, self.context, self._order
         sums, late = sorted_sums(self.sums), self._late
         if order.head is None:
-            offset_of = {place: offset for place, offset, _ in self._appended}
-            appended = sorted(zip(map(offset_of.__getitem__, order.variable), order.variable_items, strict=True))
-            items = (*order.items, *(item for _, item in appended))
+            items = (*order.items, *order.variable_items)
             late.append((self.nbytes, footer_of(context.files.mark, self.nbytes, sums, items)))
         else:
             late.append((0, order.head.encode(context.files.mark, sums)))
