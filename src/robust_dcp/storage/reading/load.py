@@ -107,10 +107,10 @@ class ItemReader:
         self._targets_first = may_ask_early(planner)
         self._copies = DeviceCopies()
         self._n_threads, self._block_nbytes = options.fitted()
-        self._limit_nbytes = options.buffer_bytes - self._n_threads * self._block_nbytes
         # A direct read takes whole pages, so it may need one more page at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
         self._blocks = BlockLease(nbytes, 2 * self._n_threads, of_load=True)
+        self._limit_nbytes = options.buffer_bytes - 2 * self._n_threads * nbytes
         self._threads = ThreadPoolExecutor(self._n_threads, thread_name_prefix="robust_dcp-read")
         self._errors: list[BaseException] = []
         self._files: dict[int, DataFile] = {}
@@ -155,7 +155,6 @@ class ItemReader:
 
     def _start(self, group: Group, file: DataFile) -> None:
         read = group.alone
-        group.nbytes = self._block_nbytes
         if read is not None:
             if self._targets_first and read.item.type != LoadItemType.BYTE_IO:
                 group.target = target_of(self._planner, read.item, early=True)
@@ -178,8 +177,7 @@ class ItemReader:
         self._pending.append(group)
         self._pending_nbytes += group.nbytes
         self._pending_blocks += group.block is not None
-        in_blocks = self._pending_blocks * self._block_nbytes  # peak_nbytes counts blocks separately
-        self._peak_pending_nbytes = max(self._peak_pending_nbytes, self._pending_nbytes - in_blocks)
+        self._peak_pending_nbytes = max(self._peak_pending_nbytes, self._pending_nbytes)
 
     def _file_of(self, group: Group) -> DataFile:
         """The file of a group. It was written by the save that wrote ``.metadata``."""

@@ -201,7 +201,7 @@ class Group:
         alone: the item, if it is the only one, and is not read in a block with others; else ``None``.
         target: where it is read to, if that is known before.
         block: what several items are read into, once that has begun.
-        nbytes: the memory that the read takes.
+        nbytes: the memory that the read takes, besides blocks.
         result: for a block where its bytes begin and how many were found; for an item that is alone a tensor or bytes,
             or ``None`` if its target was filled.
     """
