@@ -52,7 +52,7 @@ def test_what_each_rank_has_saved_for_itself_is_listed_inspected_and_verified(or
     assert [each["name"] for each in found["items"]] == [each["name"] for each in stock["items"]]
     assert [each["name"] for each in found["data_files"]] == ["__0_0.distcp", "__1_0.distcp"]
     assert shell("verify", path).code == 0
-    flip_bit(path / "__1_0.distcp", (path / "__1_0.distcp").read_bytes().index(b"data/0") + 200)
+    flip_bit(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size // 2)  # most of it is one tensor
     ended = shell("verify", path)
     assert ended.code == 1 and {row[0] for row in ended.rows} == {"__1_0.distcp"}
     path.rename(path.parent / "step_7")

@@ -333,7 +333,8 @@ def save_and_load_a_large_tensor(directory: str) -> dict[int, int]:
         large[place] = mark
     robust_dcp.save({"large": large, "small": small}, checkpoint_id=directory)
     large[list(MARKS)] = 0
-    report = robust_dcp.load({"large": large, "small": small.zero_()}, checkpoint_id=directory)
+    reader = RobustReader(directory, buffer_bytes=64 << 20)
+    report = robust_dcp.load({"large": large, "small": small.zero_()}, storage_reader=reader)
     for name in os.listdir(directory):
         os.unlink(f"{directory}/{name}")
     assert report.peak_buffer_nbytes <= 64 << 20
@@ -355,7 +356,8 @@ def test_a_hundred_thousand_items_are_saved_and_loaded(tmp_path: Path) -> None:
     assert report.items == 100_000
     found = torch.zeros_like(numbers)
     targets = {f"layer.{n}.weight": found[3 * n : 3 * n + 3] for n in range(100_000)}
-    loaded = robust_dcp.load(targets, checkpoint_id=tmp_path, no_dist=True)
+    reader = RobustReader(tmp_path, buffer_bytes=64 << 20)
+    loaded = robust_dcp.load(targets, storage_reader=reader, no_dist=True)
     assert torch.equal(found, numbers)
     assert loaded.items == 100_000
     assert loaded.peak_buffer_nbytes <= 64 << 20
