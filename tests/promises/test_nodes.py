@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp import CheckpointManager, RobustPlanner, RobustWriter, StorageError
+from robust_dcp import CheckpointManager, CopyOptions, RobustPlanner, RobustWriter, StorageError
 from tests.faults.disk import Fault, FaultDisk, kill
 from tests.harness.faults import kill_in
 from tests.harness.hosts import become_node, can_become_node
@@ -152,10 +152,11 @@ def refuse_what_needs_one_directory(path: str, nodes: str, placing: Sequence[str
     return told
 
 
-def manage(path: str, nodes: str, placing: Sequence[str], executor: Any) -> list[int]:
+def manage(path: str, nodes: str, placing: Sequence[str], executor: Any, drain_to: str | None) -> list[int]:
     """Save four steps, and keep the last and the best. Returns the steps that this rank's node has."""
     start(path, nodes, placing)
-    manager = CheckpointManager(f"{path}/run", keep_last=1, keep_best="loss")
+    slow = CopyOptions(limit_bytes_per_second=4e3)
+    manager = CheckpointManager(f"{path}/run", keep_last=1, keep_best="loss", drain_to=drain_to, drain_options=slow)
     for step in (1, 2, 3, 4):
         metrics = {"loss": abs(step - 2)}
         if executor is None:
@@ -163,6 +164,8 @@ def manage(path: str, nodes: str, placing: Sequence[str], executor: Any) -> list
         else:
             manager.async_save(step, sharded(step), metrics=metrics, executor=executor)
             robust_dcp.finish_async_saves()
+    robust_dcp.finish_async_saves()
+    manager.prune()  # what had not arrived before
     dist.barrier()
     return [each.step for each in manager.checkpoints()]
 
@@ -279,7 +282,12 @@ def test_saves_that_need_one_directory_refuse_several(places: Places) -> None:
     assert not any(Path(places[1], node, "ckpt", ".metadata").exists() for node in "ab")
 
 
-@pytest.mark.parametrize("executor", [None, "thread", "process"])
-def test_a_manager_keeps_and_removes_the_same_steps_on_every_node(places: Places, executor: str | None) -> None:
-    assert values(on(places, ("a", "b"), manage, executor)) == [[2, 4], [2, 4]]
+@pytest.mark.parametrize(("executor", "drains"), [(None, True), (None, False), ("thread", False), ("process", False)])
+def test_a_manager_keeps_and_removes_the_same_steps_on_every_node(
+    places: Places, executor: str | None, drains: bool, tmp_path: Path
+) -> None:
+    far = tmp_path / "far"
+    assert values(on(places, ("a", "b"), manage, executor, str(far) if drains else None)) == [[2, 4], [2, 4]]
     assert values(on(places, ("new", "b", "a"), go_on)) == [4, 4, 4]
+    for step in (1, 2, 3, 4) if drains else ():  # none was removed on a node before it had arrived
+        robust_dcp.load(values_of(step, 0), checkpoint_id=far / f"step_{step}")

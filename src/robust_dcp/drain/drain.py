@@ -20,7 +20,7 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy, CopyResult
-from robust_dcp.drain.record import DrainRecord, digest_at, read_drain_record, write_drain_record
+from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, read_drain_record, write_drain_record
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
@@ -48,7 +48,8 @@ class Drain:
         names: the data files that this rank has written.
         options: how to copy.
         open_channel: makes the channel for it, when its turn has come.
-        is_coordinator: whether this rank commits.
+        leads: whether this rank has committed in its directory: the coordinator, and one rank of each node with a
+            directory of its own.
         disk: the file system of ``path``.
     """
 
@@ -57,7 +58,7 @@ class Drain:
     names: Collection[str]
     options: CopyOptions
     open_channel: Callable[[], Channel]
-    is_coordinator: bool
+    leads: bool
     disk: Disk
     _record: DrainRecord = field(default=DrainRecord("", ""), init=False)
     _held: ExitStack = field(default_factory=ExitStack, init=False)
@@ -67,7 +68,7 @@ class Drain:
 
         Called right after the commit, on all ranks.
         """
-        if not self.is_coordinator:
+        if not self.leads:
             return
         self._held.enter_context(needed_for_a_load(self.disk, self.path))
         # Another process may read the record, in another working directory.
@@ -114,11 +115,13 @@ class Drain:
             with channel.together():
                 try:
                     begun = channel.broadcast(f"{name}: begin", lambda: _Told(copy.begin()), _Told)
-                    if not self.is_coordinator:
+                    if not channel.is_coordinator:
                         copy.there = begun.there
                     channel.barrier(f"{name}: send", lambda: copy.send_data(self.names))
                     # As the coordinator's own work, not after the others': they then hear of its progress.
-                    channel.barrier(f"{name}: commit", copy.commit if self.is_coordinator else lambda: None)
+                    channel.barrier(f"{name}: commit", copy.commit if channel.is_coordinator else lambda: None)
+                    if self.leads and not channel.is_coordinator:
+                        note_arrival(self.disk, self.path, self._record)
                 except (CorruptCheckpoint, StorageError):
                     if not channel.broadcast(f"{name}: is it replaced", self._look, _Told).is_replaced:
                         raise  # otherwise the copy of the later save removes what this one has sent

@@ -547,7 +547,7 @@ class SaveSession:
                 timeout_seconds=max(self.channel.timeout_seconds, least_timeout_seconds),
                 no_dist=self.options.no_dist,
             ),
-            is_coordinator=self.channel.is_coordinator,
+            leads=self.channel.is_coordinator or self.leads_directory,
             disk=writer.disk,
         )
         drain.announce()
