@@ -10,17 +10,18 @@ import filecmp
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, UnsafeCheckpoint, copy_checkpoint
+from robust_dcp.drain.copy import CopyResult
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES
 from tests.drain.checkpoints import KINDS, ONE_THREAD, files_of, loaded, save
-from tests.faults.disk import FaultDisk
+from tests.faults.disk import Call, Fault, FaultDisk
 from tests.harness.damage import data_files, flip_bit
 
 REFUSED = OSError(errno.EACCES, "")
@@ -133,6 +134,30 @@ def test_of_copies_to_one_place_at_the_same_time_one_is_found_whole(target: str,
         outcomes = list(threads.map(copy, names))
     assert None in outcomes
     assert loaded(place) in (1.0, 2.0)
+
+
+def test_a_copy_does_not_remove_the_files_of_another_one_that_commits_at_the_same_moment(tmp_path: Path) -> None:
+    one, two = save(tmp_path / "one", 1.0), save(tmp_path / "two", 2.0)
+    target, second = tmp_path / "target", threading.Semaphore(0)
+
+    def begin(call: Call) -> None:
+        began.append(threads.submit(copy_checkpoint, two, target))
+        assert ready.acquire(timeout=60)  # it has found no checkpoint there
+
+    def wait(call: Call) -> None:
+        ready.release()
+        assert second.acquire(timeout=60)
+
+    def end(call: Call) -> None:
+        second.release()
+        began[0].result(60)
+
+    ready, began = threading.Semaphore(0), list[Future[CopyResult]]()
+    on: dict[str, Fault] = {"rename:.metadata#1": begin, "rename:.metadata#2": wait, "read:.metadata#1": end}
+    refused = pytest.raises(StorageError, match="there is another checkpoint at")
+    with ThreadPoolExecutor(1) as threads, FaultDisk(target, on=on), refused:
+        copy_checkpoint(one, target)
+    assert loaded(target) == 2.0
 
 
 class TestASource:

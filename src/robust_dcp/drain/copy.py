@@ -367,11 +367,16 @@ class Copy:
 
     def _clean_up(self) -> None:
         """Remove what is left of the checkpoints that this one replaces, and the claims last: they say that there is
-        something left. This one has arrived, so an error costs space only."""
+        something left. This one has arrived, so an error costs space only.
+
+        Raises:
+            StorageError: a copy of another checkpoint has committed at the same time, and counts.
+        """
         target, own = self._target, self.manifest.names
+        there = target.files()
+        self._metadata_at_target(there)  # after a look at the claims: a copy whose claim is gone has committed by now
         try:
             target.remove_unfinished()
-            there = target.files()
             others = self._claims_of_others(there)
             left = [] if others else [name for name in there if _has_mark(name) and name not in own]
             for name in (*left, *(name for name in there if _is_claim(name) and name not in others)):
