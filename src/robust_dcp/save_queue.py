@@ -135,7 +135,7 @@ class SaveQueue:
         """
         future = SaveFuture() if future is None else future
         future.add_done_callback(self._tell_waiting)  # the first callback: nobody waits for those of the user
-        _end_well_on_sigterm()
+        end_well_on_sigterm()
         with self._changed:
             self._pool.submit(self._run, run, future)
             self._under_way.append(future)
@@ -223,7 +223,7 @@ def _end_with_unreported() -> None:
     os._exit(1)  # nothing else sets the exit code once main has returned
 
 
-def _end_well_on_sigterm() -> None:
+def end_well_on_sigterm() -> None:
     """Handle SIGTERM, unless somebody does already: running saves may end before the process does."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)

@@ -786,10 +786,11 @@ def test_a_save_that_fails_is_asked_for_again_and_one_that_succeeds_is_not(is_as
 
 
 def save_before_and_after_the_signal(root: str) -> None:
-    """``step_1`` is committed only once ``step_2`` is under way."""
-    manager = CheckpointManager(root)
+    """``step_1`` is committed only once ``step_2`` is under way, and the copy of ``step_2`` takes a while."""
+    manager = CheckpointManager(root, drain_to=f"{root}/far")
     manager.should_save(0)
-    with FaultDisk(root, on={"rename:step_1/.metadata": lambda call: time.sleep(1.0)}):
+    slow = ("rename:step_1/.metadata", "rename:far/step_2/.metadata")
+    with FaultDisk(root, on={call: lambda call: time.sleep(1.0) for call in slow}):
         manager.async_save(1, state_of_rank(1))
         os.kill(os.getpid(), signal.SIGTERM)
         assert manager.should_save(2, every=1)
@@ -798,10 +799,12 @@ def save_before_and_after_the_signal(root: str) -> None:
     signal.pause()  # until the signal is delivered
 
 
-def test_an_earlier_async_save_that_ends_meanwhile_does_not_end_the_process(tmp_path: Path) -> None:
+def test_an_earlier_async_save_that_ends_meanwhile_does_not_end_the_process_and_its_copies_arrive(
+    tmp_path: Path,
+) -> None:
     (outcome,) = run_ranks(1, save_before_and_after_the_signal, str(tmp_path), timeout_seconds=150)
     assert outcome.exitcode == -signal.SIGTERM, str(outcome)
-    assert (tmp_path / "step_2/.metadata").exists()
+    assert (tmp_path / "step_2/.metadata").exists() and (tmp_path / "far/step_2/.metadata").exists()
 
 
 def ask_for_different_steps(root: str) -> bool:

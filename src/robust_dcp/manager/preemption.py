@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError
+from robust_dcp.save_queue import end_well_on_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class _Signals:
             return
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("should_save has to be called from the main thread, which alone can note signals")
+        end_well_on_sigterm()  # before: what is delivered later then waits for running saves and drains
         self._pid = os.getpid()
         for number in _SIGNALS:
             # A handler that is not Python's own is given as None, and cannot be put back.
