@@ -65,6 +65,16 @@ def _fail_until_told(path: str, target: str) -> None:
         robust_dcp.save(state_dict(2.0, rank), checkpoint_id=f"{path}_{number}")
 
 
+def _save_below_a_file(root: str) -> None:
+    CheckpointManager(root, drain_to=f"{root}.far").save(1, state_dict(1.0), timeout_seconds=20)
+
+
+def test_a_root_that_cannot_be_listed_is_an_error_of_the_save_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("no directory")
+    for error in errors(run_ranks(2, _save_below_a_file, str(tmp_path / "root"))):
+        assert error.type_name == "StorageError" and "a file of that name is there" in error.message
+
+
 def test_a_drain_that_failed_is_told_by_the_next_save_on_all_ranks_and_can_be_ended_by_hand(
     taken: Path, tmp_path: Path
 ) -> None:

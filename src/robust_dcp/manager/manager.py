@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -330,8 +331,8 @@ class CheckpointManager:
                 logger.warning("%s: its copy is still not complete: %s", path, error)
 
         queue = queue_of((os.getpid(),), "resumed drain")
-        if not queue.n_under_way:
-            for each in self._series.look():
+        with suppress(StorageError):  # the save fails by it too, on all ranks, or it has passed by then
+            for each in self._series.look() if not queue.n_under_way else ():
                 if is_awaited(self._disk, each.path):
                     queue.submit(functools.partial(resume, each.path))
 
