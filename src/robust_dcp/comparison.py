@@ -80,7 +80,7 @@ def compare_tensors(
         CorruptCheckpoint, StorageError: something cannot be read.
     """
     sides = [PieceReader(path, buffer_nbytes=_MEMORY_NBYTES // 4) for path in (first, second)]
-    wanted = set(names)
+    wanted = sides[1].tensors.keys() & set(names)
     tensors = [tensor for name, tensor in sides[0].tensors.items() if name in wanted]
     total_nbytes = sum(tensor.nbytes for tensor in tensors)
     done_nbytes = 0
@@ -105,7 +105,7 @@ def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[t
         CorruptCheckpoint, StorageError: something cannot be read.
     """
     sides = [PieceReader(path, buffer_nbytes=_MEMORY_NBYTES) for path in (first, second)]
-    for name in (name for name in names if name not in sides[0].tensors):
+    for name in (name for name in names if not all(name in side.tensors for side in sides)):
         one, other = (side.object_bytes(name) for side in sides)
         if one == other:
             continue
@@ -124,7 +124,12 @@ def _are_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and not _difference(one, other).differing
+        if (one.dtype, one.layout, one.shape) != (other.dtype, other.layout, other.shape):
+            return False
+        if one.layout is not torch.strided:
+            one, other = (each.to_sparse_coo().coalesce() for each in (one, other))
+            return torch.equal(one.indices(), other.indices()) and _are_equal(one.values(), other.values())
+        return torch.equal(one, other) if one.is_quantized else not _difference(one, other).differing
     if isinstance(one, dict):
         return list(one) == list(other) and all(_are_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -141,7 +146,7 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
     try:
         for one, other in zip(first.split(_CACHED_NUMEL), second.split(_CACHED_NUMEL), strict=True):
             total += _of_floats(one, other) if one.is_floating_point() or one.is_complex() else _of_integers(one, other)
-    except (RuntimeError, NotImplementedError):  # float4_e2m1fn_x2 holds two values in one element
+    except (RuntimeError, TypeError):  # float4_e2m1fn_x2 holds two values in one element; NumPy has no bits8
         differing = int((first.view(torch.uint8) != second.view(torch.uint8)).sum())
         return TensorDifference(first.numel(), differing, None, None) if differing else TensorDifference(first.numel())
     return total

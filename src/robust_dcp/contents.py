@@ -19,29 +19,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint
 from robust_dcp.plan.conflicts import first_overlap
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import (
-    INDEX_NAME,
-    METADATA_NAME,
-    is_data_file,
-    mark_of,
-    metadata_name,
-)
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file, mark_of, metadata_name
 from robust_dcp.storage.index.form import IndexFile, fit_of_file
 from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.pieces import is_plain
 from robust_dcp.storage.reading.load import ItemReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.read_options import ReadOptions
@@ -241,11 +230,6 @@ def _items(metadata: Metadata) -> Iterator[Item]:
             yield Item(name, str(dtype).removeprefix("torch."), dtype.itemsize, tuple(entry.size), chunks)
         else:
             yield Item(name, None, 1, (), (Chunk((), (), *whole),))
-
-
-def is_plain(tensor: torch.Tensor | TensorProperties) -> bool:
-    """Whether it can be cut into pieces. Sparse and quantized tensors are read as objects are."""
-    return tensor.layout is torch.strided and not str(tensor.dtype).startswith(("torch.qint", "torch.quint"))
 
 
 # --- verify

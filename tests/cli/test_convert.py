@@ -188,6 +188,7 @@ def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_pa
         (["--to", "safetensors", "--select", "model.complex128"], "cannot hold"),
         (["--to", "torch", "--select", "nothing"], "no item"),
         (["--to", "torch", "--dtype", "int9"], "int9"),
+        (["--to", "torch", "--dtype", "float4_e2m1fn_x2"], "is no floating dtype"),
         (["--to", "torch", "--rename", "model"], "two sides"),
         (["--to", "torch", "--rename", "model=*"], "more *"),
         (["--to", "torch", "--rename", "model.*=same"], "both be called 'same'"),

@@ -73,15 +73,27 @@ def test_objects_that_are_not_flattened_are_compared_by_their_values(tmp_path: P
     one = torch.ones(3000)
     other = one.clone()
     other[1500] = 2  # which its repr does not show
-    objects = (
-        {"equal": {"a": (one, one), "b": math.nan}, "type": [1], "tensor": {"a": [one, 1]}},
-        {"equal": {"a": (one, one.clone()), "b": math.nan}, "type": (1,), "tensor": {"a": [other, 1]}},
-    )
-    for side, each in enumerate(objects):
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        dcp.save(each, checkpoint_id=tmp_path / str(side), planner=planner, no_dist=True)
+    sparse, quantized = one.to_sparse(), torch.quantize_per_tensor(one, 0.5, 0, torch.qint8)
+    places, halves = torch.arange(3000).repeat(1, 2), torch.full((6000,), 0.5)
+    twice = torch.sparse_coo_tensor(places, halves, (3000,), check_invariants=True)
+    pairs: dict[str, tuple[Any, Any]] = {
+        "equal": ({"a": (one, one), "b": math.nan}, {"a": (one, one.clone()), "b": math.nan}),
+        "equal sparse": (sparse, twice),
+        "equal quantized": (quantized, quantized.clone()),
+        "type": ([1], (1,)),
+        "layout": (one, sparse),
+        "tensor": ({"a": [one, 1]}, {"a": [other, 1]}),
+        "sparse": (sparse, other.to_sparse()),
+        "quantized": (quantized, torch.quantize_per_tensor(other, 0.5, 0, torch.qint8)),
+    }
+    for side in (0, 1):
+        each = {name: pair[side] for name, pair in pairs.items()}
+        planner = robust_dcp.RobustPlanner(flatten_state_dict=False)
+        robust_dcp.save(each, checkpoint_id=tmp_path / str(side), planner=planner)
     code, found = diff(tmp_path / "0", tmp_path / "1", "--values")
-    assert code == 1 and {each["name"] for each in found["objects"]} == {"type", "tensor"}
+    assert code == 1 and {each["name"] for each in found["objects"]} == {
+        name for name in pairs if not name.startswith("equal")
+    }
 
 
 def save_sharded(path: str, by_rows: bool) -> None:
@@ -104,6 +116,10 @@ def test_neighbours_of_every_dtype_differ_and_equal_values_do_not(tmp_path: Path
         "tiny": (torch.tensor([5e-324], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64)),
         "huge": (torch.tensor([1e300], dtype=torch.float64), torch.tensor([-1e300], dtype=torch.float64)),
         "float8": (torch.ones(3).to(torch.float8_e4m3fn), torch.zeros(3).to(torch.float8_e4m3fn)),
+        "bits": (
+            torch.zeros(3, dtype=torch.uint8).view(torch.bits8),
+            torch.ones(3, dtype=torch.uint8).view(torch.bits8),
+        ),
         "complex": (torch.tensor([1 + 2j]), torch.tensor([1 - 2j])),
         "infinite": (torch.tensor([math.inf, math.inf]), torch.tensor([math.inf, 1.0])),
     }

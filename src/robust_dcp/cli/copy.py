@@ -30,17 +30,14 @@ def run(options: Namespace) -> None:
     Output.say(f"Copying {options.source} to {options.target}")
 
     from robust_dcp.drain.copy import copy_checkpoint
-    from robust_dcp.errors import RobustCheckpointError
     from robust_dcp.storage.remote import CopyOptions
 
     how = CopyOptions(threads=options.threads, limit_bytes_per_second=options.limit)
     with Output.cleaning_up(), Output.progress("copy") as show:
         try:
             copied = copy_checkpoint(options.source, options.target, options=how, progress=show)
-        except RobustCheckpointError:
-            raise
         except ValueError as error:  # of a URL, or of a source and a target that do not go together
-            raise CommandFailed(str(error)) from error
+            raise CommandFailed(getattr(error, "message", None) or str(error)) from error
     Output.put(asdict(copied))
     rate = size(copied.nbytes / max(copied.seconds, 1e-9))
     Output.say(

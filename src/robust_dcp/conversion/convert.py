@@ -233,7 +233,7 @@ class _Plan:
         for new, old in self.names.items():
             if old in source.tensors:
                 _, dtype, shape = source.tensors[old]
-                wanted = rules.dtype(new) if dtype.is_floating_point else None
+                wanted = rules.dtype(new) if _is_castable(dtype) else None
                 self.tensors[new] = NamedTensor(new, dtypes[wanted] if wanted else dtype, shape)
         self.objects = tuple(new for new in self.names if new not in self.tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
@@ -294,9 +294,13 @@ def _nested(paths: Mapping[str, Path], value_of: Callable[[str], Any]) -> dict[s
     return {key: filled(each) for key, each in root.items()}
 
 
+def _is_castable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and not str(dtype).endswith("_x2")  # which hold two values in one element
+
+
 def _dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not _is_castable(dtype):
         raise ValueError(f"{name!r} is no floating dtype of torch, such as bfloat16, float32 or float8_e4m3fn")
     return dtype
 

@@ -12,9 +12,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from robust_dcp.contents import is_plain
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader
+from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader, is_plain
 from robust_dcp.storage.records.objects import load_object
 
 Path = tuple[str | int, ...]
@@ -69,11 +68,10 @@ def open_source(path: str, buffer_nbytes: int) -> Source:
 def _checkpoint(path: str, buffer_nbytes: int) -> Source:
     reader = PieceReader(path, buffer_nbytes=buffer_nbytes)
     entries: dict[str, Any] = reader.metadata.state_dict_metadata
-    tensors = {name: tensor for name, tensor in reader.tensors.items() if is_plain(entries[name].properties)}
     paths = reader.metadata.planner_data or {}  # a dict, or an index, which looks paths up one by one
     return Source(
-        tensors=tensors,
-        objects=tuple(name for name in entries if name not in tensors),
+        tensors=reader.tensors,
+        objects=tuple(name for name in entries if name not in reader.tensors),
         paths={name: paths[name] for name in entries if name in paths},
         load=lambda name: load_object(reader.object_bytes(name), file=path, item=name),
         reader=reader,

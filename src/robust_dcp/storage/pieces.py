@@ -113,6 +113,12 @@ def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int
         yield (begin, *zeros), (min(step, shape[0] - begin), *shape[1:])
 
 
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor, or one with these properties, can be cut into pieces. Sparse and quantized tensors are read as
+    objects are."""
+    return tensor.layout is torch.strided and not str(tensor.dtype).startswith(("torch.qint", "torch.quint"))
+
+
 class PieceReader:
     """Reads pieces of tensors, and objects as bytes. Nothing runs the objects.
 
@@ -135,11 +141,11 @@ class PieceReader:
 
     @cached_property
     def tensors(self) -> dict[str, NamedTensor]:
-        """The tensors of the checkpoint by name, in the order of the metadata."""
+        """The tensors of the checkpoint that :func:`is_plain`, by name, in the order of the metadata."""
         return {
             name: NamedTensor(name, entry.properties.dtype, tuple(entry.size))
             for name, entry in self.metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, TensorStorageMetadata) and is_plain(entry.properties)
         }
 
     def read_into(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> None:

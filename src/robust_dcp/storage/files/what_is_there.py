@@ -12,7 +12,7 @@ from typing import Final
 from robust_dcp.on_demand import errors
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file, is_url
+from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file, is_url, metadata_name
 
 TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
 """Megatron-LM writes this file beside its ``iter_*`` directories."""
@@ -35,6 +35,8 @@ def what_is_there(disk: Disk, path: str) -> str:
             names = _names_in(disk, path)
             if names is None:
                 return _of_file(disk, path)
+            if metadata_name(0) in names:
+                return "each rank has saved for itself: torch.distributed.checkpoint.load reads what such ranks saved"
             if any(map(is_data_file, names)):
                 return "there are data files, so a save was not finished, or its .metadata is lost"
             return f"the directory is there, {_contents_of(disk, path, names)}"

@@ -92,8 +92,8 @@ class MetadataSource:
             shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self._disk, self._path)
             if shards:
                 return encode_metadata(metadata_of_shards(self._disk, self._path, shards))
-            message = f"no {metadata_name(rank)} in {self._path}: no checkpoint was committed there"
-            message += f"\n  {what_is_there(self._disk, self._path)}"
+            what = what_is_there(self._disk, self._path)
+            message = f"no {metadata_name(rank)} in {self._path}: no checkpoint was committed there; {what}"
             raise StorageError(message, path=path, errno=error.errno, operation="open") from error
         check_metadata(data, path)
         self._was_read = rank, fit_of([data])
