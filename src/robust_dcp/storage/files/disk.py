@@ -289,13 +289,14 @@ class Disk:
         Returns:
             the directories that this call made, the outermost first. If it fails, none of them stays.
         """
-        path, made = os.path.abspath(path), list[str]()
+        # Not `abspath`, which takes `link/..` for the directory of the link.
+        path, made = os.path.join("" if os.path.isabs(path) else os.getcwd(), path), list[str]()
         missing = []
         while not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path)
-        parent = os.path.dirname(path)
-        if not missing and parent != path and os.access(parent, os.R_OK):
+        parent = os.path.dirname(path.rstrip(os.sep))
+        if not missing and os.access(parent, os.R_OK):
             # A process may have made the directory and been killed before it synced that.
             self.fsync_directory(parent)
         try:
@@ -343,7 +344,7 @@ class Disk:
         If the directory does not exist, its nearest parent counts. A file system that does not say how large it is has
         room for everything.
         """
-        path = os.path.abspath(path)  # a relative one has no parent to look at
+        path = os.path.join("" if os.path.isabs(path) else os.getcwd(), path)  # a relative one has no parent to look at
         while not os.path.isdir(path) and os.path.dirname(path) != path:
             path = os.path.dirname(path)
         number = _call("look at", path, os.stat, path).st_dev

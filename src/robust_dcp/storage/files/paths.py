@@ -197,8 +197,9 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     """The path to open for ``relative_path``, with symbolic links followed and checked.
 
     A checkpoint that was copied or unpacked may contain symbolic links. A link is followed if it stays in the
-    directory, or if it leads to a data file of the same name, as somebody makes it who moves a file to another mount. A
-    link to ``/etc/passwd`` or to a private key is refused.
+    directory, or if it leads to a data file of the same name, as somebody makes it who moves a file to another mount.
+    In Hugging Face's cache, it is followed from ``snapshots/<revision>/`` to ``blobs/``. A link to ``/etc/passwd`` or
+    to a private key is refused.
 
     Raises:
         UnsafeCheckpoint: the path, or a link in it, leads somewhere else.
@@ -210,6 +211,9 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     resolved, home = disk.resolve(path), disk.resolve(directory)
     if os.path.commonpath([resolved, home]) == home:
         return resolved
+    cache, of_cache, _ = home.rpartition("/snapshots/")
+    if of_cache and os.path.dirname(resolved) == os.path.join(cache, "blobs"):
+        return path  # its ending says what kind of file it is, and a blob's name has none
     name = os.path.basename(relative_path)
     if os.path.basename(resolved) == name and is_data_file(name):
         return resolved
