@@ -244,6 +244,7 @@ def test_a_rank_killed_between_the_commits_of_two_nodes_leaves_a_checkpoint_that
     assert outcomes[killed].exitcode == -9
     one, other = values(on(places, ("a", "b"), load_either))
     assert one == other and one in steps and in_the_way(places) == []
+    assert len({data.suffixes[0] for data in Path(places[1]).glob("*/ckpt/*.distcp")}) == 1  # the mark of one save
 
 
 @pytest.mark.parametrize(

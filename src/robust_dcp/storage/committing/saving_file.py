@@ -394,7 +394,7 @@ def find_left_overs(
     for save in saves if needed is not None else ():
         if save.is_over:
             left = made_by(save)
-            if save.record is not None and save.record.save_id == committed_by:
+            if save.record is not None and mark_of(committed_by or "") == save.mark:
                 # It was killed after its commit. Of the files that it replaced, those without a mark may have been
                 # written anew by stock.
                 replaced = set(save.record.replaces) & set(names)
