@@ -216,10 +216,15 @@ def test_safetensors_and_stocks_reader_read_our_files(tmp_path: Path, options: d
         assert differences(tensors(1), target) == []
 
 
-def test_another_planner_than_ours_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BaseException, match="pass planner=RobustPlanner") as caught:
-        dcp.save({"w": torch.rand(3)}, storage_writer=RobustWriter(tmp_path, layout="safetensors"))
-    assert isinstance(caught.value, (ValueError, dcp.api.CheckpointException))
+@pytest.mark.parametrize("layout", ["safetensors", "torch"])
+def test_another_planner_than_ours_is_refused_where_it_cannot_plan_and_leaves_nothing(
+    layout: str, tmp_path: Path
+) -> None:
+    """One that keeps its plans would give the files of the next save the names of this one's."""
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=layout == "torch")
+    with pytest.raises(BaseException, match=r"pass planner=RobustPlanner\(\)") as caught:
+        dcp.save({"w": torch.rand(3)}, storage_writer=RobustWriter(tmp_path / "c", layout=layout), planner=planner)
+    assert isinstance(caught.value, (ValueError, dcp.api.CheckpointException)) and os.listdir(tmp_path) == []
 
 
 def test_a_model_in_the_cache_of_hugging_face_is_loaded(tmp_path: Path) -> None:

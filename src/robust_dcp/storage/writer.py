@@ -237,15 +237,23 @@ class RobustWriter(StorageWriter):
     def _write_unplanned(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write the plan of a planner that is not ours. Items get places as they come, on this rank alone. A rank that
         does not commit first makes sure that it writes into the coordinator's directory."""
+        rank, mark = plan.storage_data or (0, self.mark)
+        error: Exception | None = None
         if self.layout.plans_places:
-            raise ValueError(
+            error = ValueError(
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
                 f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
             )
-        rank, mark = plan.storage_data or (0, self.mark)
-        self.adopt(mark)
-        if plan.storage_data and not self._is_coordinator and self.directory.join():
-            error = not_one_directory(self.path, f"rank {rank}", "A save by torch.distributed.checkpoint")
+        elif getattr(planner, "_enable_plan_caching", False):  # its next plan would hold the mark of this save
+            error = ValueError(
+                f"RobustWriter cannot write plans that {type(planner).__name__} keeps from save to save; pass "
+                "planner=RobustPlanner(), which keeps its own, or enable_plan_caching=False"
+            )
+        else:
+            self.adopt(mark)
+            if plan.storage_data and not self._is_coordinator and self.directory.join():
+                error = not_one_directory(self.path, f"rank {rank}", "A save by torch.distributed.checkpoint")
+        if error is not None:
             self.directory.roll_back(error)
             raise error
         planned = [item.tensor_data for item in plan.items]
