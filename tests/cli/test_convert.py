@@ -213,7 +213,7 @@ def test_a_target_that_exists_stays_unless_forced_and_one_of_another_kind_stays_
         assert shell("convert", source, target, "--to", form, "--select", "step").code == 0
         assert shell("convert", source, target, "--to", form).code == 2
         assert shell("convert", source, target, "--to", form, "--force").code == 0
-    for form, name in (("dcp", "file"), ("torch", "directory")):
+    for form, name in (("dcp", "file"), ("torch", "directory"), ("dcp", ".")):
         ended = shell("convert", source, tmp_path / name, "--to", form, "--force")
         assert ended.code == 2 and "is not replaced" in ended.err
     assert "model" in torch.load(tmp_path / "file")

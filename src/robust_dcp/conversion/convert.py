@@ -27,7 +27,7 @@ from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
-from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, directory_path
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.model_file import INDEX_NAME, check_dtypes, in_shards, index_of, write_model_file
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
@@ -152,7 +152,8 @@ def convert(
         layout: for ``dcp``: the layout of the data files, as for ``RobustWriter``.
         max_shard_nbytes: for ``safetensors``: most bytes of tensors in one file.
         config: for ``safetensors``: a directory whose ``config.json`` and tokenizer are copied into the target.
-        overwrite: whether to replace a target that exists. It stays until the new one is whole.
+        overwrite: whether to replace a file, a checkpoint or a model that exists, with all that lies in its directory.
+            It stays until the new one is whole.
         buffer_nbytes: about how much data is in memory at a time.
         progress: called with the bytes of tensors that were written, and of all.
 
@@ -363,12 +364,13 @@ def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise StorageError(f"{path} is there already; pass overwrite=True (--force) to replace it", path=path)
-    if (form == "torch") == os.path.isdir(path):
-        there, made = ("directory", "file") if form == "torch" else ("file", "directory")
+    names = Disk().list_directory(path) if os.path.isdir(path) else None
+    there = "file" if names is None else "directory"
+    if names and not any(name.endswith((METADATA_NAME, SAFETENSORS_SUFFIX)) for name in names):
+        there = "directory without a checkpoint or a model"
+    if there != ("file" if form == "torch" else "directory"):
         raise StorageError(
-            f"{path} is there, and is not replaced, because it is a {there}, and a {made} is to be made; remove it, or "
-            "take another name",
-            path=path,
+            f"{path} is there, and is not replaced, because it is a {there}; remove it, or take another name", path=path
         )
 
 
