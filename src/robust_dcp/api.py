@@ -189,8 +189,9 @@ def open_save(
 def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str, Any]) -> LocalStructure:
     """The structure of what this rank saves."""
     refuse_other_than_dict(state_dict)
-    if session.moves_to is not None:
-        filesystem_of(session.moves_to)
+    for place in (session.moves_to, getattr(session.writer, "drain_to", None)):
+        if place is not None and local_path_of(place) is None:
+            filesystem_of(place)
     meta = None if session.writer is None else session.writer.storage_meta()
     values = {**state_dict, **{key: each.values for key, each in stand_ins_for(state_dict).items()}}
     planner.set_up_planner(values, meta, session.channel.is_coordinator)

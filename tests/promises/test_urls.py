@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import RobustReader, RobustWriter
+from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter
 
 URLS: list[Any] = [
     "s3://bucket/step_1",
@@ -58,6 +58,8 @@ def test_a_url_of_an_unknown_kind_is_refused_before_anything_is_made(
     monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path))
     with pytest.raises(ValueError, match="'x://y' is a URL that cannot be used: Protocol not known: x"):
         call(state_dict(), checkpoint_id="x://y")
+    with pytest.raises(RobustCheckpointError, match="Protocol not known: x"):
+        robust_dcp.save(state_dict(), storage_writer=RobustWriter(tmp_path / "here", drain_to="x://y"))
     assert not RobustReader.validate_checkpoint_id("x://y") and RobustReader.validate_checkpoint_id("memory://a/b")
     assert os.listdir(tmp_path) == []
 
