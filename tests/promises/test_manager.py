@@ -449,6 +449,7 @@ def saves(step: Any, **options: Any) -> Callable[[Path], object]:
         (saves(1, metrics={"loss": None}), ValueError, "must be a number"),
         (saves(1, metrics={"loss": "low"}), ValueError, "must be a number"),
         (saves(1, metrics={"lo\udcffss": 1.0}), ValueError, "must be a number"),
+        (saves(1, metrics={"loss": 10**400}), ValueError, "must be a number"),
         (saves(1, metrics={3: 1.0}), ValueError, "must be a number"),
     ],
 )
@@ -511,6 +512,11 @@ class TestLoads:
         for error in errors(run_ranks(2, load_what_is_there, str(tmp_path))):
             assert error.type_name == "CorruptCheckpoint" and "none of the 4 checkpoints" in error.message
             assert all(f"step_{step}" in error.message for step in (10, 20, 30, 40))
+
+    def test_the_path_may_be_no_utf_8(self, tmp_path: Path) -> None:
+        root = os.path.join(tmp_path, os.fsdecode(b"\xff"))
+        values(run_ranks(2, save_on_all_ranks, root, 10))
+        assert values(run_ranks(2, load_what_is_there, root)) == [(10, 10.0, [])] * 2
 
     def test_a_checkpoint_that_does_not_fit_is_no_damaged_one(self, tmp_path: Path) -> None:
         save_steps(CheckpointManager(tmp_path), 10, 20)

@@ -347,14 +347,15 @@ class CheckpointManager:
             rest = [each for each in reversed(checkpoints) if each != latest]
             # A job that has gone back to an earlier step has left those behind that have a higher one; they come last.
             rest.sort(key=lambda each: each.step > latest.step and each.saved_seconds < latest.saved_seconds)
-            return _Candidates((latest, *rest))
+            # Names only: the path may be no UTF-8.
+            return _Candidates(tuple(msgspec.structs.replace(each, path=each.name) for each in (latest, *rest)))
 
         channel = Channel.for_group(self._group, operation=f"look for checkpoints in {self.root}")
         candidates = channel.broadcast("candidates", look, _Candidates).checkpoints
         if not candidates and channel.size > 1:  # the coordinator's node may be a new one that has nothing yet
             of_all = channel.all_gather("candidates of other nodes", look, _Candidates)
             candidates = next((each.checkpoints for each in of_all if each.checkpoints), ())
-        return candidates
+        return [msgspec.structs.replace(each, path=os.path.join(self.root, each.path)) for each in candidates]
 
     def _tidy_up(self, report: SaveReport, note: Callable[[], None]) -> None:
         """A save is committed: what goes wrong from here on costs space, and is no failure of it.
@@ -401,6 +402,6 @@ def _noted(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     try:
         numbers = {str.encode(name).decode(): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, RuntimeError) as error:  # a lone surrogate is no text, and a ValueError
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # a lone surrogate is a ValueError
         raise ValueError(f"a metric must be a number with a name, got {dict(metrics)!r}: {error}") from error
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
