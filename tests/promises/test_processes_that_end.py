@@ -221,10 +221,12 @@ def test_many_groups_cost_few_open_files_and_threads_and_groups_that_are_made_an
     script = """
 import threading
 store = store_of_rank_0()
-counts = []
+counts, kept = [], []
 for attempt in range(8):
     dist.init_process_group("gloo", store=dist.PrefixStore(f"{attempt}", store), rank=rank, world_size=size)
     robust_dcp.save(state(attempt), checkpoint_id=f"{path}/1", timeout_seconds=30)
+    plugins = {"storage_writer": robust_dcp.RobustWriter(f"{path}/2"), "planner": robust_dcp.RobustPlanner()}
+    kept.append(dist.checkpoint.save(state(attempt), **plugins))
     if attempt == 7:
         break
     dist.destroy_process_group()

@@ -199,6 +199,7 @@ class SaveSession:
                         self._checks_room = agreement.count(_NEEDS_ROOM) > 0  # ask only if room is short
                     else:
                         self._make_plan(agreement)
+                    self.local = replace(self.local, digests_of=None)  # or the planner and its session hold each other
                 if self.writer is not None:
                     self.writer.adopt(agreement.told)
                     # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait

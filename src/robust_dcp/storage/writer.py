@@ -271,7 +271,7 @@ class RobustWriter(StorageWriter):
 
     @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        save: Any = getattr(metadata, "save", None)
+        save: Any = vars(metadata).pop("save", None)  # who keeps the metadata does not keep the save
         if hasattr(save, "write_items"):
             save.commit()
             return

@@ -127,8 +127,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
             raise _StaysStock(f"{type(stager).__name__} stages in a way of its own")
         copies_in_the_background = getattr(getattr(stager, "_config", None), "use_async_staging", False)
         staging: Any = "lazy" if copies_in_the_background else "full"
-        kind = given.pop("async_checkpointer_type", None)
-        arguments = {**_save_arguments(given), "async_checkpointer_type": kind}
+        arguments = {"async_checkpointer_type": given.pop("async_checkpointer_type", None), **_save_arguments(given)}
     except _StaysStock as why:
         log_left_to_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)
