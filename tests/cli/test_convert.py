@@ -195,6 +195,8 @@ def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_pa
         (["--to", "safetensors", "--max-shard-size", "many"], "no size"),
         (["--to", "safetensors", "--exclude", "*complex*", "--config", "nowhere"], "there is no config.json"),
         (["--to", "torch", "--config", "."], "--config is for --to safetensors"),
+        (["--to", "dcp", "--flat"], "--flat is for --to torch"),
+        (["--to", "torch", "--layout", "safetensors"], "--layout is for --to dcp"),
     ],
 )
 def test_what_cannot_be_made_is_said_and_nothing_is_left(

@@ -60,6 +60,7 @@ def test_values_that_differ_are_counted_and_measured(tmp_path: Path) -> None:
     robust_dcp.save(state(), checkpoint_id=tmp_path / "1")
     robust_dcp.save(other, checkpoint_id=tmp_path / "2")
     assert diff(tmp_path / "1", tmp_path / "2")[0] == 0  # the structure is the same
+    assert diff(tmp_path / "1", tmp_path / "2", "--tolerance", 1)[0] == 2  # values are not compared
     for tolerance in (0.4, 1e9):
         assert diff(tmp_path / "1", tmp_path / "2", "--values", "--tolerance", tolerance)[0] == 1  # NaN is no number
     code, found = diff(tmp_path / "1", tmp_path / "2", "--values")

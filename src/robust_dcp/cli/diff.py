@@ -33,6 +33,8 @@ def declare(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print how two checkpoints differ."""
+    if options.tolerance and not options.values:
+        raise CommandFailed("--tolerance says which values count as equal: compare them with --values")
     both, pattern = (open_checkpoint(options.first), open_checkpoint(options.second)), options.pattern
     for each in both:
         Output.say(summary(each))

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from tempfile import NamedTemporaryFile
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -163,6 +163,12 @@ def convert(
         CorruptCheckpoint, UnsafeCheckpoint: the source is damaged, or no data.
     """
     layout_named(layout)
+    if form not in get_args(Form):
+        raise ValueError(f"form is one of {', '.join(get_args(Form))}, not {form!r}")
+    asked = {"--flat": flat, "--layout": layout != "torch", "--config": config is not None}
+    for option, made in (("--flat", "torch"), ("--layout", "dcp"), ("--config", "safetensors")):
+        if asked[option] and form != made:
+            raise ValueError(f"{option} is for --to {made}, not for --to {form}")
     if form == "torch" and os.path.isfile(source):
         raise ValueError(f"{os.fspath(source)} is a file of torch.save already: change it with torch.load, torch.save")
     disk = Disk()
@@ -172,7 +178,7 @@ def convert(
     is_model = form == "safetensors"
     if is_model:
         check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
-    beside = _beside(config, form)
+    beside = _beside(config)
     with _made_beside(disk, path) as made:
         _check_target(path, form, overwrite=overwrite)
         if is_model:
@@ -318,12 +324,10 @@ def _empty(tensor: NamedTensor, directory: str) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(storage).view(tensor.shape)
 
 
-def _beside(config: str | os.PathLike[str] | None, form: Form) -> list[str]:
+def _beside(config: str | os.PathLike[str] | None) -> list[str]:
     """The files to copy from the directory of a Hugging Face model."""
     if config is None:
         return []
-    if form != "safetensors":
-        raise ValueError("--config is for --to safetensors: only a Hugging Face model has a config.json")
     names = sorted(os.listdir(config)) if os.path.isdir(config) else []
     if "config.json" not in names:
         raise ValueError(f"--config {os.fspath(config)}: there is no config.json")
