@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import fnmatch
 import logging
 import os
@@ -630,8 +631,19 @@ class TestRemovals:
         CheckpointManager(tmp_path, keep_last=1).prune()
         assert sorted(os.listdir(tmp_path)) == ["latest", "step_2"]
 
-    def test_a_load_holds_the_checkpoint_that_it_reads(self, tmp_path: Path) -> None:
-        manager = CheckpointManager(tmp_path, keep_last=1)
+    @pytest.mark.parametrize("file_system", ["local", "nfs"])
+    def test_a_load_holds_the_checkpoint_that_it_reads(
+        self, file_system: str, tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        lock, manager = fcntl.flock, CheckpointManager(tmp_path, keep_last=1)
+
+        def lock_on_nfs(fd: int, operation: int) -> None:
+            if operation & fcntl.LOCK_EX and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise OSError(errno.EBADF, "only for a file that is open for writing")
+            lock(fd, operation)
+
+        if file_system == "nfs":
+            monkeypatch.setattr(fcntl, "flock", lock_on_nfs)
         robust_dcp.save({"slow": {"value": torch.ones(3)}}, checkpoint_id=manager.path_of(1))
         robust_dcp.load({"slow": SlowToLoad(manager)}, checkpoint_id=manager.path_of(1))
         assert [each.step for each in manager.checkpoints()] == [1, 2]

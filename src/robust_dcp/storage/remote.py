@@ -374,7 +374,7 @@ class RemoteDisk(Disk):
         self._filesystem, _ = filesystem_of(url)
         self._calls = calls or Calls()
 
-    def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
+    def open_read(self, path: str, *, direct: bool = False, flags: int = os.O_RDONLY) -> OpenFile:
         info = self._info(path)
         if info.get("type") == "directory":
             raise StorageError(f"open {path}: it is a directory", path=path, errno=errno.EISDIR, operation="open")

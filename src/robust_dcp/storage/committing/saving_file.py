@@ -169,8 +169,17 @@ def not_being_loaded(disk: Disk, directory: str) -> Iterator[bool]:
     Raises:
         StorageError: ``.metadata`` cannot be opened.
     """
-    with disk.reading(os.path.join(directory, METADATA_NAME)) as file:
+    path = os.path.join(directory, METADATA_NAME)
+    try:
+        file = disk.open_read(path, flags=os.O_RDWR)  # NFS locks no other file for one process alone
+    except errors.StorageError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        file = disk.open_read(path)
+    try:
         yield disk.lock(file) is not False
+    finally:
+        disk.close(file)
 
 
 @dataclass(frozen=True)

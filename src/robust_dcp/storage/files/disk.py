@@ -182,13 +182,13 @@ class Disk:
         """
         return _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create", direct=direct)
 
-    def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
+    def open_read(self, path: str, *, direct: bool = False, flags: int = os.O_RDONLY) -> OpenFile:
         """Open an existing regular file for reading; ``direct`` as for :meth:`open_new`.
 
         A FIFO, a device or a directory is refused without waiting.
         """
         # O_NONBLOCK, because opening a FIFO blocks until somebody writes to it.
-        file = _open(path, os.O_RDONLY | os.O_NONBLOCK, "open")
+        file = _open(path, flags | os.O_NONBLOCK, "open")
         try:
             status = _call("look at", path, os.fstat, file.fd)
             file.nbytes = status.st_size
