@@ -310,16 +310,17 @@ class Channel:
             tell(progress)
 
     def stop_if_announced(self) -> None:
-        """Leave this rank's work if another rank has announced a failure. It is cheap enough for a loop over items, and
-        any thread may call it.
+        """Leave this rank's work if another rank has announced a failure, or the deadline has passed. It is cheap
+        enough for a loop over items, and any thread may call it.
 
         Raises:
             Stopped: let it leave ``produce``. The exchange then raises the failure that was announced.
+            ExchangeTimeout: the deadline has passed. Let it leave ``produce`` as well.
         """
         self._operation.stop_if_announced()
 
     def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Between blocks of data, report how far this rank is, and leave its work if another rank has failed."""
+        """Between blocks of data, report how far this rank is, and leave its work as :meth:`stop_if_announced` does."""
         self.note_progress(done_nbytes, total_nbytes)
         self.stop_if_announced()
 
