@@ -374,12 +374,14 @@ class Copy:
         """
         target, own = self._target, self.manifest.names
         there = target.files()
-        self._metadata_at_target(there)  # after a look at the claims: a copy whose claim is gone has committed by now
+        left = [name for name in there if _has_mark(name) and name not in own]
+        if left:  # after a look at the claims: a copy whose claim is gone has committed by now
+            self._metadata_at_target(there)
         try:
             target.remove_unfinished()
             others = self._claims_of_others(there)
-            left = [] if others else [name for name in there if _has_mark(name) and name not in own]
-            for name in (*left, *(name for name in there if _is_claim(name) and name not in others)):
+            over = [name for name in there if _is_claim(name) and name not in others]
+            for name in over if others else [*left, *over]:
                 target.remove(name)
             target.sync()
         except RobustCheckpointError as error:
