@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -422,3 +423,11 @@ def test_a_checkpoint_that_is_replaced_by_a_shorter_one_while_it_is_read_is_neve
         if not replace.called:
             assert number > 1
             return
+
+
+def test_a_save_by_stocks_planner_that_has_failed_is_over_though_its_writer_is_kept(tmp_path: Path) -> None:
+    failed = RobustWriter(tmp_path)
+    with pytest.raises(BaseException, match="cannot pickle"):
+        dcp.save({"w": torch.ones(3), "lock": threading.Lock()}, storage_writer=failed, no_dist=True)
+    dcp.save({"w": torch.ones(3)}, storage_writer=RobustWriter(tmp_path), no_dist=True)
+    assert failed.disk and not list(tmp_path.glob(".robust_dcp.saving*"))

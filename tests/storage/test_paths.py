@@ -77,6 +77,8 @@ def test_a_link_is_followed_to_a_data_file_of_its_name_only(tmp_path: Path) -> N
 
     assert located("__0_0.distcp") == os.path.realpath(mount / "__0_0.distcp")
     assert located("__0_4.distcp") == os.path.realpath(directory / "inside")
-    for name in ("__0_2.distcp", "__0_3.distcp", "secret", "out/secret"):
+    (tmp_path / "blobs").symlink_to(mount)  # only from `snapshots/…` a link to what lies in `blobs` is followed
+    (directory / "blob").symlink_to(tmp_path / "blobs" / "secret")
+    for name in ("__0_2.distcp", "__0_3.distcp", "secret", "out/secret", "blob"):
         with pytest.raises(UnsafeCheckpoint, match="symbolic link"):
             located(name)

@@ -262,7 +262,11 @@ class RobustWriter(StorageWriter):
         ]
         placements = place_as_they_come(nbytes_of_items, files=self.options.n_files)
         source = WriteItemSource(plan.items, planner.resolve_data)
-        written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        try:
+            written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        except BaseException:
+            self.directory.release()  # its file stays, by which the next save removes what other ranks have written
+            raise
         places = zip(placements.file.tolist(), written.variable_places.tolist(), strict=True)
         return [
             WriteResult(item.index, nbytes, StorageInfo(written.names[file], offset, nbytes))
