@@ -89,6 +89,9 @@ class OptimizerStates:
         by_parameter: whether the options of parameter groups are named by parameter too. torchtitan does this for
             pipeline stages, because their groups differ between ranks.
         stored: the names in the checkpoint to load; ``None`` for a save.
+
+    Raises:
+        RobustCheckpointError: torch cannot name the states. The error names the optimizer.
     """
 
     def __init__(
@@ -108,10 +111,16 @@ class OptimizerStates:
         self._unstored: StateDict = {}
         before = [set(optimizer.state) for optimizer, _ in optimizers]
         for optimizer, module in optimizers:
-            if stored is not None:
-                _make_missing_state(optimizer)
             is_empty = stored is None and not optimizer.state
-            own = self._named(optimizer, module)
+            try:
+                if stored is not None:
+                    _make_missing_state(optimizer)
+                own = self._named(optimizer, module)
+            except Exception as error:
+                raise RobustCheckpointError(
+                    f"the states of {key!r} have no names: torch names what a step without gradients makes, "
+                    f"and {type(optimizer).__name__} raises {type(error).__name__}: {error}. Pass its state_dict()"
+                ) from error
             if is_empty:  # leave out the state that get_optimizer_state_dict has made
                 own = {name: value for name, value in own.items() if not name.startswith("state.")}
                 own.update({"state": {}} if "state" in own else {})
@@ -305,7 +314,8 @@ def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None =
         stored: the names in the checkpoint to load; ``None`` for a save.
 
     Raises:
-        RobustCheckpointError: there are several optimizers under a key, and no module has the parameters of one.
+        RobustCheckpointError: there are several optimizers under a key, and no module has the parameters of one, or
+            torch cannot name the states of one.
     """
     candidates = {key: value for key, value in state_dict.items() if type(value) not in _TENSORS}
     modules = {key: _all_of(value, nn.Module) for key, value in candidates.items()}

@@ -181,11 +181,15 @@ def test_an_optimizer_whose_module_is_not_there_has_stocks_names(tmp_path: Path)
         assert held(other, its_optimizer) == held(model, optimizer)
 
 
-def test_one_of_several_optimizers_without_a_module_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_optimizer_whose_states_have_no_names_is_refused_by_name(tmp_path: Path) -> None:
     model, optimizer = built("plain", seed=1)
-    loose = AdamW([nn.Parameter(torch.ones(2))])
-    with pytest.raises(RobustCheckpointError, match=r"optimizers\[1\] has parameters that are in no module"):
-        robust_dcp.save({"model": model, "optimizers": [optimizer, loose]}, checkpoint_id=tmp_path)
+    loose, no_step = AdamW([nn.Parameter(torch.ones(2))]), torch.optim.LBFGS(model.parameters())
+    for optimizers, words in (
+        ([optimizer, loose], r"optimizers\[1\] has parameters that are in no module"),
+        (no_step, "the states of 'optimizers' have no names: .* LBFGS raises TypeError"),
+    ):
+        with pytest.raises(RobustCheckpointError, match=words):
+            robust_dcp.save({"model": model, "optimizers": optimizers}, checkpoint_id=tmp_path)
 
 
 class WithNamesOfItsOwn(AdamW):
