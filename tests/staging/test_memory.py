@@ -36,19 +36,6 @@ def test_a_later_lease_gets_the_blocks_of_an_earlier_one_if_they_are_as_large() 
         assert lease.take() is not block
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12 on, where threads run as well
-def test_a_forked_process_writes_into_blocks_of_its_own() -> None:
-    block = Block(8192)
-    block.data[:] = 7
-    child = os.fork()
-    if child == 0:
-        block.data[:] = 9
-        os._exit(int(block.data[0]))
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 9
-    assert set(block.data.tolist()) == {7}
-
-
 def _flags_of(block: Block) -> set[str]:
     """What the kernel says of a block's memory."""
     for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:

@@ -100,20 +100,6 @@ def cached_share(directory: Path) -> float:
     return found / total
 
 
-def test_the_third_load_finds_no_more_in_the_cache_than_the_first(tmp_path: Path) -> None:
-    state_dict = {f"weight.{number}": torch.full((3 << 20,), float(number)) for number in range(4)}
-    robust_dcp.save(state_dict, checkpoint_id=tmp_path / "step", no_dist=True)
-    for path in (tmp_path / "step").iterdir():
-        forget(path)
-    before = cached_share(tmp_path / "step")
-    for _ in range(3):
-        for value in state_dict.values():
-            value.zero_()
-        robust_dcp.load(state_dict, checkpoint_id=tmp_path / "step", no_dist=True)
-        assert [value[-1].item() for value in state_dict.values()] == [0.0, 1.0, 2.0, 3.0]
-        assert cached_share(tmp_path / "step") <= before + 0.2
-
-
 def load_on_a_rank(path: str, names: list[str]) -> None:
     mine = names if len(names) == 1 else [names[dist.get_rank()]]
     state_dict = {name: torch.zeros(3 << 20) for name in mine}
