@@ -170,16 +170,9 @@ def not_being_loaded(disk: Disk, directory: str) -> Iterator[bool]:
         StorageError: ``.metadata`` cannot be opened.
     """
     path = os.path.join(directory, METADATA_NAME)
-    try:
-        file = disk.open_read(path, flags=os.O_RDWR)  # NFS locks no other file for one process alone
-    except errors.StorageError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        file = disk.open_read(path)
-    try:
+    flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY  # NFS locks no other file for one process alone
+    with disk.reading(path, flags=flags) as file:
         yield disk.lock(file) is not False
-    finally:
-        disk.close(file)
 
 
 @dataclass(frozen=True)

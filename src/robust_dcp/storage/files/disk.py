@@ -95,9 +95,9 @@ class Disk:
     # Whole calls, made of those below.
 
     @contextmanager
-    def reading(self, path: str) -> Iterator[OpenFile]:
+    def reading(self, path: str, *, flags: int = os.O_RDONLY) -> Iterator[OpenFile]:
         """The file at ``path``, open for reading in the block."""
-        file = self.open_read(path)
+        file = self.open_read(path, flags=flags)
         try:
             yield file
         finally:
