@@ -77,6 +77,7 @@ class StagedSource(HeldItems):
         self._limit_nbytes = limit_nbytes
         self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._runs_ahead = False  # whether all copies run on that stream
         try:
             self._take(make())
         except Exception as error:
@@ -85,7 +86,7 @@ class StagedSource(HeldItems):
     def _take(self, source: ItemSource) -> None:
         """Note the tensors, and pickle all else, as a save that waits does."""
         self.names, self.expected, self.offsets = source.names, source.expected, source.offsets
-        has_cuda = False
+        devices = set[torch.device]()
         with torch.no_grad():
             for place in range(len(source)):
                 try:
@@ -93,17 +94,19 @@ class StagedSource(HeldItems):
                     if isinstance(data, torch.Tensor):
                         host_address(data)  # raises if its memory was freed
                         data = data.detach()
-                        if is_fixed_size(data):
-                            has_cuda = has_cuda or data.is_cuda
-                        else:
+                        if not is_fixed_size(data):
                             data = saved_by_torch(data)
+                        elif data.is_cuda:
+                            devices.add(data.device)
                 except Exception as error:
                     raise_named(error, source, place)
                 self.data.append(data)
-        if has_cuda:
-            # The copies must come after all work that was queued on the device before this call, on any stream.
-            self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
+        if devices:
+            # The copies must come after all work that was queued on the device before this call, on any stream. That
+            # need not be the current device. If there are several, each copy is waited for: a stream is of one of them.
+            self._stream = torch.cuda.Stream(next(iter(devices)))
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._runs_ahead = len(devices) == 1
 
     def copy(self, phase: AbstractContextManager[object]) -> None:
         """Copy all tensors that are not :attr:`borrowed`, within a phase.
@@ -166,7 +169,7 @@ class StagedSource(HeldItems):
 
     def _copy_batch(self, places: Sequence[int], copies: list[torch.Tensor], originals: list[torch.Tensor]) -> None:
         try:
-            torch._foreach_copy_(copies, originals, non_blocking=self._stream is not None)
+            torch._foreach_copy_(copies, originals, non_blocking=self._runs_ahead)
         except Exception:  # copy one by one, to find out which tensor fails
             place = 0
             try:
