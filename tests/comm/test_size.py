@@ -13,6 +13,7 @@ import pytest
 from robust_dcp.comm import Channel, ExchangeStats, Offer, patience
 from tests.comm.messages import Note
 from tests.harness.network import GlooNetwork, run_channels
+from tests.harness.torch_versions import needs_lazy_connections
 
 
 def n_sockets() -> int:
@@ -26,6 +27,7 @@ def n_sockets() -> int:
     return found
 
 
+@needs_lazy_connections
 @pytest.mark.parametrize("size", [8, 64])
 def test_sockets_bytes_and_the_store_do_not_grow_with_the_group(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank that a busy machine holds up would tell the store where it waits.

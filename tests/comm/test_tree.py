@@ -13,7 +13,7 @@ sizes = st.integers(1, 300)
 
 
 @given(sizes, st.integers(0, 299))
-def test_parents_and_children_agree_and_all_ranks_hang_on_the_root(size: int, root: int) -> None:
+def test_all_ranks_hang_on_the_root_and_those_below_a_rank_follow_it_child_by_child(size: int, root: int) -> None:
     root %= size
     trees = [Tree(rank, size, root) for rank in range(size)]
     assert trees[root].parent is None
@@ -24,13 +24,6 @@ def test_parents_and_children_agree_and_all_ranks_hang_on_the_root(size: int, ro
             depth, at = depth + 1, trees[at.parent]
         assert at.rank == root
         assert depth <= size.bit_length()
-
-
-@given(sizes, st.integers(0, 299))
-def test_the_places_below_a_rank_are_its_own_and_then_those_of_its_children(size: int, root: int) -> None:
-    root %= size
-    for rank in range(size):
-        tree = Tree(rank, size, root)
         below = [place for child in tree.children for place in tree.places_below(child)]
         assert list(tree.below) == [tree.below.start, *below]
         assert tree.ranks_by_place[tree.below.start] == rank

@@ -356,8 +356,7 @@ def test_a_hundred_thousand_items_are_saved_and_loaded(tmp_path: Path) -> None:
     assert report.items == 100_000
     found = torch.zeros_like(numbers)
     targets = {f"layer.{n}.weight": found[3 * n : 3 * n + 3] for n in range(100_000)}
-    reader = RobustReader(tmp_path, buffer_bytes=64 << 20)
-    loaded = robust_dcp.load(targets, storage_reader=reader, no_dist=True)
+    loaded = robust_dcp.load(targets, storage_reader=RobustReader(tmp_path, buffer_bytes=64 << 20), no_dist=True)
     assert torch.equal(found, numbers)
     assert loaded.items == 100_000
     assert loaded.peak_buffer_nbytes <= 64 << 20

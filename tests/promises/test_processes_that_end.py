@@ -11,6 +11,7 @@ import torch
 import robust_dcp
 from tests.faults.disk import LONG_TESTS
 from tests.harness.ranks import run_program
+from tests.harness.torch_versions import needs_lazy_connections
 
 _SAVE_AND_DIE = """
 dist.init_process_group("gloo")
@@ -217,6 +218,7 @@ def test_ranks_that_end_right_after_the_verdict_of_a_failed_load_all_get_it(turn
     assert {each.exitcode for each in ended} == {3}
 
 
+@needs_lazy_connections
 def test_many_groups_cost_few_open_files_and_threads_and_groups_that_are_made_anew_no_more(tmp_path: Path) -> None:
     script = """
 import threading

@@ -172,9 +172,7 @@ class Connections:
             self._make_group(look)
             self._ask(lambda store: store.set(f"{self._rank} to {peer}", "\t".join(self._here)), look)
             announced()
-            self._await([f"{peer} to {self._rank}"], look)
-            told: bytes = self._ask(lambda store: store.get(f"{peer} to {self._rank}"), look)
-            there = Whereabouts(*told.decode(errors="replace").split("\t"))
+            (there,) = self._await([f"{peer} to {self._rank}"], look)
             self._here.refuse_loopback(there)
             there.refuse_loopback(self._here)
             try:
@@ -209,10 +207,12 @@ class Connections:
             options._timeout = _CONNECT_TIMEOUT if is_lazy else 10 * _CONNECT_TIMEOUT
             options._threads = 1
             if not is_lazy:
-                self._ask(lambda store: store.set(f"{self._rank} is here", ""), look)
+                self._ask(lambda store: store.set(f"{self._rank} is here", "\t".join(self._here)), look)
                 self._awaits_all = True
-                self._await([f"{rank} is here" for rank in range(self._size)], look)
+                everywhere = self._await([f"{rank} is here" for rank in range(self._size)], look)
                 self._awaits_all = False
+                for there in everywhere:
+                    self._here.refuse_loopback(there)
             store = dist.PrefixStore("gloo", self._ask(lambda store: store, look))
             group = _call(dist.ProcessGroupGloo, store, self._rank, self._size, options)
             with self._changed:
@@ -228,7 +228,8 @@ class Connections:
         )
         return missing
 
-    def _await(self, keys: list[str], look: Callable[[], None]) -> None:
+    def _await(self, keys: list[str], look: Callable[[], None]) -> list[Whereabouts]:
+        """Wait for what other ranks say of themselves under ``keys`` of the store."""
         pause_seconds = _FIRST_POLL_SECONDS
         while not self._ask(lambda store: store.check(keys), look):
             look()
@@ -236,6 +237,8 @@ class Connections:
                 raise Broken("the connections were dropped")
             time.sleep(pause_seconds)
             pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)
+        told: list[bytes] = self._ask(lambda store: [store.get(key) for key in keys], look)
+        return [Whereabouts(*each.decode(errors="replace").split("\t")) for each in told]
 
     def new_tag(self) -> int:
         """A tag for a payload, which no other payload of this rank has."""
