@@ -437,7 +437,7 @@ def test_whoever_is_killed_during_an_async_save_no_checkpoint_is_lost(kill: Kill
 
 @pytest.mark.parametrize("way", ["thread, lazy", "process, full"])
 def test_no_copy_is_torn_while_a_thread_writes_all_the_time(tmp_path: Path, way: str) -> None:
-    assert values(run_ranks(2, be_rank, way, 3, 1, str(tmp_path), timeout_seconds=150)) == [[], []]
+    assert values(run_ranks(2, be_rank, way, 2, 1, str(tmp_path), timeout_seconds=150)) == [[], []]
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])

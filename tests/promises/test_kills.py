@@ -16,7 +16,7 @@ from tests.faults.disk import CHANGES, LONG_TESTS, FaultDisk, each_call
 from tests.faults.power import cut_power
 from tests.promises.scenarios import SCENARIOS, Scenario, where
 
-EVERY = {"overwrite": 1, "save": 2, "safetensors": 2, "copy": 4, "load": 3}
+EVERY = {"overwrite": 2, "save": 3, "safetensors": 3, "copy": 5, "load": 4}
 """Each so many-th call is tried, from a place that is drawn. The others make much the same calls."""
 
 
@@ -52,8 +52,8 @@ def test_a_kill_before_any_call_leaves_what_was_there_or_what_is_new(
 # --- power cuts -------------------------------------------------------------------------------------------------------
 
 
-STATES = {"overwrite": 500, "save": 150, "manager": 30}
-"""So many states are drawn, and 60 of the other scenarios. Behind some of them the scenario is done once more."""
+STATES = {"overwrite": 300, "save": 100, "manager": 30}
+"""So many states are drawn, and 40 of the other scenarios. Behind some of them the scenario is done once more."""
 
 NEXT_TRIES = 10
 
@@ -79,7 +79,7 @@ def test_a_power_cut_after_any_call_leaves_what_was_there_or_what_is_new(scenari
     seed = random.randrange(1 << 30)
     print(f"{len(calls)} calls, {len(states)} states, seed {seed}")
     dice = random.Random(seed)
-    n_drawn = len(states) if LONG_TESTS else min(STATES.get(scenario.name, 60), len(states))
+    n_drawn = len(states) if LONG_TESTS else min(STATES.get(scenario.name, 40), len(states))
     drawn = sorted(dice.sample(range(len(states)), n_drawn))
     tried_next = set(dice.sample(drawn, NEXT_TRIES))
     left = set()

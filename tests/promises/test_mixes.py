@@ -127,7 +127,7 @@ write_options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=28, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     st.data(),
     st.sampled_from(["torch", "torch", "safetensors", "stock's planner", "stock"]),

@@ -26,7 +26,7 @@ from tests.promises.scenarios import SAVES, SCENARIOS, Scenario, generation, sav
 
 REFUSALS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "EACCES", "EPERM", "ESTALE", "EMFILE", "ETIMEDOUT", "ENOTCONN")
 EVERYTHING = CHANGES | {"open", "read", "close", "list", "stat", "room", "lock"}
-EVERY = {"overwrite": 4, "load": 2, "manager": 20, "copy": 15, "convert-dcp": 40, "convert-torch": 40}
+EVERY = {"overwrite": 6, "load": 3, "manager": 25, "copy": 20, "convert-dcp": 40, "convert-torch": 40}
 """Each so many-th call is tried, from a place that is drawn; of other scenarios each tenth."""
 
 
