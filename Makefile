@@ -169,7 +169,7 @@ bench: $(INSTALLED)
 torture: $(INSTALLED)
 	@set -e; for name in $(CAMPAIGNS); do echo "== $$name"; $(BIN)/python -W ignore -m torture.$$name --seed $(SEED); done
 	LONG_TESTS=1 $(BIN)/python -m pytest --timeout 0 $(addprefix tests/promises/test_,kills.py ranks.py refusals.py \
-	  damage.py other_savers.py round_trips.py)
+	  damage.py other_savers.py round_trips.py mixes.py)
 
 gpu:
 	GPU_PYTHON=$(GPU_PYTHON) scripts/gpu.sh

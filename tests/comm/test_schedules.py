@@ -16,5 +16,5 @@ def test_whatever_goes_wrong_all_survivors_come_to_one_verdict_in_time_and_none_
     counts = Counter((trial.kind, result.verdict) for trial, result in results)
     # The faults did strike; and what one repetition or a new connection mends was mended.
     for kind in exchanges.KINDS:
-        assert counts[kind, "not struck"] < 15
+        assert counts[kind, "not struck"] < 14
         assert counts[kind, "raised"] == 0 if kind in ("harmless", "cut") else counts[kind, "raised"] > 2

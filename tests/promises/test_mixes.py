@@ -27,7 +27,7 @@ import robust_dcp
 from robust_dcp import PlanConflict, RobustCheckpointError, RobustPlanner, RobustReader, RobustWriter, StorageError
 from robust_dcp.staging import tensor_bytes
 from robust_dcp.storage.writing import emit
-from tests.faults.disk import Call, FaultDisk
+from tests.faults.disk import LONG_TESTS, Call, FaultDisk
 from tests.harness.fingerprints import differences, wrongly_loaded
 from tests.harness.ranks import run_ranks, values
 from tests.harness.state_dicts import DTYPES, pattern
@@ -127,7 +127,7 @@ write_options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=28, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=40 if LONG_TESTS else 28, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     st.data(),
     st.sampled_from(["torch", "torch", "safetensors", "stock's planner", "stock"]),
