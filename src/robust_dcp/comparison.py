@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -26,8 +26,7 @@ _CACHED_NUMEL: Final = 1 << 15
 """So many elements stay in the cache, and torch does not divide them among threads, which would wait for each other."""
 
 
-@dataclass(frozen=True)
-class TensorDifference:
+class TensorDifference(msgspec.Struct, frozen=True):
     """The difference of two tensors, or of pieces of them.
 
     Attributes:

@@ -13,9 +13,10 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -258,8 +259,7 @@ class Problem(NamedTuple):
     found: str
 
 
-@dataclass
-class Findings:
+class Findings(msgspec.Struct):
     """What was found.
 
     Attributes:
@@ -270,8 +270,8 @@ class Findings:
         unverified_nbytes: those that were written without one.
     """
 
-    problems: dict[tuple[str, str | None], Problem] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    problems: dict[tuple[str, str | None], Problem] = msgspec.field(default_factory=dict)
+    notes: list[str] = msgspec.field(default_factory=list)
     checked_nbytes: int = 0
     verified_nbytes: int = 0
     unverified_nbytes: int = 0
@@ -417,15 +417,14 @@ class _Nowhere(DefaultLoadPlanner):
         pass
 
 
-@dataclass
-class _Load:
+class _Load(msgspec.Struct):
     """Loads chunks, a batch at a time, and notes those that cannot be loaded."""
 
     contents: Contents
     findings: Findings
     threads: int | None
     progress: Callable[[int, int], None]
-    n_problems: Counter[str] = field(default_factory=Counter)
+    n_problems: Counter[str] = msgspec.field(default_factory=Counter)
 
     def read_all(self, metadata: Metadata) -> None:
         """Read all that a ``.metadata`` names. Files that are missing or too short were noted before."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, partial
 from itertools import chain, pairwise
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from robust_dcp.errors import ExchangeError, PlanConflict
 
@@ -112,8 +112,7 @@ _COLUMNS: Final[dict[str, tuple[type[np.generic], int | None]]] = {
 """The columns that are hashed and sent: their type, and for those with a row of dimensions what fills it up."""
 
 
-@dataclass(frozen=True, eq=False)
-class Items:
+class Items(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Columns over N items, of one rank or of all. The items of a rank are sorted by (name, offsets).
 
     Strings are in sorted tables of their own, and the columns hold places in these tables. So two state dicts that

@@ -11,7 +11,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -69,8 +68,7 @@ class Written(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, row=row, node=shortened(node_name(rank), _NODE_LENGTH), how=how)
 
 
-@dataclass(eq=False)
-class PhaseClock:
+class PhaseClock(msgspec.Struct, eq=False):
     """The phases of one call on one channel, in order.
 
     Attributes:
@@ -86,8 +84,8 @@ class PhaseClock:
     channel: Channel
     tells: bool = True
     is_async: bool = False
-    records: list[PhaseReport] = field(default_factory=list)
-    started_seconds: float = field(default_factory=time.perf_counter)
+    records: list[PhaseReport] = msgspec.field(default_factory=list)
+    started_seconds: float = msgspec.field(default_factory=time.perf_counter)
     own_write_seconds: float = 0.0
     remarks: tuple[str, ...] = ()
 

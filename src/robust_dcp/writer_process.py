@@ -24,11 +24,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Final, NoReturn
 
+import msgspec
 import torch
 
 from robust_dcp.errors import RobustCheckpointError, failure_of
@@ -61,8 +61,7 @@ _START: Final = (
 _ENVIRONMENT: Final = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ROBUST_DCP": "0"}
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(msgspec.Struct, frozen=True):
     """What a writer process is asked to write. The shared memory with the tensors comes as an open file.
 
     Attributes:

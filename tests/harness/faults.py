@@ -15,8 +15,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
+
+from msgspec.structs import replace
 
 from robust_dcp.comm import Channel
 from robust_dcp.comm.operation import Work

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import zipfile
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isal import isal_zlib
+from msgspec.structs import replace
 
 from robust_dcp.storage.records.record import (
     DATA_ALIGNMENT,
@@ -64,7 +64,7 @@ def record_of(tensor: torch.Tensor) -> bytes:
 
 def facts(record: Record) -> Record:
     """Without what stands around the data."""
-    return dataclasses.replace(record, header=b"", trailer=b"", crc32_at=(), unread_at=())
+    return replace(record, header=b"", trailer=b"", crc32_at=(), unread_at=())
 
 
 def saved_by_torch(tensor: torch.Tensor) -> bytes:

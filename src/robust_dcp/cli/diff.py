@@ -11,8 +11,9 @@ Examples:
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
 from typing import Any, Final
+
+import msgspec
 
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
@@ -87,7 +88,7 @@ def _different_values(
 
     with Output.progress("compare") as progress:
         tensors = [
-            {"name": name, **asdict(difference)}
+            {"name": name, **msgspec.structs.asdict(difference)}
             for name, difference in compare_tensors(first, second, names, progress=progress)
             if difference.exceeds(tolerance)
         ]

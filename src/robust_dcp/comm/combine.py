@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from robust_dcp.comm.tree import Tree
 
@@ -22,8 +23,7 @@ _NOTHING = bytes(SIGNATURE_NBYTES)
 _LAYOUT = struct.Struct(f"<I{SIGNATURE_NBYTES}s{SIGNATURE_NBYTES}s?QIQI{N_FLAGS}I{N_FLAGS}IQ")
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """What a rank says about itself, without any payload.
 
     Attributes:

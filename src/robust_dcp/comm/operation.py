@@ -36,9 +36,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 from isal import isal_zlib
 
 from robust_dcp.comm import patience
@@ -73,8 +73,7 @@ _BEAT = struct.Struct("<idIiQQd")
 _NOBODY = -1
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """What one exchange does on a rank.
 
     Attributes:

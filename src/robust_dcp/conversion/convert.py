@@ -18,6 +18,7 @@ from functools import cache
 from tempfile import NamedTemporaryFile
 from typing import Any, Final, Literal, get_args
 
+import msgspec
 import torch
 
 from robust_dcp.api import save
@@ -48,8 +49,7 @@ _OF_A_MODEL: Final = (
 _SMALL_NBYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """What becomes of items: which go in, and under which names and dtypes.
 
     Attributes:

@@ -6,9 +6,9 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -22,8 +22,7 @@ Path = tuple[str | int, ...]
 _BLOCK_NBYTES: Final = 8 << 20
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """What is converted.
 
     Attributes:

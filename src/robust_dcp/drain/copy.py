@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from robust_dcp.drain.places import Content, Place, open_place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME, DrainRecord, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
@@ -133,8 +135,7 @@ def copy_checkpoint(
     return copy.result
 
 
-@dataclass(frozen=True)
-class _Manifest:
+class _Manifest(msgspec.Struct, frozen=True):
     """What belongs to a checkpoint, whoever has written it.
 
     Attributes:

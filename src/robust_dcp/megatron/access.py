@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -26,8 +25,7 @@ from robust_dcp.plan.global_plan import order_of
 from robust_dcp.structure_cache import Cache
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
+class Held(msgspec.Struct, frozen=True, eq=False):
     """The ShardedTensors and ShardedObjects of one rank.
 
     Attributes:
@@ -126,8 +124,7 @@ is equal to the one computed from the signatures of this exchange. So no rank re
 """
 
 
-@dataclass(frozen=True, eq=False)
-class AccessCheck:
+class AccessCheck(msgspec.Struct, frozen=True, eq=False):
     """One validation on one rank, after the exchange in which all ranks have offered the signatures of their shards.
 
     Attributes:

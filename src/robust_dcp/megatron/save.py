@@ -22,10 +22,10 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -194,15 +194,14 @@ def _is_written_by_ours(strategy: Any) -> bool:
     return is_ours
 
 
-@dataclass(eq=False)
-class _Prepared:
+class _Prepared(msgspec.Struct, eq=False):
     """What one rank has prepared from its state dict."""
 
-    sharded: dict[str, Any] = field(default_factory=dict)
-    facts: ShardFacts = field(default_factory=lambda: ShardFacts([]))
+    sharded: dict[str, Any] = msgspec.field(default_factory=dict)
+    facts: ShardFacts = msgspec.field(default_factory=lambda: ShardFacts([]))
     common_file: bytes | None = None
-    refused: dict[str, NotData] = field(default_factory=dict)
-    digests: common_state.LeafDigests = field(default_factory=lambda: common_state.LeafDigests({}))
+    refused: dict[str, NotData] = msgspec.field(default_factory=dict)
+    digests: common_state.LeafDigests = msgspec.field(default_factory=lambda: common_state.LeafDigests({}))
 
 
 @entry_point

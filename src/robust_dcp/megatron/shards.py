@@ -14,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -117,8 +117,7 @@ def _can_be_kept(facts: Facts) -> bool:
     return True
 
 
-@dataclass(eq=False)
-class _Saved:
+class _Saved(msgspec.Struct, eq=False):
     """What takes part in a save. It is computed from the facts alone. Shards are numbered in the state dict's order.
 
     Attributes:
@@ -132,13 +131,13 @@ class _Saved:
             same tensor.
     """
 
-    by_key: dict[str, list[int]] = field(default_factory=dict)
-    translated: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    structures: list[ItemStructure] = field(default_factory=list)
-    data: list[int | MetadataIndex] = field(default_factory=list)
-    views: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    same: list[tuple[int, int]] = field(default_factory=list)
+    by_key: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    translated: list[str] = msgspec.field(default_factory=list)
+    names: list[str] = msgspec.field(default_factory=list)
+    structures: list[ItemStructure] = msgspec.field(default_factory=list)
+    data: list[int | MetadataIndex] = msgspec.field(default_factory=list)
+    views: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    same: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
     def take_object(self, shards: Sequence[Any], key: str, numbers: list[int]) -> None:
         main = [number for number in numbers if is_main_replica(shards[number].replica_id)]

@@ -7,8 +7,8 @@ once. Runs on the coordinator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -78,8 +78,7 @@ def prefix_offsets(sizes: Int64, spread: Spread) -> Int64:
     return offsets
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(msgspec.Struct, frozen=True):
     """All parts of the tensors of one spread.
 
     Attributes:

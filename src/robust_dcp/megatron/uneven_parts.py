@@ -7,7 +7,6 @@ Owns the description of one DTensor (:class:`Spread`, :func:`describe`) and the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -44,8 +43,7 @@ class Spread(msgspec.Struct, frozen=True):
         return f"{self.ndim} dimensions on a mesh of shape {list(self.mesh_shape)} ({', then '.join(cuts)})"
 
 
-@dataclass(frozen=True)
-class LocalPart:
+class LocalPart(msgspec.Struct, frozen=True):
     """One DTensor as this rank holds it.
 
     Attributes:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -39,8 +39,7 @@ GroupKey = tuple[int, ...]
 """The global ranks of a process group, in group order. A plan depends on nothing else of its group."""
 
 
-@dataclass(frozen=True, eq=False)
-class KnownPlan:
+class KnownPlan(msgspec.Struct, frozen=True, eq=False):
     """What a rank keeps of a plan.
 
     Attributes:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -214,8 +214,7 @@ def _first_pair(offset: Int64, size: Int64) -> tuple[int, int] | None:
     return None
 
 
-@dataclass(frozen=True)
-class Differing:
+class Differing(msgspec.Struct, frozen=True):
     """A value that differs between ranks, or a chunk with several main replicas.
 
     Attributes:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.ma  # np.unique imports it at its first call, and training waits for the first plan
 import numpy.typing as npt
@@ -38,8 +38,7 @@ _MAX_CELLS: Final = 2.0**62
 """How many positions of tensors can be numbered with 63 bits."""
 
 
-@dataclass(frozen=True, eq=False)
-class GlobalPlan:
+class GlobalPlan(msgspec.Struct, frozen=True, eq=False):
     """Which rank writes what.
 
     Attributes:
@@ -114,8 +113,7 @@ def order_of(items: Items) -> Rows:
     return np.argsort(items.name * positions + position, kind="stable")  # rows are in the order of ranks
 
 
-@dataclass(frozen=True, eq=False)
-class _Replicas:
+class _Replicas(msgspec.Struct, frozen=True, eq=False):
     """Rows of :class:`Items` in groups that hold the same chunk.
 
     Attributes:
@@ -162,8 +160,7 @@ def _find_replicas(items: Items) -> _Replicas:
     return groups
 
 
-@dataclass(frozen=True, eq=False)
-class _Claims:
+class _Claims(msgspec.Struct, frozen=True, eq=False):
     """Which rows may be written, where state dicts say which replica counts.
 
     Stock Megatron writes the main replica of a shard (``replica_id`` 0). Its fully parallel save first moves the write

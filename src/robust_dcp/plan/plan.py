@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
@@ -38,8 +37,7 @@ _ITEM_NBYTES: Final = 512  # an upper bound for one item in a stored structure; 
 _FACTOR: Final = 64  # structures usually compress less than this
 
 
-@dataclass(frozen=True, eq=False)
-class LocalStructure:
+class LocalStructure(msgspec.Struct, frozen=True, eq=False):
     """What one rank contributes to the plan: the structure of its state dict, as the planner describes it.
 
     Attributes:
@@ -124,8 +122,7 @@ class PlanReply(msgspec.Struct, frozen=True):
     differing: dict[str, tuple[int, ...]] = {}
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The plan of all ranks, which only the coordinator has.
 
     Attributes:

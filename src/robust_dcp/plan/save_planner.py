@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -152,7 +153,7 @@ class RobustPlanner(DefaultSavePlanner):
             given: options in the place of this planner's, as in :class:`SaveOptions`. ``None`` and ``False`` are none.
         """
         given = {name: value for name, value in given.items() if value is not None and value is not False}
-        options = replace(self.options, **given)
+        options = msgspec.structs.replace(self.options, **given)
         channel = Channel.for_group(
             options.process_group,
             operation=f"save {checkpoint}",

@@ -12,13 +12,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from robust_dcp.comm import Agreement, Channel, Offer
@@ -81,8 +83,7 @@ _SAME_VERDICT_SECONDS: Final = 5.0
 """All ranks hear within that time that a drain has failed."""
 
 
-@dataclass(frozen=True)
-class SaveOptions:
+class SaveOptions(msgspec.Struct, frozen=True):
     """How a save is planned, and with whom; as in ``RobustPlanner`` and ``robust_dcp.save``."""
 
     process_group: dist.ProcessGroup | None = None

@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -56,8 +56,7 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _OBJECT = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE)
 
 
-@dataclass(frozen=True, eq=False)
-class DescribedItems:
+class DescribedItems(msgspec.Struct, frozen=True, eq=False):
     """The items of a state dict, in its order.
 
     Attributes:

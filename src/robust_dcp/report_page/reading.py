@@ -10,8 +10,9 @@ import glob
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+import msgspec
 
 from robust_dcp.report import MAX_NBYTES, REPORT_NAME, SavedReport, decode_report, listed
 
@@ -41,8 +42,7 @@ class Skipped(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class Reports:
+class Reports(msgspec.Struct, frozen=True):
     """What was found below ``path``.
 
     Attributes:

@@ -14,8 +14,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
@@ -62,8 +63,7 @@ def choose(table: Sequence[Measured]) -> Measured:
     return min(good, key=lambda row: (not row.direct, row.threads))
 
 
-@dataclass(frozen=True)
-class TunedOptions:
+class TunedOptions(msgspec.Struct, frozen=True):
     """Options for ``RobustWriter`` and ``RobustReader``, with the figures behind them. ``robust-dcp bench`` shows these
     in tables.
 

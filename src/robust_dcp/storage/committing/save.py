@@ -25,7 +25,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import msgspec
@@ -70,8 +69,7 @@ thousands.
 _NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
 
 
-@dataclass(frozen=True)
-class MetadataToPublish:
+class MetadataToPublish(msgspec.Struct, frozen=True):
     """What a commit makes visible.
 
     Attributes:

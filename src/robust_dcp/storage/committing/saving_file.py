@@ -21,7 +21,6 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -175,8 +174,7 @@ def not_being_loaded(disk: Disk, directory: str) -> Iterator[bool]:
         yield disk.lock(file) is not False
 
 
-@dataclass(frozen=True)
-class OtherSave:
+class OtherSave(msgspec.Struct, frozen=True):
     """A save whose file was found in a directory.
 
     Attributes:
@@ -330,8 +328,7 @@ def identity(disk: Disk, directory: str, save_id: str) -> str:
 # What saves have left.
 
 
-@dataclass(frozen=True)
-class LeftOvers:
+class LeftOvers(msgspec.Struct, frozen=True):
     """What saves have left in a directory.
 
     Attributes:
@@ -340,7 +337,7 @@ class LeftOvers:
         other_files: names of files that these may have made.
     """
 
-    by_save: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    by_save: Mapping[str, frozenset[str]] = msgspec.field(default_factory=dict)
     others: tuple[OtherSave, ...] = ()
     other_files: frozenset[str] = frozenset()
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -45,8 +45,7 @@ def seed_of(offsets: tuple[int, ...]) -> int:
     return crc32(struct.pack(f"<{len(offsets)}q", *offsets))
 
 
-@dataclass(frozen=True, eq=False)
-class SumColumns:
+class SumColumns(msgspec.Struct, frozen=True, eq=False):
     """The blocks of n items' data in one file, in the order of the file.
 
     Attributes:
@@ -108,8 +107,7 @@ def footer_in(disk: Disk, file: OpenFile) -> Footer | None:
     return Footer(mark.decode("ascii", "replace"), n_items, n_blocks, block_nbytes, end - columns_nbytes, data, damage)
 
 
-@dataclass(frozen=True, eq=False)
-class Footer:
+class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The footer of a file that is being read. Several threads may use it.
 
     Attributes:

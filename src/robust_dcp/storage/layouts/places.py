@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -49,8 +49,7 @@ class Places(NamedTuple):
     nbytes: Int64
 
 
-@dataclass(frozen=True, eq=False)
-class Placements:
+class Placements(msgspec.Struct, frozen=True, eq=False):
     """Where the n kept items of one rank lie, in the order of its plan.
 
     Attributes:
@@ -178,8 +177,7 @@ def kinds_of(items: Items, rows: npt.NDArray[np.intp]) -> tuple[Kinds, Int32]:
     ], kind_ids
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """How the items of a checkpoint lie in files. A layout has no state: all ranks compute the same.
 
     Attributes:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Final
 
@@ -217,8 +216,7 @@ def _in_order(measures: Int64, members: Places) -> Places:
 # The head of a file.
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor in a safetensors file.
 
     Attributes:
@@ -388,8 +386,7 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
 _HEXADECIMAL: Final = re.compile(r"[0-9a-f]+")
 
 
-@dataclass(frozen=True)
-class FileHead:
+class FileHead(msgspec.Struct, frozen=True):
     """What a head says.
 
     Attributes:

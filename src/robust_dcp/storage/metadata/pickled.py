@@ -17,10 +17,10 @@ import io
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -62,8 +62,7 @@ _NUMBERS: Final = frozenset({"start", "nbytes"})
 """Columns of numbers. All others hold places in the memo."""
 
 
-@dataclass(frozen=True, eq=False)
-class MetadataColumns:
+class MetadataColumns(msgspec.Struct, frozen=True, eq=False):
     """N names, and K items that are written for them. Each item is a row; rows are sorted by (name, offsets).
 
     Attributes:

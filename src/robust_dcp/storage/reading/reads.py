@@ -15,6 +15,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -191,8 +192,7 @@ class Read(NamedTuple):
         return self.item.type == LoadItemType.BYTE_IO or self.item.lengths == self.shape
 
 
-@dataclass(eq=False)
-class Group:
+class Group(msgspec.Struct, eq=False):
     """Items that are read together.
 
     Attributes:
@@ -212,7 +212,7 @@ class Group:
     target: torch.Tensor | None = None
     block: Block | None = None
     nbytes: int = 0
-    result: Future[Any] = field(default_factory=Future)
+    result: Future[Any] = msgspec.field(default_factory=Future)
 
 
 class Reads:

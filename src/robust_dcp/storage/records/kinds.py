@@ -30,10 +30,10 @@ import types
 import typing
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -120,8 +120,7 @@ Builder = Callable[[tuple[Any, ...], Budget], Any]
 """Makes a value from the arguments that its pickle has. It takes exactly those that picklers write."""
 
 
-@dataclass(eq=False)
-class Pending:
+class Pending(msgspec.Struct, eq=False):
     """Takes the place of a value on the stack until its state comes. Arrays, dtypes and UUIDs are pickled in two steps.
 
     Attributes:
@@ -130,7 +129,7 @@ class Pending:
     """
 
     complete: Callable[[Any, Budget], Any]
-    places: list[int] = field(default_factory=list)
+    places: list[int] = msgspec.field(default_factory=list)
 
 
 def expect(valid: bool, message: str) -> None:

@@ -22,11 +22,11 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -50,8 +50,7 @@ Int64 = npt.NDArray[np.int64]
 _UINT32: Final = struct.Struct("<I")
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, dict=True):
     """A tensor in an item: what it is, where its data lies, and the bytes around the data.
 
     Attributes:

@@ -11,10 +11,10 @@ too. This is the same in all saves by one plan, so it is kept for the next save.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -63,8 +63,7 @@ class Piece(NamedTuple):
         return begin, max(min(self.end - data_at, nbytes), begin)
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
+class Block(msgspec.Struct, frozen=True, eq=False):
     """Whole pages of a file: n small records that lie whole in them, and pieces of others.
 
     Attributes:
@@ -178,8 +177,7 @@ def _tail(trailer: bytes, gap: int) -> bytes:
     return trailer + bytes(gap)
 
 
-@dataclass(frozen=True, eq=False)
-class FileOrder:
+class FileOrder(msgspec.Struct, frozen=True, eq=False):
     """What is written to one file.
 
     Attributes:

@@ -14,10 +14,10 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -51,8 +51,7 @@ _SMALL_NBYTES: Final = 16 << 10
 _CRC_DTYPE: Final = np.dtype("<u4")
 
 
-@dataclass(frozen=True, eq=False)
-class FilesOfRank:
+class FilesOfRank(msgspec.Struct, frozen=True, eq=False):
     """The files that one rank writes in a save, and how it writes them.
 
     Attributes:
@@ -149,8 +148,7 @@ class WriteContext:
                 raise changed(self.source, place)
 
 
-@dataclass
-class _CutRecord:
+class _CutRecord(msgspec.Struct):
     """A record that is written in pieces.
 
     Attributes:
@@ -161,7 +159,7 @@ class _CutRecord:
 
     data: TensorBytes
     missing_nbytes: int
-    sums: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    sums: list[tuple[int, int, list[int]]] = msgspec.field(default_factory=list)
 
 
 class FileEmitter:

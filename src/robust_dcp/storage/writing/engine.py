@@ -16,8 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,8 +35,7 @@ from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD
 
 
-@dataclass(frozen=True, eq=False)
-class WrittenFiles:
+class WrittenFiles(msgspec.Struct, frozen=True, eq=False):
     """The files that one rank has written durably, but not yet committed.
 
     Attributes:
