@@ -489,11 +489,8 @@ class _Load(msgspec.Struct):
             elif are_plain and not isinstance(error, (CorruptCheckpoint, StorageError)):
                 # Perhaps a tensor of a class of the user, whose copy may raise anything. Its bytes tell whether it is
                 # whole.
-                unverified_nbytes = findings.unverified_nbytes
                 self.read([first._replace(kind=None)], metadata, mark)
-                if isinstance(error, UnsafeCheckpoint) and mark and findings.unverified_nbytes > unverified_nbytes:
-                    findings.add(error, first.file, first.at.fqn)  # all that we save has checksums: it is damaged
-                elif isinstance(error, UnsafeCheckpoint):
+                if isinstance(error, UnsafeCheckpoint):
                     findings.notes.append(f"a load has to trust {first.at.fqn}: {error.message}")
             elif not isinstance(error, RobustCheckpointError):
                 raise

@@ -5,6 +5,7 @@ And what ``copy`` and ``report`` say of what the functions below them do.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -12,6 +13,7 @@ import pty
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,14 +37,9 @@ def in_a_terminal(*words: object, typed: bytes = b"", code: int = 0, **environme
         os.close(theirs)
         os.write(ours, typed)
         said = b""
-        while True:
-            try:
-                piece = os.read(ours, 65536)
-            except OSError:  # the other end was closed
-                break
-            if not piece:
-                break
-            said += piece
+        with contextlib.suppress(OSError):  # the other end was closed
+            while piece := os.read(ours, 65536):
+                said += piece
         os.close(ours)
         assert process.wait() == code
     return said.decode()
@@ -66,12 +63,15 @@ def test_prune_asks_in_a_terminal_and_removes_what_was_agreed_to(originals: Path
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
-def test_a_pipe_that_is_closed_ends_a_command_quietly(originals: Path) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    process = started("inspect", originals / "ours", "--table", stdout=write, stderr=write)
-    os.close(write)
-    assert process.wait(timeout=60) == 0
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("inspect {} --table | true", 0), ("inspect {} <&- >&- 2>&-", 0), ("ls {} --json >/dev/full", 2), ("--help", 0)],
+)
+def test_an_output_that_is_closed_full_or_lacks_letters_is_no_finding(words: str, code: int, originals: Path) -> None:
+    line = f"set -o pipefail; {sys.executable} -m robust_dcp.cli {words.format(originals / 'ours')}"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code and "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(("command", "first"), [("bench", "writes and reads"), ("verify", "20,000 tensors")])
@@ -180,10 +180,16 @@ def test_a_rate_is_written_as_people_do(originals: Path, tmp_path: Path) -> None
         assert ended.code == code and ("is no size" in ended.err) == (code == 2)
 
 
-def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
+def test_the_page_of_a_run_lists_its_checkpoints_or_cannot_be_made_and_leaves_nothing(tmp_path: Path) -> None:
+    ended = shell("report", tmp_path)
+    assert ended.code == 2 and str(tmp_path) in ended.err
     manager = robust_dcp.CheckpointManager(tmp_path / "run")
     for step in (10, 20):
         manager.save(step, {"model": {"w": torch.ones(9) * step}})
+    (tmp_path / "taken").mkdir()
+    ended = shell("report", tmp_path / "run", "--output", tmp_path / "taken")
+    assert ended.code == 2 and str(tmp_path / "taken") in ended.err
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "taken"}
     page = tmp_path / "page.html"
     ended = shell("report", tmp_path / "run", "--output", page)
     assert (ended.code, ended.out) == (0, f"The page is {page}\n")
@@ -191,13 +197,3 @@ def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
     assert text.startswith("<!doctype html>") and "step_10" in text and "http://" not in text.partition("<body")[0]
     found = shell("report", tmp_path / "run", "--json").json
     assert [(each["name"], each["plan"]["outcome"]) for each in found["reports"]][1] == ("step_20", "reused")
-
-
-def test_a_page_that_cannot_be_made_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    ended = shell("report", tmp_path)
-    assert ended.code == 2 and str(tmp_path) in ended.err
-    robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "run")
-    (tmp_path / "taken").mkdir()
-    ended = shell("report", tmp_path / "run", "--output", tmp_path / "taken")
-    assert ended.code == 2 and str(tmp_path / "taken") in ended.err
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "taken"}

@@ -174,12 +174,23 @@ class TestASource:
         copy_checkpoint(source, target)
         assert loaded(target) == 2.0
 
-    @pytest.mark.parametrize(("at", "expected"), [(2000, "expected bytes"), (-TAIL_NBYTES - 10, "expected checksums")])
-    def test_that_is_damaged_is_named_and_not_copied(self, at: int, expected: str, tmp_path: Path) -> None:
-        source = save(tmp_path / "source")
-        flip_bit(data_files(source)[0], at)
-        with pytest.raises(CorruptCheckpoint, match=rf"\.distcp is damaged, and is not copied: {expected}"):
-            copy_checkpoint(source, tmp_path / "target")
+    @pytest.mark.parametrize(
+        ("kind", "damage", "expected"),
+        [
+            ("ours", lambda file: flip_bit(file, 2000), "expected bytes"),
+            ("ours", lambda file: flip_bit(file, -TAIL_NBYTES - 10), "expected checksums"),
+            ("ours", lambda file: flip_bit(file, -1), "expected the footer"),
+            ("safetensors", lambda file: flip_bit(file, -1), "expected bytes"),
+            ("stock", lambda file: os.truncate(file, 9), r"expected \d+ bytes or more, found 9"),
+        ],
+    )
+    def test_that_is_damaged_is_named_and_not_copied(
+        self, kind: str, damage: Callable[[Path], None], expected: str, tmp_path: Path
+    ) -> None:
+        KINDS[kind](tmp_path / "source")
+        damage(data_files(tmp_path / "source")[0])
+        with pytest.raises(CorruptCheckpoint, match=f"is damaged, and is not copied: {expected}"):
+            copy_checkpoint(tmp_path / "source", tmp_path / "target")
         assert not (tmp_path / "target/.metadata").exists()
 
     def test_whose_metadata_is_missing_or_of_an_impossible_size_is_named(self, tmp_path: Path) -> None:
@@ -192,8 +203,7 @@ class TestASource:
 
     def test_that_leads_out_of_its_directory_is_refused(self, tmp_path: Path) -> None:
         KINDS["stock"](tmp_path / "source")
-        (tmp_path / "secret").write_text("s")
-        (tmp_path / "source/__0_0.distcp").unlink()
+        (tmp_path / "source/__0_0.distcp").rename(tmp_path / "secret")
         (tmp_path / "source/__0_0.distcp").symlink_to(tmp_path / "secret")
         with pytest.raises(UnsafeCheckpoint, match="is a symbolic link out of the directory"):
             copy_checkpoint(tmp_path / "source", tmp_path / "target")

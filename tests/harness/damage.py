@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["DAMAGES", "cut_short", "data_files", "flip_bit"]
+__all__ = ["DAMAGES", "data_files", "flip_bit"]
 
 _DATA = (".distcp", ".safetensors")
 
@@ -24,11 +24,6 @@ def flip_bit(path: str | os.PathLike[str], offset: int, bit: int = 0) -> None:
         (byte,) = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ (1 << bit)]))
-
-
-def cut_short(path: str | os.PathLike[str], nbytes: int) -> None:
-    """Remove the last ``nbytes`` bytes of a file, as if copying it had stopped early."""
-    os.truncate(path, max(0, os.path.getsize(path) - nbytes))
 
 
 def _flip(data: bytearray, dice: random.Random) -> None:

@@ -42,7 +42,7 @@ from robust_dcp import (
 from tests.cli.commands import shell
 from tests.drain.checkpoints import ONE_THREAD
 from tests.faults.disk import CHANGES, Fault, FaultDisk, Gate, kill
-from tests.harness.damage import cut_short, data_files
+from tests.harness.damage import data_files
 from tests.harness.faults import fail_in, kill_in
 from tests.harness.ranks import errors, run_ranks, values
 from tests.storage.forged import Call
@@ -501,7 +501,7 @@ class TestLoads:
         self, tmp_path: Path
     ) -> None:
         values(run_ranks(2, save_on_all_ranks, str(tmp_path), 10, 20, 30, 40))
-        cut_short(data_files(tmp_path / "step_40")[1], 3000)
+        os.truncate(data_files(tmp_path / "step_40")[1], 100)
         for step, metadata in ((30, b"nonsense"), (20, pickle.dumps(Call(os.abort)))):
             (tmp_path / f"step_{step}" / ".metadata").write_bytes(metadata)
             (tmp_path / f"step_{step}" / ".robust_dcp.index").unlink()

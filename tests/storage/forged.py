@@ -241,8 +241,6 @@ def some_function() -> None:
     raise SystemExit("code of the program has run")
 
 
-some_value = 3
-
 MALFORMED_CLASSES: dict[str, tuple[Call, str]] = {
     "a member of another value": (Call(Schedule, "linear"), "has no member"),
     "a member whose values have another order": (Call(Schedule, (1, (3, 2))), "has no member"),

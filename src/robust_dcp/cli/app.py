@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Final, NoReturn
 
@@ -36,6 +38,7 @@ _COLLECTED_AFTER: Final = 100_000
 def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
     gc.set_threshold(_COLLECTED_AFTER)
+    _open_standard_streams()
     words = sys.argv[1:]
     Output.as_json = "--json" in words  # also for errors in other words, which come before the option is looked at
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # in the background, shells ignore Ctrl-C
@@ -92,6 +95,16 @@ def parse(words: Sequence[str]) -> tuple[Callable[[Namespace], int | None], Name
     raise CommandFailed(f"{name} comes after the command", parser.format_usage())
 
 
+def _open_standard_streams() -> None:
+    """Let all three be open, as no file of a checkpoint may get their numbers, and print what their encoding lacks as
+    ``\\xe9``."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the shell has closed it: `>&-`
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 class _Parser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str) -> None:
         super().__init__(
@@ -122,7 +135,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _failed(error: str, code: int = _CANNOT) -> int:
-    if Output.as_json:
+    with suppress(OSError):  # stdout may be what has failed
+        print(f"robust-dcp: {safe_text(error)}", file=sys.stderr, flush=True)
         Output.put({"error": error})
-    print(f"robust-dcp: {safe_text(error)}", file=sys.stderr, flush=True)
     return code

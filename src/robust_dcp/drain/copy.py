@@ -48,7 +48,8 @@ from robust_dcp.storage.files.paths import (
     writer_of,
 )
 from robust_dcp.storage.layouts.footer import footer_in
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
+from robust_dcp.storage.layouts.safetensors import read_head
+from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote import Calls, CopyOptions, local_path_of, place_of
 
@@ -154,7 +155,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
         Raises:
             StorageError: there is no checkpoint.
-            CorruptCheckpoint, UnsafeCheckpoint: its metadata cannot be used.
+            CorruptCheckpoint, UnsafeCheckpoint: its metadata cannot be used, or a file is shorter than it says.
         """
         files, metadata = place.files(), place.read(METADATA_NAME)
         if metadata is None:
@@ -163,10 +164,15 @@ class _Manifest(msgspec.Struct, frozen=True):
                 path=place.path_of(METADATA_NAME),
                 operation="copy",
             )
-        data = referenced_files(decode_metadata(metadata, place.path_of(METADATA_NAME)))
-        extras = {name: nbytes for name, nbytes in files.items() if name not in data and _is_extra(name)}
+        ends: dict[str, int] = {}
+        for info in (decode_metadata(metadata, place.path_of(METADATA_NAME)).storage_data or {}).values():
+            ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))
+        for name, end in ends.items():
+            if files.get(name, end) < end:
+                raise _damaged(place.path_of(name), f"{end} bytes or more", str(files[name]))
+        extras = {name: nbytes for name, nbytes in files.items() if name not in ends and _is_extra(name)}
         # Data files of other nodes may be missing in the list.
-        return cls(metadata, {name: files.get(name) for name in data}, extras)
+        return cls(metadata, {name: files.get(name) for name in ends}, extras)
 
     @property
     def digest(self) -> str:
@@ -518,14 +524,17 @@ class Copy:
 
 
 def _stored_blocks(content: Content) -> Iterator[tuple[int, int, int]]:
-    """Where each block of data begins and ends, and its CRC-32, as a save of ours has left them in a file of records.
+    """Where each block of data begins and ends, and its CRC-32, as a save of ours has left them.
 
     Raises:
-        CorruptCheckpoint: they are damaged.
+        CorruptCheckpoint: they are damaged, or not there.
     """
     if holds_raw_bytes(content.path):
-        return iter(())
+        tensors = read_head(content.disk, content.path).tensors.values() if _has_mark(content.path) else ()
+        return iter(sorted((at.offset, at.offset + at.nbytes, at.crc32) for at in tensors if at.crc32 is not None))
     footer = footer_in(content.disk, content.file)
+    if footer is None and _has_mark(content.path):
+        raise _damaged(content.path, "the footer of a save at its end", "none")
     try:
         columns = () if footer is None else footer.blocks()
     except ValueError as error:

@@ -443,6 +443,8 @@ def loaded_by_torch(item: StoredItem, *, trusted: bool) -> torch.Tensor:
         UnsafeCheckpoint: the record names classes that are not known to be data.
     """
     data = checked_bytes(item)
+    if not data.startswith(ZIP_MAGIC):
+        raise item.corrupt("an archive of torch.save", f"bytes that begin with {data[:4]!r}")
     offsets, lengths = item.read.item.storage_offsets, item.read.item.lengths
     loaded: Any = load_object(data, file=item.file.path, item=item.name, trusted=trusted)
     if not isinstance(loaded, torch.Tensor):
