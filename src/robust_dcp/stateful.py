@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from robust_dcp.errors import RobustCheckpointError
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_EMPTY_IS_NO_ERROR = named.StateDictOptions(strict=False)
+"""For modules without parameters and buffers, for which torch raises by default."""
 
 StateDict = dict[str, Any]
 
@@ -49,8 +51,11 @@ class ModuleStates:
     def __init__(self, key: str, modules: list[nn.Module], stored: Container[str] | None = None) -> None:
         self._modules = modules
         self.values: StateDict = {}
+        self._names: list[list[str]] = []
         for module in modules:
-            self.values.update(named.get_model_state_dict(module))
+            own = named.get_model_state_dict(module, options=_EMPTY_IS_NO_ERROR)
+            self._names.append(list(own))
+            self.values.update(own)
         self._is_as_held = False
         if stored is None or _any_stored(key, self.values, stored):
             return
@@ -60,14 +65,11 @@ class ModuleStates:
 
     def put_back(self, loaded: StateDict) -> None:
         """Load the state into the modules."""
-        for module in self._modules:
+        for module, names in zip(self._modules, self._names, strict=True):
             if self._is_as_held:
                 module.load_state_dict(loaded)
-                continue
-            own = loaded
-            if len(self._modules) > 1:
-                own = {name: loaded[name] for name in named.get_model_state_dict(module)}
-            named.set_model_state_dict(module, own)
+            elif names:
+                named.set_model_state_dict(module, {name: loaded[name] for name in names})
 
 
 class OptimizerStates:
@@ -181,7 +183,12 @@ class OptimizerStates:
 
     def put_back(self, loaded: StateDict) -> None:
         """Load the state into the optimizers."""
-        if "state" in self.values:
+        groups = loaded.get("param_groups", [])
+        if any(isinstance(parameter, int) for group in groups for parameter in group["params"]):
+            self._is_as_held = True  # stock saved {"optimizer": optimizer} before its first step
+        elif "state" in self.values:
+            # Torch loses the options of a group without parameters, unless it is the last one.
+            groups.sort(key=lambda group: not group["params"])
             loaded = {**loaded, "state": {**loaded.get("state", {}), **self._unstored}}
         else:
             loaded = {**loaded, **self._unstored}
