@@ -68,9 +68,8 @@ def test_torch_load_reads_the_state_dict_nested_or_flat(source: Path, tmp_path: 
         assert differences(state(), torch.load(tmp_path / "whole.pt", weights_only=True, mmap=mmap)) == []
     assert zipfile.ZipFile(tmp_path / "whole.pt").testzip() is None
     shell("convert", source, tmp_path / "flat.pt", "--to", "torch", "--flat", "--select", "optimizer.*")
-    assert set(torch.load(tmp_path / "flat.pt")) == {
-        *("optimizer.state.0.m", "optimizer.state.1.m", "optimizer.groups.0.lr")
-    }
+    flat = torch.load(tmp_path / "flat.pt")
+    assert set(flat) == {"optimizer.state.0.m", "optimizer.state.1.m", "optimizer.groups.0.lr"}
 
 
 def tensors_of_many_kinds() -> dict[str, Any]:
@@ -207,20 +206,22 @@ def test_what_cannot_be_made_is_said_and_nothing_is_left(
     assert names_in(tmp_path) == {"source"}
 
 
-def test_a_target_that_exists_stays_unless_forced_and_one_of_another_kind_stays_always(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_target_stays_unless_forced_and_one_of_another_kind_always(source: Path, tmp_path: Path) -> None:
     for form, name in (("torch", "file"), ("dcp", "directory")):
         target = tmp_path / name
         assert shell("convert", source, target, "--to", form, "--select", "step").code == 0
         assert shell("convert", source, target, "--to", form).code == 2
         assert shell("convert", source, target, "--to", form, "--force").code == 0
-    for form, name in (("dcp", "file"), ("torch", "directory"), ("dcp", ".")):
-        ended = shell("convert", source, tmp_path / name, "--to", form, "--force")
-        assert ended.code == 2 and "is not replaced" in ended.err
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory/step_1").mkdir()  # as in the output directory of a trainer, beside its model
+    for form, names in (("dcp", ("file", ".", "directory")), ("torch", ("directory", "link", "pipe"))):
+        for name in names:
+            ended = shell("convert", source, tmp_path / name, "--to", form, "--force")
+            assert ended.code == 2 and "is not replaced" in ended.err
     assert "model" in torch.load(tmp_path / "file")
     assert shell("diff", source, tmp_path / "directory", "--values").code == 0
-    assert names_in(tmp_path) == {"source", "file", "directory"}
+    assert names_in(tmp_path) == {"source", "file", "directory", "link", "pipe"}
 
 
 def test_a_damaged_source_gives_nothing(source: Path, tmp_path: Path) -> None:

@@ -247,9 +247,7 @@ def test_a_full_disk_ends_the_copy_at_once_and_one_that_fails_once_is_asked_agai
 def test_files_that_another_program_removes_from_the_target_are_named_and_nothing_is_committed(tmp_path: Path) -> None:
     source, target = save(tmp_path / "source"), tmp_path / "target"
     name = data_files(source)[-1].name
-    removed: dict[str, Callable[[object], None]] = {
-        "rename:.robust_dcp.report.json": lambda call: (target / name).unlink()
-    }
+    removed: dict[str, Fault] = {"rename:.robust_dcp.report.json": lambda call: (target / name).unlink()}
     with (
         FaultDisk(target, on=removed),
         pytest.raises(StorageError, match=rf"target lacks files that this copy has sent: {name}; another program"),

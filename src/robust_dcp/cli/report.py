@@ -11,6 +11,7 @@ Examples:
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 import msgspec
 
@@ -18,7 +19,6 @@ from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.output import CommandFailed, Output
 from robust_dcp.report_page.page import render_page
 from robust_dcp.report_page.reading import NoReports, read_reports
-from robust_dcp.storage.files.disk import Disk
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(options: Namespace) -> None:
         of_saves = [{"name": name, **msgspec.to_builtins(report)} for name, report in reports.found]
         Output.put({"path": reports.path, "reports": of_saves, "skipped": [each._asdict() for each in reports.skipped]})
         return
-    Disk().replace_file(options.output, render_page(reports).encode(), durable=False)  # an old page is there until then
+    Path(options.output).write_text(render_page(reports), "utf-8")  # into it, as it may be /dev/stdout
     for name, reason in reports.skipped:
         Output.say(f"Skipped {name}: {reason}")
     Output.say(f"The page is {options.output}")

@@ -368,10 +368,14 @@ def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise StorageError(f"{path} is there already; pass overwrite=True (--force) to replace it", path=path)
-    names = Disk().list_directory(path) if os.path.isdir(path) else None
-    there = "file" if names is None else "directory"
-    if names and not any(name.endswith((METADATA_NAME, SAFETENSORS_SUFFIX)) for name in names):
+    names = Disk().list_directory(path) if os.path.isdir(path) else []
+    there = "directory" if os.path.isdir(path) else "file" if os.path.isfile(path) else "device, a pipe or a socket"
+    if os.path.islink(path):
+        there = "symbolic link"
+    elif names and not any(name.endswith((METADATA_NAME, SAFETENSORS_SUFFIX)) for name in names):
         there = "directory without a checkpoint or a model"
+    elif any(os.path.isdir(os.path.join(path, name)) for name in names):
+        there = "directory that holds directories"
     if there != ("file" if form == "torch" else "directory"):
         raise StorageError(
             f"{path} is there, and is not replaced, because it is a {there}; remove it, or take another name", path=path
