@@ -171,22 +171,19 @@ def async_save(
         session.clock.is_async = True
         session.clock.tell("started")
         session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
-        staged = StagedSource(
-            partial(planner.source, session),
-            session.channel.note_progress,
-            STAGING if executor == "thread" else SHARED_STAGING,
-            limit_nbytes=staging_nbytes,
-        )
-        planner.forget_state_dict()
-        del state_dict
-        try:
+        with session.cleaned_up_after_failure():
+            staged = StagedSource(
+                partial(planner.source, session),
+                session.channel.note_progress,
+                STAGING if executor == "thread" else SHARED_STAGING,
+                limit_nbytes=staging_nbytes,
+            )
+            planner.forget_state_dict()
+            del state_dict
             if staging == "full":
                 staged.copy(session.clock.phase("stage"))
-            saving = AsyncSave(staged.are_free, session.clock.seconds)
-            queue.submit(partial(_finish, session, staged, saving, staging, executor), saving)  # all hear if it fails
-        except BaseException:  # Ctrl-C
-            staged.release()
-            raise
+        saving = AsyncSave(staged.are_free, session.clock.seconds)
+        queue.submit(partial(_finish, session, staged, saving, staging, executor), saving)  # all hear if it fails
     if staging == "full":
         saving.wait_staged()
     return saving

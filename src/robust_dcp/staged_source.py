@@ -122,6 +122,7 @@ class StagedSource(HeldItems):
                     with suppress(Exception):  # no copy under way may reach the memory when the next save has it
                         self._stream.synchronize()
                 if not isinstance(error, Exception):  # Ctrl-C
+                    self.release()
                     raise
                 self._error = error
         if self._error is not None or not self.borrowed:

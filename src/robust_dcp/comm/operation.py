@@ -538,8 +538,9 @@ class Operation:
                 self.n_exchanges, self._last = 0, None
                 self._heard = set()
                 self._begun_seconds = time.monotonic()
-                self._has_begun = True
             self.link.begin(self.name, self)
+            with self._changed:
+                self._has_begun = self._end_message is None  # not before, or Ctrl-C would end what is not there
         if self._end_message is not None:
             raise _Ended  # the operation ended for all ranks while this one was between two exchanges
         exchange = _Exchange(self.n_exchanges, self.what, self.link.tree(root), self.link, self.timeout_seconds)

@@ -182,7 +182,7 @@ class SaveSession:
         """
         self.leads = leads
         try:
-            with self._cleaned_up_after_failure():
+            with self.cleaned_up_after_failure():
                 with self.clock.phase("plan"):
                     # Under rank 0, because which rank leads is not known yet.
                     agreement = self.channel.led_by(0).agree(self.phase("agree"), partial(self._offer, describe))
@@ -352,7 +352,7 @@ class SaveSession:
             source: gives the data of this rank's share, in plan order. If it fails, or if writing fails, the other
                 ranks hear of it while they still write (:meth:`Channel.check_stop`), and all ranks raise.
         """
-        with self._cleaned_up_after_failure(), self.clock.phase("write"):
+        with self.cleaned_up_after_failure(), self.clock.phase("write"):
             if self._checks_room:
                 refuse = partial(refuse_without_room, self.checkpoint)
                 self.channel.gather(self.phase("room"), self._room, RoomOfRank, then=refuse)
@@ -585,7 +585,7 @@ class SaveSession:
         self.channel.barrier(f"{self.checkpoint} is committed: on_commit", tell)
 
     @contextmanager
-    def _cleaned_up_after_failure(self) -> Iterator[None]:
+    def cleaned_up_after_failure(self) -> Iterator[None]:
         """Remove what this save has made if the block fails.
 
         If the ranks are out of step and some may be writing, nothing is removed. The coordinator may have heard from
