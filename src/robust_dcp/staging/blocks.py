@@ -95,7 +95,8 @@ class Block:
         self.memory = _memory(nbytes, stays_at_fork=stays_at_fork, fd=fd)
         self.view = memoryview(self.memory)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)[:nbytes]
-        self.tensor = torch.from_numpy(self.data)
+        with torch.inference_mode(False):  # later saves write into it, too
+            self.tensor = torch.from_numpy(self.data)
         self.address = self.tensor.data_ptr()
         self.is_pinned = False
         self.pin_was_refused = False

@@ -84,6 +84,7 @@ class StagingBuffer:
 
         _run_near(self.cpus, touch_pages, len(data))
 
+    @torch.inference_mode(False)  # later saves write into them, too
     def tensors(self, forms: Sequence[TensorForm]) -> list[torch.Tensor]:
         """One contiguous CPU tensor for each form, in this memory. They hold whatever was there last."""
         if forms != self._forms:

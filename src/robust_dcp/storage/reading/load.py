@@ -327,7 +327,8 @@ class ItemReader:
             target = target_of(self._planner, read.item, early=self._targets_first)
         if found is not None:  # else it was read straight into the target
             try:
-                target.copy_(found)
+                with torch.inference_mode():  # the target may have been made in it
+                    target.copy_(found)
             except RuntimeError as error:  # such as a sparse tensor with another number of elements
                 name = read.item.dest_index.fqn
                 raise PlanConflict(f"{name!r} cannot be loaded into: {error}", key=name) from error
