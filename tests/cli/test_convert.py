@@ -168,6 +168,9 @@ def test_a_model_is_cut_into_files_and_what_is_no_tensor_is_named(source: Path, 
     expected = {f"model.{name}": value for name, value in state()["model"].items() if "complex" not in name}
     found = {name: value for name, value in tensors_of(tmp_path / "model").items() if name.startswith("model.")}
     assert differences(expected, found) == []
+    lost = min((tmp_path / "model").glob("*.safetensors"))
+    lost.unlink()  # as in a download that was cut off
+    assert f"found no {lost.name}" in shell("convert", tmp_path / "model", tmp_path / "again", "--to", "dcp").err
 
 
 def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_path: Path) -> None:

@@ -165,10 +165,8 @@ class TestASource:
     def test_that_is_replaced_meanwhile_is_not_committed(self, when: str, tmp_path: Path) -> None:
         source, target = save(tmp_path / "source"), tmp_path / "target"
         replaced = {when.format(name=data_files(source)[-1].name): lambda call: save(source, 2.0)}
-        with (
-            FaultDisk(tmp_path, on=replaced),
-            pytest.raises(StorageError, match="was replaced by another save while it was copied"),
-        ):
+        refused = pytest.raises(StorageError, match="was replaced by another save while it was copied")
+        with FaultDisk(tmp_path, on=replaced), refused:
             copy_checkpoint(source, target, options=ONE_THREAD)
         assert not (target / ".metadata").exists()
         copy_checkpoint(source, target)
@@ -248,10 +246,8 @@ def test_files_that_another_program_removes_from_the_target_are_named_and_nothin
     source, target = save(tmp_path / "source"), tmp_path / "target"
     name = data_files(source)[-1].name
     removed: dict[str, Fault] = {"rename:.robust_dcp.report.json": lambda call: (target / name).unlink()}
-    with (
-        FaultDisk(target, on=removed),
-        pytest.raises(StorageError, match=rf"target lacks files that this copy has sent: {name}; another program"),
-    ):
+    refused = pytest.raises(StorageError, match=rf"target lacks files that this copy has sent: {name}; another program")
+    with FaultDisk(target, on=removed), refused:
         copy_checkpoint(source, target)
     copy_checkpoint(source, target)
     assert loaded(target) == 1.0

@@ -48,7 +48,7 @@ def test_directories_of_safetensors_files_are_checkpoints_too(tmp_path: Path) ->
 def test_a_file_of_torch_save_is_told_with_what_to_do(is_zip: bool, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt", _use_new_zipfile_serialization=is_zip)
     text = _error(tmp_path / "model.pt")
-    assert "a file of torch.save" in text and "torch.load" in text and "torch_save_to_dcp" in text
+    assert "a file of torch.save" in text and "torch.load" in text and "robust-dcp convert" in text
     assert "holds model.pt, which is a file of torch.save" in _error(tmp_path)
 
 

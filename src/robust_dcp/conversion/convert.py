@@ -30,7 +30,8 @@ from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, directory_path
 from robust_dcp.storage.layouts import layout_named
-from robust_dcp.storage.model_file import INDEX_NAME, check_dtypes, in_shards, index_of, write_model_file
+from robust_dcp.storage.layouts.safetensors import MODEL_INDEX_NAME
+from robust_dcp.storage.model_file import check_dtypes, in_shards, index_of, write_model_file
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
 from robust_dcp.storage.writer import RobustWriter
 
@@ -169,8 +170,6 @@ def convert(
     for option, made in (("--flat", "torch"), ("--layout", "dcp"), ("--config", "safetensors")):
         if asked[option] and form != made:
             raise ValueError(f"{option} is for --to {made}, not for --to {form}")
-    if form == "torch" and os.path.isfile(source):
-        raise ValueError(f"{os.fspath(source)} is a file of torch.save already: change it with torch.load, torch.save")
     disk = Disk()
     path = os.path.abspath(directory_path(target))
     rules = rules or Rules()
@@ -355,7 +354,7 @@ def _write_model(plan: _Plan, directory: str, disk: Disk, max_shard_nbytes: int,
             disk.fsync(file)
         finally:
             disk.close(file)
-    disk.write_file(os.path.join(directory, INDEX_NAME), index_of(shards))
+    disk.write_file(os.path.join(directory, MODEL_INDEX_NAME), index_of(shards))
 
 
 def _check_target(path: str, form: Form, *, overwrite: bool) -> None:

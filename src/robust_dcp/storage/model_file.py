@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -28,8 +27,6 @@ from robust_dcp.storage.layouts.safetensors import (
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
 from robust_dcp.storage.records.checksum import merged, sums_of
 from robust_dcp.storage.records.record import bytes_of
-
-INDEX_NAME: Final = "model.safetensors.index.json"
 
 
 def check_dtypes(tensors: Sequence[NamedTensor], what_to_do: str) -> None:

@@ -22,7 +22,7 @@ _DIRECTORIES_LOOKED_INTO: Final = 50
 
 _HOW_TO_LOAD_ONE_FILE: Final = (
     "read it with torch.load(path, weights_only=True), or make a checkpoint of it with "
-    "torch.distributed.checkpoint.format_utils.torch_save_to_dcp(path, directory)"
+    "robust-dcp convert path directory --to dcp"
 )
 
 

@@ -13,8 +13,9 @@ readers of ``.metadata`` know.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, Final
 
@@ -25,6 +26,7 @@ import torch
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.items import Items
+from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import data_file_name, shard_file_name
 from robust_dcp.storage.layouts.footer import SumColumns
@@ -68,6 +70,7 @@ The table is our own. Whether a tensor goes into such a file must not depend on 
 
 LENGTH_NBYTES: Final = 8
 MAX_HEADER_NBYTES: Final = 100_000_000
+MODEL_INDEX_NAME: Final = "model.safetensors.index.json"
 """Readers refuse a longer header."""
 
 MAX_BLOCKS: Final = 1 << 16
@@ -473,6 +476,22 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
         tensors[name] = StoredTensor(dtype, shape, base + begin, nbytes, offset, crc32, blocks)
     _refuse_holes(tensors, base, file_nbytes, file)
     return FileHead(tensors, is_of_checkpoint=MARK_KEY in metadata, mark=metadata.get(SAVE_KEY))
+
+
+def check_model(disk: Disk, directory: str, names: Collection[str]) -> None:
+    """Make sure that the files of a Hugging Face model are there, if its index is. ``names`` are in the directory.
+
+    Raises:
+        CorruptCheckpoint: the index is damaged, or names other files.
+        StorageError: it cannot be read.
+    """
+    path = os.path.join(directory, MODEL_INDEX_NAME)
+    if MODEL_INDEX_NAME not in names:
+        return
+    index = _object_in(disk.read_file(path, MAX_HEADER_NBYTES) or b"", "the index", path)
+    files = _checked(index.get("weight_map"), dict[str, str], "the file of each tensor in weight_map", path).values()
+    if missing := sorted({*files} - {*names}):
+        raise unusable_file(path, "the files that it names", f"no {listed(missing, 5)}")
 
 
 # No more and no larger numbers than torch can hold: multiplying more of them could take forever.

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
-from robust_dcp.storage.layouts.safetensors import StoredTensor, read_head, unusable_file
+from robust_dcp.storage.layouts.safetensors import StoredTensor, check_model, read_head, unusable_file
 from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, without_garbage_collection
 from robust_dcp.storage.metadata.unpickling import all_of, unpickled
 from robust_dcp.storage.records.checksum import crc32
@@ -254,10 +254,14 @@ def _unexpected(file: str, expected: str, found: Any) -> CorruptCheckpoint:
 
 
 def shards_in(disk: Disk, directory: str) -> list[str]:
-    """The sorted names of the safetensors files in a directory; none if the directory does not exist."""
-    if not disk.exists(directory):
-        return []
-    return [name for name in disk.list_directory(directory) if name.endswith(SAFETENSORS_SUFFIX)]
+    """The sorted names of the safetensors files in a directory; none if the directory does not exist.
+
+    Raises:
+        CorruptCheckpoint: the index of a Hugging Face model is damaged, or files that it names are missing.
+    """
+    names = disk.list_directory(directory) if disk.exists(directory) else []
+    check_model(disk, directory, names)
+    return [name for name in names if name.endswith(SAFETENSORS_SUFFIX)]
 
 
 def metadata_of_shards(disk: Disk, directory: str, files: list[str]) -> Metadata:
