@@ -63,6 +63,10 @@ class RobustPlanner(DefaultSavePlanner):
 
     It needs no arguments. The package caches plans, not this object, so you may make a new planner for every save.
 
+    A planner that derives from it may override ``set_up_planner``, to save other keys or tensors than it was given, and
+    ``resolve_data``, to hand over other contents of the same dtype and shape. The items of the plan are in no hook: it
+    is made of columns.
+
     Args:
         flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank: as in ``DefaultSavePlanner``.
         dedup_replicated_tensors, enable_plan_caching: accepted so that this class can replace
