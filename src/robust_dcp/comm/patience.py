@@ -47,6 +47,10 @@ HEARD_SECONDS = 2.0
 STORE_ANSWER_SECONDS = 2.0
 """How long the store has to answer a question after a failure."""
 
+STORE_BUSY_SECONDS = 8.0
+"""How long the store has to answer while ranks connect. All of them come to it then, and torch's store looks up each in
+the DNS before it answers anybody."""
+
 STORE_LOST_SECONDS = 5.0
 """How long we do not ask a store again after it did not answer. Ranks should not wait for it each time."""
 

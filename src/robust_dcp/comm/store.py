@@ -33,9 +33,6 @@ T = TypeVar("T")
 _WAIT_TIMEOUT = datetime.timedelta(seconds=10)
 """How long gloo waits for a key, which is there already."""
 
-_CONNECT_TIMEOUT = datetime.timedelta(seconds=1)
-"""How long torch goes on to connect to a store that accepts us and does not answer; it takes up to thrice that time."""
-
 _PAUSE_SECONDS = 0.05
 
 _QUESTION = struct.pack("<BIBQQ", 0, 0x3C85F7CE, 5, 1, 5) + b"alive"
@@ -87,24 +84,28 @@ class Notes:
             StoreSilent: the store does not answer in time.
             StoreLost: the store is gone.
         """
+        seconds = patience.STORE_ANSWER_SECONDS if look is None else patience.STORE_BUSY_SECONDS
         while True:
             if look is None and time.monotonic() < self._lost_until:
                 raise type(self._lost)(*self._lost.args)
             try:
-                return self._ask(place, question)
+                return self._ask(place, question, seconds)
             except StoreLost as lost:
                 if look is None:
                     self._lost, self._lost_until = lost, time.monotonic() + patience.STORE_LOST_SECONDS
                 if look is None or not isinstance(lost, StoreSilent):
                     raise
-            look()
-            time.sleep(_PAUSE_SECONDS)
+            # Each try is work for the store. If all ranks came back at once, it would never have time for an answer.
+            until = time.monotonic() + random.random() * seconds
+            while time.monotonic() < until:
+                look()
+                time.sleep(_PAUSE_SECONDS)
 
-    def _ask(self, place: str, question: Callable[[Any], T]) -> T:
+    def _ask(self, place: str, question: Callable[[Any], T], seconds: float) -> T:
         if not self._lock.acquire(timeout=2 * patience.STORE_ANSWER_SECONDS):
             raise StoreSilent("other questions wait for an answer")
         try:
-            return question(self._under(place))
+            return question(self._under(place, seconds))
         except RuntimeError as error:
             self._close()
             text = short(str(error) or type(error).__name__)
@@ -112,16 +113,22 @@ class Notes:
         finally:
             self._lock.release()
 
-    def _under(self, place: str) -> Any:
+    def _under(self, place: str, seconds: float) -> Any:
         if self._store is None:
-            self._store = self._open()
+            self._store = self._open(seconds)
         store = self._store
+        fd = _sockets().get(self._socket_name)
+        if fd is not None:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+                connection.setblocking(True)  # whatever ``socket.setdefaulttimeout`` says
         if not self.life:
             self.life = compare_set(store, f"{self._name}/life", "", secrets.token_hex(8)).decode()
             self.has_begun_anew = False
         return dist.PrefixStore(f"{self._name}/{self.life}/{place}", store)
 
-    def _open(self) -> Any:
+    def _open(self, seconds: float) -> Any:
         """Make a client of our own, if the store is a ``TCPStore``.
 
         It lacks the prefixes of the group's store, which torch does not tell: torchelastic has a new one for each
@@ -131,7 +138,7 @@ class Notes:
         host, port = host_of(self._store_of_group)
         if not host:
             return self._store_of_group
-        self._socket_name, client = _client_of(host, port)
+        self._socket_name, client = _client_of(host, port, seconds)
         if not self._prefix:
             drawn = secrets.token_hex(8)
             self._prefix = compare_set(self._store_of_group, f"{self._name}/place", "", drawn).decode()
@@ -166,13 +173,14 @@ class Notes:
         self._store, self._store_of_group = None, dist.HashStore()
 
 
-def _client_of(host: str, port: int) -> tuple[str, Any]:
-    """A new client of a ``TCPStore``, none of whose calls takes longer than the deadline, and the name of its socket.
+def _client_of(host: str, port: int, seconds: float) -> tuple[str, Any]:
+    """A new client of a ``TCPStore``, which has to answer it within ``seconds``, and the name of its socket.
 
     Raises:
         RuntimeError: the host of the store is gone, or does not answer.
     """
-    seconds = patience.STORE_ANSWER_SECONDS
+    # If the store accepts us and does not answer, torch takes up to thrice that time.
+    connect_timeout = datetime.timedelta(seconds=seconds / 2)
     try:
         with socket.create_connection((host, port), timeout=seconds) as probe:
             probe.sendall(_QUESTION)
@@ -181,14 +189,10 @@ def _client_of(host: str, port: int) -> tuple[str, Any]:
         raise RuntimeError(f"connecting to it fails: {error}") from None
     for _ in range(100):
         before = _sockets().keys()
-        client = dist.TCPStore(host, port, is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False)
+        client = dist.TCPStore(host, port, is_master=False, timeout=connect_timeout, wait_for_workers=False)
         client.set_timeout(_WAIT_TIMEOUT)
         ours = [name for name in _sockets() if name not in before and _is_connected_to(name, port)]
         if len(ours) == 1:
-            with socket.socket(fileno=os.dup(_sockets()[ours[0]])) as connection:
-                timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-                connection.setblocking(True)  # whatever ``socket.setdefaulttimeout`` says
             return ours[0], client
         time.sleep(random.random() / 100)  # another thread has connected to it at the same time
     raise RuntimeError("this process makes connections to it all the time")
