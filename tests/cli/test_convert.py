@@ -201,9 +201,7 @@ def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_pa
         (["--to", "torch", "--layout", "safetensors"], "--layout is for --to dcp"),
     ],
 )
-def test_what_cannot_be_made_is_said_and_nothing_is_left(
-    options: list[str], word: str, source: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_made_is_said(options: list[str], word: str, source: Path, tmp_path: Path) -> None:
     ended = shell("convert", source, tmp_path / "target", *options)
     assert ended.code == 2 and word in ended.err
     assert names_in(tmp_path) == {"source"}

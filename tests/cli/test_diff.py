@@ -29,9 +29,8 @@ def diff(*arguments: object) -> tuple[int, dict[str, Any]]:
 
 def test_equal_checkpoints_of_ours_and_stock_are_equal(tmp_path: Path) -> None:
     robust_dcp.save(state(), checkpoint_id=tmp_path / "ours")
-    robust_dcp.save(
-        {"model": state()["model"]}, storage_writer=robust_dcp.RobustWriter(tmp_path / "flat", layout="safetensors")
-    )
+    writer = robust_dcp.RobustWriter(tmp_path / "flat", layout="safetensors")
+    robust_dcp.save({"model": state()["model"]}, storage_writer=writer)
     dcp.save(state(), checkpoint_id=tmp_path / "stock", no_dist=True)
     code, found = diff(tmp_path / "ours", tmp_path / "stock", "--values")
     assert (code, found["are_equal"], found["compared"]) == (0, True, 5)
@@ -92,9 +91,8 @@ def test_objects_that_are_not_flattened_are_compared_by_their_values(tmp_path: P
         planner = robust_dcp.RobustPlanner(flatten_state_dict=False)
         robust_dcp.save(each, checkpoint_id=tmp_path / str(side), planner=planner)
     code, found = diff(tmp_path / "0", tmp_path / "1", "--values")
-    assert code == 1 and {each["name"] for each in found["objects"]} == {
-        name for name in pairs if not name.startswith("equal")
-    }
+    differing = {name for name in pairs if not name.startswith("equal")}
+    assert code == 1 and {each["name"] for each in found["objects"]} == differing
 
 
 def save_sharded(path: str, by_rows: bool) -> None:

@@ -97,6 +97,5 @@ def test_what_is_found_is_told_with_what_to_do(
 
 def test_a_directory_that_cannot_be_written_to_is_a_problem() -> None:
     ended = shell("doctor", "/proc", "--json")  # where nobody can make a directory
-    assert ended.code == 1 and ("writing", "problem") in {
-        (each["name"], each["state"]) for each in ended.json["findings"]
-    }
+    problems = {each["name"] for each in ended.json["findings"] if each["state"] == "problem"}
+    assert ended.code == 1 and "writing" in problems

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import robust_dcp
 from tests.cli.checkpoints import KINDS, OURS
 from tests.cli.commands import shell
+from tests.faults.disk import FaultDisk
 from tests.harness.damage import data_files, flip_bit
 
 CopyOf = Callable[[str], Path]
@@ -66,9 +67,16 @@ def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(origi
     assert shell("verify", tmp_path).code == 0
     os.truncate(max(data_files(tmp_path / "step_1"), key=os.path.getsize), 100)
     ended = shell("verify", tmp_path, "--json")
-    assert ended.code == 1
-    assert [each["is_whole"] for each in ended.json["checkpoints"]] == [True, False, True]
+    assert ended.code == 1 and [each["is_whole"] for each in ended.json["checkpoints"]] == [True, False, True]
     assert "1 of 3 checkpoints is broken" in shell("verify", tmp_path).err
+    path = tmp_path / "step_1"
+    for change, code, said in (
+        (lambda call: robust_dcp.save({"w": torch.ones(1)}, checkpoint_id=path), 2, "was saved to, or removed, while"),
+        (lambda call: shutil.rmtree(path), 0, "step_1 was removed meanwhile"),
+    ):
+        with FaultDisk(path, on={"open:__*#1": change}):
+            ended = shell("verify", tmp_path)
+        assert ended.code == code and said in ended.err
 
 
 @pytest.mark.parametrize("kind", OURS)

@@ -93,9 +93,7 @@ class TestATargetThatHoldsSomethingElse:
         assert loaded(tmp_path / "target") == 3.0
         assert half - files_of(tmp_path / "target") == set()
 
-    def test_half_a_copy_of_files_with_the_same_names_is_refused_and_the_error_says_what_to_remove(
-        self, tmp_path: Path
-    ) -> None:
+    def test_half_a_copy_of_files_with_the_same_names_is_refused_and_named(self, tmp_path: Path) -> None:
         for name in ("one", "two"):
             KINDS["Megatron"](tmp_path / name)
         copy_half(tmp_path / "one", tmp_path / "target")

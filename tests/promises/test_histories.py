@@ -70,10 +70,8 @@ def save_and_fail(path: Path, structure: Structure, value: float, way: str, rank
     """A save that fails on one rank: while it writes, or at the commit, which is the coordinator's."""
     is_refused = dist.get_rank() == (0 if operation == "commit" else rank)
     call = robust_dcp.save if way == "ours" else dcp.save
-    with (
-        FaultDisk(path, on=_REFUSED[operation] if is_refused else {}),
-        pytest.raises(dcp.api.CheckpointException),
-    ):
+    disk = FaultDisk(path, on=_REFUSED[operation] if is_refused else {})
+    with disk, pytest.raises(dcp.api.CheckpointException):
         call(_state(structure, value), storage_writer=RobustWriter(path), planner=RobustPlanner())
     dist.barrier()
 

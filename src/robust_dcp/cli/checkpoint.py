@@ -53,15 +53,25 @@ def open_checkpoint(path: str) -> Contents:
         CommandFailed: there is no checkpoint.
         StorageError, CorruptCheckpoint, UnsafeCheckpoint: as ``read_contents``.
     """
-    check_is_there(path)
+    disk = disk_of(path)
     from robust_dcp.contents import read_contents
+
+    return read_contents(disk, path)
+
+
+def disk_of(path: str) -> Disk:
+    """The file system that the checkpoint at a path or URL is in.
+
+    Raises:
+        CommandFailed: there is no checkpoint.
+    """
+    check_is_there(path)
     from robust_dcp.storage.remote import RemoteDisk
 
     try:
-        disk = RemoteDisk(path) if is_url(path) else Disk()
+        return RemoteDisk(path) if is_url(path) else Disk()
     except ValueError as error:
         raise CommandFailed(str(error)) from error
-    return read_contents(disk, path)
 
 
 def summary_json(contents: Contents) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from robust_dcp.cli.arguments import number_in, place
-from robust_dcp.cli.checkpoint import check_is_there, holds_checkpoint, open_checkpoint, summary, summary_json
+from robust_dcp.cli.checkpoint import disk_of, holds_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number, size
 from robust_dcp.manager.series import series_in
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
@@ -41,40 +41,44 @@ def run(options: Namespace) -> int:
         series = series_in(Disk(), path)
         checkpoints = [each for one in series for each in one.directories() if holds_checkpoint(each)]
     if not checkpoints:
-        check_is_there(path)
         verified = _verify(path, options.jobs, with_data=with_data)
         Output.put(verified)
         return 0 if verified["is_whole"] else FOUND
     Output.note(f"{path}: {number(len(checkpoints), 'checkpoint')}")
-    all_verified = [_verify(each, options.jobs, with_data=with_data) for each in checkpoints]
+    all_verified = []
+    for each in checkpoints:
+        try:
+            all_verified.append(_verify(each, options.jobs, with_data=with_data))
+        except Exception:  # noqa: PERF203 - a checkpoint is many calls
+            if holds_checkpoint(each):
+                raise
+            Output.note(f"{each} was removed meanwhile")
     n_broken = sum(not each["is_whole"] for each in all_verified)
     Output.put({"root": path, "is_whole": not n_broken, "checkpoints": all_verified})
-    Output.note(f"{n_broken} of {number(len(checkpoints), 'checkpoint')} {'is' if n_broken == 1 else 'are'} broken")
+    Output.note(f"{n_broken} of {number(len(all_verified), 'checkpoint')} {'is' if n_broken == 1 else 'are'} broken")
     return FOUND if n_broken else 0
 
 
 def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any]:
     """Verify one checkpoint, show what was found, and give it as JSON."""
-    from robust_dcp.contents import Findings, verify
+    disk, metadata, started = disk_of(path), os.path.join(path, METADATA_NAME), time.perf_counter()
+    from robust_dcp.contents import Findings, read_contents, verify
     from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 
     findings = Findings()
     contents = None
-    started = time.perf_counter()
-    try:
-        contents = open_checkpoint(path)
-    except (CorruptCheckpoint, UnsafeCheckpoint) as error:
-        file = os.path.relpath(getattr(error, "file", None) or os.path.join(path, METADATA_NAME), path)
-        findings.add(error, file)
-    if contents is not None:
-        Output.note(summary(contents))
-        disk, metadata = contents.disk, os.path.join(path, METADATA_NAME)
-        before, started = disk.fingerprint(metadata), time.perf_counter()
-        # A manager does not remove a checkpoint that is read.
-        with needed_for_a_load(disk, path), Output.progress("verify") as show:
+    # A manager does not remove a checkpoint that is read.
+    with needed_for_a_load(disk, path), Output.progress("verify") as show:
+        before = disk.fingerprint(metadata)
+        try:
+            contents = read_contents(disk, path)
+        except (CorruptCheckpoint, UnsafeCheckpoint) as error:
+            findings.add(error, os.path.relpath(getattr(error, "file", None) or metadata, path))
+        else:
+            Output.note(summary(contents))
             verify(contents, findings, threads=threads, with_data=with_data, progress=show)
-        if disk.fingerprint(metadata) != before:
-            raise CommandFailed(f"{path} was saved to, or removed, while it was verified: run verify again")
+    if disk.fingerprint(metadata) != before:
+        raise CommandFailed(f"{path} was saved to, or removed, while it was verified: run verify again")
     result = {
         **({"path": path} if contents is None else summary_json(contents)),
         "is_whole": not findings.problems,
