@@ -32,20 +32,6 @@ def check_directory(path: str) -> None:
         raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
 
 
-def check_is_there(path: str) -> None:
-    """Refuse what is no checkpoint, before torch is imported.
-
-    Raises:
-        CommandFailed: there is no checkpoint.
-    """
-    if is_url(path):
-        return
-    if os.path.isdir(path):
-        check_directory(path)
-    if not holds_checkpoint(path):
-        raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(Disk(), path)}")
-
-
 def open_checkpoint(path: str) -> Contents:
     """What the checkpoint at a path or URL holds.
 
@@ -60,16 +46,21 @@ def open_checkpoint(path: str) -> Contents:
 
 
 def disk_of(path: str) -> Disk:
-    """The file system that the checkpoint at a path or URL is in.
+    """The file system that the checkpoint at a path or URL is in. That of a path is given without an import of torch.
 
     Raises:
-        CommandFailed: there is no checkpoint.
+        CommandFailed: there is no checkpoint at the path, or the URL cannot be used.
     """
-    check_is_there(path)
+    if not is_url(path):
+        if os.path.isdir(path):
+            check_directory(path)
+        if not holds_checkpoint(path):
+            raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(Disk(), path)}")
+        return Disk()
     from robust_dcp.storage.remote import RemoteDisk
 
     try:
-        return RemoteDisk(path) if is_url(path) else Disk()
+        return RemoteDisk(path)
     except ValueError as error:
         raise CommandFailed(str(error)) from error
 

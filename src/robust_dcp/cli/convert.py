@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from robust_dcp.cli.arguments import local_path, nbytes_in, pair
-from robust_dcp.cli.checkpoint import check_is_there
+from robust_dcp.cli.checkpoint import disk_of
 from robust_dcp.cli.output import CommandFailed, Output, number, size
 
 
@@ -51,7 +51,7 @@ def run(options: Namespace) -> None:
     """Make a checkpoint in another form."""
     try:
         if not os.path.isfile(options.source):
-            check_is_there(options.source)
+            disk_of(options.source)
         Output.say(f"Converting {options.source}")
         from robust_dcp.conversion import Rules, convert
 
