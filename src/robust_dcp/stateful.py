@@ -50,12 +50,9 @@ class ModuleStates:
 
     def __init__(self, key: str, modules: list[nn.Module], stored: Container[str] | None = None) -> None:
         self._modules = modules
-        self.values: StateDict = {}
-        self._names: list[list[str]] = []
-        for module in modules:
-            own = named.get_model_state_dict(module, options=_EMPTY_IS_NO_ERROR)
-            self._names.append(list(own))
-            self.values.update(own)
+        states = [named.get_model_state_dict(module, options=_EMPTY_IS_NO_ERROR) for module in modules]
+        self._names = [list(state) for state in states]
+        self.values: StateDict = {name: value for state in states for name, value in state.items()}
         self._is_as_held = False
         if stored is None or _any_stored(key, self.values, stored):
             return
