@@ -23,7 +23,7 @@ import robust_dcp
 from robust_dcp.comm import Channel, connections
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError
 from tests.comm.messages import Note
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values, with_store_of_rank_0
 
 
 class OfPython(dist.Store):
@@ -92,22 +92,9 @@ def test_ranks_save_and_load_with_a_store_of_another_kind(kind: str, tmp_path: P
     assert values(found) == [2.0, 1.0]
 
 
-def _free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-def _start_with_a_store_of_rank_0() -> int:
-    """A process group as ``init_process_group`` makes it without ``torchrun``: rank 0 hosts the store."""
-    rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["STORE_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=datetime.timedelta(seconds=40))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    dist.barrier()
-    return rank
-
-
 def _frozen(frozen: int) -> tuple[list[int] | None, float, str]:
-    rank = _start_with_a_store_of_rank_0()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     Channel.for_group(operation="connect", timeout_seconds=50).barrier("connect")
     channel = Channel.for_group(operation="save 1", timeout_seconds=3)
     channel.barrier("plan")
@@ -129,7 +116,7 @@ def _frozen(frozen: int) -> tuple[list[int] | None, float, str]:
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_rank_is_named_soon_after_the_timeout_and_comes_back_to_the_next_operation(frozen: int) -> None:
-    outcomes = values(run_ranks(4, _frozen, frozen, init=False, env={"STORE_PORT": _free_port()}))
+    outcomes = values(run_ranks(4, _frozen, frozen, init=False, env=with_store_of_rank_0()))
     for rank, (ranks, seconds, message) in enumerate(outcomes):
         assert ranks == [frozen]
         if rank == frozen:

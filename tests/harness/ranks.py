@@ -160,6 +160,12 @@ def stay_until_all_are_done(store):
 """
 
 
+def with_store_of_rank_0() -> dict[str, str | None]:
+    """The environment in which rank 0 has the store of the group, and takes it along when it ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return {"MASTER_PORT": str(server.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": None}
+
+
 def run_program(
     script: str,
     directory: Path,
@@ -178,8 +184,6 @@ def run_program(
         become_host: is called first in each process, with its rank.
         in_new_interpreter: takes seconds more, and a child that a rank forks may end as Python does, too.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     source, arguments = _PROGRAM + textwrap.dedent(script), [str(directory / "checkpoint")]
     return run_ranks(
         size,
@@ -189,7 +193,7 @@ def run_program(
         become_host,
         in_new_interpreter,
         init=False,
-        env={"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": None, **(env or {})},
+        env={**with_store_of_rank_0(), **(env or {})},
         timeout_seconds=timeout_seconds,
     )
 

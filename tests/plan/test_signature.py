@@ -69,11 +69,6 @@ def test_contents_addresses_and_strides_do_not_matter() -> None:
 # Fields as they are: none may be left out of what is hashed, and none that will be added.
 
 
-def _full_table(items: list[Item], paths: dict[str, Path]) -> Items:
-    """No field of it that is the same for all items is empty."""
-    return replace(table(*items, paths=paths), peers=(0, 1))
-
-
 def _draw_other(value: Any, data: st.DataObject) -> Any:
     """Another value of the same kind: one string, number, byte or part of it is changed."""
     if isinstance(value, np.ndarray):
@@ -96,7 +91,7 @@ def test_no_field_that_a_rank_sends_is_left_out_of_its_signature(
     field: str, drawn: tuple[list[Item], dict[str, Path]], data: st.DataObject
 ) -> None:
     items, paths = drawn
-    one = _full_table(items, paths)
+    one = replace(table(*items, paths=paths), peers=(0, 1))  # no field is empty
     other = replace(one, **{field: _draw_other(getattr(one, field), data)})
     assert StructureSignature.of(other, b"") != StructureSignature.of(one, b"")
 

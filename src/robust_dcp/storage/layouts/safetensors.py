@@ -68,9 +68,9 @@ DTYPES: Final = {
 The table is our own. Whether a tensor goes into such a file must not depend on what is installed on a rank.
 """
 
+MODEL_INDEX_NAME: Final = "model.safetensors.index.json"
 LENGTH_NBYTES: Final = 8
 MAX_HEADER_NBYTES: Final = 100_000_000
-MODEL_INDEX_NAME: Final = "model.safetensors.index.json"
 """Readers refuse a longer header."""
 
 MAX_BLOCKS: Final = 1 << 16
