@@ -67,6 +67,7 @@ class Notes:
         self._lock = threading.Lock()
         self._store: Any = None
         self._socket_name = ""
+        self._answer_seconds = 0.0  # how long its socket waits for an answer
         self._prefix = ""
         self._lost = StoreLost()
         self._lost_until = 0.0
@@ -117,12 +118,12 @@ class Notes:
         if self._store is None:
             self._store = self._open(seconds)
         store = self._store
-        fd = _sockets().get(self._socket_name)
-        if fd is not None:
-            with socket.socket(fileno=os.dup(fd)) as connection:
+        if self._socket_name and seconds != self._answer_seconds:
+            with socket.socket(fileno=os.dup(_sockets()[self._socket_name])) as connection:
                 timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
                 connection.setblocking(True)  # whatever ``socket.setdefaulttimeout`` says
+            self._answer_seconds = seconds
         if not self.life:
             self.life = compare_set(store, f"{self._name}/life", "", secrets.token_hex(8)).decode()
             self.has_begun_anew = False
@@ -150,7 +151,7 @@ class Notes:
         if fd is not None:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
-        self._store, self._socket_name = None, ""
+        self._store, self._socket_name, self._answer_seconds = None, "", 0.0
 
     def is_pointless(self, place: str) -> bool:
         """Whether the other ranks do not meet in ``place`` any more. See :meth:`ask`."""
