@@ -128,12 +128,17 @@ def test_a_frozen_rank_is_named_soon_after_the_timeout_and_comes_back_to_the_nex
 def _interrupted_while_waiting() -> tuple[str, float]:
     channel = Channel.for_group(timeout_seconds=40)
     channel.barrier("connect")
+    store = dist.distributed_c10d._get_default_store()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if channel.rank == 0:  # by then it waits for the other one
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def interrupt_it() -> None:
+        pid = int(store.get("pid"))  # which it says in its own work
+        time.sleep(0.3)  # by now it waits for this rank; if not, its own work is interrupted
+        os.kill(pid, signal.SIGINT)
+
     began = time.monotonic()
     with pytest.raises((RobustCheckpointError, KeyboardInterrupt)) as caught:
-        channel.barrier("step", lambda: time.sleep(3.0 * channel.rank))
+        channel.barrier("step", interrupt_it if channel.rank else lambda: store.set("pid", str(os.getpid())))
     seconds = time.monotonic() - began
     channel.barrier("next")
     return repr(caught.value.args[0] if caught.value.args else caught.value), seconds

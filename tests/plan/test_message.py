@@ -23,10 +23,6 @@ def _message(drawn: tuple[list[Item], dict[str, Path]], *, nested: bool = True) 
     return ItemsMessage.of(structure, encode_context(CONTEXT), bytes(16))
 
 
-def _int32(*values: int) -> bytes:
-    return np.array(values, dtype="<i4").tobytes()
-
-
 def _names(*names: object) -> tuple[bytes, ...]:
     return (msgspec.msgpack.encode(names),)
 
@@ -107,7 +103,7 @@ def _use(message: ItemsMessage) -> None:
         ({"size": np.array([3, 4], "<i8").tobytes()}, "a dimension that the item does not have"),
         ({"properties": (("", "", False), ("float31", "strided", False))}, "'float31'"),
         ({"properties": (("", "", False), ("float32", "float32", False))}, "'float32'"),
-        ({"name": _int32(1, 0)}, "not sorted by name"),
+        ({"name": np.array([1, 0], dtype="<i4").tobytes()}, "not sorted by name"),
         ({"properties": (("", "", False), ("", "strided", False))}, "without dtype"),
         ({"kind": b"\1\1"}, "without dtype"),
         ({"ndim": b"\1\0"}, "an object with dimensions"),

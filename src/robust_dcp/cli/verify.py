@@ -61,11 +61,11 @@ def run(options: Namespace) -> int:
 
 def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any]:
     """Verify one checkpoint, show what was found, and give it as JSON."""
-    disk, metadata, started = disk_of(path), os.path.join(path, METADATA_NAME), time.perf_counter()
+    disk, metadata = disk_of(path), os.path.join(path, METADATA_NAME)
     from robust_dcp.contents import Findings, read_contents, verify
     from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 
-    findings = Findings()
+    findings, started = Findings(), time.perf_counter()
     contents = None
     # A manager does not remove a checkpoint that is read.
     with needed_for_a_load(disk, path), Output.progress("verify") as show:
@@ -76,6 +76,7 @@ def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any
             findings.add(error, os.path.relpath(getattr(error, "file", None) or metadata, path))
         else:
             Output.note(summary(contents))
+            started = time.perf_counter()
             verify(contents, findings, threads=threads, with_data=with_data, progress=show)
     if disk.fingerprint(metadata) != before:
         raise CommandFailed(f"{path} was saved to, or removed, while it was verified: run verify again")
