@@ -178,6 +178,11 @@ def open_save(
             f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
             "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
         )
+    elif planner.hooks_of_stock:
+        raise TypeError(
+            f"{type(planner).__name__} overrides {', '.join(planner.hooks_of_stock)}, which only "
+            "torch.distributed.checkpoint.save calls: call that, or override set_up_planner or resolve_data instead"
+        )
     session = planner.open_session(name, writer, **options)
     session.on_commit, session.moves_to = on_commit, moves_to
     # It comes after the async saves and drains of its group, all ranks commit, and listeners hear of it.

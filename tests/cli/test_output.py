@@ -187,8 +187,9 @@ def test_the_page_of_a_run_lists_its_checkpoints_or_cannot_be_made_and_leaves_no
     for step in (10, 20):
         manager.save(step, {"model": {"w": torch.ones(9) * step}})
     (tmp_path / "taken").mkdir()
-    ended = shell("report", tmp_path / "run", "--output", tmp_path / "taken")
-    assert ended.code == 2 and str(tmp_path / "taken") in ended.err
+    for more in ((), ("--json",)):
+        ended = shell("report", tmp_path / "run", "--output", tmp_path / "taken", *more)
+        assert ended.code == 2 and str(tmp_path / "taken") in ended.err
     assert {path.name for path in tmp_path.iterdir()} == {"run", "taken"}
     page, linked = tmp_path / "page.html", tmp_path / "linked"
     page.symlink_to(linked)  # as /dev/stdout is one

@@ -258,15 +258,16 @@ def test_what_is_no_dict_is_refused_on_all_ranks_with_what_to_pass(tmp_path: Pat
         assert ('{"model": model}' if kind in ("Linear", "SGD") else '{"name": value}') in message
 
 
-class OtherPlanner(dcp.DefaultSavePlanner):
-    pass
+def own(planner: type, **hooks: Any) -> Any:
+    return type("Own", (planner,), hooks)()
 
 
 @pytest.mark.parametrize(
     ("options", "expected", "words"),
     [
         ({"storage_writer": dcp.FileSystemWriter("x"), "checkpoint_id": "x"}, TypeError, "FileSystemWriter"),
-        ({"planner": OtherPlanner(), "checkpoint_id": "x"}, TypeError, "RobustPlanner"),
+        ({"planner": own(dcp.DefaultSavePlanner), "checkpoint_id": "x"}, TypeError, "RobustPlanner"),
+        ({"planner": own(robust_dcp.RobustPlanner, finish_plan=id), "checkpoint_id": "x"}, TypeError, "finish_plan"),
         ({}, ValueError, "checkpoint_id"),
         ({"checkpoint_id": "file/1"}, OSError, "directory"),
         ({"storage_writer": RobustWriter("saved", overwrite=False)}, OSError, "overwrite=False"),

@@ -153,25 +153,23 @@ CALLS = [
     ),
     pytest.param(
         """
+        import robust_dcp
         from torch.distributed.checkpoint._extension import ZStandard
 
-        class Planner(DefaultSavePlanner):
-            pass
-
-        class Writer(FileSystemWriter):
-            pass
-
-        for number in range(2):
-            save(state, checkpoint_id=f"{path}/stock{number}", planner=Planner())
-        save(state, storage_writer=Writer(path + "/stock2"))
-        save(state, storage_writer=FileSystemWriter(path + "/stock3", _extensions=[ZStandard()]))
-        for number in range(4):
+        hooks = {"finish_plan": lambda own, plan: robust_dcp.RobustPlanner.finish_plan(own, plan)}
+        kinds = [type("Planner", (DefaultSavePlanner,), {})] * 2 + [type("Own", (robust_dcp.RobustPlanner,), hooks)]
+        for number, kind in enumerate(kinds):
+            save(state, checkpoint_id=f"{path}/stock{number}", planner=kind())
+        save(state, storage_writer=type("Writer", (FileSystemWriter,), {})(path + "/stock3"))
+        save(state, storage_writer=FileSystemWriter(path + "/stock4", _extensions=[ZStandard()]))
+        for number in range(5):
             loaded = empty()
             load(loaded, checkpoint_id=f"{path}/stock{number}")
             check(loaded)
         """,
         [
             "Planner plans otherwise than DefaultSavePlanner",
+            "Own overrides finish_plan",
             "Writer writes otherwise than FileSystemWriter",
             "FileSystemWriter with extensions transforms what it writes",
         ],

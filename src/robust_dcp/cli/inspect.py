@@ -27,9 +27,10 @@ def declare(parser: ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("path", type=place, help="The checkpoint's directory, or its URL.")
     parser.add_argument("pattern", nargs="*", help="Show only items with such names, for example 'model.*.weight'.")
-    parser.add_argument("--table", action="store_true", help="One line for each item instead of a tree.")
-    parser.add_argument("--files", action="store_true", help="The data files instead of the items.")
-    parser.add_argument("--depth", type=number_in(int, 1), default=3, help="How many levels of the tree are shown.")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--table", action="store_true", help="One line for each item instead of a tree.")
+    shown.add_argument("--files", action="store_true", help="The data files instead of the items.")
+    shown.add_argument("--depth", type=number_in(int, 1), default=3, help="How many levels of the tree are shown.")
 
 
 def run(options: Namespace) -> int:

@@ -24,11 +24,14 @@ from robust_dcp.report_page.reading import NoReports, read_reports
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("path", type=local_path, help="A checkpoint, or a directory that holds those of a run.")
-    parser.add_argument("-o", "--output", default="robust_dcp_report.html", help="The page to write.")
+    parser.add_argument("-o", "--output", help="The page to write (default: robust_dcp_report.html).")
 
 
 def run(options: Namespace) -> None:
     """Write the page of the reports that saves have left."""
+    if Output.as_json and options.output:
+        raise CommandFailed(f"--json prints the reports and writes no page to {options.output}: leave out one of them")
+    output = options.output or "robust_dcp_report.html"
     try:
         reports = read_reports(options.path)
     except NoReports as error:
@@ -37,7 +40,7 @@ def run(options: Namespace) -> None:
         of_saves = [{"name": name, **msgspec.to_builtins(report)} for name, report in reports.found]
         Output.put({"path": reports.path, "reports": of_saves, "skipped": [each._asdict() for each in reports.skipped]})
         return
-    Path(options.output).write_text(render_page(reports), "utf-8")  # into it, as it may be /dev/stdout
+    Path(output).write_text(render_page(reports), "utf-8")  # into it, as it may be /dev/stdout
     for name, reason in reports.skipped:
         Output.say(f"Skipped {name}: {reason}")
-    Output.say(f"The page is {options.output}")
+    Output.say(f"The page is {output}")

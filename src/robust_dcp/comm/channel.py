@@ -224,6 +224,7 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         own: list[M | None] = []
+        tree = self._operation.link.tree(self.coordinator_rank)
 
         def send_down(made: Sequence[M | None] | None) -> tuple[Offer, Payload]:
             if made is None:
@@ -231,11 +232,11 @@ class Channel:
             if len(made) != self.size:
                 raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
             own.append(made[self.rank])
-            others = [made[rank] for rank in self._operation.tree.ranks_by_place[1:]]
+            others = [made[rank] for rank in tree.ranks_by_place[1:]]
             return Offer(), Shares.to(1, others).encode()
 
         def share(payload: Payload, child: int) -> Payload:
-            return Shares.decode(payload).of(self._operation.tree.places_below(child)).encode()
+            return Shares.decode(payload).of(tree.places_below(child)).encode()
 
         produce_there = produce if self.is_coordinator else lambda: None
         work = Work(produce_there, send_down, reply=lambda own, below: own, share=share)

@@ -8,6 +8,7 @@ children have combined, so no rank ever sees all offers.
 from __future__ import annotations
 
 import hashlib
+import operator
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -62,7 +63,7 @@ class Agreement(NamedTuple):
         lowest, highest: the extremes of the values that are not 0; 0 if there are none.
         lowest_rank, highest_rank: the first rank that offered each.
         counts: for each flag, how many ranks have it.
-        first_ranks: for each flag, the first rank that has it; 0 if none does.
+        first_ranks: for each flag, the first rank that has it; any rank if none does.
         told: the value of the first rank that tells anything.
     """
 
@@ -82,41 +83,28 @@ class Agreement(NamedTuple):
     def of(cls, rank: int, offer: Offer) -> Agreement:
         """The agreement of a single rank."""
         counts = tuple(offer.flags >> bit & 1 for bit in range(N_FLAGS))
-        first_ranks = tuple(rank if count else 0 for count in counts)
         extremes = offer.value, rank, offer.value, rank
-        return cls(1, offer.signature, offer.plan_id, True, *extremes, counts, first_ranks, offer.told)
+        return cls(1, offer.signature, offer.plan_id, True, *extremes, counts, (rank,) * N_FLAGS, offer.told)
 
     def with_children(self, children: Sequence[Agreement]) -> Agreement:
         """Combine this rank's agreement with those of its children, which are in the order of their places."""
-        if not children:
-            return self
         total = self
         for child in children:
-            total = total._joined(child)
-        return total._replace(signature=_hash([self.signature, *(child.signature for child in children)]))
-
-    def _joined(self, other: Agreement) -> Agreement:
-        lowest = min((each for each in (self, other) if each.lowest), key=lambda each: each.lowest, default=self)
-        highest = max((self, other), key=lambda each: each.highest)
-        firsts = (
-            first if count else other_first
-            for count, first, other_first in zip(self.counts, self.first_ranks, other.first_ranks, strict=True)
-        )
-        return self._replace(
-            n_ranks=self.n_ranks + other.n_ranks,
-            same_plan_id=self.same_plan_id and other.same_plan_id and self.plan_id == other.plan_id,
-            lowest=lowest.lowest,
-            lowest_rank=lowest.lowest_rank,
-            highest=highest.highest,
-            highest_rank=highest.highest_rank,
-            counts=tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)),
-            first_ranks=tuple(firsts),
-            told=self.told or other.told,
-        )
-
-    def all_have(self, flag: int) -> bool:
-        """Whether every rank has ``flag`` (a number with one bit set)."""
-        return self.counts[flag.bit_length() - 1] == self.n_ranks
+            lowest = child if child.lowest and not 0 < total.lowest <= child.lowest else total
+            highest = child if child.highest > total.highest else total
+            firsts = zip(total.counts, total.first_ranks, child.first_ranks, strict=True)
+            total = total._replace(
+                n_ranks=total.n_ranks + child.n_ranks,
+                same_plan_id=total.same_plan_id and child.same_plan_id and total.plan_id == child.plan_id,
+                lowest=lowest.lowest,
+                lowest_rank=lowest.lowest_rank,
+                highest=highest.highest,
+                highest_rank=highest.highest_rank,
+                counts=tuple(map(operator.add, total.counts, child.counts)),
+                first_ranks=tuple([first if count else of_child for count, first, of_child in firsts]),
+                told=total.told or child.told,
+            )
+        return total._replace(signature=_combined([self.signature, *[child.signature for child in children]]))
 
     def count(self, flag: int) -> int:
         """How many ranks have ``flag`` (a number with one bit set)."""
@@ -148,13 +136,15 @@ def combined_signature(signatures: Sequence[bytes]) -> bytes:
 
     It is a Merkle hash. For a rank with children in the tree it is BLAKE2b over its own signature and their hashes.
     """
-    hashes: list[bytes] = list(signatures)
+    hashes = list(signatures)
     for rank in reversed(range(len(hashes))):
         children = Tree(rank, len(hashes)).children
-        if children:
-            hashes[rank] = _hash([hashes[rank], *(hashes[child] for child in children)])
+        hashes[rank] = _combined([hashes[rank], *[hashes[child] for child in children]])
     return hashes[0]
 
 
-def _hash(parts: Sequence[bytes]) -> bytes:
-    return hashlib.blake2b(b"".join(parts), digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan").digest()
+def _combined(hashes: Sequence[bytes]) -> bytes:
+    """The hash of a rank, whose own signature comes first, and of its children; its own signature if it has none."""
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.blake2b(b"".join(hashes), digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan").digest()

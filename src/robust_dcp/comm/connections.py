@@ -128,6 +128,7 @@ class Connections:
         peers: for each connected rank what it said about its process.
         closed: the ranks that closed their connections before this one did, each with what is known of it; with no
             text if it had not come to an operation that goes on.
+        tags: numbers for payloads; each is given out once.
         kept: what gloo may still send, by the exchange that it belongs to; ``None`` for what belongs to none. Keeping
             it keeps the group, so it is here, where it ends with the group.
     """
@@ -142,7 +143,7 @@ class Connections:
         self._changed = threading.Condition()
         self._making = threading.Lock()
         self._group: Any = None
-        self._tags = itertools.count(_PAYLOAD_TAGS)
+        self.tags = itertools.count(_PAYLOAD_TAGS)
         self.is_dropped = False
         self.peers: dict[int, str] = {}
         self.closed: dict[int, str] = {}
@@ -239,10 +240,6 @@ class Connections:
             pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)
         told: list[bytes] = self._ask(lambda store: [store.get(key) for key in keys], look)
         return [Whereabouts(*each.decode(errors="replace").split("\t")) for each in told]
-
-    def new_tag(self) -> int:
-        """A tag for a payload, which no other payload of this rank has."""
-        return next(self._tags)
 
     def send(self, peer: int, tag: int, data: Payload | torch.Tensor) -> Moving:
         """Start to send. Keep what is returned until the other side has received the data: gloo ends without it.

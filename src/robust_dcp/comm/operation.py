@@ -497,12 +497,6 @@ class Operation:
         if self._has_begun and error is not self._raised:
             self._conclude(Problem.of_leaving(self.link.rank, error))
 
-    @property
-    def tree(self) -> Tree:
-        """The tree of the current or latest exchange."""
-        exchange = self._exchange or self._last
-        return exchange.tree if exchange is not None else self.link.tree(0)
-
     def stop_if_announced(self) -> None:
         """Leave this rank's own work if another rank has announced a failure, or the deadline has passed.
 
@@ -648,7 +642,7 @@ class Operation:
             return None
         kept = connections.kept[exchange]
         if len(payload):
-            crc32, tag = isal_zlib.crc32(payload), connections.new_tag()
+            crc32, tag = isal_zlib.crc32(payload), next(connections.tags)
             frame = frame._replace(payload_nbytes=len(payload), payload_crc32=crc32, payload_tag=tag)
         with contextlib.suppress(Broken):  # the thread that reads finds the same
             moving = connections.send(peer, self._tag(exchange.number), self.stamped(frame, exchange).encode())

@@ -65,7 +65,8 @@ class RobustPlanner(DefaultSavePlanner):
 
     A planner that derives from it may override ``set_up_planner``, to save other keys or tensors than it was given, and
     ``resolve_data``, to hand over other contents of the same dtype and shape. The items of the plan are in no hook: it
-    is made of columns.
+    is made of columns. Only stock's ``save`` calls ``create_local_plan``, ``create_global_plan`` and ``finish_plan``;
+    ``robust_dcp.save`` refuses a planner that overrides them.
 
     Args:
         flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank: as in ``DefaultSavePlanner``.
@@ -258,6 +259,11 @@ class RobustPlanner(DefaultSavePlanner):
         except Exception as error:
             raise_named(error, source, place)
         return digests
+
+    @property
+    def hooks_of_stock(self) -> list[str]:
+        """The hooks that a subclass overrides, and that only stock ``torch.distributed.checkpoint.save`` calls."""
+        return [hook for hook in ("create_local_plan", "create_global_plan", "finish_plan") if self._overrides(hook)]
 
     def _overrides(self, hook: str) -> bool:
         """Whether a subclass overrides this method of :class:`RobustPlanner`."""

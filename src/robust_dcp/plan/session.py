@@ -191,7 +191,7 @@ class SaveSession:
                     may_reuse = (
                         agreement.same_plan_id
                         and agreement.plan_id != _NO_PLAN
-                        and agreement.all_have(MATCHES)
+                        and agreement.count(MATCHES) == agreement.n_ranks
                         and agreement.first_rank(_HAS_PLAN) == self.channel.coordinator_rank
                     )
                     if may_reuse:

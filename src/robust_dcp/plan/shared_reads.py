@@ -133,7 +133,7 @@ def ranks_share(agreement: Agreement) -> bool:
             key="share_reads",
             ranks=sorted(rank for rank in wishes.values() if rank is not None),
         )
-    if agreement.n_ranks == 1 or not agreement.all_have(_CAN):
+    if agreement.n_ranks == 1 or agreement.count(_CAN) < agreement.n_ranks:
         return False
     return True in wishes or (None in wishes and not agreement.same_value)
 

@@ -175,9 +175,11 @@ def _save_arguments(given: Arguments, threads: int | None = None) -> Arguments:
     writer, planner = given.pop("storage_writer", None), given.pop("planner", None)
     checkpoint_id = given.pop("checkpoint_id", None)
     writer = _writer_for(writer, checkpoint_id, threads)
+    name = type(planner).__name__
     if not (planner is None or isinstance(planner, RobustPlanner) or type(planner) is DefaultSavePlanner):
-        name = type(planner).__name__
         raise _StaysStock(f"{name} plans otherwise than DefaultSavePlanner; derive it from RobustPlanner")
+    if isinstance(planner, RobustPlanner) and planner.hooks_of_stock:
+        raise _StaysStock(f"{name} overrides {', '.join(planner.hooks_of_stock)}")
     return {**_common(given), "storage_writer": writer, "planner": planner}
 
 

@@ -15,7 +15,6 @@ from robust_dcp.on_demand import errors
 from robust_dcp.storage.records.checksum import crc32
 
 _MAGIC: Final = b"\nRDCPMD2"
-_MAGIC_WITHOUT_MARKS: Final = b"\nRDCPMD1"  # written by early versions, whose data files have no marks
 # This follows the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
 _TRAILER: Final = struct.Struct("<8sQI")
 TRAILER_NBYTES: Final = _TRAILER.size
@@ -41,7 +40,7 @@ def trailer_of(nbytes: int, crc: int) -> bytes:
 
 
 def files_are_marked(data: bytes) -> bool:
-    """Whether each data file that this ``.metadata`` names has the mark of its save."""
+    """Whether ``data`` ends in our trailer: each data file that this ``.metadata`` names has the mark of its save."""
     return data[-_TRAILER.size :].startswith(_MAGIC)
 
 
@@ -53,7 +52,7 @@ def pickle_in(data: bytes, file: str) -> bytes:
     """
     if not data:
         raise corrupt(file, "a pickle", "an empty file (a save that lost power before it was on disk)")
-    if len(data) < _TRAILER.size or not data[-_TRAILER.size :].startswith((_MAGIC, _MAGIC_WITHOUT_MARKS)):
+    if len(data) < _TRAILER.size or not files_are_marked(data):
         return data
     _, nbytes, expected = _TRAILER.unpack(data[-_TRAILER.size :])
     pickled = data[: -_TRAILER.size]
