@@ -150,13 +150,11 @@ def _write_checkpoint(directory: str, ranks: int, tensors: dict[str, Shape]) -> 
 
 def _columns(ranks: int, tensors: dict[str, Shape]) -> MetadataColumns:
     shapes = sorted(dict.fromkeys(tensors.values()), key=len)
-    width = max(map(len, shapes))
     # Each shape has the size of the whole tensor, the size of the chunk, and then the offsets of all ranks.
-    table = np.zeros((len(shapes), 2 + ranks, width), dtype=np.int64)
-    for number, shape in enumerate(shapes):
-        table[number, 0, : len(shape)] = (shape[0] * ranks, *shape[1:])
-        table[number, 1, : len(shape)] = shape
-        table[number, 2:, 0] = np.arange(ranks) * shape[0]
+    sizes: list[Shape] = []
+    for first, *others in shapes:
+        sizes += [(first * ranks, *others), (first, *others)]
+        sizes += [(rank * first, *(0 for _ in others)) for rank in range(ranks)]
     kind = np.array([shapes.index(shape) for shape in tensors.values()]) * (2 + ranks)
     count, rows = len(tensors), len(tensors) * ranks
     rank = np.tile(np.arange(ranks), count)
@@ -173,8 +171,7 @@ def _columns(ranks: int, tensors: dict[str, Shape]) -> MetadataColumns:
         properties=[(torch.float32, torch.strided, False)],
         name_properties=joined(np.zeros(count), none),
         name_size=joined(kind, none),
-        sizes=table.reshape(-1, width),
-        size_ndims=np.repeat([len(shape) for shape in shapes], 2 + ranks).astype(np.uint8),
+        sizes=sizes,
         name=joined(which, count + np.arange(ranks)),
         offset=joined(kind[which] + 2 + rank, none),
         size=joined(kind[which] + 1, none),

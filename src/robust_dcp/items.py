@@ -12,7 +12,7 @@ from enum import IntEnum
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from operator import lt
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,9 +27,11 @@ T = TypeVar("T")
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 UInt8 = npt.NDArray[np.uint8]
-UInt64 = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.integer[Any]]
 Rows = npt.NDArray[np.intp]
+
+Size = tuple[int, ...]
+_Size = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 Path = tuple[str | int, ...]
 """Where a value is in a nested state dict. Its name is the path joined by dots, as in DCP."""
@@ -98,55 +100,56 @@ class ItemStructure(NamedTuple):
 _BLOCK: Final = 64
 """About so many names are in one block of a message."""
 
-_COLUMNS: Final[dict[str, tuple[type[np.generic], int | None]]] = {
-    "name": (np.int32, None),
-    "properties_of": (np.int32, None),
-    "kind": (np.uint8, None),
-    "form": (np.uint8, None),
-    "ndim": (np.uint8, None),
-    "replica": (np.uint8, None),
-    "shape": (np.int64, 1),
-    "offset": (np.int64, 0),
-    "size": (np.int64, 1),
+_COLUMNS: Final[dict[str, type[np.generic]]] = {
+    "name": np.int32,
+    "properties_of": np.int32,
+    "kind": np.uint8,
+    "form": np.uint8,
+    "replica": np.uint8,
+    "shape": np.int32,
+    "offset": np.int32,
+    "size": np.int32,
 }
-"""The columns that are hashed and sent: their type, and for those with a row of dimensions what fills it up."""
+"""The columns that are hashed and sent, and their types."""
 
 
 class Items(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Columns over N items, of one rank or of all. The items of a rank are sorted by (name, offsets).
 
-    Strings are in sorted tables of their own, and the columns hold places in these tables. So two state dicts that
-    differ only in the order of their keys have equal columns.
+    Strings and sizes are in sorted tables of their own, and the columns hold places in these tables. So two state dicts
+    that differ only in the order of their keys have equal columns. And what a model has once for each tensor, and a job
+    once for each shard, is there once: few sizes and offsets are distinct.
 
     Attributes:
         names: the distinct FQNs, sorted.
         paths: for each name its path in the nested state dict, for example ``("model", "layers", 0)``; ``None`` if the
             planner does not flatten.
         properties: the distinct :class:`Properties`, sorted.
+        sizes: the distinct global sizes, offsets and sizes of chunks, those of fewer dimensions first; ``()`` for an
+            object.
         rank: int32 ``[N]``, the rank that holds the item; 0 for the items of one rank. It is not sent.
         name, properties_of: int32 ``[N]``, places in ``names`` and ``properties``.
         kind: uint8 ``[N]``, :class:`ItemKind`.
         form: uint8 ``[N]``, :class:`Form`.
-        ndim: uint8 ``[N]``, the number of dimensions of each item.
         replica: uint8 ``[N]``, :class:`Replica`.
-        shape, offset, size: int64 ``[N, D]``, the global size, and the offsets and sizes of the chunk, filled up with
-            1, 0 and 1. D is the largest number of dimensions.
+        shape, offset, size: int32 ``[N]``, places in ``sizes`` of the global size, and of the offset and size of the
+            chunk. All three have the same number of dimensions.
         peers: the global ranks that may write copies of each other's main replicas. ``()`` means only this rank.
     """
 
     names: tuple[str, ...]
     paths: tuple[Path, ...] | None
     properties: tuple[Properties, ...]
+    sizes: tuple[Size, ...]
     rank: Int32
     name: Int32
     properties_of: Int32
     kind: UInt8
     form: UInt8
-    ndim: UInt8
     replica: UInt8
-    shape: Int64
-    offset: Int64
-    size: Int64
+    shape: Int32
+    offset: Int32
+    size: Int32
     peers: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -158,12 +161,16 @@ class Items(msgspec.Struct, frozen=True, eq=False, dict=True):
         return tuple(getattr(self, column) for column in _COLUMNS)
 
     @cached_property
+    def extents(self) -> Int64:
+        """int64 ``[S, D]``: ``sizes``, filled up with 1. D is the largest number of dimensions."""
+        width = max(map(len, self.sizes), default=0)
+        rows = [(*size, *(1,) * (width - len(size))) for size in self.sizes]
+        return np.array(rows, dtype=np.int64).reshape(len(rows), width)
+
+    @cached_property
     def numel(self) -> Int64:
         """int64 ``[N]``: elements in the chunk; 0 for objects."""
-        numel: Int64 = np.where(self.kind == ItemKind.BYTES, 0, 1)
-        for extents in self.size.T:  # many times as fast as prod(axis=1) of so few columns
-            numel *= extents
-        return numel
+        return np.where(self.kind == ItemKind.BYTES, 0, self.extents.prod(axis=1)[self.size])
 
     @cached_property
     def nbytes(self) -> Int64:
@@ -194,7 +201,7 @@ class Items(msgspec.Struct, frozen=True, eq=False, dict=True):
         if self.kind[row] == ItemKind.BYTES:
             return "object"
         dtype, layout, requires_grad = self.properties[self.properties_of[row]]
-        text = f"{dtype}{self.shape[row, : self.ndim[row]].tolist()}"
+        text = f"{dtype}{list(self.sizes[self.shape[row]])}"
         if layout != "strided":
             text += f" {layout}"
         return f"{text} requires_grad" if requires_grad else text
@@ -203,9 +210,9 @@ class Items(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Describe one item in words, for errors and differences."""
         text = self.describe_whole(row)
         if self.kind[row] == ItemKind.SHARD:
-            offset, size = (column[row, : self.ndim[row]].tolist() for column in (self.offset, self.size))
-            is_whole = size == self.shape[row, : self.ndim[row]].tolist() and not any(offset)
-            text += " as one shard" if is_whole else f" chunk at {offset} of size {size}"
+            offset, size = self.sizes[self.offset[row]], self.sizes[self.size[row]]
+            is_whole = size == self.sizes[self.shape[row]] and not any(offset)
+            text += " as one shard" if is_whole else f" chunk at {list(offset)} of size {list(size)}"
         if self.replica[row] != Replica.ANY:
             text += " (main replica)" if self.replica[row] == Replica.MAIN else " (other replica)"
         return text
@@ -259,31 +266,33 @@ def items_of(
     which = np.fromiter(map(distinct.__getitem__, structures), dtype=np.intp, count=len(structures))
     properties_of = [Properties(each.dtype, each.layout, each.requires_grad) for each in distinct]
     properties = tuple(sorted(set(properties_of)))
-    ndim = max((len(each.shape) for each in distinct), default=0)
+    sizes = _sorted_sizes(chain.from_iterable((each.shape, each.offsets, each.sizes) for each in distinct))
+    place_of_size = {size: place for place, size in enumerate(sizes)}
 
     def column(name: str, values: Iterable[Any]) -> npt.NDArray[Any]:
-        dtype, fill = _COLUMNS[name]
-        if fill is not None:
-            values = [(*value, *(fill,) * (ndim - len(value))) for value in values]
-            return np.array(values, dtype=dtype).reshape(len(distinct), ndim)[which]
-        return np.array(list(values), dtype=dtype)[which]
+        return np.array(list(values), dtype=_COLUMNS[name])[which]
 
     return Items(
         names=distinct_names,
         paths=None if paths is None else tuple(paths[name] for name in distinct_names),
         properties=properties,
+        sizes=sizes,
         rank=_of_one_rank(len(names)),
         name=np.fromiter(map(place_of.__getitem__, names), dtype=np.int32, count=len(names)),
         properties_of=column("properties_of", map(properties.index, properties_of)),
         kind=column("kind", (each.kind for each in distinct)),
         form=column("form", (each.form for each in distinct)),
-        ndim=column("ndim", (len(each.shape) for each in distinct)),
         replica=column("replica", (each.replica for each in distinct)),
-        shape=column("shape", (each.shape for each in distinct)),
-        offset=column("offset", (each.offsets for each in distinct)),
-        size=column("size", (each.sizes for each in distinct)),
+        shape=column("shape", (place_of_size[each.shape] for each in distinct)),
+        offset=column("offset", (place_of_size[each.offsets] for each in distinct)),
+        size=column("size", (place_of_size[each.sizes] for each in distinct)),
         peers=peers,
     )
+
+
+def _sorted_sizes(sizes: Iterable[Size]) -> tuple[Size, ...]:
+    """The distinct ones, those of fewer dimensions first. A ``torch.Size`` becomes a tuple, as messages need it."""
+    return tuple(sorted(map(tuple, set(sizes)), key=lambda size: (len(size), size)))
 
 
 def _name_of(path: Path) -> str:
@@ -327,26 +336,30 @@ def merged(ranks: Sequence[Items]) -> Items:
         for block, each in names_of.items()
     }
     properties = tuple(sorted(set().union(*(each.properties for each in ranks))))
-    width = max((each.shape.shape[1] for each in ranks), default=0)
+    sizes = _sorted_sizes(chain.from_iterable({each.sizes: each.sizes for each in ranks}))
+    place_of_size = {size: place for place, size in enumerate(sizes)}
+    places_of_sizes = {
+        each.sizes: np.fromiter(map(place_of_size.__getitem__, each.sizes), dtype=np.int32, count=len(each.sizes))
+        for each in ranks
+    }
 
     def column(name: str, items: Items) -> Any:
-        values, fill = getattr(items, name), _COLUMNS[name][1]
+        values = getattr(items, name)
         if name == "name":
             return np.concatenate([places_of[block] for block in items.name_blocks])[values]
         if name == "properties_of":
             return np.array([properties.index(each) for each in items.properties], dtype=np.int32)[values]
-        if fill is not None and values.shape[1] < width:
-            return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
-        return values
+        return places_of_sizes[items.sizes][values] if name in ("shape", "offset", "size") else values
 
     columns: dict[str, Any] = {
         name: np.concatenate([column(name, each) for each in ranks]).astype(dtype, copy=False)
-        for name, (dtype, _) in _COLUMNS.items()
+        for name, dtype in _COLUMNS.items()
     }
     return Items(
         names=names,
         paths=None if not any(path_of.values()) else tuple(path_of[name] or (name,) for name in names),
         properties=properties,
+        sizes=sizes,
         rank=np.repeat(np.arange(len(ranks), dtype=np.int32), [len(each) for each in ranks]),
         **columns,
     )
@@ -367,11 +380,11 @@ class ItemsMessage(msgspec.Struct, frozen=True):
 
     names: tuple[bytes, ...]
     properties: tuple[Properties, ...]
+    sizes: tuple[tuple[_Size, ...], ...]
     name: bytes
     properties_of: bytes
     kind: bytes
     form: bytes
-    ndim: bytes
     replica: bytes
     shape: bytes
     offset: bytes
@@ -387,13 +400,14 @@ class ItemsMessage(msgspec.Struct, frozen=True):
         return cls(
             names=items.name_blocks,
             properties=items.properties,
+            sizes=items.sizes,
             context=context,
             signature=signature,
             peers=items.peers,
             digests=digests,
             **{
                 column: getattr(items, column).astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
-                for column, (dtype, _) in _COLUMNS.items()
+                for column, dtype in _COLUMNS.items()
             },
         )
 
@@ -411,18 +425,15 @@ class ItemsDecoder:
             ExchangeError: the columns do not fit each other.
         """
         names, paths = self._once(("names", message.names), lambda: self._names(message.names))
-        ndim = self._column(message.ndim, np.uint8)
-        width = int(ndim.max(initial=0))
+        columns = {column: self._column(getattr(message, column), dtype) for column, dtype in _COLUMNS.items()}
         items = Items(
             names=names,
             paths=paths,
             properties=self._once(("properties", message.properties), lambda: message.properties),
-            rank=_of_one_rank(len(ndim)),
+            sizes=self._once(("sizes", message.sizes), lambda: message.sizes),
+            rank=_of_one_rank(len(columns["name"])),
             peers=self._once(("peers", message.peers), lambda: message.peers),
-            **{
-                column: self._column(getattr(message, column), dtype, None if fill is None else (len(ndim), width))
-                for column, (dtype, fill) in _COLUMNS.items()
-            },
+            **columns,
         )
         _check(items)
         # The index has these blocks too. To make them anew for all ranks takes as long as half a plan.
@@ -437,8 +448,10 @@ class ItemsDecoder:
             found = self._decoded[key] = decode()
         return found
 
-    def _column(self, data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        return self._once((dtype, data, shape), lambda: _from_bytes(data, dtype, shape))
+    def _column(self, data: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        if len(data) % np.dtype(dtype).itemsize:
+            raise _malformed(f"a column of {np.dtype(dtype).name} has {len(data)} bytes")
+        return self._once((dtype, data), lambda: np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<")))
 
     def _names(self, blocks: tuple[bytes, ...]) -> tuple[tuple[str, ...], tuple[Path, ...] | None]:
         """The names, and their paths if the planner flattens."""
@@ -468,22 +481,12 @@ def _named(block: bytes) -> tuple[list[str], list[Path | None]]:
     return names, [None if isinstance(each, str) else each for each in given]
 
 
-def _from_bytes(data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-    if len(data) % np.dtype(dtype).itemsize:
-        raise _malformed(f"a column of {np.dtype(dtype).name} has {len(data)} bytes")
-    column = np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<"))
-    if shape is None:
-        return column
-    if len(column) != shape[0] * shape[1]:
-        raise _malformed(f"the dimension columns do not have the {shape[0]} x {shape[1]} entries that ndim announces")
-    return column.reshape(shape)
-
-
 def _check(items: Items) -> None:
-    n_items = len(items.ndim)
+    n_items = len(items.name)
     if any(len(column) != n_items for column in items.columns):
         raise _malformed("columns of different lengths")
-    for places, table in ((items.name, items.names), (items.properties_of, items.properties)):
+    of_sizes = ((places, items.sizes) for places in (items.shape, items.offset, items.size))
+    for places, table in ((items.name, items.names), (items.properties_of, items.properties), *of_sizes):
         if n_items and (int(places.min()) < 0 or int(places.max()) >= len(table)):
             raise _malformed("a place outside its table")
     steps = np.diff(items.name, prepend=-1, append=len(items.names))
@@ -499,12 +502,10 @@ def _check(items: Items) -> None:
     n_texts = np.array([bool(dtype) + bool(layout) for dtype, layout, _ in items.properties], dtype=np.intp)
     if (n_texts[items.properties_of] != np.where(is_bytes, 0, 2)).any():
         raise _malformed("a tensor without dtype or layout, or an object with one")
-    if items.ndim[is_bytes].any():
-        raise _malformed("an object with dimensions")
-    is_filling = np.arange(items.shape.shape[1]) >= items.ndim[:, None]
-    for column in ("shape", "offset", "size"):
-        if (is_filling & (getattr(items, column) != _COLUMNS[column][1])).any():
-            raise _malformed("a size in a dimension that the item does not have")
+    ndims = np.array(list(map(len, items.sizes)), dtype=np.intp)
+    ndim = np.where(is_bytes, 0, ndims[items.shape])
+    if any((ndims[places] != ndim).any() for places in (items.shape, items.offset, items.size)):
+        raise _malformed("an object with dimensions, or a chunk with others than its tensor")
     known = ((items.kind, ItemKind), (items.form, Form), (items.replica, Replica))
     if any(n_items and not min(values) <= column.min() <= column.max() <= max(values) for column, values in known):
         raise _malformed("an unknown kind or form of item, or an unknown kind of replica")
@@ -514,63 +515,14 @@ def _malformed(what: str) -> ExchangeError:
     return ExchangeError(f"a structure message is malformed: {what}; are all ranks on the same robust_dcp version?")
 
 
-_SLAB_ROWS: Final = 1 << 15
-_SMALL_TABLE_BITS: Final = 16
 _LARGEST_TABLE: Final = 1 << 25
 
 
-def unique_rows(*columns: Ints) -> tuple[Rows, Rows]:
-    """The distinct rows of some columns of N integers each.
-
-    Returns:
-        ``(first, which)``: the rows ``first`` are distinct, and the rows ``first[which]`` are all rows. The result is
-        exact. Rows are grouped by 64-bit hashes and then compared. If two different rows have one hash, the rows are
-        sorted instead.
-    """
-    same = _first_of_each(hashes_of_rows(*columns)).astype(np.intp)  # or each use as an index would convert it
-    if any((column[same] != column).any() for column in columns):
-        _, first, which = np.unique(np.column_stack(columns), axis=0, return_index=True, return_inverse=True)
-        return first.astype(np.intp, copy=False), which.reshape(-1).astype(np.intp, copy=False)
-    first = np.flatnonzero(same == np.arange(len(same)))
-    number = np.empty(len(same), dtype=np.intp)
-    number[first] = np.arange(len(first))
-    return first, number[same]
-
-
-def _first_of_each(values: UInt64) -> Int32:
-    """For each value, the place of an equal value. Equal values get the same place.
-
-    This is a hash table without chains. Of all values in one slot, one stays. The values that differ from it try again
-    in a larger table, where most have a slot to themselves. It is several times as fast as sorting if few values are
-    distinct, and never slower.
-    """
-    same: Int32 = np.arange(len(values), dtype=np.int32)
-    left, mine = same, values
-    table: Int32 = np.empty(1 << _SMALL_TABLE_BITS, dtype=np.int32)
-    while len(left):
-        slots = (mine & np.uint64(len(table) - 1)).astype(np.int32)
-        table[slots] = left
-        found = table[slots]
-        is_other = values[found] != mine
-        if len(left) == len(values) and not is_other.any():
-            return found
-        same[left[~is_other]] = found[~is_other]
-        left, mine = left[is_other], mine[is_other]
-        if len(left) > len(table) // 2:
-            table = np.empty(1 << min(2 * len(left) - 1, _LARGEST_TABLE - 1).bit_length(), dtype=np.int32)
-    return same
-
-
-def hashes_of_rows(*columns: Ints) -> UInt64:
-    """A hash of 64 bits for each row of some columns of N integers each: a polynomial, and SplitMix64's finalizer."""
-    hashes: UInt64 = np.zeros(len(columns[0]), dtype=np.uint64)
-    for at in range(0, len(hashes), _SLAB_ROWS):
-        slab = hashes[at : at + _SLAB_ROWS]  # it stays in a cache
-        for column in columns:
-            slab *= np.uint64(0x9E3779B97F4A7C15)
-            slab += column[at : at + _SLAB_ROWS].astype(np.uint64)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            slab ^= slab >> np.uint64(shift)
-            slab *= np.uint64(factor)
-        slab ^= slab >> np.uint64(31)
-    return hashes
+def distinct(numbers: Ints, n: int) -> tuple[Rows, Rows]:
+    """The distinct ones of N numbers from 0 to ``n`` - 1, ascending, and for each of the N the place of its equal."""
+    if n > _LARGEST_TABLE:
+        found, which = np.unique(numbers, return_inverse=True)
+        return found.astype(np.intp), which
+    is_there = np.zeros(n, dtype=np.bool_)
+    is_there[numbers] = True
+    return np.flatnonzero(is_there), (np.cumsum(is_there) - 1)[numbers]

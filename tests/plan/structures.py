@@ -128,8 +128,7 @@ def written_items(plan: GlobalPlan) -> list[list[tuple[str, tuple[int, ...], tup
 
 def chunk_of(items: Items, row: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The name, offsets and sizes of an item."""
-    offset, size = (tuple(column[row, : items.ndim[row]].tolist()) for column in (items.offset, items.size))
-    return items.names[items.name[row]], offset, size
+    return items.names[items.name[row]], items.sizes[items.offset[row]], items.sizes[items.size[row]]
 
 
 # Strategies.

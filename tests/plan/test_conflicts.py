@@ -25,8 +25,8 @@ def _conflict(*ranks: list[Item]) -> PlanConflict:
     [
         (replace(tensor("w"), dtype=torch.bfloat16), ["different dtypes", "bfloat16[4] on rank 1"]),
         (tensor("w", [5]), ["different global sizes", "float32[5] on rank 1"]),
-        (tensor("w", [4, 1]), ["different numbers of dimensions", "float32[4, 1] on rank 1"]),
-        (tensor("w", ()), ["different numbers of dimensions", "float32[] on rank 1"]),
+        (tensor("w", [4, 1]), ["different global sizes", "float32[4, 1] on rank 1"]),
+        (tensor("w", ()), ["different global sizes", "float32[] on rank 1"]),
         (replace(tensor("w"), layout=torch.sparse_coo), ["different layouts", "float32[4] sparse_coo on rank 1"]),
         (obj("w"), ["a tensor on some ranks and an object on others", "object on rank 1"]),
     ],

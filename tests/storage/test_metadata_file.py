@@ -215,7 +215,6 @@ class Content:
         sizes = sorted(dict.fromkeys(all_sizes), key=len)
         place_of = {size: place for place, size in enumerate(sizes)}
         rows = [(number, entry, chunk) for number, entry in enumerate(self.entries) for chunk in entry.chunks]
-        width = max(map(len, sizes), default=0)
 
         def int32(values: list[int]) -> np.ndarray:
             return np.array(values, dtype=np.int32)
@@ -228,8 +227,7 @@ class Content:
                 [-1 if e.properties is None else properties.index(e.properties) for e in self.entries]
             ),
             name_size=int32([-1 if e.properties is None else place_of[e.size] for e in self.entries]),
-            sizes=np.array([s + (7,) * (width - len(s)) for s in sizes], dtype=np.int64).reshape(len(sizes), width),
-            size_ndims=np.array([len(size) for size in sizes], dtype=np.uint8),
+            sizes=sizes,
             name=int32([number for number, _, _ in rows]),
             offset=int32([-1 if e.properties is None else place_of[c.offset] for _, e, c in rows]),
             size=int32([-1 if e.properties is None else place_of[c.size] for _, e, c in rows]),

@@ -53,13 +53,9 @@ def refuse_contradictions(items: Items) -> None:
         (items.kind == ItemKind.BYTES, "a tensor on some ranks and an object on others"),
         (items.numbered("dtype"), "of different dtypes"),
         (items.numbered("layout"), "of different layouts"),
-        (items.ndim, "of different numbers of dimensions"),
         (items.shape, "of different global sizes"),
     ):
-        differs = np.zeros(len(same_name), dtype=np.bool_)
-        for values in column.T if column.ndim == 2 else (column,):
-            differs |= values[1:] != values[:-1]
-        differs &= same_name
+        differs = same_name & (column[1:] != column[:-1])
         if differs.any():
             name = int(items.name[np.flatnonzero(differs)[0]])
             rows = np.flatnonzero(items.name == name)
@@ -79,10 +75,8 @@ def refuse_contradictions(items: Items) -> None:
 def differs_from_previous(items: Items, rows: Rows) -> Bool:
     """For each of ``rows``, whether its (name, offsets) differ from those of the row before it."""
     differs = np.ones(len(rows), dtype=np.bool_)
-    differs[1:] = False
-    for column in (items.name, *items.offset.T):
-        values = column[rows]
-        differs[1:] |= values[1:] != values[:-1]
+    name, offset = items.name[rows], items.offset[rows]
+    differs[1:] = (name[1:] != name[:-1]) | (offset[1:] != offset[:-1])
     return differs
 
 
@@ -92,9 +86,14 @@ def check_bounds(items: Items) -> None:
     Raises:
         PlanConflict: a chunk does not. The error names key and rank of the first one.
     """
-    outside = (items.offset < 0) | (items.size < 0) | (items.size > items.shape - items.offset)
+    outside = np.zeros(len(items), dtype=np.bool_)
+    ndims = np.array(list(map(len, items.sizes)), dtype=np.intp)
+    for dim, extents in enumerate(items.extents.T):
+        whole, begin, length = extents[items.shape], extents[items.offset], extents[items.size]
+        is_outside = (begin < 0) | (length < 0) | (length > whole - begin)
+        outside |= is_outside & (ndims > dim)[items.shape]
     if outside.any():
-        row = int(np.flatnonzero(outside.any(axis=1))[0])
+        row = int(np.flatnonzero(outside)[0])
         key, rank = items.names[items.name[row]], int(items.rank[row])
         raise PlanConflict(
             f"a chunk of {key!r} on rank {rank} lies outside the tensor: {items.describe(row)}",
@@ -114,14 +113,15 @@ def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
     """
     rows = kept[items.kind[kept] != ItemKind.BYTES]
     filled = rows[items.numel[rows] > 0]
-    clash = first_overlap(items.name[filled], items.offset.take(filled, axis=0), items.size.take(filled, axis=0))
+    extents = items.extents
+    clash = first_overlap(items.name[filled], extents[items.offset[filled]], extents[items.size[filled]])
     if clash is not None:
         raise overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
     if not complete or not len(rows):
         return
     starts = np.flatnonzero(np.diff(items.name[rows], prepend=-1))
     volumes = np.add.reduceat(items.numel[rows], starts)
-    expected = items.shape[rows[starts]].prod(axis=1, dtype=np.int64)
+    expected = items.extents.prod(axis=1)[items.shape[rows[starts]]]
     short = np.flatnonzero(volumes != expected)
     if not len(short):
         return
@@ -238,7 +238,7 @@ def is_compared(items: Items) -> Bool:
 
     If a state dict says which replica counts, the others may differ from it, so they are not compared.
     """
-    is_whole = (items.size == items.shape).all(axis=1) | (items.replica == Replica.MAIN)
+    is_whole = (items.size == items.shape) | (items.replica == Replica.MAIN)
     compared: Bool = is_whole & (items.nbytes <= SMALL_NBYTES) & (items.replica != Replica.COPY)
     return compared
 
@@ -281,7 +281,6 @@ def find_differing(items: Items, contested: Rows, digests: Sequence[bytes]) -> l
         for row in rows[begin:end].tolist():
             same.setdefault(int(digest_of[row]), []).append(int(items.rank[row]))
         row = int(rows[begin])
-        offsets = tuple(items.offset[row, : items.ndim[row]].tolist())
-        key = items.names[items.name[row]]
+        key, offsets = items.names[items.name[row]], items.sizes[items.offset[row]]
         found.append(Differing(key, offsets, tuple(map(tuple, same.values())), bool(is_contested[row])))
     return found

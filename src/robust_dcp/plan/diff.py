@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.items import Form, Items, hashes_of_rows
+from robust_dcp.items import Form, Items
 from robust_dcp.report import StructureDiff
 
 Rows = npt.NDArray[np.intp]
 
 _MAX_KEYS: Final = 200
 """How many keys of each kind travel, and are in an error. This bounds both if everything has changed."""
+
+_SLAB_ROWS: Final = 1 << 15
 
 
 def diff_items(old_of_ranks: Sequence[Items], new_of_ranks: Sequence[Items]) -> StructureDiff:
@@ -52,14 +54,28 @@ def _hashes_of_names(items: Items) -> npt.NDArray[np.uint64]:
     """uint64 ``[names]``: a hash over the items and the path of each name. It is for words only, so equal hashes are
     taken as equal."""
     properties = np.array([hash(each) for each in items.properties], dtype=np.int64)
-    hashes = hashes_of_rows(items.kind, items.form, items.ndim, items.replica, properties[items.properties_of])
-    for dim in range(items.shape.shape[1]):  # the other structure may have columns for fewer dimensions, or for more
-        of_dim = hashes_of_rows(hashes, items.shape[:, dim], items.offset[:, dim], items.size[:, dim])
-        hashes = np.where(items.ndim > dim, of_dim, hashes)
+    sizes = np.array([hash(each) for each in items.sizes], dtype=np.int64)
+    tensors = (properties[items.properties_of], sizes[items.shape], sizes[items.offset], sizes[items.size])
+    hashes = _hashes_of_rows(items.kind, items.form, items.replica, *tensors)
     paths = [0] * len(items.names) if items.paths is None else list(map(hash, items.paths))
-    of_names = hashes_of_rows(np.array(paths, dtype=np.int64), np.bincount(items.name, minlength=len(items.names)))
+    of_names = _hashes_of_rows(np.array(paths, dtype=np.int64), np.bincount(items.name, minlength=len(items.names)))
     np.add.at(of_names, items.name, hashes)
     return of_names
+
+
+def _hashes_of_rows(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """A hash of 64 bits for each row of some columns of N integers each: a polynomial, and SplitMix64's finalizer."""
+    hashes: npt.NDArray[np.uint64] = np.zeros(len(columns[0]), dtype=np.uint64)
+    for at in range(0, len(hashes), _SLAB_ROWS):
+        slab = hashes[at : at + _SLAB_ROWS]  # it stays in a cache
+        for column in columns:
+            slab *= np.uint64(0x9E3779B97F4A7C15)
+            slab += column[at : at + _SLAB_ROWS].astype(np.uint64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            slab ^= slab >> np.uint64(shift)
+            slab *= np.uint64(factor)
+        slab ^= slab >> np.uint64(31)
+    return hashes
 
 
 def _words_by_name(items: Items, names: Rows) -> dict[str, str]:

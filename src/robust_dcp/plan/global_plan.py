@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.ma  # np.unique imports it at its first call, and training waits for the first plan
 import numpy.typing as npt
 
-from robust_dcp.items import ItemKind, Items, Replica, merged, unique_rows
+from robust_dcp.items import ItemKind, Items, Replica, distinct, merged
 from robust_dcp.plan.conflicts import (
     SMALL_NBYTES,
     check_bounds,
@@ -33,9 +33,6 @@ Mask = npt.NDArray[np.bool_]
 
 _OBJECT_WEIGHT: Final = 1
 """How many bytes an object counts for. Its size is not known when the plan is made."""
-
-_MAX_CELLS: Final = 2.0**62
-"""How many positions of tensors can be numbered with 63 bits."""
 
 
 class GlobalPlan(msgspec.Struct, frozen=True, eq=False):
@@ -94,23 +91,10 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
 def order_of(items: Items) -> Rows:
     """The order of the items of all ranks, which come rank after rank, by (name, offsets, rank).
 
-    Name and offsets are turned into one number, so that the sort has one key for any number of dimensions.
-
-    The offsets of every row must lie within its tensor (:func:`check_bounds`), or at its end.
+    Offsets are in one sorted table, so the sort has one key for any number of dimensions.
     """
-    # An empty chunk may begin at the end of the tensor. So each dimension has one more position.
-    extents = items.shape + 1
-    n_cells = extents.astype(np.float64).prod(axis=1).max(initial=1.0)
-    if n_cells * (len(items.names) + 1) >= _MAX_CELLS:
-        offsets = [items.offset[:, dim] for dim in reversed(range(items.offset.shape[1]))]
-        keys: list[npt.NDArray[Any]] = [items.rank, *offsets, items.name]
-        return np.lexsort(keys)
-    position = np.zeros(len(items), dtype=np.int64)
-    for dim in range(items.offset.shape[1]):
-        position *= extents[:, dim]
-        position += items.offset[:, dim]
-    positions = np.int64(position.max(initial=0) + 1)
-    return np.argsort(items.name * positions + position, kind="stable")  # rows are in the order of ranks
+    key = items.name.astype(np.int64) * len(items.sizes) + items.offset
+    return np.argsort(key, kind="stable")  # rows are in the order of ranks
 
 
 class _Replicas(msgspec.Struct, frozen=True, eq=False):
@@ -153,7 +137,7 @@ def _find_replicas(items: Items) -> _Replicas:
     is_first = differs_from_previous(items, order)
     groups = _Replicas(order=order, starts=np.append(np.flatnonzero(is_first), len(order)))
     others, first = order[~is_first], np.repeat(groups.first, np.diff(groups.starts) - 1)
-    differs = (items.size[others] != items.size[first]).any(axis=1) & (items.numel[others] != 0)
+    differs = (items.size[others] != items.size[first]) & (items.numel[others] != 0)
     if differs.any():
         place = int(np.flatnonzero(differs)[0])
         raise overlap(items, int(first[place]), int(others[place]))
@@ -248,17 +232,16 @@ def by_holders(
         starts: int64 ``[G + 1]``, group ``g`` is ``ranks[starts[g]:starts[g + 1]]``.
         groups: the groups to yield.
     """
-    counts = np.diff(starts)[groups]
+    counts, n_ranks = np.diff(starts)[groups], int(ranks.max(initial=0)) + 1
     for count in np.unique(counts).tolist():
         members = groups[counts == count]
         holders = ranks[starts[members][:, None] + np.arange(count)]
-        # Ranks ascend within a group, so equal rows are equal sets. Sets are yielded in the order of their ranks.
-        first, which = unique_rows(*holders.T)
-        sets = np.lexsort(holders[first].T[::-1])
-        number = np.empty(len(sets), dtype=np.intp)
-        number[sets] = np.arange(len(sets))
-        order = np.argsort(number[which], kind="stable")
-        for same in np.split(order, np.cumsum(np.bincount(which, minlength=len(sets))[sets])[:-1]):
+        # Ranks ascend within a group, so equal rows are equal sets. Sets are numbered in the order of their ranks.
+        n_sets, which = 1, np.zeros(len(members), dtype=np.intp)
+        for column in holders.T:
+            sets, which = distinct(which * n_ranks + column, n_sets * n_ranks)
+            n_sets = len(sets)
+        for same in np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]):
             yield members[same], holders[same[0]]
 
 

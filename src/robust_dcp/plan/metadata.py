@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from robust_dcp.items import ItemKind, unique_rows
+from robust_dcp.items import ItemKind, distinct
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.report import Modules
 from robust_dcp.report_rows import module_sizes
@@ -156,22 +156,18 @@ def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> Met
     used, which_properties = np.unique(items.properties_of[heads], return_inverse=True)
     has_objects = int(bool(len(used)) and not items.properties[used[0]].dtype)  # their properties are the first
     properties = [items.properties[each] for each in used[has_objects:].tolist()]
-    # The distinct sizes and offsets of names and chunks are in one table.
-    tables = [items.shape[heads], items.offset.take(written, axis=0), items.size.take(written, axis=0)]
-    ndims = np.concatenate([items.ndim[heads], items.ndim[written], items.ndim[written]])
-    rows = np.concatenate(tables)
-    first, which = unique_rows(ndims, *rows.T)
-    by_ndim = np.argsort(ndims[first], kind="stable")
-    first, which = first[by_ndim], np.argsort(by_ndim)[which]
-    whole, offset, size = np.split(which, np.cumsum([len(table) for table in tables])[:-1])
+    # Some sizes of the plan may be only those of copies that are not written.
+    sizes, which = distinct(
+        np.concatenate([items.shape[heads], items.offset[written], items.size[written]]), len(items.sizes)
+    )
+    whole, offset, size = np.split(which, np.cumsum([len(heads), len(written)]))
     return MetadataColumns(
         names=items.names,
         paths=items.paths,
         properties=[(getattr(torch, dtype), getattr(torch, layout), grad) for dtype, layout, grad in properties],
         name_properties=(which_properties - has_objects).astype(np.int32),
         name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
-        sizes=rows[first],
-        size_ndims=ndims[first],
+        sizes=[items.sizes[each] for each in sizes.tolist()],
         name=name,
         offset=np.where(is_object, -1, offset).astype(np.int32),
         size=np.where(is_object, -1, size).astype(np.int32),

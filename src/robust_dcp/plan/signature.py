@@ -74,6 +74,7 @@ class StructureSignature:
             context,
             _encoded(items.names),
             msgspec.msgpack.encode(items.properties),
+            msgspec.msgpack.encode(items.sizes),
             # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
             msgspec.msgpack.encode(items.paths),
             *(column.tobytes() for column in items.columns),

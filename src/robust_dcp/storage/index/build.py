@@ -48,8 +48,8 @@ class IndexTemplate:
         values: dict[str, Any] = {
             **_names(columns),
             **_paths(columns),
-            "size_counts": np.bincount(columns.size_ndims, minlength=1),
-            "sizes": columns.sizes[np.arange(columns.sizes.shape[1]) < columns.size_ndims[:, None]],
+            "size_counts": np.bincount(list(map(len, columns.sizes)), minlength=1),
+            "sizes": np.fromiter(chain.from_iterable(columns.sizes), dtype=np.int64),
             "chunk_offset": columns.offset,
             "chunk_size": columns.size,
             "chunk_file": columns.file,
@@ -115,7 +115,7 @@ def _names(columns: MetadataColumns) -> dict[str, Any]:
     if int(np.diff(ends, prepend=0).max(initial=0)) > MAX_NAME_NBYTES:
         raise ValueError(f"names of an index have at most {MAX_NAME_NBYTES} bytes, and one of these has more")
     first_rows = np.searchsorted(columns.name, np.arange(len(columns.names)))
-    extent = np.append(np.where(columns.size_ndims > 0, columns.sizes[:, :1].max(axis=1, initial=0), 0), 0)
+    extent = np.array([*(size[0] if size else 0 for size in columns.sizes), 0], dtype=np.int64)
     return {
         "names": names,
         "name_ends": ends,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.items import Form, ItemKind, Items, unique_rows
+from robust_dcp.items import Form, ItemKind, Items, distinct
 from robust_dcp.storage.files.paths import data_file_name
 from robust_dcp.storage.records.record import framed_record
 
@@ -167,14 +167,10 @@ def kinds_of(items: Items, rows: npt.NDArray[np.intp]) -> tuple[Kinds, Int32]:
     """
     kind_ids: Int32 = np.full(len(rows), -1, dtype=np.int32)
     fixed = np.flatnonzero((items.form[rows] == Form.FIXED) & (items.kind[rows] != ItemKind.BYTES))
-    if not len(fixed):
-        return [], kind_ids
-    rows = rows[fixed]
-    properties, ndim, size = items.properties_of[rows], items.ndim[rows], items.size.take(rows, axis=0)
-    first, kind_ids[fixed] = unique_rows(properties, ndim, *size.T)
-    return [
-        (items.properties[properties[row]].dtype, tuple(size[row, : ndim[row]].tolist())) for row in first.tolist()
-    ], kind_ids
+    rows, n_sizes = rows[fixed], len(items.sizes)
+    both = items.properties_of[rows].astype(np.int64) * n_sizes + items.size[rows]
+    kinds, kind_ids[fixed] = distinct(both, len(items.properties) * n_sizes)
+    return [(items.properties[kind // n_sizes].dtype, items.sizes[kind % n_sizes]) for kind in kinds.tolist()], kind_ids
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -99,7 +99,6 @@ _BEHIND: Final = ("}", "}")
 _CONSTANT_NBYTES: Final = len("".join((_BEFORE, _MARK, _SAVE, *_SHARDING, *_CRCS, *_BEHIND)))
 
 _CRC_DIGITS: Final = 8
-_POWERS_OF_TEN: Final = 10 ** np.arange(1, 19, dtype=np.int64)
 _escape = json.JSONEncoder().encode  # ASCII only; for a str this is a call into C
 
 
@@ -250,12 +249,10 @@ def entry_nbytes(items: Items, rows: Places, kinds: Kinds, kind_ids: npt.NDArray
     texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), f':\\"{"0" * _CRC_DIGITS}\\"'
     constant = sum(len(text) + len(",") for text in texts) - len("00")
     of_kinds = [_kind_nbytes(dtype, shape) for dtype, shape in kinds]
-    n_digits = np.searchsorted(_POWERS_OF_TEN, items.offset[rows], side="right") + 1
-    numbers = n_digits + len(",")
-    numbers[np.arange(numbers.shape[1]) >= items.ndim[rows][:, None]] = 0
+    numbers = np.array([sum(len(f"{at},") for at in offset) for offset in items.sizes], dtype=np.int64)
     name = items.name[rows]
     nbytes: Int64 = once[name] + 2 * twice[name]
-    nbytes += constant + np.array([*of_kinds, 0], dtype=np.int64)[kind_ids] + numbers.sum(axis=1)
+    nbytes += constant + np.array([*of_kinds, 0], dtype=np.int64)[kind_ids] + numbers[items.offset[rows]]
     return nbytes
 
 

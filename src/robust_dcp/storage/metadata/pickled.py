@@ -72,8 +72,7 @@ class MetadataColumns(msgspec.Struct, frozen=True, eq=False):
         properties: the P distinct ``(dtype, layout, requires_grad)``.
         name_properties: int32 ``[N]``, place in ``properties``; -1 for an object (``BytesStorageMetadata``).
         name_size: int32 ``[N]``, place in ``sizes`` of the tensor's global size; -1 for objects.
-        sizes: int64 ``[S, D]``, values of ``torch.Size``. Only the first ``size_ndims`` entries of a row count.
-        size_ndims: uint8 ``[S]``, ascending.
+        sizes: the S distinct sizes and offsets, those of fewer dimensions first.
         name: int32 ``[K]``, place in ``names``; ascending. Each name has at least one row, an object exactly one.
         offset, size: int32 ``[K]``, places in ``sizes`` of the chunk's offsets and sizes; -1 for objects.
         file: int32 ``[K]``, place among the file names. These are given for each checkpoint.
@@ -87,8 +86,7 @@ class MetadataColumns(msgspec.Struct, frozen=True, eq=False):
     properties: Sequence[tuple[torch.dtype, torch.layout, bool]]
     name_properties: Int32
     name_size: Int32
-    sizes: Int64
-    size_ndims: npt.NDArray[np.uint8]
+    sizes: Sequence[tuple[int, ...]]
     name: Int32
     offset: Int32
     size: Int32
@@ -120,8 +118,7 @@ class MetadataPickle:
                 for name, path in zip(columns.names, columns.paths, strict=True)
             }
         properties = [TensorProperties(*each) for each in columns.properties]
-        dims = zip(columns.sizes.tolist(), columns.size_ndims.tolist(), strict=True)
-        sizes = [torch.Size(row[:ndim]) for row, ndim in dims]
+        sizes = list(map(torch.Size, columns.sizes))
         files = [f"file {number}" for number in range(columns.n_files)]
         # One pickler puts all that records refer to into its memo: the names of files, which each checkpoint has for
         # itself, then classes and the names of their attributes, and values.
