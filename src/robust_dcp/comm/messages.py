@@ -165,10 +165,11 @@ class Shares(msgspec.Struct, array_like=True):
 
 
 class Column(msgspec.Struct, array_like=True, frozen=True):
-    """One field. For each rank of the bundle, ``which`` holds the index of its value in ``values``."""
+    """One field. For each rank of the bundle, ``which`` holds the indices in ``values`` of the parts of its value. A
+    ``tuple[bytes, ...]`` has any number of parts, and another value is one part."""
 
     values: tuple[msgspec.Raw, ...]
-    which: tuple[int, ...]
+    which: tuple[tuple[int, ...], ...]
 
 
 class Bundle(msgspec.Struct, array_like=True, frozen=True):
@@ -180,7 +181,7 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Bundler(Generic[M]):
-    """Merges messages and bundles of one type, and stores each distinct value once.
+    """Merges messages and bundles of one type, and stores each distinct value, or part of a value, once.
 
         bundler = Bundler(Sizes)
         bundler.add(8, sizes_of_rank_8)
@@ -196,15 +197,26 @@ class Bundler(Generic[M]):
         self._message_type = message_type
         self._fields = msgspec.structs.fields(message_type)
         self._names = tuple(field.name for field in self._fields)
+        self._has_parts = [field.type == tuple[bytes, ...] for field in self._fields]
+        self._encoded: dict[bytes, bytes] = {}  # of parts, which ranks share
         self._ranks: list[int] = []
-        self._which: list[list[int]] = [[] for _ in self._names]
+        self._which: list[list[tuple[int, ...]]] = [[] for _ in self._names]
         self._places: list[dict[bytes, int]] = [{} for _ in self._names]
 
     def add(self, rank: int, message: M) -> None:
         """Merge the message of ``rank``."""
         self._ranks.append(rank)
-        for name, which, places in zip(self._names, self._which, self._places, strict=True):
-            which.append(places.setdefault(msgspec.msgpack.encode(getattr(message, name)), len(places)))
+        columns = zip(self._names, self._has_parts, self._which, self._places, strict=True)
+        for name, has_parts, which, places in columns:
+            value = getattr(message, name)
+            if has_parts:
+                self._encoded.update(
+                    (part, msgspec.msgpack.encode(part)) for part in value if part not in self._encoded
+                )
+                encoded = [self._encoded[part] for part in value]
+            else:
+                encoded = [msgspec.msgpack.encode(value)]
+            which.append(tuple([places.setdefault(part, len(places)) for part in encoded]))
 
     def add_bundle(self, payload: Payload, *, max_nbytes: int | None = None) -> None:
         """Merge the bundle of other ranks; see :func:`decode` for ``max_nbytes``.
@@ -217,7 +229,7 @@ class Bundler(Generic[M]):
         self._ranks.extend(bundle.ranks)
         for column, which, places in zip(bundle.columns, self._which, self._places, strict=True):
             moved = [places.setdefault(bytes(value), len(places)) for value in column.values]
-            which.extend([moved[place] for place in column.which])
+            which.extend([tuple([moved[place] for place in parts]) for parts in column.which])
 
     def _check(self, bundle: Bundle) -> None:
         ranks = list(bundle.ranks)
@@ -227,9 +239,10 @@ class Bundler(Generic[M]):
                 "ranks run different versions of the package, or are in different operations",
                 ranks=ranks,
             )
-        for name, column in zip(self._names, bundle.columns, strict=True):
+        for name, has_parts, column in zip(self._names, self._has_parts, bundle.columns, strict=True):
             n_values = len(column.values)
-            if len(column.which) != len(ranks) or not all(0 <= place < n_values for place in column.which):
+            is_whole = len(column.which) == len(ranks) and (has_parts or all(len(parts) == 1 for parts in column.which))
+            if not is_whole or not all(0 <= place < n_values for parts in column.which for place in parts):
                 raise ExchangeError(f"the bundle of {_some(ranks)} is malformed at {name!r}", ranks=ranks)
 
     def encode(self) -> bytes:
@@ -253,15 +266,18 @@ class Bundler(Generic[M]):
             ExchangeError: some messages are not of this type. The error names their ranks.
         """
         columns: list[list[Any]] = []
-        for field, which, places in zip(self._fields, self._which, self._places, strict=True):
-            decoder = _decoder_of(field.type)
+        for field, has_parts, which, places in zip(
+            self._fields, self._has_parts, self._which, self._places, strict=True
+        ):
+            decoder = _decoder_of(bytes if has_parts else field.type)
             decoded: list[Any] = []
             try:
                 decoded.extend(map(decoder.decode, places))
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-                ranks = [rank for rank, place in zip(self._ranks, which, strict=True) if place == len(decoded)]
+                ranks = [rank for rank, parts in zip(self._ranks, which, strict=True) if len(decoded) in parts]
                 raise self._wrong_type_error(ranks, f"{field.name!r}: {error}") from None
-            columns.append([decoded[place] for place in which])
+            values = [tuple([decoded[place] for place in parts]) for parts in which]
+            columns.append(values if has_parts else [value for (value,) in values])
         messages: dict[int, M] = {}
         try:
             for number, rank in enumerate(self._ranks):
