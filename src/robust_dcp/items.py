@@ -178,6 +178,16 @@ class Items(msgspec.Struct, frozen=True, eq=False, dict=True):
         itemsizes = [int(getattr(torch, each.dtype).itemsize) if each.dtype else 0 for each in self.properties]
         return self.numel * np.array(itemsizes or [0], dtype=np.int64)[self.properties_of]
 
+    @cached_property
+    def outside(self) -> Rows:
+        """The rows of chunks that do not lie within their tensor."""
+        is_outside = np.zeros(len(self), dtype=np.bool_)
+        ndims = np.array(list(map(len, self.sizes)), dtype=np.intp)
+        for dim, extents in enumerate(self.extents.T):
+            whole, begin, length = extents[self.shape], extents[self.offset], extents[self.size]
+            is_outside |= ((begin < 0) | (length < 0) | (length > whole - begin)) & (ndims > dim)[self.shape]
+        return np.flatnonzero(is_outside)
+
     def take(self, rows: Rows) -> Items:
         """The items in these rows, in their order."""
         columns = {name: getattr(self, name).take(rows, axis=0) for name in ("rank", *_COLUMNS)}

@@ -70,7 +70,6 @@ def refuse_wrong_access(items: Items) -> None:
     Raises:
         PlanConflict: that is not so. The error names the first such key, and ranks.
     """
-    check_bounds(items)
     items = items.take(order_of(items))
     refuse_contradictions(items)
     is_object = items.kind == ItemKind.BYTES
@@ -165,10 +164,12 @@ class AccessCheck(msgspec.Struct, frozen=True, eq=False):
         def judge(messages: Sequence[ItemsMessage | None]) -> None:
             nonlocal keys
             decoder = ItemsDecoder()
-            items = merged([decoder.decode(each) for each in messages if each is not None])
+            ranks = [decoder.decode(each) for each in messages if each is not None]
+            items = merged(ranks)
             objects = set(items.name[items.kind == ItemKind.BYTES].tolist())
             keys = tuple({key_of(name) if place in objects else name for place, name in enumerate(items.names)})
             if refuses:
+                check_bounds(ranks)
                 refuse_wrong_access(items)
 
         try:

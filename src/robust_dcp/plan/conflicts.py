@@ -80,26 +80,20 @@ def differs_from_previous(items: Items, rows: Rows) -> Bool:
     return differs
 
 
-def check_bounds(items: Items) -> None:
-    """Check that every chunk lies within its tensor.
+def check_bounds(ranks: Sequence[Items]) -> None:
+    """Check that every chunk of every rank lies within its tensor.
 
     Raises:
         PlanConflict: a chunk does not. The error names key and rank of the first one.
     """
-    outside = np.zeros(len(items), dtype=np.bool_)
-    ndims = np.array(list(map(len, items.sizes)), dtype=np.intp)
-    for dim, extents in enumerate(items.extents.T):
-        whole, begin, length = extents[items.shape], extents[items.offset], extents[items.size]
-        is_outside = (begin < 0) | (length < 0) | (length > whole - begin)
-        outside |= is_outside & (ndims > dim)[items.shape]
-    if outside.any():
-        row = int(np.flatnonzero(outside)[0])
-        key, rank = items.names[items.name[row]], int(items.rank[row])
-        raise PlanConflict(
-            f"a chunk of {key!r} on rank {rank} lies outside the tensor: {items.describe(row)}",
-            key=key,
-            ranks=[rank],
-        )
+    for rank, items in enumerate(ranks):
+        for row in items.outside[:1].tolist():
+            key = items.names[items.name[row]]
+            raise PlanConflict(
+                f"a chunk of {key!r} on rank {rank} lies outside the tensor: {items.describe(row)}",
+                key=key,
+                ranks=[rank],
+            )
 
 
 def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
@@ -113,8 +107,8 @@ def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
     """
     rows = kept[items.kind[kept] != ItemKind.BYTES]
     filled = rows[items.numel[rows] > 0]
-    extents = items.extents
-    clash = first_overlap(items.name[filled], extents[items.offset[filled]], extents[items.size[filled]])
+    columns = (items.offset[filled], items.size[filled])  # each dimension of the boxes is in one piece of memory
+    clash = first_overlap(items.name[filled], *(np.take(items.extents.T, each, axis=1).T for each in columns))
     if clash is not None:
         raise overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
     if not complete or not len(rows):

@@ -67,8 +67,8 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
     Raises:
         PlanConflict: the ranks contradict each other. The error names the key and the ranks.
     """
+    check_bounds(ranks)
     items = merged(ranks)
-    check_bounds(items)
     order = order_of(items)
     items = items.take(order)
     refuse_contradictions(items)
@@ -204,13 +204,13 @@ def _choose_writers(items: Items, claims: _Claims, n_ranks: int, *, lowest_rank:
     fill the gaps. If the state dicts say which replica counts, Megatron's rule decides (:func:`_deal_as_megatron`).
     """
     groups, has_main = claims.groups, claims.has_main
-    chosen = groups.first.copy()
-    counts = np.diff(groups.starts)
-    is_object = items.kind[groups.first] == ItemKind.BYTES
-    is_small = is_object | (items.nbytes[groups.first] <= SMALL_NBYTES)
+    first = groups.first
+    chosen, counts = first.copy(), np.diff(groups.starts)
+    is_object, nbytes = items.kind[first] == ItemKind.BYTES, items.nbytes[first]
+    is_small = is_object | (nbytes <= SMALL_NBYTES)
     fixed = (counts == 1) | is_small | lowest_rank
     load = np.zeros(n_ranks, dtype=np.int64)
-    weight = np.where(is_object, _OBJECT_WEIGHT, items.nbytes[groups.first])
+    weight = np.where(is_object, _OBJECT_WEIGHT, nbytes)
     if has_main.any() and not lowest_rank:
         dealt = np.flatnonzero(has_main & ~is_object)
         chosen[dealt] = _deal_as_megatron(items, groups, dealt, n_ranks)
