@@ -93,7 +93,7 @@ def be_program(
     os.setpgid(0, os.getpgid(os.getppid()))  # what it starts is not killed with it: tests look whether it ends
     if become_host is not None:
         become_host(int(os.environ["RANK"]))
-    if in_new_interpreter:
+    if in_new_interpreter or sys.version_info >= (3, 13):  # there the fork server has dropped all exit handlers
         os.execv(sys.executable, [sys.executable, "-W", "ignore", "-c", source, *arguments])
     warnings.simplefilter("ignore")
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ CANNOT = {  # kinds that a way cannot save: no such dtypes in the layout; torch'
     "safetensors": ("all_dtypes", "quantized"),
     "async process": ("dtensors",),
     "stock async + both": ("quantized", "views", "sharded_tensor"),
-    "stock async process + both": ("quantized", "views", "sharded_tensor", "dtensors"),
+    "stock async process + both": ("quantized", "views", "sharded_tensor", "dtensors", "own_shards"),
 }
 WAYS = [*SAVERS, *(way for way in OTHER_SAVERS if HAS_SAFETENSORS or way != "safetensors")]
 
