@@ -77,7 +77,8 @@ def save(
 
     The arguments are those of ``torch.distributed.checkpoint.save``. When this returns on any rank, the checkpoint is
     committed and durable. If it raises, every rank raises the same exception. The directory's earlier content is then
-    untouched. Files that the failed save has made are removed, or the exception names them.
+    untouched. Files that the failed save has made are removed, or the exception names them. After an
+    :class:`ExchangeTimeout` they stay until the next save into the directory, because a rank may still be writing.
 
     Args:
         state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, modules,

@@ -58,10 +58,6 @@ class TensorDifference(msgspec.Struct, frozen=True):
             (self.infinite[0] + other.infinite[0], self.infinite[1] + other.infinite[1]),
         )
 
-    def exceeds(self, tolerance: float) -> bool:
-        """Whether some values differ by more than ``tolerance``."""
-        return self.differing > 0 and (self.max_absolute is None or self.max_absolute > tolerance)
-
 
 def compare_tensors(
     first: str, second: str, names: Sequence[str], *, progress: Callable[[int, int], object]

@@ -90,7 +90,7 @@ def _different_values(
         tensors = [
             {"name": name, **msgspec.structs.asdict(difference)}
             for name, difference in compare_tensors(first, second, names, progress=progress)
-            if difference.exceeds(tolerance)
+            if difference.differing and (difference.max_absolute is None or difference.max_absolute > tolerance)
         ]
     objects = [dict(zip(_OBJECT, each, strict=True)) for each in compare_objects(first, second, names)]
     if tensors:

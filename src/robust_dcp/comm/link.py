@@ -122,7 +122,7 @@ class Link:
     @property
     def secret(self) -> int:
         """64 bits that only ranks of the group know."""
-        return int(self._notes.life or "0", 16)
+        return int(self._notes.life[-16:] or "0", 16)
 
     def tree(self, root: int) -> Tree:
         """The tree under ``root``, from this rank's place."""

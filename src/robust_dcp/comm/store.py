@@ -5,8 +5,9 @@ So we ask over a client of our own, whose socket has a timeout: torch ends a cal
 client is useless, because an answer may still come, and the next question makes another one.
 
 A store can outlive a process group, and a new group may get the same name. So the ranks of a group meet under its
-*life*, a random word. The first rank that comes draws it, and the first one that leaves the group takes it away. Within
-a life each generation of connections has a place of its own.
+*life*, a random word. The first rank that comes draws it, and the first one that leaves the group takes it away. A life
+that was drawn before this process started belongs to killed ones, such as those before a restart by torchrun. Within a
+life each generation of connections has a place of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -34,6 +36,7 @@ _WAIT_TIMEOUT = datetime.timedelta(seconds=10)
 """How long gloo waits for a key, which is there already."""
 
 _PAUSE_SECONDS = 0.05
+CLOCKS_APART_SECONDS = 10.0  # what the clocks of hosts may differ by
 
 _QUESTION = struct.pack("<BIBQQ", 0, 0x3C85F7CE, 5, 1, 5) + b"alive"
 """Asks a ``TCPStore`` whether it has the key ``alive``. Whatever it answers, and if it hangs up, it is alive."""
@@ -57,7 +60,7 @@ class Notes:
         name: the name of the group, the same on all ranks. No other group that uses the store has it.
 
     Attributes:
-        life: the random word, once it is known.
+        life: the word, once it is known: when it was drawn, and 64 random bits.
         has_begun_anew: the ranks of a later group of this name meet under another life.
     """
 
@@ -125,14 +128,17 @@ class Notes:
                 connection.setblocking(True)  # whatever ``socket.setdefaulttimeout`` says
             self._answer_seconds = seconds
         if not self.life:
-            self.life = compare_set(store, f"{self._name}/life", "", secrets.token_hex(8)).decode()
+            key, drawn = f"{self._name}/life", f"{int(1000 * time.time()):x} {secrets.token_hex(8)}"
+            self.life = compare_set(store, key, "", drawn).decode()
+            if int(self.life.split()[0], 16) / 1000 + CLOCKS_APART_SECONDS < _process_start():
+                self.life = compare_set(store, key, self.life, drawn).decode()
             self.has_begun_anew = False
         return dist.PrefixStore(f"{self._name}/{self.life}/{place}", store)
 
     def _open(self, seconds: float) -> Any:
         """Make a client of our own, if the store is a ``TCPStore``.
 
-        It lacks the prefixes of the group's store, which torch does not tell: torchelastic has a new one for each
+        It lacks the prefixes of the group's store, which torch does not tell: torchelastic had a new one for each
         restart. So the ranks agree on one of ours, and that is all that we ask the client of the group. A client serves
         one call at a time, so another thread that waits for a key would block us.
         """
@@ -172,6 +178,12 @@ class Notes:
     def forget(self) -> None:
         """Let go of the store, which this process may host."""
         self._store, self._store_of_group = None, dist.HashStore()
+
+
+def _process_start() -> float:
+    """When this process started, in seconds since the epoch."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine booted
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _client_of(host: str, port: int, seconds: float) -> tuple[str, Any]:
@@ -231,12 +243,10 @@ def store_host(parent: Any) -> int | None:
 
 def store_of(parent: Any) -> Any:
     """The store of ``parent``."""
-    get_group_store = getattr(parent, "get_group_store", None)
-    if get_group_store is not None:
-        with contextlib.suppress(RuntimeError):  # a group made by hand may have none
-            store = get_group_store()
-            if store is not None:
-                return store
+    with contextlib.suppress(AttributeError, RuntimeError):  # torch 2.7 cannot tell, and a group made by hand has none
+        store = parent.get_group_store()
+        if store is not None:
+            return store
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
