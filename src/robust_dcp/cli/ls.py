@@ -10,6 +10,7 @@ Examples:
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from argparse import ArgumentParser, Namespace
@@ -109,8 +110,8 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
     """
     try:
         names = disk.list_directory(path)
-    except errors.StorageError:
-        return "gone"
+    except errors.StorageError as error:
+        return "gone" if error.errno == errno.ENOENT else "unreadable"
     saves = [_save_in(disk, path, name, now_seconds) for name in saving_files_in(names)]
     states = {save.is_over for save in saves if save is not None}
 

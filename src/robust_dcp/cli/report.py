@@ -10,6 +10,7 @@ Examples:
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.output import CommandFailed, Output
 from robust_dcp.report_page.page import render_page
 from robust_dcp.report_page.reading import NoReports, read_reports
+from robust_dcp.storage.files.disk import Disk
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -40,7 +42,11 @@ def run(options: Namespace) -> None:
         of_saves = [{"name": name, **msgspec.to_builtins(report)} for name, report in reports.found]
         Output.put({"path": reports.path, "reports": of_saves, "skipped": [each._asdict() for each in reports.skipped]})
         return
-    Path(output).write_text(render_page(reports), "utf-8")  # into it, as it may be /dev/stdout
+    page = render_page(reports).encode()
+    if os.path.isfile(output) or not os.path.lexists(output):
+        Disk().replace_file(os.path.realpath(output), page, durable=False)  # an old page is there until then
+    else:
+        Path(output).write_bytes(page)  # into it: it may be /dev/stdout
     for name, reason in reports.skipped:
         Output.say(f"Skipped {name}: {reason}")
     Output.say(f"The page is {output}")

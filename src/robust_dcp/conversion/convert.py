@@ -234,7 +234,7 @@ class _Plan:
         self.names = rules.names([*source.tensors, *source.objects])
         dtypes = {name: _dtype_named(name) for _, name in rules.dtypes}
         if not self.names:
-            raise ValueError("no item has a name that --select and --exclude let through")
+            raise ValueError("the source holds no item that --select and --exclude let through")
         self.tensors: dict[str, NamedTensor] = {}
         for new, old in self.names.items():
             if old in source.tensors:
