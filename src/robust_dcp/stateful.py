@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as named
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from robust_dcp.errors import RobustCheckpointError
@@ -66,6 +67,9 @@ class ModuleStates:
             if self._is_as_held:
                 module.load_state_dict(loaded)
             elif names:
+                while isinstance(module, DistributedDataParallel | torch._dynamo.OptimizedModule):
+                    # Torch gives the second name of a shared submodule no prefix. What is within has none.
+                    [module] = module.children()
                 named.set_model_state_dict(module, {name: loaded[name] for name in names})
 
 

@@ -49,9 +49,10 @@ WRAPS: dict[str, Wrap] = {
 
 
 def built(wrap: str, seed: int, *, steps: int = 2) -> tuple[nn.Module, Optimizer]:
-    """A model with a buffer and an optimizer with three groups, of which one is empty, after some steps of training."""
+    """A model, a part of which has two names, and an optimizer with three groups, one empty, after some steps."""
     torch.manual_seed(seed)
-    model = WRAPS[wrap](nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.BatchNorm1d(4, affine=False)))
+    norm = nn.BatchNorm1d(4)
+    model = WRAPS[wrap](nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), norm, norm))
     decayed = [parameter for name, parameter in model.named_parameters() if name.endswith("weight")]
     others = [parameter for name, parameter in model.named_parameters() if not name.endswith("weight")]
     optimizer = AdamW([{"params": []}, {"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.1 + seed)
