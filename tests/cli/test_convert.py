@@ -242,14 +242,18 @@ def test_a_damaged_source_gives_nothing(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"x\n", b"", b"PK\x03\x04 and so on", bytes(100), None])
 def test_a_file_of_another_kind_or_one_that_would_run_code_is_refused(content: bytes | None, tmp_path: Path) -> None:
     if content is None:
-        torch.save({"w": torch.ones(2), "evil": Call(os.mkdir, str(tmp_path / "executed"))}, tmp_path / "file")
+        evil = {"w": torch.ones(2), "evil": [Call(os.mkdir, str(tmp_path / "executed"))]}
+        torch.save(evil, tmp_path / "file")
+        dcp.save(evil, checkpoint_id=tmp_path / "checkpoint")
+        ended = shell("convert", tmp_path / "checkpoint", tmp_path / "made", "--to", "torch")
+        assert ended.code == 2 and "leave it out: --exclude 'evil'" in ended.err
     else:
         (tmp_path / "file").write_bytes(content)
     ended = shell("convert", tmp_path / "file", tmp_path / "made", "--to", "dcp")
     assert ended.code == 2
     assert ("expected a file of torch.save" if content is not None else f"{os.name}.mkdir") in ended.err
     assert "weights_only` set to `False`" not in ended.err  # no advice to read it with less care
-    assert names_in(tmp_path) == {"file"}
+    assert "made" not in names_in(tmp_path)
 
 
 @pytest.mark.parametrize(

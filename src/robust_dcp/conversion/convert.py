@@ -24,7 +24,7 @@ import torch
 from robust_dcp.api import save
 from robust_dcp.contents import fits
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
-from robust_dcp.errors import StorageError, entry_point
+from robust_dcp.errors import StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
@@ -264,7 +264,11 @@ class _Plan:
         by piece into a file in ``directory`` that nobody else sees, and is mapped."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            return self.source.load(self.names[name])
+            try:
+                return self.source.load(self.names[name])
+            except UnsafeCheckpoint as error:
+                message = f"{error}. Or leave it out: --exclude {self.names[name]!r}"
+                raise UnsafeCheckpoint(message, file=error.file, what=error.what) from error
         mapped = self.source.mapped.get(self.names[name])
         if mapped is not None and mapped.dtype == tensor.dtype:
             return mapped
