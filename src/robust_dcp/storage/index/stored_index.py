@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
 from itertools import pairwise
-from operator import add, ge, gt, sub
+from operator import ge
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -303,6 +303,25 @@ class StoredIndex:
         """The size of a chunk."""
         return self._size(self._chunk_size[row])
 
+    def extents(self, first: int, end: int, ndim: int) -> tuple[Int64, Int64]:
+        """Where the chunks in rows ``first`` to ``end`` begin, and their sizes: int64 ``[n, ndim]`` each.
+
+        Raises:
+            DamagedIndex: one has another number of dimensions, or a negative one.
+        """
+
+        def sizes(numbers: Column) -> Int64:
+            places = numbers.rows(first, end).astype(np.int64) - self._first_of_ndim[ndim]
+            if ((places < 0) | (places >= self._first_of_ndim[ndim + 1] - self._first_of_ndim[ndim])).any():
+                raise self.file.damaged(f"rows {first} to {end} have chunks of other than {ndim} dimensions")
+            at = self._at_of_ndim[ndim] + places[:, None] * ndim + np.arange(ndim)
+            found = self._sizes.at(at.ravel()).reshape(at.shape)
+            if (found < 0).any():
+                raise self.file.damaged(f"rows {first} to {end} have chunks of negative sizes")
+            return found
+
+        return sizes(self._chunk_offset), sizes(self._chunk_size)
+
     def find_whole(
         self, names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int]
     ) -> tuple[Int64, Int64, Places]:
@@ -577,21 +596,17 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
 
             first = bisect_left(range(end), box[0] - self.reach + 1, first, end, key=begin_of)
             end = bisect_left(range(end), box[0] + lengths[0], first, end, key=begin_of)
-        found = []
-        stops = tuple(map(add, box, lengths))
-        for row in range(first, end):  # a rank may need a part of each of thousands of chunks
-            offsets, sizes = index.offsets(row), index.sizes(row)
-            ends = tuple(map(add, offsets, sizes))
-            if not len(offsets) == len(sizes) == len(whole) or any(map(gt, ends, whole)):
-                raise index.file.damaged(f"chunks of name {self.number} lie outside of their tensor")
-            begins = tuple(map(max, offsets, box))
-            parts = Size(map(sub, map(min, ends, stops), begins))
-            if min(parts, default=1) > 0:
-                in_chunk, in_box = Size(map(sub, begins, offsets)), Size(map(sub, begins, box))
-                found.append((row - self.first, offsets, in_chunk, in_box, parts))
-        if sum(math.prod(part[-1]) for part in found) > math.prod(lengths):
+        # In columns: a rank may need a part of each of thousands of chunks.
+        offsets, sizes = index.extents(first, end, len(whole))
+        if (sizes > np.array(whole, dtype=np.int64) - offsets).any():
+            raise index.file.damaged(f"chunks of name {self.number} lie outside of their tensor")
+        begins = np.maximum(offsets, box)
+        parts = np.minimum(offsets + sizes, np.add(box, lengths)) - begins
+        found = np.flatnonzero((parts > 0).all(axis=1))
+        columns = [each[found].tolist() for each in (offsets, begins - offsets, begins - box, parts)]
+        if sum(map(math.prod, columns[-1])) > math.prod(lengths):
             raise index.file.damaged(f"chunks of name {self.number} overlap")
-        return found
+        return list(zip((found + first - self.first).tolist(), *(map(Size, each) for each in columns), strict=True))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
