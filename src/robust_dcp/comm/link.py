@@ -21,7 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -424,7 +424,6 @@ def link_for(parent: Any) -> Link:
 
     Raises:
         ValueError: this process is not a member of ``parent``.
-        RobustCheckpointError: ``GLOO_SOCKET_IFNAME`` names an interface that is not there, or has no address.
     """
     rank = dist.get_rank(parent)
     if rank < 0:  # torch then passes a number
@@ -442,13 +441,16 @@ def link_for(parent: Any) -> Link:
 def _link_in(parent: Any, rank: int, ranks: tuple[int, ...]) -> Link:
     store = store_of(parent)
     notes = Notes(store, f"robust_dcp/{parent.group_name}")
-    # Now, so that the caller gets the errors. A tree needs two connections for each of its levels at most.
-    network.ensure_open_files(8 + 2 * len(ranks).bit_length())
-    address = network.listening_address(store)
+
+    @cache
+    def here() -> Whereabouts:  # in an exchange, so that all ranks hear of an error
+        # A tree needs two connections for each of its levels at most.
+        network.ensure_open_files(8 + 2 * len(ranks).bit_length())
+        process = f"host {socket.gethostname()[:64]}, pid {os.getpid()}"
+        return Whereabouts(process, network.listening_address(store), network.network_id())
 
     def make_connections(place: str, ask: Ask) -> Connections:
-        here = Whereabouts(f"host {socket.gethostname()[:64]}, pid {os.getpid()}", address, network.network_id())
-        return Connections(ask, rank, len(ranks), here, notes.life.encode())
+        return Connections(ask, rank, len(ranks), here(), notes.life.encode())
 
     return Link(rank, ranks, notes, make_connections, store_host(parent))
 
