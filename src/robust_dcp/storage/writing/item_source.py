@@ -127,8 +127,9 @@ def planned_tensor(source: ItemSource, place: int, planned: Record) -> torch.Ten
         name = source.names[place]
         raise PlanConflict(
             f"the planner's resolve_data gave {data.dtype} {list(data.shape)} for {name!r}, the plan "
-            f"says {planned.dtype} {list(planned.shape)}; a planner that derives from RobustPlanner transforms tensors "
-            "in set_up_planner, and another one says so in create_local_plan",
+            f"says {planned.dtype} {list(planned.shape)}; a DTensor of from_local has to have the shape that its "
+            "placements give; a planner that derives from RobustPlanner transforms tensors in set_up_planner, and "
+            "another one says so in create_local_plan",
             key=name,
         )
     return data
