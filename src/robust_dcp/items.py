@@ -272,11 +272,11 @@ def items_of(
         )
     place_of = {name: place for place, name in enumerate(distinct_names)}
     # Tensors of a model have few different structures, so columns are made of these, and then spread over the items.
-    distinct = {structure: place for place, structure in enumerate(dict.fromkeys(structures))}
-    which = np.fromiter(map(distinct.__getitem__, structures), dtype=np.intp, count=len(structures))
-    properties_of = [Properties(each.dtype, each.layout, each.requires_grad) for each in distinct]
+    place_of_structure = {structure: place for place, structure in enumerate(dict.fromkeys(structures))}
+    which = np.fromiter(map(place_of_structure.__getitem__, structures), dtype=np.intp, count=len(structures))
+    properties_of = [Properties(each.dtype, each.layout, each.requires_grad) for each in place_of_structure]
     properties = tuple(sorted(set(properties_of)))
-    sizes = _sorted_sizes(chain.from_iterable((each.shape, each.offsets, each.sizes) for each in distinct))
+    sizes = _sorted_sizes(chain.from_iterable((each.shape, each.offsets, each.sizes) for each in place_of_structure))
     place_of_size = {size: place for place, size in enumerate(sizes)}
 
     def column(name: str, values: Iterable[Any]) -> npt.NDArray[Any]:
@@ -290,12 +290,12 @@ def items_of(
         rank=_of_one_rank(len(names)),
         name=np.fromiter(map(place_of.__getitem__, names), dtype=np.int32, count=len(names)),
         properties_of=column("properties_of", map(properties.index, properties_of)),
-        kind=column("kind", (each.kind for each in distinct)),
-        form=column("form", (each.form for each in distinct)),
-        replica=column("replica", (each.replica for each in distinct)),
-        shape=column("shape", (place_of_size[each.shape] for each in distinct)),
-        offset=column("offset", (place_of_size[each.offsets] for each in distinct)),
-        size=column("size", (place_of_size[each.sizes] for each in distinct)),
+        kind=column("kind", (each.kind for each in place_of_structure)),
+        form=column("form", (each.form for each in place_of_structure)),
+        replica=column("replica", (each.replica for each in place_of_structure)),
+        shape=column("shape", (place_of_size[each.shape] for each in place_of_structure)),
+        offset=column("offset", (place_of_size[each.offsets] for each in place_of_structure)),
+        size=column("size", (place_of_size[each.sizes] for each in place_of_structure)),
         peers=peers,
     )
 

@@ -234,12 +234,7 @@ class SaveSession:
         if known is not None:
             flags |= MATCHES if known.signature == self.local.signature.value else 0
             flags |= _HAS_PLAN if known.plan is not None else 0
-        # Twice the bytes and a GiB more is ample room.
-        if (
-            known is None
-            or writer is None
-            or writer.disk.room(writer.path)[1] <= 2 * known.share.total_nbytes + (1 << 30)
-        ):
+        if known is None or writer is None or not writer.has_ample_room(known.share.total_nbytes):
             flags |= _NEEDS_ROOM
         self._own_offer = Offer(
             plan_id=_NO_PLAN if known is None else known.share.plan_id,
