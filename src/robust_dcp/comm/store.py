@@ -36,7 +36,8 @@ _WAIT_TIMEOUT = datetime.timedelta(seconds=10)
 """How long gloo waits for a key, which is there already."""
 
 _PAUSE_SECONDS = 0.05
-CLOCKS_APART_SECONDS = 10.0  # what the clocks of hosts may differ by
+CLOCKS_APART_SECONDS = 10.0
+"""How much the clocks of two hosts may differ."""
 
 _QUESTION = struct.pack("<BIBQQ", 0, 0x3C85F7CE, 5, 1, 5) + b"alive"
 """Asks a ``TCPStore`` whether it has the key ``alive``. Whatever it answers, and if it hangs up, it is alive."""
@@ -130,7 +131,7 @@ class Notes:
         if not self.life:
             key, drawn = f"{self._name}/life", f"{int(1000 * time.time()):x} {secrets.token_hex(8)}"
             self.life = compare_set(store, key, "", drawn).decode()
-            if int(self.life.split()[0], 16) / 1000 + CLOCKS_APART_SECONDS < _process_start():
+            if int(self.life.split()[0], 16) / 1000 + CLOCKS_APART_SECONDS < _process_start_seconds():
                 self.life = compare_set(store, key, self.life, drawn).decode()
             self.has_begun_anew = False
         return dist.PrefixStore(f"{self._name}/{self.life}/{place}", store)
@@ -180,7 +181,7 @@ class Notes:
         self._store, self._store_of_group = None, dist.HashStore()
 
 
-def _process_start() -> float:
+def _process_start_seconds() -> float:
     """When this process started, in seconds since the epoch."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine booted
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

@@ -267,8 +267,8 @@ class _Plan:
             try:
                 return self.source.load(self.names[name])
             except UnsafeCheckpoint as error:
-                message = f"{error}. Or leave it out: --exclude {self.names[name]!r}"
-                raise UnsafeCheckpoint(message, file=error.file, what=error.what) from error
+                error.message = f"{error.message}. Or leave it out: --exclude {self.names[name]!r}"
+                raise
         mapped = self.source.mapped.get(self.names[name])
         if mapped is not None and mapped.dtype == tensor.dtype:
             return mapped
