@@ -31,7 +31,7 @@ from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.plan import LocalStructure
-from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
+from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.shared_reads import (
     WISHES,
@@ -47,11 +47,11 @@ from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.report_rows import PhaseClock
 from robust_dcp.save_queue import queue_of
 from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
-from robust_dcp.storage.files.paths import is_url
+from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of, place_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import overwritten
 from robust_dcp.storage.reading.reads import PlannedItems, may_ask_early
-from robust_dcp.storage.remote import filesystem_of, local_path_of, place_of
+from robust_dcp.storage.remote import filesystem_of
 from robust_dcp.storage.writer import RobustWriter
 
 CheckpointId = str | os.PathLike[str]

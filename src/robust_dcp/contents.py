@@ -31,10 +31,10 @@ from robust_dcp.storage.index.form import IndexFile, fit_of_file
 from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.options import ReadOptions
 from robust_dcp.storage.pieces import is_plain
 from robust_dcp.storage.reading.load import ItemReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource
-from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.reads import PlannedItems
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})")

@@ -35,8 +35,8 @@ from robust_dcp.plan.signature import StructureSignature as StructureSignature
 from robust_dcp.report import LoadReport as LoadReport
 from robust_dcp.report import SaveReport as SaveReport
 from robust_dcp.save_queue import finish_async_saves as finish_async_saves
+from robust_dcp.storage.options import ReadOptions as ReadOptions
+from robust_dcp.storage.options import WriteOptions as WriteOptions
 from robust_dcp.storage.reader import RobustReader as RobustReader
-from robust_dcp.storage.reading.read_options import ReadOptions as ReadOptions
 from robust_dcp.storage.remote import CopyOptions as CopyOptions
 from robust_dcp.storage.writer import RobustWriter as RobustWriter
-from robust_dcp.storage.writing.write_options import WriteOptions as WriteOptions

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
 from robust_dcp.conversion import convert
-from robust_dcp.storage.layouts import LAYOUTS
+from robust_dcp.storage.options import LAYOUTS
 from robust_dcp.storage.pieces import Piece, PieceReader
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import shell

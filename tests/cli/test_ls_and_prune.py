@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from robust_dcp.storage.committing.saving_file import SavingFile, claimed, needed_for_a_load
+from robust_dcp.storage.committing.saving_file import SavingFile, claimed
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from tests.cli.commands import shell
 
 

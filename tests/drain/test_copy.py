@@ -17,9 +17,9 @@ import pytest
 
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, UnsafeCheckpoint, copy_checkpoint
 from robust_dcp.drain.copy import CopyResult
-from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES
+from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
 from tests.drain.checkpoints import KINDS, ONE_THREAD, files_of, loaded, save
 from tests.faults.disk import Call, Fault, FaultDisk
 from tests.harness.damage import data_files, flip_bit

@@ -9,8 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from robust_dcp import ReadOptions, RobustReader, RobustWriter, WriteOptions
-from robust_dcp.storage.reading.read_options import ReadKeywords
-from robust_dcp.storage.writing.write_options import WriteKeywords
+from robust_dcp.storage.options import ReadKeywords, WriteKeywords
 
 
 @pytest.mark.parametrize(

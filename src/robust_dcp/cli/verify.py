@@ -21,9 +21,9 @@ from robust_dcp.cli.arguments import number_in, place
 from robust_dcp.cli.checkpoint import disk_of, holds_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number, size
 from robust_dcp.manager.series import series_in
-from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url
+from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 
 
 def declare(parser: ArgumentParser) -> None:

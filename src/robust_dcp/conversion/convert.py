@@ -29,9 +29,9 @@ from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, directory_path
-from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.safetensors import MODEL_INDEX_NAME
 from robust_dcp.storage.model_file import check_dtypes, in_shards, index_of, write_model_file
+from robust_dcp.storage.options import layout_named
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
 from robust_dcp.storage.writer import RobustWriter
 

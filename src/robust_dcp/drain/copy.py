@@ -36,7 +36,6 @@ from robust_dcp.drain.places import Content, Place, open_place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME, DrainRecord, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.report import listed
-from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     METADATA_NAME,
@@ -45,13 +44,16 @@ from robust_dcp.storage.files.paths import (
     committed_name,
     holds_raw_bytes,
     is_data_file,
+    local_path_of,
+    place_of,
     writer_of,
 )
 from robust_dcp.storage.layouts.footer import footer_in
 from robust_dcp.storage.layouts.safetensors import read_head
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
+from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.remote import Calls, CopyOptions, local_path_of, place_of
+from robust_dcp.storage.remote import Calls, CopyOptions
 
 logger = logging.getLogger(__name__)
 

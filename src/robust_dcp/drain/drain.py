@@ -22,9 +22,9 @@ from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy, CopyResult
 from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, read_drain_record, write_drain_record
 from robust_dcp.errors import CorruptCheckpoint, StorageError
-from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import is_url
+from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.remote import CopyOptions
 
 logger = logging.getLogger(__name__)

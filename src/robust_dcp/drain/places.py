@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
-from robust_dcp.storage.files.paths import is_data_file, locate
+from robust_dcp.storage.files.paths import is_data_file, local_path_of, locate
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.remote import Calls, RemoteDisk, filesystem_of, local_path_of
+from robust_dcp.storage.remote import Calls, RemoteDisk, filesystem_of
 
 _MOST_METADATA_NBYTES: Final = 16 << 30
 _UNFINISHED: Final = re.compile(r".*\.[0-9a-f]{8}\.copying", re.DOTALL)

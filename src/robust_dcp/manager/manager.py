@@ -28,10 +28,10 @@ from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import RECORD_NAME, Checkpoint, KeepPolicy, Series, policies_of, prune
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
-from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import absolute, directory_path
-from robust_dcp.storage.remote import CopyOptions, place_of
+from robust_dcp.storage.files.paths import absolute, directory_path, place_of
+from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
+from robust_dcp.storage.remote import CopyOptions
 from robust_dcp.storage.writer import RobustWriter
 
 logger = logging.getLogger(__name__)

@@ -48,14 +48,13 @@ from robust_dcp.storage.committing.saving_file import (
     claimed,
     find_left_overs,
     is_gone,
-    not_being_loaded,
     remove_data_files,
     saving_files_in,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
-from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
 
 logger = logging.getLogger(__name__)
 

@@ -42,10 +42,9 @@ from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import ShardFacts
 from robust_dcp.plan.load_items import plan_reads
 from robust_dcp.plan.load_planner import check_filled, local_numel
-from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.pieces import PieceReader
 from robust_dcp.storage.reader import RobustReader

@@ -41,10 +41,9 @@ from robust_dcp.megatron.async_requests import BackgroundSave, log_report, reque
 from robust_dcp.megatron.failures import as_megatron_raises, meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import MegatronPlanner, ShardFacts
-from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.report import SaveReport
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.switch.patching import log_left_to_stock

@@ -41,21 +41,13 @@ from robust_dcp.plan.state_dict import (
 )
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.staging.tensor_bytes import host_address
-from robust_dcp.storage.files.paths import is_url
+from robust_dcp.storage.files.paths import checkpoint_name
 from robust_dcp.storage.layouts.places import TORCH
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
-from robust_dcp.storage.remote import place_of
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource, raise_named
 from robust_dcp.version import __version__
-
-
-def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
-    """The name of a checkpoint in exchanges and messages. Ranks with another name are in another operation."""
-    if checkpoint_id is None:
-        return ""
-    return place_of(checkpoint_id) if is_url(checkpoint_id) else os.path.normpath(os.fspath(checkpoint_id))
 
 
 class RobustPlanner(DefaultSavePlanner):

@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 import random
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,41 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk, Fingerprint, OpenFile
-from robust_dcp.storage.files.paths import is_data_file, is_url
+from robust_dcp.storage.files.paths import is_data_file
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
-    """``checkpoint_id`` as a path, or as a URL without a slash at its end. ``Path("s3://bucket")`` is a URL again.
-
-    Raises:
-        ValueError: it is a ``file://`` URL of another machine.
-    """
-    place = os.fsdecode(checkpoint_id)
-    if not is_url(checkpoint_id):
-        return place
-    scheme, slashes, rest = re.split(r":(/+)", place.strip(), maxsplit=1)
-    scheme, rest = scheme.lower(), rest.rstrip("/")
-    if scheme != "file":
-        return f"{scheme}://{rest}"  # memory:///a has an empty host
-    if slashes == "//":
-        host, _, rest = rest.partition("/")
-        if host.lower() != "localhost":
-            raise ValueError(
-                f"{place!r} names a file of the host {host!r}, and file:// reaches the file systems of this machine "
-                f"only: write file:///{host}/{rest} if {host!r} is the name of a directory, or mount the file system "
-                "of that host and pass the path"
-            )
-    return f"file:///{rest}"
-
-
-def local_path_of(place: str) -> str | None:
-    """The path that a place means if it is on a mounted file system, such as ``file:///data``; else ``None``."""
-    if not is_url(place):
-        return place
-    return place[len("file://") :] if place.startswith("file://") else None
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:

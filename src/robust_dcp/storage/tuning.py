@@ -21,8 +21,8 @@ import msgspec
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.options import available_cores
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.writing.write_options import available_cores
 
 _BLOCK_NBYTES: Final = 4 << 20
 """The size of a write and of a read: that of reads in a load, and half of that of writes in a save."""

@@ -28,15 +28,14 @@ from robust_dcp.errors import StorageError, entry_point, ranks_in_words
 from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import absolute, directory_path, is_url, mark_of, uncommitted_name
-from robust_dcp.storage.layouts import layout_named
+from robust_dcp.storage.files.paths import absolute, directory_path, is_url, mark_of, place_of, uncommitted_name
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.remote import DEFAULT_COPY_OPTIONS, CopyOptions, place_of
+from robust_dcp.storage.options import WriteKeywords, WriteOptions, given_options, layout_named
+from robust_dcp.storage.remote import DEFAULT_COPY_OPTIONS, CopyOptions
 from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.write_options import WriteKeywords, WriteOptions, given_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

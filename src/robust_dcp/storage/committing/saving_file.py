@@ -142,38 +142,6 @@ def _release(disk: Disk, file: OpenFile, pid: int) -> None:
             disk.close(file)
 
 
-# Loads: a lock on ``.metadata``, which exists anyway. So nothing is written into a checkpoint, which may be read-only.
-
-
-@contextlib.contextmanager
-def needed_for_a_load(disk: Disk, directory: str) -> Iterator[None]:
-    """Keep a checkpoint from being removed by :mod:`robust_dcp.manager` while the block runs. On a file system without
-    locks the block runs anyway.
-    """
-    file = None
-    with contextlib.suppress(errors.StorageError):
-        file = disk.open_read(os.path.join(directory, METADATA_NAME))
-        disk.lock(file, shared=True)
-    try:
-        yield
-    finally:
-        if file is not None:
-            disk.close(file)
-
-
-@contextlib.contextmanager
-def not_being_loaded(disk: Disk, directory: str) -> Iterator[bool]:
-    """Give ``True`` if no load uses the checkpoint. Then none can take the lock while the block runs.
-
-    Raises:
-        StorageError: ``.metadata`` cannot be opened.
-    """
-    path = os.path.join(directory, METADATA_NAME)
-    flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY  # NFS locks no other file for one process alone
-    with disk.reading(path, flags=flags) as file:
-        yield disk.lock(file) is not False
-
-
 class OtherSave(msgspec.Struct, frozen=True):
     """A save whose file was found in a directory.
 

@@ -68,6 +68,44 @@ def _scheme_of(checkpoint_id: str | os.PathLike[str]) -> str | None:
     return None if match is None else match["scheme"]
 
 
+def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
+    """``checkpoint_id`` as a path, or as a URL without a slash at its end. ``Path("s3://bucket")`` is a URL again.
+
+    Raises:
+        ValueError: it is a ``file://`` URL of another machine.
+    """
+    place = os.fsdecode(checkpoint_id)
+    if not is_url(checkpoint_id):
+        return place
+    scheme, slashes, rest = re.split(r":(/+)", place.strip(), maxsplit=1)
+    scheme, rest = scheme.lower(), rest.rstrip("/")
+    if scheme != "file":
+        return f"{scheme}://{rest}"  # memory:///a has an empty host
+    if slashes == "//":
+        host, _, rest = rest.partition("/")
+        if host.lower() != "localhost":
+            raise ValueError(
+                f"{place!r} names a file of the host {host!r}, and file:// reaches the file systems of this machine "
+                f"only: write file:///{host}/{rest} if {host!r} is the name of a directory, or mount the file system "
+                "of that host and pass the path"
+            )
+    return f"file:///{rest}"
+
+
+def local_path_of(place: str) -> str | None:
+    """The path that a place means if it is on a mounted file system, such as ``file:///data``; else ``None``."""
+    if not is_url(place):
+        return place
+    return place[len("file://") :] if place.startswith("file://") else None
+
+
+def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
+    """The name of a checkpoint in exchanges and messages. Ranks with another name are in another operation."""
+    if checkpoint_id is None:
+        return ""
+    return place_of(checkpoint_id) if is_url(checkpoint_id) else os.path.normpath(os.fspath(checkpoint_id))
+
+
 def absolute(place: str) -> str:
     """``place``, a path or a URL, so that it stays the same when the working directory changes."""
     return place if not place or os.path.isabs(place) or is_url(place) else os.path.join(os.getcwd(), place)

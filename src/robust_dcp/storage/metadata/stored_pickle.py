@@ -1,4 +1,5 @@
-"""The checksum behind the pickle in ``.metadata``, and whose it is.
+"""What there is to a ``.metadata`` besides its contents: the checksum behind its pickle, whose it is, and whether loads
+need it.
 
 ``robust-dcp ls`` asks that without torch, so this module imports none.
 """
@@ -6,12 +7,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.records.checksum import crc32
 
 _MAGIC: Final = b"\nRDCPMD2"
@@ -72,3 +76,37 @@ def corrupt(file: str, expected: str, found: str) -> errors.CorruptCheckpoint:
         expected=expected,
         found=found,
     )
+
+
+# Loads: a lock on ``.metadata``, which exists anyway. So nothing is written into a checkpoint, which may be read-only.
+
+
+@contextmanager
+def needed_for_a_load(disk: Disk, directory: str) -> Iterator[None]:
+    """Keep a checkpoint from being removed by :mod:`robust_dcp.manager` while the block runs. On a file system without
+    locks the block runs anyway.
+    """
+    file = None
+    try:
+        file = disk.open_read(os.path.join(directory, METADATA_NAME))
+        disk.lock(file, shared=True)
+    except errors.StorageError:  # not ``suppress``, which would import the errors, and torch, although nothing is wrong
+        pass
+    try:
+        yield
+    finally:
+        if file is not None:
+            disk.close(file)
+
+
+@contextmanager
+def not_being_loaded(disk: Disk, directory: str) -> Iterator[bool]:
+    """Give ``True`` if no load uses the checkpoint. Then none can take the lock while the block runs.
+
+    Raises:
+        StorageError: ``.metadata`` cannot be opened.
+    """
+    path = os.path.join(directory, METADATA_NAME)
+    flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY  # NFS locks no other file for one process alone
+    with disk.reading(path, flags=flags) as file:
+        yield disk.lock(file) is not False

@@ -34,8 +34,8 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
+from robust_dcp.storage.options import ReadOptions
 from robust_dcp.storage.reading.data_file import DataFile
-from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.reads import (
     Group,
     PlannedItems,

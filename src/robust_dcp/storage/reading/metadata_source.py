@@ -17,14 +17,13 @@ from functools import partial
 from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
-from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.index.form import DamagedIndex, fit_of, fit_of_file
 from robust_dcp.storage.index.stored_index import StoredIndex, lazy_metadata, open_index
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
-from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, needed_for_a_load
 from robust_dcp.storage.metadata.unpickling import check_metadata
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.staging.blocks import BlockLease, memory_at
 from robust_dcp.staging.tensor_bytes import DeviceCopies
+from robust_dcp.storage.options import Verify
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.reads import Read
 from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, crc32_of_both
@@ -33,11 +34,6 @@ from robust_dcp.storage.records.record import (
     raw_record,
     zip_members,
 )
-
-Verify = bool | Literal["all"]
-"""``True``: verify what costs little. ``"all"``: data that cannot be verified is an error. ``False``: verify
-nothing.
-"""
 
 _CHEAP_NBYTES: Final = 2 * SUM_NBYTES
 _CHEAP_PART: Final = 20

@@ -33,6 +33,7 @@ from robust_dcp.storage.files.kernel import BUFFERED
 from robust_dcp.storage.files.paths import uncommitted_name
 from robust_dcp.storage.layouts.footer import footer_of, sorted_sums
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Placements
+from robust_dcp.storage.options import WriteOptions
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, cuts, joined, merged, sums_of
 from robust_dcp.storage.records.record import Record, bytes_of, framed_record, is_fixed_size, raw_record
 from robust_dcp.storage.writing.blocks import Block, FileOrder, Piece, cut_into_blocks
@@ -43,7 +44,6 @@ from robust_dcp.storage.writing.item_source import (
     raise_named,
     saved_by_torch,
 )
-from robust_dcp.storage.writing.write_options import WriteOptions
 
 _SMALL_NBYTES: Final = 16 << 10
 """If records are smaller than this on average, Python's work for each takes longer than copies and checksums."""

@@ -29,10 +29,10 @@ from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import uncommitted_name
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
+from robust_dcp.storage.options import BLOCKS_PER_THREAD
 from robust_dcp.storage.writing.blocks import file_orders
 from robust_dcp.storage.writing.emit import Emission, FileEmitter, FilesOfRank, WriteContext
 from robust_dcp.storage.writing.item_source import ItemSource
-from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD
 
 
 class WrittenFiles(msgspec.Struct, frozen=True, eq=False):
