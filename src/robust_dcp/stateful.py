@@ -326,19 +326,19 @@ def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None =
             torch cannot name the states of one.
     """
     candidates = {key: value for key, value in state_dict.items() if type(value) not in _TENSORS}
-    modules = {key: _all_of(value, nn.Module) for key, value in candidates.items()}
-    all_modules = [module for key in sorted(modules, key=str) for module in modules[key]]
-    has_stages = any(isinstance(candidates[key], list | tuple) for key in modules if modules[key])
-    found: dict[str, StandIn] = {}
+    modules = {key: found for key, value in candidates.items() if (found := _all_of(value, nn.Module))}
+    stand_ins: dict[str, StandIn] = {}
     for key, value in candidates.items():
-        if modules[key]:
-            found[key] = ModuleStates(key, modules[key], stored)
+        if key in modules:
+            stand_ins[key] = ModuleStates(key, modules[key], stored)
         elif optimizers := _all_of(value, Optimizer):
+            all_modules = [module for each in sorted(modules, key=str) for module in modules[each]]
+            has_stages = any(isinstance(candidates[each], list | tuple) for each in modules)
             owned = _with_modules(key, optimizers, all_modules)
-            found[key] = OptimizerStates(key, owned, by_parameter=has_stages, stored=stored)
+            stand_ins[key] = OptimizerStates(key, owned, by_parameter=has_stages, stored=stored)
         elif isinstance(value, AsStock) or _is_stateful(value):
-            found[key] = value if isinstance(value, AsStock) else AsStock(value)
-    return found
+            stand_ins[key] = value if isinstance(value, AsStock) else AsStock(value)
+    return stand_ins
 
 
 def _is_stateful(value: Any) -> bool:

@@ -41,7 +41,7 @@ from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import ShardFacts
 from robust_dcp.plan.load_items import plan_reads
-from robust_dcp.plan.load_planner import check_filled, local_numel
+from robust_dcp.plan.load_planner import check_filled
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import checkpoint_name, directory_path
@@ -88,8 +88,8 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
             index.find_all(self.state_dict)
         plan: LoadPlan = super().create_local_plan() if index is None else self._plan_by_index(self.metadata)
         flexible = self.allow_shape_mismatch_sharded_tensors or {}
-        wanted = {key: local_numel(value) for key, value in self.state_dict.items() if key not in flexible}
-        check_filled(plan.items, wanted, self._checkpoint)
+        tensors = {key: value for key, value in self.state_dict.items() if key not in flexible}
+        check_filled(plan.items, tensors, self._checkpoint)
         return plan
 
     def _plan_by_index(self, metadata: Metadata) -> LoadPlan:

@@ -128,15 +128,15 @@ def asked_keys(metadata: Metadata, asked: Mapping[str, Any]) -> AskedKeys | None
     """Which keys of a checkpoint are in a state dict; ``None`` if all are."""
     saved = metadata.state_dict_metadata
     index = index_of(metadata)
-    numbers: Collection[int]
     if index is not None:
-        numbers = index.find_all(asked).values()
+        numbers = index.find_all(asked)
+        numbers = numbers[numbers >= 0]
     else:
-        numbers = [number for number, key in enumerate(sorted(saved)) if key in asked]
+        numbers = np.flatnonzero([key in asked for key in sorted(saved)])
     if len(numbers) == len(saved):
         return None
     bits = np.zeros(len(saved), dtype=np.bool_)
-    bits[list(numbers)] = True
+    bits[numbers] = True
     return AskedKeys(zlib.compress(np.packbits(bits).tobytes(), 1))
 
 

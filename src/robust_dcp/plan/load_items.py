@@ -1,4 +1,5 @@
-"""What a load reads for each value of a state dict: the read items of stock's planner, without asking it each time.
+"""What a load reads for each value of a state dict, and whether that can be filled: the read items of stock's planner,
+without asking it each time.
 
 Usually a tensor or shard of the state dict is one saved chunk. This module handles these cases itself; with an index
 they stay in columns, and no read item is made. If the chunks differ, the index finds the overlaps. Without an index
@@ -7,10 +8,13 @@ such values go to stock's planner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
@@ -23,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, holds_shards, own_chunks
+from robust_dcp.staging.tensor_bytes import extent_nbytes
 from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
 from robust_dcp.storage.layouts.places import Int64, Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
@@ -134,3 +139,80 @@ def chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
     if isinstance(value, torch.Tensor):
         return [ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())]
     return None
+
+
+# Whether the memory of a tensor can be filled.
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .(.)", re.MULTILINE)
+
+
+def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this rank holds of the values of a state dict, each with its name. Those without elements are
+    left out, and those whose memory torch does not let us look at.
+    """
+    with torch.no_grad():
+        for name, value in values.items():
+            parts = [value]
+            if isinstance(value, DTensor):
+                parts = [value.to_local()]
+            elif isinstance(value, torch.Tensor) and hasattr(value, "local_shards"):
+                parts = [shard.tensor for shard in value.local_shards()]
+            for part in parts:
+                if type(part) in _PLAIN and part.layout is torch.strided and not part.is_meta and part.numel() > 0:
+                    yield name, part
+
+
+def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Find tensors that a load cannot fill, because their memory was freed, is read-only, or holds several elements in
+    one place. To write into the first two kinds would end the process.
+
+    Args:
+        targets: tensors as :func:`local_tensors` gives them.
+
+    Returns:
+        one text for each such tensor, which says why.
+    """
+    begins, ends, held, gaps = list[int](), list[int](), list[int](), list[int]()
+    for number, (_, tensor) in enumerate(targets):
+        begin, storage = tensor.data_ptr(), tensor.untyped_storage()
+        begins.append(begin)
+        held.append(storage.data_ptr() + storage.nbytes())
+        if tensor.is_contiguous():
+            ends.append(begin + tensor.nbytes)
+        else:
+            gaps.append(number)
+            ends.append(begin + extent_nbytes(tensor))
+    addresses, problems = np.array(begins, dtype=np.uint64), list[str]()
+    is_freed = (addresses == 0) | (np.array(ends, dtype=np.uint64) > np.array(held, dtype=np.uint64))
+    for number in np.flatnonzero(is_freed).tolist():
+        name, tensor = targets[number]
+        data_end = tensor.storage_offset() * tensor.itemsize + ends[number] - begins[number]
+        problems.append(
+            f"{name!r} cannot be loaded into: its storage holds {tensor.untyped_storage().nbytes()} bytes where its "
+            f"data ends at byte {data_end}: its memory was freed"
+        )
+    if problems:
+        return problems
+    for number in gaps:
+        name, tensor = targets[number]
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            problems.append(f"{name!r} cannot be loaded into: its own elements share memory (it is expanded)")
+    for number in np.flatnonzero(_are_read_only(addresses)).tolist():
+        name, tensor = targets[number]
+        if tensor.is_cpu:
+            problems.append(f"{name!r} cannot be loaded into: its memory may not be written to")
+    return problems
+
+
+def _are_read_only(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which addresses are in memory that may not be written to: of a file that was mapped to be read, for example."""
+    mappings: list[tuple[int, int]] = []
+    with suppress(OSError), open("/proc/self/maps", "rb") as file:  # other systems do not tell
+        for begin, end, may_write in _MAPPING.findall(file.read()):
+            if may_write != b"w":
+                mappings.append((int(begin, 16), int(end, 16)))
+    starts, stops = np.array(mappings or [(0, 0)], dtype=np.uint64).T
+    number = np.searchsorted(starts, addresses, side="right")
+    inside: npt.NDArray[np.bool_] = (number > 0) & (addresses < stops[number - 1])
+    return inside

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import renamed_in_words, what_is_saved
-from robust_dcp.plan.load_items import chunks_held, plan_reads, whole_tensors
+from robust_dcp.plan.load_items import chunks_held, local_tensors, plan_reads, unusable_targets, whole_tensors
 from robust_dcp.plan.state_dict import global_size
-from robust_dcp.plan.target_memory import local_tensors, unusable_targets
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems
@@ -62,6 +61,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     takes_objects_for_tensors = False
     """Whether a saved object may take the place of a tensor, as in stock: for example a learning rate."""
 
+    missing_keys: tuple[str, ...] = ()
+    """Keys of the state dict that the checkpoint does not have. ``create_local_plan`` finds them."""
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -76,14 +78,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             raise ValueError(f'on_dtype_mismatch is "error" or "cast", not {on_dtype_mismatch!r}')
         self.on_dtype_mismatch = on_dtype_mismatch
         self.trusted = trusted
-        self._whole_keys: frozenset[str] = frozenset()
         self._spelt: dict[int, dict[str, Any]] = {}
-
-    @property
-    def missing_keys(self) -> tuple[str, ...]:
-        """Keys of the state dict that the checkpoint does not have."""
-        saved, found = self._saved, self._whole_keys
-        return tuple(sorted(key for key in self.state_dict.keys() - found if key not in saved))
 
     @property
     def unread_keys(self) -> tuple[str, ...]:
@@ -97,8 +92,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._whole_keys = frozenset()
-        self._spelt = {}
+        self.missing_keys, self._spelt = (), {}
         with without_garbage_collection():
             flat = _flat(state_dict) if self.flatten_state_dict else None
             if flat is None:
@@ -112,32 +106,38 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
-            whole, index, saved, plan = PlannedItems(), index_of(self.metadata), self._saved, None
+            whole, index, plan = PlannedItems(), index_of(self.metadata), None
+            saved = self.metadata.state_dict_metadata
             if self._may_have_old_names():
                 # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
                 with suppress(RuntimeError, ValueError):
                     plan = super().create_local_plan()
             elif self._answers_as_stock() and (index is not None or self.state_dict.keys() <= saved.keys()):
                 whole = whole_tensors(self.state_dict, self.metadata)
-            self._whole_keys = frozenset(whole.names)
             # The values that are not known to be saved as exactly one chunk, in the order of the state dict.
-            others = {}
-            if len(whole.names) < len(self.state_dict):
-                others = {key: value for key, value in self.state_dict.items() if key not in self._whole_keys}
+            whole_keys = set(whole.names)
+            others = [key for key in self.state_dict if key not in whole_keys]
             if index is not None:
                 index.find_all(others)
-            asked = {key: value for key, value in others.items() if key in saved}
-            problems = [] if self.allow_partial_load else [f"{_MISSING}{key!r}" for key in self.missing_keys]
-            for key, value in asked.items():
-                problems += self._mismatch(key, value, saved[key])
+            asked, missing, problems = dict[str, Any](), list[str](), list[str]()
+            for key in others:
+                value, entry = self.state_dict[key], saved.get(key)
+                if entry is None:
+                    missing.append(key)
+                else:
+                    asked[key] = value
+                    problems += self._mismatch(key, value, entry)
+            self.missing_keys = tuple(sorted(missing))
+            if missing and not self.allow_partial_load:
+                problems = [*(f"{_MISSING}{key!r}" for key in self.missing_keys), *problems]
             if problems:
                 raise PlanConflict(self._in_words(problems))
             planned = plan_reads(asked, self.metadata) if plan is None else plan.items
             problems = unusable_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
             if problems:
                 raise PlanConflict(self._in_words(problems))
-            tensors = (key for key in asked if isinstance(saved[key], TensorStorageMetadata))
-            check_filled(planned, {key: local_numel(asked[key]) for key in tensors})
+            tensors = {key: each for key, each in asked.items() if isinstance(saved[key], TensorStorageMetadata)}
+            check_filled(planned, tensors)
         if not whole.names:
             return LoadPlan(planned)
         whole.others, whole.planner = planned, self
@@ -249,19 +249,22 @@ def _flat(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] |
     return None if has_lists else (flat, mappings)
 
 
-def check_filled(items: Iterable[ReadItem], wanted: Mapping[str, int], checkpoint: str = "the checkpoint") -> None:
+def check_filled(items: Iterable[ReadItem], tensors: Mapping[str, Any], checkpoint: str = "the checkpoint") -> None:
     """Check that every wanted element is in some chunk. Stock silently leaves the others unchanged.
 
     Args:
         items: what is read.
-        wanted: for each key how many elements this rank asks for.
+        tensors: what this rank asks for, by key.
         checkpoint: the name of the checkpoint in the message.
 
     Raises:
         CorruptCheckpoint: the chunks that are read lack some of these elements.
     """
+    if not tensors:
+        return
+    wanted = {key: local_numel(value) for key, value in tensors.items()}
     planned: dict[str, int] = defaultdict(int)
-    for item in items if wanted else ():
+    for item in items:
         if item.type == LoadItemType.TENSOR and item.dest_index.fqn in wanted:
             planned[item.dest_index.fqn] += math.prod(item.lengths)
     short = sorted(key for key, numel in wanted.items() if planned[key] < numel)

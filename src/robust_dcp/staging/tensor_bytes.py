@@ -38,8 +38,7 @@ def host_address(tensor: torch.Tensor) -> int | None:
     nbytes = tensor.nbytes
     if nbytes:
         if not is_in_order:
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            nbytes = (last + 1) * tensor.itemsize
+            nbytes = extent_nbytes(tensor)
         held = tensor.untyped_storage().nbytes()
         if held < (needed := tensor.storage_offset() * tensor.itemsize + nbytes):
             # FSDP resizes the storage to 0, and shape and address stay.
@@ -47,6 +46,12 @@ def host_address(tensor: torch.Tensor) -> int | None:
                 f"its storage holds {held} bytes where its data ends at byte {needed}: its memory was freed"
             )
     return tensor.data_ptr() if is_in_order and not tensor.is_neg() and not tensor.is_conj() else None
+
+
+def extent_nbytes(tensor: torch.Tensor) -> int:
+    """The bytes from the first element of a tensor, which is not empty, to the end of the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 class TensorBytes:

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
 from itertools import pairwise
@@ -159,7 +159,7 @@ class StoredIndex:
             raise file.damaged("its paths are not one for each name")
         if len(self._variable_places) != 2 * len(self._variable_rows):
             raise file.damaged("its items of variable size have no places")
-        self._numbers: dict[str, int | None] = {}
+        self._numbers: dict[str, int] = {}  # -1 for a name that is not there
         self._stored: dict[int, StoredChunks] = {}
         self._claimed = 0
         self._known_sizes: dict[int, Size] = {}
@@ -172,27 +172,30 @@ class StoredIndex:
         """The number of a stored name."""
         if name not in self._numbers and isinstance(name, str):
             self.find_all([name])
-        return self._numbers.get(name)
+        number = self._numbers.get(name, -1)
+        return None if number < 0 else number
 
-    def find_all(self, names: Iterable[str]) -> dict[str, int]:
-        """The numbers of those of ``names`` that are in the checkpoint. Answers are remembered.
+    def find_all(self, names: Collection[str]) -> Int64:
+        """int64 ``[n]``: the number of each of ``names``; -1 for one that is not in the checkpoint. Answers are
+        remembered.
 
         To find many at once is faster than to find each when it is asked for.
         """
-        known, names = self._numbers, list(names)
-        wanted = dict.fromkeys(name for name in names if name not in known)
-        known.update(wanted)
+        known = self._numbers
+        wanted = set(names).difference(known)
+        known.update(dict.fromkeys(wanted, -1))
         if _FEW * len(wanted) >= len(self):
             for number, name in enumerate(self.names()):
                 if name in wanted:
                     known[name] = number
         else:
             at = 0
-            for encoded, name in sorted((name.encode("utf-8", "surrogatepass"), name) for name in wanted):
+            for name in sorted(wanted):
+                encoded = name.encode("utf-8", "surrogatepass")
                 at = bisect_left(range(len(self)), encoded, at, key=self._name_bytes)
                 if at < len(self) and self._name_bytes(at) == encoded:
                     known[name] = at
-        return {name: found for name in names if (found := known[name]) is not None}
+        return np.fromiter(map(known.__getitem__, names), dtype=np.int64, count=len(names))
 
     def names(self) -> Iterator[str]:
         """All names, ascending."""
@@ -338,8 +341,7 @@ class StoredIndex:
         Raises:
             UnsafeCheckpoint: a file does not lie in the checkpoint's directory.
         """
-        number_of = self.find_all(names)
-        numbers: Int64 = np.array([number_of.get(name, -1) for name in names], dtype=np.int64)
+        numbers = self.find_all(names)
         asked = np.flatnonzero(numbers >= 0)
         numbers, kind = numbers[asked], np.array(kind_of, dtype=np.int64)[asked]
         end, first = self._name_chunks.at(numbers), np.zeros_like(numbers)
