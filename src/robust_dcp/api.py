@@ -300,7 +300,7 @@ def load(
             with clock.phase("apply"):
                 asked = channel.gather(loading.phase("apply"), loading.apply, AskedKeys)
     if robust is not None and not is_url(robust.path):
-        LOADED.put(robust.path, None)
+        LOADED.put(robust.path, None, len(robust.path))
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
         unread = unread_in_words(planner.metadata, asked)
         if unread:
@@ -350,7 +350,7 @@ class _Load:
             stored = leader.broadcast(self.phase("metadata"), find, _StoredMetadata)
         phase = self.phase("plan" if by_index else "plan by .metadata")
         agreement = self.channel.agree(phase, partial(self._plan_own, stored))
-        n_plans = sum(agreement.count(wish) for wish in WISHES.values())
+        n_plans = sum(map(agreement.count, WISHES.values()))
         if stored.index and n_plans < agreement.n_ranks:
             return self.agree_on_reads(leader, by_index=False)  # some ranks see another directory, say on a local disk
         return agreement

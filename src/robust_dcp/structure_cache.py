@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -22,13 +21,11 @@ class Cache(Generic[K, V]):
     """Entries of one kind, in the order of their last use. Several threads may use it.
 
     Args:
-        nbytes_of: returns roughly how much memory an entry takes. It is called when the entry is put in.
         max_nbytes: how much memory all entries may take together. The latest entry stays even if it is larger.
         max_entries: how many entries there may be, for caches in which each entry costs time in every save.
     """
 
-    def __init__(self, nbytes_of: Callable[[K, V], int], *, max_nbytes: int, max_entries: int | None = None) -> None:
-        self._nbytes_of = nbytes_of
+    def __init__(self, *, max_nbytes: int, max_entries: int | None = None) -> None:
         self._max_nbytes = max_nbytes
         self._max_entries = max_entries
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
@@ -50,9 +47,10 @@ class Cache(Generic[K, V]):
         with self._lock:
             return [(key, value) for key, (value, _) in reversed(self._entries.items())]
 
-    def put(self, key: K, value: V) -> None:
-        """Store ``value`` as the latest entry, and drop the oldest entries until the bounds hold."""
-        nbytes = self._nbytes_of(key, value)
+    def put(self, key: K, value: V, nbytes: int) -> None:
+        """Store ``value``, which takes roughly ``nbytes`` of memory, as the latest entry, and drop the oldest entries
+        until the bounds hold.
+        """
         with self._lock:
             self._nbytes += nbytes - self._entries.pop(key, (None, 0))[1]
             self._entries[key] = value, nbytes

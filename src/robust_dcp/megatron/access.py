@@ -112,9 +112,7 @@ def key_of(name: str) -> str:
     return name.rpartition(PART)[0]
 
 
-_RIGHT: Cache[tuple[tuple[int, ...], bytes], bytes] = Cache(
-    lambda key, identity: 200 + 8 * len(key[0]), max_nbytes=1 << 20
-)
+_RIGHT: Cache[tuple[tuple[int, ...], bytes], bytes] = Cache(max_nbytes=1 << 20)
 """Structures that were found valid. The key is the group and this rank's signature. The value is the identity, which is
 a hash over the signatures of all ranks.
 
@@ -177,7 +175,8 @@ class AccessCheck(msgspec.Struct, frozen=True, eq=False):
         except PlanConflict as error:
             raise InvalidAccess(f"Invalid access pattern: {error.message}", key=error.key, ranks=error.ranks) from None
         if refuses:
-            _RIGHT.put((self.channel.ranks, held.signature), self.agreement.signature)
+            nbytes = 200 + 8 * self.channel.size
+            _RIGHT.put((self.channel.ranks, held.signature), self.agreement.signature, nbytes)
         return keys
 
 

@@ -60,7 +60,7 @@ class _Known:
         self.made: dict[Callable[..., Any], Any] = {}
 
 
-_KNOWN: Cache[_Known, None] = Cache(lambda known, _: _SHARD_NBYTES * len(known.facts), max_nbytes=256 << 20)
+_KNOWN: Cache[_Known, None] = Cache(max_nbytes=256 << 20)
 
 
 class ShardFacts:
@@ -86,7 +86,7 @@ class ShardFacts:
             found = next((one for one, _ in _KNOWN.latest_first() if one.facts == self.facts), None)
             self._found = found or _Known(self.facts)
             if found is not None or _can_be_kept(self.facts):
-                _KNOWN.put(self._found, None)
+                _KNOWN.put(self._found, None, _SHARD_NBYTES * len(self.facts))
         made = self._found.made
         if make not in made:
             made[make] = make(self)

@@ -42,9 +42,7 @@ PHASE = "uneven DTensors"
 
 Function = Callable[..., Any]
 
-_OFFSETS: Cache[bytes, tuple[bytes, PlacedOffsets]] = Cache(
-    lambda signature, known: sum(map(len, known[1].spreads)), max_nbytes=64 << 20
-)
+_OFFSETS: Cache[bytes, tuple[bytes, PlacedOffsets]] = Cache(max_nbytes=64 << 20)
 """The offsets from earlier exchanges, with the identity of all ranks' signatures. The key is this rank's signature."""
 
 
@@ -213,7 +211,7 @@ def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
         gathered = channel.gather(f"{PHASE}: shapes", lambda: columns if columns.spreads else None, ShardColumns)
         mine = channel.scatter(f"{PHASE}: offsets", lambda: solve(gathered or [], channel.ranks), PlacedOffsets)
         offsets = mine or PlacedOffsets([])
-        _OFFSETS.put(signature, (made_for, offsets))
+        _OFFSETS.put(signature, (made_for, offsets), sum(map(len, offsets.spreads)))
     for spread, begins in zip(columns.spreads, offsets.spreads, strict=True):
         for key, row in zip(spread.keys, spread.shapes(begins).tolist(), strict=True):
             UnevenChunk(parts[key], tuple(row)).note_on(tensors[key])

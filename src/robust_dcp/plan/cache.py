@@ -65,15 +65,14 @@ class KnownPlan(msgspec.Struct, frozen=True, eq=False):
     kind: str = ""
 
 
-PLANS: Final[Cache[tuple[GroupKey, bytes, str], KnownPlan]] = Cache(  # Placements have 20 bytes for each item at most.
-    lambda _, known: 20 * known.share.n_items + (0 if known.plan is None else known.plan.memory_nbytes),
+PLANS: Final[Cache[tuple[GroupKey, bytes, str], KnownPlan]] = Cache(
     max_nbytes=2 << 30,
     max_entries=8,  # if none fits, each of them is looked at
 )
 """The plans that this process used last, over all groups. The kind is part of the key, because two kinds may hold the
 same and still change independently."""
 
-LOADED: Final[Cache[str, None]] = Cache(lambda directory, _: len(directory), max_nbytes=1 << 20, max_entries=4)
+LOADED: Final[Cache[str, None]] = Cache(max_nbytes=1 << 20, max_entries=4)
 """The directories of checkpoints that this process loaded last. They may hold plans for what it will save."""
 
 
@@ -86,7 +85,9 @@ def plans_of(group: GroupKey) -> list[KnownPlan]:
 
 def keep_plan(group: GroupKey, known: KnownPlan) -> None:
     """Keep a plan as the latest of its group."""
-    PLANS.put((group, known.share.plan_id, known.kind), known)
+    nbytes = 0 if known.plan is None else known.plan.memory_nbytes
+    # Placements have 20 bytes for each item at most.
+    PLANS.put((group, known.share.plan_id, known.kind), known, nbytes + 20 * known.share.n_items)
 
 
 def forget_plan(group: GroupKey, plan_id: bytes) -> None:

@@ -198,10 +198,15 @@ class Plan(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def memory_nbytes(self) -> int:
-        """Roughly how much memory this takes. Columns that ranks share count once."""
-        columns = {id(column): column.nbytes for items in self.items for column in items.columns}
+        """Roughly how much memory this takes."""
         stored = sum(len(section.data) for section in vars(self).get("sections", {}).values())
-        return sum(columns.values()) + sum(len(share.bits) for share in self.shares) + self.metadata.nbytes + stored
+        return self._columns_nbytes + self.metadata.nbytes + stored
+
+    @cached_property
+    def _columns_nbytes(self) -> int:
+        # Columns that ranks share count once.
+        columns = {id(column): column.nbytes for items in self.items for column in items.columns}
+        return sum(columns.values()) + sum(len(share.bits) for share in self.shares)
 
 
 def structures_of_all(

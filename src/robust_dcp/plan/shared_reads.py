@@ -85,7 +85,13 @@ def sharing_offer(share_reads: bool | None, rank: int, items: Sequence[ReadItem]
         ValueError: the environment variable for nodes has a value without meaning.
     """
     flags = WISHES[share_reads] | (_CAN if can_share else 0)
-    return Offer(plan_id=_digest(items), value=node_of(rank), flags=flags)
+    if not items:
+        return Offer(value=node_of(rank), flags=flags)
+    planned = PlannedItems.of(items)
+    parts = (planned.names, planned.kinds, planned.kind_of.tobytes(), planned.others)
+    encoded = msgspec.msgpack.encode(parts, enc_hook=str)  # a dtype is its name
+    digest = hashlib.blake2b(encoded, digest_size=len(_NOTHING)).digest()
+    return Offer(plan_id=digest, value=node_of(rank), flags=flags)
 
 
 def node_reads_the_same(agreement: Agreement) -> bool:
@@ -96,19 +102,6 @@ def node_reads_the_same(agreement: Agreement) -> bool:
     if agreement.n_ranks == 1 or not agreement.same_plan_id or agreement.plan_id == _NOTHING:
         return False
     return agreement.same_value or int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1) > 1
-
-
-def _digest(items: Sequence[ReadItem]) -> bytes:
-    if not items:
-        return _NOTHING
-    planned = PlannedItems.of(items)
-    kinds = [(kind.offsets, kind.lengths) for kind in planned.kinds]
-    parts = [
-        (each.storage_index.fqn, each.storage_index.offset, each.storage_offsets, each.lengths)
-        for each in planned.others
-    ]
-    encoded = msgspec.msgpack.encode((planned.names, kinds, planned.kind_of.tobytes(), parts))
-    return hashlib.blake2b(encoded, digest_size=len(_NOTHING)).digest()
 
 
 def ranks_share(agreement: Agreement) -> bool:

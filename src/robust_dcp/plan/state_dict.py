@@ -331,6 +331,7 @@ class KnownStructure:
         items: the items, sorted.
         order: intp ``[N]``, for each of them its place in the state dict.
         expected: the dtype and local size of each; ``None`` for an object.
+        nbytes: roughly how much memory this takes.
 
     Raises:
         PlanConflict: a name belongs to two items.
@@ -352,6 +353,7 @@ class KnownStructure:
             for each in set(structures)
         }
         self.expected: list[TensorForm | None] = [expected[structures[place]] for place in order]
+        self.nbytes = sum(column.nbytes for column in self.items.columns) + _ITEM_NBYTES * len(order)
         self._signatures: dict[bytes, StructureSignature] = {}
 
     def signature(self, context: bytes) -> StructureSignature:
@@ -363,10 +365,7 @@ class KnownStructure:
         return self._signatures[context]
 
 
-_STRUCTURES: Final[Cache[KnownStructure, None]] = Cache(
-    lambda known, _: sum(column.nbytes for column in known.items.columns) + _ITEM_NBYTES * len(known.order),
-    max_nbytes=512 << 20,
-)
+_STRUCTURES: Final[Cache[KnownStructure, None]] = Cache(max_nbytes=512 << 20)
 """The last structures of this process. All planners share them, because a planner may live for one save only."""
 
 
@@ -389,7 +388,7 @@ def structure_of(
     found = next((known for known, _ in _STRUCTURES.latest_first() if known.parts == parts), None)
     if found is None:
         found = KnownStructure(parts)
-    _STRUCTURES.put(found, None)
+    _STRUCTURES.put(found, None, found.nbytes)
     return found
 
 

@@ -33,7 +33,7 @@ _VERDICT_NBYTES = 500
 
 
 _VERDICTS: Final[Cache[tuple[frozenset[str], bytes], tuple[NotData | None]]] = Cache(
-    lambda key, verdict: _VERDICT_NBYTES, max_nbytes=10_000 * _VERDICT_NBYTES
+    max_nbytes=10_000 * _VERDICT_NBYTES
 )
 """The result for each pickle, because most objects are saved again unchanged. Classes that are registered to be loaded
 change it. The values of tensors within an object decide nothing, so they are not looked at again."""
@@ -71,7 +71,7 @@ class UnloadableObjects:
             verdict = _VERDICTS.get(digest)
             if verdict is None:
                 verdict = (refusal_of(pickled),)
-                _VERDICTS.put(digest, verdict)
+                _VERDICTS.put(digest, verdict, _VERDICT_NBYTES)
             if verdict[0] is not None:
                 self.found[key] = str(verdict[0])
         return data

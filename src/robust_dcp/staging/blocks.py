@@ -48,24 +48,6 @@ _view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_of_memory.restype = ctypes.py_object
 
 
-def _memory(nbytes: int, *, stays_at_fork: bool, fd: int | None) -> mmap.mmap:
-    """Memory that begins at a page and is reused, in huge pages if the kernel has them.
-
-    Huge pages are faster: each page costs a fault when it is first touched, and has to be pinned for each direct read
-    or write.
-    """
-    if fd is None:
-        # Private, so that a forked process has its own blocks and does not write into ours. mmap's default is shared
-        # memory, which gets huge pages only if the whole machine is set to that.
-        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        memory = mmap.mmap(fd, nbytes)
-    for advice in ("MADV_HUGEPAGE", *(("MADV_DONTFORK",) if stays_at_fork else ())):
-        with contextlib.suppress(OSError, AttributeError):  # this kernel, or this Python, does not support it
-            memory.madvise(getattr(mmap, advice))
-    return memory
-
-
 class Block:
     """One block: the same memory as bytes, as an array and as a tensor.
 
@@ -92,7 +74,17 @@ class Block:
     __slots__ = ("address", "data", "is_pinned", "memory", "pin_was_refused", "tensor", "view")
 
     def __init__(self, nbytes: int, *, stays_at_fork: bool = False, fd: int | None = None) -> None:
-        self.memory = _memory(nbytes, stays_at_fork=stays_at_fork, fd=fd)
+        if fd is None:
+            # Private, so that a forked process has its own blocks and does not write into ours. mmap's default is
+            # shared memory, which gets huge pages only if the whole machine is set to that.
+            self.memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self.memory = mmap.mmap(fd, nbytes)
+        # Huge pages are faster: each page costs a fault when it is first touched, and has to be pinned for each direct
+        # read or write.
+        for advice in ("MADV_HUGEPAGE", *(("MADV_DONTFORK",) if stays_at_fork else ())):
+            with contextlib.suppress(OSError, AttributeError):  # this kernel, or this Python, does not support it
+                self.memory.madvise(getattr(mmap, advice))
         self.view = memoryview(self.memory)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)[:nbytes]
         with torch.inference_mode(False):  # later saves write into it, too
@@ -183,7 +175,8 @@ class BlockLease:
     def close(self) -> None:
         """Keep the blocks that nobody has for the next save, or free them."""
         if self._of_load:
-            _free(self._free)
+            for block in self._free:
+                block.unpin()
         else:
             release_blocks(keep=self._free)
         self._free = []
@@ -197,11 +190,7 @@ def release_blocks(keep: Sequence[Block] = ()) -> None:
     """
     with _KEPT_LOCK:
         dropped, _KEPT[:] = _KEPT[:], keep
-    _free(dropped)
-
-
-def _free(blocks: Sequence[Block]) -> None:
-    for block in blocks:
+    for block in dropped:
         block.unpin()
 
 

@@ -306,12 +306,7 @@ class _RemoteFile(OpenFile):
         fetch: gives bytes ``start`` to ``end`` of it.
     """
 
-    __slots__ = ("fetch",)
-
-    def __init__(self, path: str, nbytes: int) -> None:
-        super().__init__(path, -1)
-        self.nbytes = nbytes
-        self.fetch: Callable[[int, int], bytes] = lambda start, end: b""
+    fetch: Callable[[int, int], bytes] = lambda start, end: b""
 
 
 def _refuse(self: RemoteDisk, place: OpenFile | str, *arguments: Any, **options: Any) -> Any:
@@ -350,7 +345,7 @@ class RemoteDisk(Disk):
         if not isinstance(size, int):
             why = "the store does not say how long it is"
             raise StorageError(f"open {path}: {why}", path=path, errno=errno.EINVAL, operation="open")
-        file = _RemoteFile(path, size)
+        file = _RemoteFile(path, -1, nbytes=size)
         # The cache asks for whole blocks, also at the end of the file.
         file.fetch = lambda start, end: self._fetch(path, start, min(end, size))
         if not is_data_file(path.rpartition("/")[2]):

@@ -99,10 +99,7 @@ class _Committed(NamedTuple):
 
 
 # By path: what this process has committed. So a save that replaces that does not have to decode it.
-_COMMITTED: Cache[str, _Committed] = Cache(
-    lambda path, known: sum(map(len, known.files or ())) + 100 * len(known.files or ()),
-    max_nbytes=64 << 20,
-)
+_COMMITTED: Cache[str, _Committed] = Cache(max_nbytes=64 << 20)
 
 
 def _committed_in(disk: Disk, path: str) -> _Committed | None:
@@ -387,7 +384,8 @@ class Save:
         disk.rename(self._unfinished(METADATA_NAME), path)
         disk.fsync_directory(self.path)
         new = _Committed(self._fingerprint, frozenset(metadata.files), self.save_id)
-        _COMMITTED.put(os.path.realpath(path), new)
+        nbytes = sum(map(len, metadata.files)) + 100 * len(metadata.files)
+        _COMMITTED.put(os.path.realpath(path), new, nbytes)
 
     def _go_without_index(self, error: StorageError) -> None:
         """A step of writing the index has failed: nothing of it stays, and the checkpoint has none."""

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
+
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.kernel import Alignment, alignment_of, allocate, cached_nbytes, is_of_this_machine
 
@@ -57,7 +59,7 @@ def storage_error(operation: str, path: str, error: OSError) -> errors.StorageEr
     return errors.StorageError(message, path=path, errno=error.errno, operation=operation)
 
 
-class OpenFile:
+class OpenFile(msgspec.Struct, eq=False):
     """An open file: its path (for error messages), its descriptor, its alignment, whether it was given up, and which
     process has locked it.
 
@@ -70,19 +72,13 @@ class OpenFile:
     second fsync would succeed although the data is not on disk. So such a file is only closed, and written anew.
     """
 
-    __slots__ = ("alignment", "fd", "given_up", "locked_by", "nbytes", "path", "why_buffered")
-
-    def __init__(self, path: str, fd: int, alignment: Alignment | None = None) -> None:
-        self.path = path
-        self.fd = fd
-        self.alignment = alignment
-        self.why_buffered = ""
-        self.given_up = False
-        self.locked_by = 0
-        self.nbytes = 0
-
-    def __repr__(self) -> str:
-        return f"OpenFile({self.path!r}, fd={self.fd})"
+    path: str
+    fd: int
+    alignment: Alignment | None = None
+    why_buffered: str = ""
+    given_up: bool = False
+    locked_by: int = 0
+    nbytes: int = 0
 
 
 class Disk:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -107,6 +107,22 @@ def footer_in(disk: Disk, file: OpenFile) -> Footer | None:
     return Footer(mark.decode("ascii", "replace"), n_items, n_blocks, block_nbytes, end - columns_nbytes, data, damage)
 
 
+class _Columns(NamedTuple):
+    """The items of a file, in its order, as its footer has them.
+
+    Attributes:
+        offset, nbytes, crcs: as in :class:`SumColumns`.
+        items: uint32 ``[n]``, the :func:`item_id` of each item.
+        first: int64 ``[n + 1]``, where the blocks of each item begin among all, and their end.
+    """
+
+    offset: Int64
+    nbytes: Int64
+    crcs: UInt32
+    items: UInt32
+    first: Int64
+
+
 class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The footer of a file that is being read. Several threads may use it.
 
@@ -134,13 +150,13 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
             ValueError: the columns are damaged. The message says how.
         """
         offset = self.columns.offset
-        row = np.searchsorted(offset, begin)
-        is_there = row < len(offset)
-        row = np.minimum(row, max(len(offset) - 1, 0))
         if not len(offset):
             return np.full(len(begin), -1, dtype=np.int64)
+        row = np.searchsorted(offset, begin)
+        is_there = row < len(offset)
+        row = np.minimum(row, len(offset) - 1)
         is_there &= offset[row] < end
-        return np.where(is_there, self._items[row].astype(np.int64), np.int64(-1))
+        return np.where(is_there, self.columns.items[row].astype(np.int64), np.int64(-1))
 
     def find(self, begin: int, end: int, item_offset: int) -> BlockSums | None:
         """The blocks of data that hold bytes ``begin`` to ``end`` of the file; ``None`` if there are none.
@@ -158,7 +174,7 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
         offset, nbytes = int(columns.offset[row]), int(columns.nbytes[row])
         if end > offset + nbytes or offset < item_offset:
             return None
-        first, last = self._first[row : row + 2].tolist()
+        first, last = columns.first[row : row + 2].tolist()
         return BlockSums(offset - item_offset, nbytes, self.block_nbytes, columns.crcs[first:last].tolist())
 
     def crc32s_at(self, begin: Int64) -> Int64:
@@ -172,7 +188,7 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
         """
         columns = self.columns
         rows = np.minimum(np.searchsorted(columns.offset, begin), max(len(columns.offset) - 1, 0))
-        first, last = self._first[rows], self._first[rows + 1]
+        first, last = columns.first[rows], columns.first[rows + 1]
         if (last - first <= 1).all() and len(columns.crcs):
             crcs = columns.crcs[np.minimum(first, len(columns.crcs) - 1)]
             return np.where(last > first, crcs, 0).astype(np.int64)
@@ -188,14 +204,14 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
         """
         columns, nbytes = self.columns, self.block_nbytes
         counts = -(-columns.nbytes // nbytes)
-        within = np.arange(len(columns.crcs)) - np.repeat(self._first[:-1], counts)
+        within = np.arange(len(columns.crcs)) - np.repeat(columns.first[:-1], counts)
         begins = np.repeat(columns.offset, counts) + within * nbytes
         ends = np.minimum(begins + nbytes, np.repeat(columns.offset + columns.nbytes, counts))
         return begins, ends, columns.crcs
 
     @cached_property
-    def columns(self) -> SumColumns:
-        """The checksums of all items of the file.
+    def columns(self) -> _Columns:
+        """All items of the file.
 
         Raises:
             ValueError: they are damaged. The message says how.
@@ -210,16 +226,8 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
         ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
         if not in_file.all() or not ascends.all():
             raise ValueError("the checksums of its blocks are for data that cannot lie there")
-        if int((-(-nbytes // self.block_nbytes)).sum()) != self.n_blocks:
+        first = np.concatenate(([0], np.cumsum(-(-nbytes // self.block_nbytes))))
+        if int(first[-1]) != self.n_blocks:
             raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
-        return SumColumns(offset, nbytes, crcs)
-
-    @cached_property
-    def _items(self) -> UInt32:
-        """uint32 ``[n_items]``: the :func:`item_id` of each item."""
-        return np.frombuffer(self._data, dtype="<u4", offset=16 * self.n_items + 4 * self.n_blocks)
-
-    @cached_property
-    def _first(self) -> Int64:
-        """int64 ``[n_items + 1]``: where the blocks of each item begin among all, and their end."""
-        return np.concatenate(([0], np.cumsum(-(-self.columns.nbytes // self.block_nbytes))))
+        items = np.frombuffer(self._data, dtype="<u4", offset=16 * n_items + 4 * self.n_blocks)
+        return _Columns(offset, nbytes, crcs, items, first)

@@ -111,8 +111,9 @@ class PlannedItems(Sequence[ReadItem]):
 
     def data_nbytes(self, metadata: Metadata | None) -> int:
         """The bytes of stored tensor data that these items read."""
-        counts = np.bincount(self.kind_of, minlength=len(self.kinds))
-        total = int(counts @ np.array([kind.nbytes for kind in self.kinds], dtype=np.int64))
+        total = 0
+        for kind, count in zip(self.kinds, np.bincount(self.kind_of, minlength=len(self.kinds)).tolist(), strict=True):
+            total += count * kind.nbytes
         saved = {} if metadata is None else metadata.state_dict_metadata
         for item in self.others:
             entry = saved.get(item.storage_index.fqn)

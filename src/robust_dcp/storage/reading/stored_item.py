@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ wanted.
 """
 
 
+@dataclass(eq=False)
 class Verification:
     """What one load verifies, and how it recognises records.
 
@@ -51,11 +53,10 @@ class Verification:
         known_records: the records that were recognised.
     """
 
-    def __init__(self, verify: Verify) -> None:
-        self.verify = verify
-        self.unverified_nbytes = 0
-        self.known_records: KnownRecords = {}
-        self._lock = threading.Lock()
+    verify: Verify
+    unverified_nbytes: int = 0
+    known_records: KnownRecords = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def skip(self, nbytes: int, name: str, file: str) -> None:
         """Count ``nbytes`` bytes of an item that are handed over without having been verified.

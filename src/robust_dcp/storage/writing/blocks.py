@@ -204,9 +204,7 @@ _ITEM_NBYTES = 300
 """The memory that the order of one item takes, roughly."""
 
 # Entries are immutable. If two saves by one plan run at the same time, an entry may be made twice, which does no harm.
-_ORDERS: Cache[tuple[Placements, int, int], tuple[FileOrder, ...]] = Cache(
-    lambda key, _: _ITEM_NBYTES * len(key[0].offset), max_nbytes=256 << 20
-)
+_ORDERS: Cache[tuple[Placements, int, int], tuple[FileOrder, ...]] = Cache(max_nbytes=256 << 20)
 
 
 def file_orders(
@@ -235,7 +233,7 @@ def file_orders(
             for number in range(placements.n_files)
         )
         if len(placements.variable) < len(placements.offset):  # else another planner planned for this save only
-            _ORDERS.put(key, orders)
+            _ORDERS.put(key, orders, _ITEM_NBYTES * len(source))
     return orders
 
 
