@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.measuring import Row, Stopwatch, in_new_process, show, with_ratios, write_json
 from robust_dcp import RobustLoadPlanner, RobustReader
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.storage.index.build import IndexTemplate
+from robust_dcp.storage.index.form import IndexTemplate
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 

@@ -427,11 +427,9 @@ def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]
     for phase, seconds in (("plan", late), ("stage", ranks.stage_seconds), ("write", ranks.write_seconds)):
         median = 0.0 if phase == "plan" else sorted(seconds)[middle]
         limit = max(median * _SLOW_FACTOR, median + _SLOW_SECONDS)
-        found += [
-            Straggler(ranks.rank[row], nodes[ranks.node[row]], phase, round(taken, 6), round(median, 6))
-            for row, taken in enumerate(seconds)
-            if taken > limit
-        ]
+        for rank, node, taken in zip(ranks.rank, ranks.node, seconds, strict=True):
+            if taken > limit:
+                found.append(Straggler(rank, nodes[node], phase, round(taken, 6), round(median, 6)))
     return tuple(sorted(found, key=lambda each: each.median_seconds - each.seconds)[:_MOST_STRAGGLERS])
 
 

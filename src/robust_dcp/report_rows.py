@@ -147,22 +147,16 @@ def make_report(
         clock: that of the coordinator.
         plan, fallbacks: as in :class:`SavedReport`, of any length.
     """
-    told = [(rank, each) for rank, each in enumerate(messages) if each is not None and each.row]
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
-    rows = _ROW.iter_unpack(b"".join(each.row for _, each in told))
-    columns = [*zip(*rows, strict=True)] or [()] * 5
-    plan_seconds, stage_seconds, write_seconds = (tuple(round(each, 6) for each in column) for column in columns[:3])
-    ranks = Ranks(
-        rank=tuple(rank for rank, _ in told),
-        node=tuple(nodes.setdefault(each.node, len(nodes)) for _, each in told),
-        plan_seconds=plan_seconds,
-        stage_seconds=stage_seconds,
-        write_seconds=write_seconds,
-        nbytes=columns[3],
-        files=columns[4],
-        how=tuple(ways.setdefault(each.how, len(ways)) for _, each in told),
-    )
+    rows = []
+    for rank, each in enumerate(messages):
+        if each is not None and each.row:
+            plan_seconds, stage_seconds, write_seconds, nbytes, files = _ROW.unpack(each.row)
+            seconds = round(plan_seconds, 6), round(stage_seconds, 6), round(write_seconds, 6)
+            node, way = nodes.setdefault(each.node, len(nodes)), ways.setdefault(each.how, len(ways))
+            rows.append((rank, node, *seconds, nbytes, files, way))
+    ranks = Ranks(*zip(*rows, strict=True))
     return SavedReport(
         checkpoint=shortened(checkpoint, _PATH_LENGTH),
         save_id=save_id,

@@ -16,7 +16,7 @@ import robust_dcp
 from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
 from robust_dcp.plan.save_planner import CommittedMetadata
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.storage.index.build import MAX_NAME_NBYTES
+from robust_dcp.storage.index.form import MAX_NAME_NBYTES
 from tests.harness.ranks import errors, on_ranks, run_ranks
 from tests.harness.torch_versions import needs_use_collectives
 

@@ -35,8 +35,7 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.index import form
-from robust_dcp.storage.index.build import IndexTemplate
-from robust_dcp.storage.index.form import HEAD_NBYTES, SECTIONS, SLAB_NBYTES, DamagedIndex
+from robust_dcp.storage.index.form import HEAD_NBYTES, SECTIONS, SLAB_NBYTES, DamagedIndex, IndexTemplate
 from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of, open_index
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.pickled import MetadataPickle

@@ -312,6 +312,7 @@ def _is_checkpointable(value: Any) -> bool:
 # What a save needs of the items.
 
 Resolved = torch.Tensor | io.BytesIO
+_ShareColumns = tuple[list[str], list[TensorForm | None], list[tuple[int, ...]]]
 _Parts = tuple[list[str], list[ItemStructure], list[Path] | None, tuple[int, ...]]
 
 _ITEM_NBYTES: Final = 500
@@ -330,7 +331,6 @@ class KnownStructure:
     Attributes:
         items: the items, sorted.
         order: intp ``[N]``, for each of them its place in the state dict.
-        expected: the dtype and local size of each; ``None`` for an object.
         nbytes: roughly how much memory this takes.
 
     Raises:
@@ -348,11 +348,7 @@ class KnownStructure:
             peers,
         )
         self.order: npt.NDArray[np.intp] = np.array(order, dtype=np.intp)
-        expected = {
-            each: None if each.kind == ItemKind.BYTES else (getattr(torch, each.dtype), torch.Size(each.sizes))
-            for each in set(structures)
-        }
-        self.expected: list[TensorForm | None] = [expected[structures[place]] for place in order]
+        self._of_share: tuple[npt.NDArray[np.intp], _ShareColumns] | None = None
         self.nbytes = sum(column.nbytes for column in self.items.columns) + _ITEM_NBYTES * len(order)
         self._signatures: dict[bytes, StructureSignature] = {}
 
@@ -363,6 +359,27 @@ class KnownStructure:
                 self._signatures.clear()
             self._signatures[context] = StructureSignature.of(self.items, context)
         return self._signatures[context]
+
+    def of_share(self, kept: npt.NDArray[np.intp]) -> _ShareColumns:
+        """Of the items that a rank writes their names, their forms (``None`` for objects), and their offsets. A
+        repeated save, which writes the same ones, looks none of them up.
+        """
+        if self._of_share is None or self._of_share[0] is not kept:
+            names, structures, _, _ = self.parts
+            places = self.order[kept].tolist()
+            forms: dict[ItemStructure, TensorForm | None] = {
+                each: None if each.kind == ItemKind.BYTES else (getattr(torch, each.dtype), torch.Size(each.sizes))
+                for each in {structures[place] for place in places}
+            }
+            self._of_share = (
+                kept,
+                (
+                    [names[place] for place in places],
+                    [forms[structures[place]] for place in places],
+                    [structures[place].offsets for place in places],
+                ),
+            )
+        return self._of_share[1]
 
 
 _STRUCTURES: Final[Cache[KnownStructure, None]] = Cache(max_nbytes=512 << 20)
@@ -416,12 +433,8 @@ class StateDictSource(ItemSource):
         resolve: Callable[[WriteItem], Resolved],
     ) -> None:
         places: list[int] = structure.order[kept].tolist()
-        super().__init__(
-            [items.names[place] for place in places],
-            [structure.expected[place] for place in kept.tolist()],
-            [items.structures[place].offsets for place in places],
-        )
-        self._data: list[ItemData] = [items.data[place] for place in places]
+        super().__init__(*structure.of_share(kept))
+        self._data: list[ItemData] = list(map(items.data.__getitem__, places))
         self.holds_wrappers = DTensor in set(map(type, self._data))
         self._lookup = lookup
         self._resolve = resolve

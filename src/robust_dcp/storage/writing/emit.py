@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -212,14 +213,13 @@ class FileEmitter:
     def _blocks_of_variable(self) -> Iterator[Block]:
         """Ask for the items one after the other, and cut the file as far as its records are known."""
         order, block_nbytes, done = self._order, self.context.lease.block_nbytes, 0
-        known = list(zip(order.places.tolist(), order.starts.tolist(), order.records, strict=True))
+        places, starts, records = order.places.tolist(), order.starts.tolist(), list(order.records)
 
         def blocks(begin: int, end: int) -> list[Block]:
-            places, starts = (np.array([row[n] for row in known], dtype=np.int64) for n in (0, 1))
             return cut_into_blocks(
-                places,
-                starts,
-                [record for _, _, record in known],
+                np.array(places, dtype=np.int64),
+                np.array(starts, dtype=np.int64),
+                records,
                 begin=begin,
                 end=end,
                 block_nbytes=block_nbytes,
@@ -232,13 +232,16 @@ class FileEmitter:
             start = -(-self.nbytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
             self.nbytes = start + record.nbytes
             self._appended.append((place, start, record.nbytes))
-            known.append((place, start, record))
+            places.append(place)
+            starts.append(start)
+            records.append(record)
             whole = self.nbytes // block_nbytes * block_nbytes
             if whole > done:
                 yield from blocks(done, whole)
                 done = whole
-                known = [row for row in known if row[1] + row[2].nbytes > done]
-        if known:
+                n_over = bisect_right(range(len(starts)), done, key=lambda n: starts[n] + records[n].nbytes)
+                del places[:n_over], starts[:n_over], records[:n_over]
+        if places:
             yield from blocks(done, self.nbytes + 1)
 
     def _resolved(self, place: int) -> tuple[Record, torch.Tensor]:
@@ -336,11 +339,12 @@ class FileEmitter:
             disk.use_page_cache(file, "")  # these bytes are few, and not whole pages
         else:
             self.how = f"buffered: {file.why_buffered}" if file.why_buffered else "buffered"
+        end = self.nbytes
         for at, data in sorted(late):
             disk.pwrite(file, data, at)
             context.wrote(len(data))
-        # The last page was written whole.
-        disk.truncate(file, max(self.nbytes, *(at + len(data) for at, data in late)))
+            end = max(end, at + len(data))
+        disk.truncate(file, end)  # the last page was written whole
         disk.fsync(file)
         disk.close(file)
         context.appended.extend(self._appended)

@@ -76,6 +76,7 @@ def write_files(
     """
     disk, options, file_nbytes = files.disk, files.options, files.placements.file_nbytes
     made: list[OpenFile] = []
+    page_nbytes = PAGE_NBYTES  # whole pages of memory that are also whole units of each file's file system
     try:
         for name in files.names:
             # Each must be new (``O_EXCL``), so this overwrites nothing, whatever other processes do and however stale a
@@ -83,7 +84,9 @@ def write_files(
             path = os.path.join(files.directory, uncommitted_name(name))
             file = disk.open_new(path, direct=options.direct is not False)
             made.append(file)
-            if options.direct is True and file.alignment is None:
+            if file.alignment is not None:
+                page_nbytes = max(page_nbytes, file.alignment.offset)
+            elif options.direct is True:
                 raise StorageError(
                     f"{path} cannot be written by direct I/O, and direct=True: {file.why_buffered}; leave direct at "
                     "None to go through the page cache there",
@@ -91,8 +94,6 @@ def write_files(
                     errno=errno.EINVAL,
                     operation="create",
                 )
-        # Whole pages of memory that are also whole units of each file's file system.
-        page_nbytes = max([PAGE_NBYTES, *(file.alignment.offset for file in made if file.alignment is not None)])
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
         with contextlib.closing(BlockLease(block_nbytes, threads * BLOCKS_PER_THREAD)) as lease:
@@ -118,7 +119,7 @@ def write_files(
                 not_removed.append(file.path)
         raise
     return WrittenFiles(
-        variable_places=np.array([place[1:] for place in sorted(context.appended)], dtype=np.int64).reshape(-1, 2),
+        variable_places=np.array(sorted(context.appended), dtype=np.int64).reshape(-1, 3)[:, 1:],
         names=tuple(files.names),
         nbytes=sum(emitter.nbytes for emitter in emitters),
         how=(*sorted({emitter.how for emitter in emitters}), *context.copies.how),
