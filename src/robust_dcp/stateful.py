@@ -55,10 +55,11 @@ class ModuleStates:
         self._names = [list(state) for state in states]
         self.values: StateDict = {name: value for state in states for name, value in state.items()}
         self._is_as_held = False
-        if stored is None or _any_stored(key, self.values, stored):
+        if stored is None or all(f"{key}.{name}" in stored for name in _leaf_names(self.values)):
             return
         as_held = {name: value for module in modules for name, value in module.state_dict().items()}
-        if _any_stored(key, as_held, stored):  # stock's save({"model": DDP(model)}) names a parameter "module.weight"
+        # Stock's save({"model": DDP(model)}) names a parameter "module.weight"; of a compiled part, only some are such.
+        if _n_stored(key, as_held, stored) > _n_stored(key, self.values, stored):
             self._is_as_held, self.values = True, as_held
 
     def put_back(self, loaded: StateDict) -> None:
@@ -151,9 +152,9 @@ class OptimizerStates:
 
     def _choose_names(self, key: str, stored: Container[str]) -> None:
         """Use the names that the checkpoint has: those of parameters, or numbers. Ask for no state that it lacks."""
-        if not _any_stored(key, self.values, stored, "state."):
+        if not _n_stored(key, self.values, stored, "state."):
             as_held = dict(self._optimizers[0][0].state_dict())
-            if _any_stored(key, as_held, stored, "state."):  # stock saved {"optimizer": optimizer}
+            if _n_stored(key, as_held, stored, "state."):  # stock saved {"optimizer": optimizer}
                 self._is_as_held, self.values = True, as_held
         for optimizer, module in self._optimizers:
             for name, parameter in self._parameters_by_name(optimizer, module):
@@ -264,9 +265,9 @@ def _with_modules(
     return found
 
 
-def _any_stored(key: str, values: StateDict, stored: Container[str], prefix: str = "") -> bool:
-    """Whether a leaf of ``values`` with a name that begins with ``prefix`` is stored below ``key``."""
-    return any(name.startswith(prefix) and f"{key}.{name}" in stored for name in _leaf_names(values))
+def _n_stored(key: str, values: StateDict, stored: Container[str], prefix: str = "") -> int:
+    """How many leaves of ``values`` with names that begin with ``prefix`` are stored below ``key``."""
+    return sum(name.startswith(prefix) and f"{key}.{name}" in stored for name in _leaf_names(values))
 
 
 def _leaf_names(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:

@@ -41,6 +41,7 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
 WRAPS: dict[str, Wrap] = {
     "plain": lambda model: model,
     "compiled": lambda model: torch.compile(model, backend="eager"),
+    "compiled in part": lambda model: nn.Sequential(torch.compile(model[0], backend="eager"), *list(model)[1:]),
     "DDP": DistributedDataParallel,
     "FSDP1": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
     "FSDP2": fsdp2,
@@ -130,7 +131,7 @@ def load_what_stock_named(path: str, wrap: str, steps: int) -> bool:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("wrap", ["plain", "compiled", "DDP", "FSDP2"])
+@pytest.mark.parametrize("wrap", ["plain", "compiled", "compiled in part", "DDP", "FSDP2"])
 def test_what_stock_has_saved_is_loaded_under_its_names(wrap: str, steps: int, tmp_path: Path) -> None:
     assert on_ranks(2, load_what_stock_named, str(tmp_path), wrap, steps) == [True, True]
 
@@ -200,9 +201,6 @@ def test_a_class_with_a_state_dict_of_its_own_is_asked_for_that(tmp_path: Path) 
     assert set(report.metadata.state_dict_metadata) == {"model.weight", "model.bias", "optimizer.own"}
     robust_dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
     assert optimizer.loaded == {"own": torch.tensor(7.0)}
-
-
-# --- optimizers whose parameters have not all had a gradient, and what nobody asked for -------------------------------
 
 
 class Experts(nn.Module):

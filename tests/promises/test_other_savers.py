@@ -22,6 +22,8 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
+from robust_dcp.storage.committing.saving_file import is_gone
+from robust_dcp.storage.files.disk import Disk
 from tests.faults.disk import CHANGES, Fault, FaultDisk, each_call
 from tests.harness.damage import data_files
 from tests.harness.fingerprints import blank, differences, wrongly_loaded
@@ -65,9 +67,6 @@ def contents(directory: Path, names: list[str]) -> dict[str, bytes]:
 
 def in_the_way(directory: Any) -> list[str]:
     return [name for name in os.listdir(directory) if ".saving." in name or name.endswith(".tmp")]
-
-
-# --- files of others --------------------------------------------------------------------------------------------------
 
 
 def leave_after_kills(root: str, layout: str) -> list[str]:
@@ -142,9 +141,6 @@ def test_a_stock_checkpoint_without_collectives_stays(tmp_path: Path) -> None:
         assert contents(tmp_path, before) == stock
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
 Faults = dict[str, tuple[int, Fault]]
 
 
@@ -192,6 +188,8 @@ def test_what_cannot_be_removed_is_named_on_all_ranks_and_removed_by_the_next_sa
         (stuck,) = [name for name in left if name.startswith("there/__1_0.")]
         assert f"could not remove: {tmp_path}/{stuck}; the next save" in verdict.message
         assert after == [] and not (tmp_path / stuck).exists()
+    with FaultDisk(tmp_path, on={"unlink": OSError(errno.EROFS, "")}):  # which is said of any path
+        assert is_gone(Disk().unlink, f"{tmp_path}/never made") and not is_gone(Disk().unlink, f"{tmp_path}/there")
 
 
 def test_a_directory_in_which_others_have_put_something_stays(tmp_path: Path) -> None:
@@ -228,9 +226,6 @@ def test_a_committed_save_has_succeeded_whatever_becomes_of_the_old_files(
             robust_dcp.save(state(step), checkpoint_id=tmp_path)
     check(tmp_path, 2)
     assert "not removed, which costs space and nothing else" in caplog.text
-
-
-# --- two saves into one directory -------------------------------------------------------------------------------------
 
 
 def stock_saves(directory: str) -> None:
@@ -348,9 +343,6 @@ def test_while_a_save_of_ours_is_running_another_one_is_told_who_it_is(tmp_path:
     check(tmp_path, 2)
 
 
-# --- a save under a load ----------------------------------------------------------------------------------------------
-
-
 class SavesUnderTheLoad(RobustReader):
     """While it reads, another job saves into the same directory, so many times."""
 
@@ -385,9 +377,6 @@ def test_a_load_whose_files_are_replaced_starts_over_and_says_so_if_that_happens
         assert (verdict.type_name, verdict.value) == ("", 50)
     for verdict in on_ranks(2, load_while_it_is_overwritten, str(tmp_path / "2"), 2):
         assert verdict.type_name == "StorageError" and "was overwritten while it was loaded" in verdict.message
-
-
-# --- a checkpoint that is replaced while it is read -------------------------------------------------------------------
 
 
 LONG = {f"layer.{number}": torch.full((40,), float(number)) for number in range(60)}

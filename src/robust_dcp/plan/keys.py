@@ -64,14 +64,11 @@ def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
     pairs = [(key, of_bare[bare]) for key in missing if (bare := _without_wrappers(key)) in of_bare]
     if not pairs or 2 * len(pairs) < len(missing):
         return None
-    here, there = (set(name.split(".")) & _WRAPPERS.keys() for name in pairs[0])
-    words = [
-        f"{how} {', '.join(repr(f'{part}.') for part in sorted(parts))}"
-        for how, parts in (("without", here - there), ("with", there - here))
-        if parts
-    ]
-    by = " and ".join(_WRAPPERS[part] for part in sorted(here ^ there))
-    return len(pairs), f"{' and '.join(words)} ({by}: save and load the state dict of the same module, wrapped or not)"
+    key, name = pairs[0]
+    here, there = (set(each.split(".")) & _WRAPPERS.keys() for each in pairs[0])
+    by = " and ".join(_WRAPPERS[part] for part in sorted(here ^ there or here))
+    how = f"under such names as {name!r} for {key!r}"
+    return len(pairs), f"{how} ({by}: save and load the state dict of the same module, wrapped or not)"
 
 
 def _without_wrappers(name: str) -> str:
