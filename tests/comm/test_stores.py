@@ -97,7 +97,7 @@ def test_ranks_save_and_load_with_a_store_of_another_kind(kind: str, tmp_path: P
     assert values(found) == [2.0, 1.0]
 
 
-def _frozen(frozen: int) -> tuple[list[int] | None, float, str]:
+def _frozen(frozen: int, trains: bool) -> tuple[list[int] | None, float, str]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     Channel.for_group(operation="connect", timeout_seconds=50).barrier("connect")
@@ -112,15 +112,19 @@ def _frozen(frozen: int) -> tuple[list[int] | None, float, str]:
     with pytest.raises(ExchangeError) as caught:
         channel.barrier("write", write)
     seconds = time.monotonic() - began
+    if trains:
+        dist.barrier()
     # Only once it goes on can the next operation succeed.
     following = Channel.for_group(operation="save 2", timeout_seconds=40)
     assert len(following.all_gather("plan", lambda: Note(rank), Note)) == following.size
     return caught.value.ranks, seconds, str(caught.value)
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_rank_is_named_soon_after_the_timeout_and_comes_back_to_the_next_operation(frozen: int) -> None:
-    outcomes = values(run_ranks(4, _frozen, frozen, init=False, env=with_store_of_rank_0()))
+@pytest.mark.parametrize(("frozen", "trains"), [(0, False), (0, True), (1, False)])
+def test_a_frozen_rank_is_named_soon_after_the_timeout_and_comes_back_to_the_next_operation(
+    frozen: int, trains: bool
+) -> None:
+    outcomes = values(run_ranks(4, _frozen, frozen, trains, init=False, env=with_store_of_rank_0()))
     for rank, (ranks, seconds, message) in enumerate(outcomes):
         assert ranks == [frozen]
         if rank == frozen:

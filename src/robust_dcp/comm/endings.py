@@ -268,7 +268,8 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
     alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
     inside = {each for answer in answers for each in answer.inside}
     closed = [each for answer in answers for each in answer.closed.items() if each[0] not in alive]
-    dead = {rank: text for rank, text in closed if text}
+    # If it is this rank that has stood still, the others have closed because they gave up on it.
+    dead = {rank: text for rank, text in closed if text and own.rank not in problem.missing}
     tried = {(answer.rank, rank): detail for answer in answers for rank, detail in answer.apart.items()}
     # If only one of two ranks tells of it, the other one was late.
     apart = {
@@ -353,18 +354,15 @@ def end_without_store(ended: EndMessage, what: str, size: int, detail: str, host
     Then it names the rank that hosts the store. The others may be missing only because that one is.
     """
     error = ended.error.to_error()
+    lost = (
+        f"{STORE_IS_LOST} ({detail}), and ranks meet there: the process that hosts it, rank 0 unless a launcher does, "
+        "is frozen, or has ended, and then the job has to be restarted"
+    )
     if host is not None and host != rank and isinstance(error, ExchangeTimeout):
-        message = (
-            f"{what} did not finish; 1 of {size} ranks missing: rank {host}, whose process hosts the "
-            f"store unless a launcher's does, has ended or is frozen: {STORE_IS_LOST} ({detail}), and ranks meet there"
-        )
+        message = f"{what} did not finish; 1 of {size} ranks missing: rank {host}: {lost}"
         error = _changed(error, message=message, missing_ranks=[host], ranks=[host])
     else:
-        message = (
-            f"{error.message}; {STORE_IS_LOST} either ({detail}): the process that hosts it, rank 0 "
-            "unless a launcher does, has ended or is frozen"
-        )
-        error = _changed(error, message=message)
+        error = _changed(error, message=f"{error.message}; {lost}")
     return EndMessage(ended.operations, ErrorMessage.of(error))
 
 
