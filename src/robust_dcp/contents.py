@@ -395,12 +395,12 @@ def _as_bytes(wanted: _Wanted) -> ReadItem:
 def _in_columns(wanted: Sequence[_Wanted], planner: _Nowhere) -> PlannedItems:
     """Plain tensors. Those of one kind have one target."""
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(each.kind for each in wanted))}
-    files = {file: number for number, file in enumerate(dict.fromkeys(each.file for each in wanted))}
     targets = [torch.empty(kind.lengths, dtype=kind.dtype) for kind in kinds]
-    rows = [(kinds[each.kind], each.at.index, files[each.file], each.start, each.stored_nbytes) for each in wanted]
-    kind_of, chunks, *places = np.array(rows, dtype=np.int64).T
+    rows = [(kinds[each.kind], each.at.index, each.start, each.stored_nbytes) for each in wanted]
+    kind_of, chunks, *where = np.array(rows, dtype=np.int64).T
+    places = Places([each.file for each in wanted], np.arange(len(wanted)), *where)
     names, of_each = [each.at.fqn for each in wanted], [targets[number] for number in kind_of.tolist()]
-    return PlannedItems(names, of_each, [*kinds], kind_of, chunks, Places([*files], *places), planner=planner)
+    return PlannedItems(names, of_each, [*kinds], kind_of, chunks, places, planner=planner)
 
 
 class _Nowhere(DefaultLoadPlanner):

@@ -17,6 +17,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -159,14 +160,16 @@ def test_it_finds_the_chunks_that_stock_finds(tmp_path_factory: pytest.TempPathF
     offsets = [data.draw(st.integers(0, extent)) for extent in entry.size]
     sizes = [data.draw(st.integers(0, extent - at)) for extent, at in zip(entry.size, offsets, strict=True)]
     box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    found = entry.chunks.overlap(box.offsets, box.sizes)
+    rows, kinds = entry.chunks.overlap(box.offsets, box.sizes)
     plain = TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
     stock = create_read_items_for_chunk_list("w", plain, [box]) if 0 not in sizes else []
     expected = sorted((item.storage_index.index, *item.storage_offsets, *item.lengths) for item in stock)
-    assert [(place, *in_chunk, *lengths) for place, _, in_chunk, _, lengths in found] == expected
-    for place, chunk in enumerate(plain.chunks):
-        assert entry.chunks.find(chunk.offsets) == place
-    assert entry.chunks.find(torch.Size([1, 1])) is None
+    found = zip((rows - entry.chunks.first).tolist(), [kind.part for kind in kinds], strict=True)
+    assert [(place, *part.in_chunk, *part.lengths) for place, part in found if part] == expected
+    index: Any = index_of(metadata)
+    for row, (hint, chunk) in enumerate(enumerate(plain.chunks), entry.chunks.first):
+        assert {index.row(MetadataIndex("w", chunk.offsets, each)) for each in (hint, None)} == {row}
+    assert index.row(MetadataIndex("w", [1, 1])) is None
 
 
 def test_uneven_chunks_are_found_too(tmp_path: Path) -> None:
@@ -176,10 +179,9 @@ def test_uneven_chunks_are_found_too(tmp_path: Path) -> None:
     put(tmp_path, sorted_content(Entry("w", FLOAT32, (100, 2), chunks)))
     metadata = lazy(tmp_path)
     assert metadata is not None
-    found = metadata.state_dict_metadata["w"].chunks.overlap(torch.Size([50, 0]), torch.Size([1, 2]))
-    assert [part[0] for part in found] == [0, 3]
-    found = metadata.state_dict_metadata["w"].chunks.overlap(torch.Size([9, 0]), torch.Size([2, 2]))
-    assert [part[0] for part in found] == [0, 1, 2]
+    chunks_of_w: Any = metadata.state_dict_metadata["w"].chunks
+    for at, size, expected in (([50, 0], [1, 2], [0, 3]), ([9, 0], [2, 2], [0, 1, 2])):
+        assert chunks_of_w.overlap(torch.Size(at), torch.Size(size))[0].tolist() == expected
 
 
 def test_what_is_read_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
@@ -198,13 +200,11 @@ def test_what_is_read_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         identity = RobustReader(directory).source.find_index()
         metadata = RobustReader(directory, disk=Counting()).source.indexed_metadata(identity)
         assert metadata is not None
-        index = index_of(metadata)
-        assert index is not None
+        index: Any = index_of(metadata)
         index.find_all(["layer.0007.w"])
         entry: Any = metadata.state_dict_metadata["layer.0007.w"]
-        place = entry.chunks.find(torch.Size([6 * 13, 0]))
-        assert place == 13
-        assert metadata.storage_data[MetadataIndex("layer.0007.w", [6 * 13, 0], place)].offset == 1300
+        assert index.row(MetadataIndex("layer.0007.w", [6 * 13, 0])) == entry.chunks.first + 13
+        assert metadata.storage_data[MetadataIndex("layer.0007.w", [6 * 13, 0], 13)].offset == 1300
         read.append(nbytes[0])
     assert read[1] < 1 << 20
 
@@ -219,7 +219,7 @@ def test_ranks_count_items_alike(tmp_path: Path) -> None:
     in_order = sorted(stored, key=lambda index: (index.fqn, tuple(index.offset or ())))
     assert [index.row(item) for item in in_order] == list(range(len(stored)))
     infos = [(stored[item].relative_path, stored[item].offset) for item in in_order]
-    assert [sorted(infos).index(info) for info in infos] == index.order_in_files().tolist()
+    assert [infos[row] for row in index.places(np.arange(index.n_rows)).sorted()[0]] == sorted(infos)
     assert index_of(content.stock(names_of(1), META)) is None
 
 
@@ -251,7 +251,7 @@ def everything(metadata: Metadata) -> Metadata:
         if isinstance(entry, TensorStorageMetadata):
             if hasattr(entry.chunks, "overlap"):
                 entry.chunks.overlap(entry.size, entry.size)
-                entry.chunks.find(entry.size)
+                metadata.storage_data.get(MetadataIndex(name, entry.size))
             entry = TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
         entries[name] = entry
     paths = None if metadata.planner_data is None else dict(metadata.planner_data)

@@ -48,6 +48,7 @@ from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.pieces import PieceReader
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.switch.patching import log_left_to_stock
 
@@ -89,7 +90,7 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
         plan: LoadPlan = super().create_local_plan() if index is None else self._plan_by_index(self.metadata)
         flexible = self.allow_shape_mismatch_sharded_tensors or {}
         tensors = {key: value for key, value in self.state_dict.items() if key not in flexible}
-        check_filled(plan.items, tensors, self._checkpoint)
+        check_filled(PlannedItems.of(plan.items), tensors, self._checkpoint)
         return plan
 
     def _plan_by_index(self, metadata: Metadata) -> LoadPlan:
@@ -101,7 +102,8 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
             others = super().create_local_plan()
         finally:
             self.state_dict = whole
-        return LoadPlan([*plan_reads(looked_up, metadata), *others.items])
+        planned: Any = plan_reads(looked_up, metadata, PlannedItems(others=others.items))
+        return LoadPlan(planned)  # no list, but as good
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state dict if it is plain data.

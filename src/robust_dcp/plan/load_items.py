@@ -1,9 +1,8 @@
 """What a load reads for each value of a state dict, and whether that can be filled: the read items of stock's planner,
 without asking it each time.
 
-Usually a tensor or shard of the state dict is one saved chunk. This module handles these cases itself; with an index
-they stay in columns, and no read item is made. If the chunks differ, the index finds the overlaps. Without an index
-such values go to stock's planner.
+Usually a tensor or shard of the state dict is one saved chunk. If the chunks differ, the index finds the overlaps. Both
+stay in columns, and no read item is made. Without an index, parts of chunks go to stock's planner.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, holds_shards, own_chunks
@@ -34,13 +32,16 @@ from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.reads import PlannedItems
 
 
-def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> list[ReadItem]:
+def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata, before: PlannedItems) -> PlannedItems:
     """The items that stock's ``create_default_local_load_plan`` makes of ``state_dict``, in another order.
 
     Args:
         state_dict: FQN to value. Keys that ``metadata`` does not have are left out.
+        before: items that are planned already. They are part of the plan.
     """
-    items: list[ReadItem] = []
+    index, names, kinds, places = index_of(metadata), [*before.names], [*before.kinds], before.places
+    columns: list[tuple[Int64, Int64, Int64]] = [(before.kind_of, before.chunks, np.empty(0, dtype=np.int64))]
+    first_of: dict[int, int] = {}  # by the id of a list of kinds, which the index keeps
     others: dict[str, Any] = {}
     for key, value in state_dict.items():
         saved = metadata.state_dict_metadata.get(key)
@@ -48,15 +49,17 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> list[ReadIt
         wanted = chunks_held(value) if isinstance(chunks, StoredChunks) else None
         if wanted is None and saved is not None:
             others[key] = value
-        for number, chunk in enumerate(wanted or ()):
-            index = MetadataIndex(key, chunk.offsets, number)
-            items += [
-                ReadItem(LoadItemType.TENSOR, index, in_box, MetadataIndex(key, offsets, place), in_chunk, lengths)
-                for place, offsets, in_chunk, in_box, lengths in chunks.overlap(chunk.offsets, chunk.sizes)
-            ]
-    if others:
-        items += create_default_local_load_plan(others, metadata, strict=False).items
-    return items
+        for chunk in wanted or ():
+            rows, found = chunks.overlap(chunk.offsets, chunk.sizes)
+            first = first_of.setdefault(id(found), len(kinds))
+            kinds += found if first == len(kinds) else ()
+            names += [key] * len(rows)
+            columns.append((np.arange(first, first + len(rows)), rows - chunks.first, rows))
+    kind_of, numbers, rows = map(np.concatenate, zip(*columns, strict=True))
+    if index is not None and len(rows):
+        places = places.followed_by(index.places(rows))
+    of_others = [*before.others, *create_default_local_load_plan(others, metadata, strict=False).items]
+    return PlannedItems(names, before.targets, kinds, kind_of, numbers, places, of_others)
 
 
 def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedItems:
@@ -88,8 +91,8 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedI
                 is_whole = 0 not in structure.sizes and local.shape == structure.sizes
                 number = number_of[id(structure)] = len(kinds) if is_whole else -1
                 if is_whole:
-                    sizes = (torch.Size(each) for each in (structure.shape, structure.offsets, structure.sizes))
-                    kinds.append(ChunkKind(local.dtype, *sizes))
+                    size, at, lengths = map(torch.Size, (structure.shape, structure.offsets, structure.sizes))
+                    kinds.append(ChunkKind(local.dtype, size, at, lengths))
             if number >= 0 and (local is value or local.dtype is value.dtype):
                 names.append(name)
                 targets.append(local)
@@ -97,8 +100,7 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedI
     asked, chunks, places = (
         _whole_chunks(names, kinds, kind_of, metadata) if index is None else index.find_whole(names, kinds, kind_of)
     )
-    if len(asked) < len(names):
-        names, targets = [names[place] for place in asked], [targets[place] for place in asked]
+    names, targets = [names[place] for place in asked], [targets[place] for place in asked]
     return PlannedItems(names, targets, kinds, np.array(kind_of, dtype=np.int64)[asked], chunks, places)
 
 
@@ -114,7 +116,7 @@ def _whole_chunks(
         if not isinstance(entry, TensorStorageMetadata) or (entry.properties.dtype, entry.size) != kind[:2]:
             continue
         for row, chunk in enumerate(entry.chunks):
-            if (chunk.offsets, chunk.sizes) == kind[2:]:
+            if (chunk.offsets, chunk.sizes) == (kind.offsets, kind.lengths):
                 info = stored.get(MetadataIndex(name, kind.offsets))
                 if isinstance(info, StorageInfo) and not getattr(info, "transform_descriptors", None):
                     file = files.setdefault(info.relative_path, len(files))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -132,16 +132,16 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 problems = [*(f"{_MISSING}{key!r}" for key in self.missing_keys), *problems]
             if problems:
                 raise PlanConflict(self._in_words(problems))
-            planned = plan_reads(asked, self.metadata) if plan is None else plan.items
+            planned = PlannedItems(others=plan.items) if plan else plan_reads(asked, self.metadata, whole)
             problems = unusable_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
             if problems:
                 raise PlanConflict(self._in_words(problems))
             tensors = {key: each for key, each in asked.items() if isinstance(saved[key], TensorStorageMetadata)}
             check_filled(planned, tensors)
-        if not whole.names:
-            return LoadPlan(planned)
-        whole.others, whole.planner = planned, self
-        return LoadPlan(whole)  # type: ignore[arg-type]  # no list, but as good
+        planned.planner = self
+        # A planner with hooks of its own may change the list.
+        is_list = not planned.names or not self._answers_as_stock()
+        return LoadPlan(list(planned) if is_list else planned)  # type: ignore[arg-type]  # no list, but as good
 
     def _answers_as_stock(self) -> bool:
         """Whether a plan may be carried out without asking this planner about each tensor. That is so unless a subclass
@@ -249,33 +249,34 @@ def _flat(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] |
     return None if has_lists else (flat, mappings)
 
 
-def check_filled(items: Iterable[ReadItem], tensors: Mapping[str, Any], checkpoint: str = "the checkpoint") -> None:
+def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: str = "the checkpoint") -> None:
     """Check that every wanted element is in some chunk. Stock silently leaves the others unchanged.
 
     Args:
-        items: what is read.
+        planned: what is read.
         tensors: what this rank asks for, by key.
         checkpoint: the name of the checkpoint in the message.
 
     Raises:
         CorruptCheckpoint: the chunks that are read lack some of these elements.
     """
-    if not tensors:
-        return
     wanted = {key: local_numel(value) for key, value in tensors.items()}
-    planned: dict[str, int] = defaultdict(int)
-    for item in items:
-        if item.type == LoadItemType.TENSOR and item.dest_index.fqn in wanted:
-            planned[item.dest_index.fqn] += math.prod(item.lengths)
-    short = sorted(key for key, numel in wanted.items() if planned[key] < numel)
+    filled: dict[str, int] = defaultdict(int)
+    numels, n_whole = [kind.nbytes // kind.dtype.itemsize for kind in planned.kinds], len(planned.targets)
+    for name, number in zip(planned.names[n_whole:], planned.kind_of[n_whole:].tolist(), strict=True):
+        filled[name] += numels[number]
+    for item in planned.others:
+        if item.type == LoadItemType.TENSOR:
+            filled[item.dest_index.fqn] += math.prod(item.lengths)
+    short = sorted(key for key, numel in wanted.items() if filled[key] < numel)
     if short:
         raise CorruptCheckpoint(
-            f"the chunks of {short[0]!r} in {checkpoint} fill {planned[short[0]]} of the {wanted[short[0]]} elements "
+            f"the chunks of {short[0]!r} in {checkpoint} fill {filled[short[0]]} of the {wanted[short[0]]} elements "
             f"that this rank asks for ({len(short)} such tensors); the save that wrote it was incomplete",
             file=".metadata",
             item=short[0],
             expected=f"{wanted[short[0]]} elements",
-            found=f"{planned[short[0]]} elements",
+            found=f"{filled[short[0]]} elements",
         )
 
 

@@ -40,7 +40,7 @@ from robust_dcp.staging.tensor_bytes import flat_bytes, parts_in_order
 from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
 from robust_dcp.storage.index.stored_index import index_of
-from robust_dcp.storage.layouts.places import deal, fill_up
+from robust_dcp.storage.layouts.places import Places, deal, fill_up
 from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.reads import PlannedItems, Read, may_ask_early, reads_of, target_of
@@ -517,12 +517,14 @@ def _number_of_box(read: Read, target: torch.Tensor) -> int:
 def _places_in_files(metadata: Metadata) -> Int64:
     """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
     index = index_of(metadata)
-    if index is not None:
-        return index.order_in_files()
-    infos: list[Any] = list((metadata.storage_data or {}).values())
-    order = sorted(range(len(infos)), key=lambda number: (infos[number].relative_path, infos[number].offset))
-    places = np.empty(len(infos), dtype=np.int64)
-    places[order] = np.arange(len(infos))
+    if index is None:
+        infos: list[Any] = list((metadata.storage_data or {}).values())
+        where = np.array([(info.offset, info.length) for info in infos], dtype=np.int64).reshape(-1, 2).T
+        at = Places([info.relative_path for info in infos], np.arange(len(infos)), *where)
+    else:
+        at = index.places(np.arange(index.n_rows))
+    places: Int64 = np.empty(len(at.file), dtype=np.int64)
+    places[at.sorted()[0]] = np.arange(len(places))
     return places
 
 

@@ -57,18 +57,32 @@ _FEW: Final = 16
 """If fewer than one in this many names of the index are wanted, they are looked up by bisection."""
 
 
+class Part(NamedTuple):
+    """A part of a chunk, of ``lengths``, which begins at ``in_chunk`` of the chunk. It goes to ``in_box`` of the box
+    that a rank holds, which begins at ``box`` of the tensor.
+    """
+
+    box: Size
+    in_chunk: Size
+    in_box: Size
+    lengths: Size
+
+
 class ChunkKind(NamedTuple):
-    """A kind of chunk that is wanted: dtype and size of the whole tensor, and offsets and sizes of the chunk."""
+    """A kind of chunk that is wanted: dtype and size of the whole tensor, offsets and sizes of the chunk, and the part
+    of it that is wanted; ``None`` if all is.
+    """
 
     dtype: torch.dtype
     size: Size
     offsets: Size
     lengths: Size
+    part: Part | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunk's data."""
-        return self.lengths.numel() * self.dtype.itemsize
+        """Bytes of the data that is wanted."""
+        return (self.part or self).lengths.numel() * self.dtype.itemsize
 
 
 def open_index(disk: Disk, directory: str, *, identity: bytes = b"") -> StoredIndex | None:
@@ -164,6 +178,7 @@ class StoredIndex:
         self._claimed = 0
         self._known_sizes: dict[int, Size] = {}
         self._known_files: dict[int, str] = {}
+        self.known_parts: dict[Any, tuple[Int64, list[ChunkKind]]] = {}
 
     def __len__(self) -> int:
         return len(self._name_ends)
@@ -306,6 +321,10 @@ class StoredIndex:
         """The size of a chunk."""
         return self._size(self._chunk_size[row])
 
+    def chunk_numbers(self, first: int, end: int) -> tuple[bytes, bytes]:
+        """The numbers of the offsets and of the sizes of the chunks in rows ``first`` to ``end``."""
+        return self._chunk_offset.rows(first, end).tobytes(), self._chunk_size.rows(first, end).tobytes()
+
     def extents(self, first: int, end: int, ndim: int) -> tuple[Int64, Int64]:
         """Where the chunks in rows ``first`` to ``end`` begin, and their sizes: int64 ``[n, ndim]`` each.
 
@@ -360,20 +379,32 @@ class StoredIndex:
         fits_of = {}
         for key, place in place_of.items():
             stored, at = self.stored(int(numbers[place])), int(row[place])
-            is_tensor = stored.size is not None  # objects have no offsets
-            like = (
-                (self.properties[stored.properties][0], stored.size, self.offsets(at), self.sizes(at))
-                if is_tensor
-                else None
-            )
-            fits_of[key] = kinds[key[0]] == like
-        start, nbytes = self._chunk_start.at(row), self._chunk_nbytes.at(row)
-        fits = np.array(list(map(fits_of.__getitem__, keys)), dtype=np.bool_) & (start >= 0) & (nbytes >= 0)
-        files, file = np.unique(self._chunk_file.at(row)[fits], return_inverse=True)
-        paths = list(map(self.file_name, files.tolist()))
-        return asked[fits], (row - first)[fits], Places(paths, file.astype(np.int64), start[fits], nbytes[fits])
+            if stored.size is not None:  # objects have no offsets
+                like = self.properties[stored.properties][0], stored.size, self.offsets(at), self.sizes(at)
+                fits_of[key] = kinds[key[0]][:4] == like
+        fits = np.array([fits_of.get(key, False) for key in keys], dtype=np.bool_)
+        fits &= (self._chunk_start.at(row) >= 0) & (self._chunk_nbytes.at(row) >= 0)
+        return asked[fits], (row - first)[fits], self.places(row[fits])
 
     # --- where chunks lie
+
+    def places(self, rows: Int64) -> Places:
+        """Where these rows lie.
+
+        Raises:
+            UnsafeCheckpoint: a file does not lie in the checkpoint's directory.
+        """
+        files, file = np.unique(self._chunk_file.at(rows), return_inverse=True)
+        start, nbytes = self._chunk_start.at(rows), self._chunk_nbytes.at(rows)
+        if (start < 0).any():
+            variable = rows[start < 0]
+            at = np.searchsorted(self._variable_rows.rows(), variable)
+            if (self._variable_rows.at(at) != variable).any():
+                raise self.file.damaged(f"some of rows {variable.tolist()[:10]} have no place")
+            nbytes[start < 0], start[start < 0] = self._variable_places.at(2 * at + 1), self._variable_places.at(2 * at)
+        if ((start < 0) | (nbytes < 0)).any():
+            raise self.file.damaged(f"some of rows {rows.tolist()[:10]} begin or end nowhere")
+        return Places(list(map(self.file_name, files.tolist())), file.astype(np.int64), start, nbytes)
 
     def info(self, item: Any) -> Any:
         """DCP's ``_StorageInfo`` of a stored item: its file, where it begins there, and its length in bytes.
@@ -385,14 +416,8 @@ class StoredIndex:
         if row is None:
             return None
         start, nbytes = self._chunk_start[row], self._chunk_nbytes[row]
-        if start < 0:
-            rows = self._variable_rows.rows()
-            at = int(np.searchsorted(rows, row))
-            if at == len(rows) or rows[at] != row:
-                raise self.file.damaged(f"row {row} has no place")
-            start, nbytes = self._variable_places[2 * at], self._variable_places[2 * at + 1]
         if start < 0 or nbytes < 0:
-            raise self.file.damaged(f"row {row} begins at {start} and has {nbytes} bytes")
+            start, nbytes = (int(column[0]) for column in self.places(np.array([row]))[2:])
         return StorageInfo(self.file_name(self._chunk_file[row]), start, nbytes)
 
     def row(self, item: MetadataIndex) -> int | None:
@@ -403,12 +428,10 @@ class StoredIndex:
         stored = self.stored(number)
         if stored.size is None or item.offset is None:
             return stored.first if stored.size is None and item.offset is None else None
-        if item.index is not None and 0 <= item.index < len(stored):
-            row = stored.first + item.index
-            if self.offsets(row) == item.offset:
-                return row
-        place = stored.find(item.offset)
-        return None if place is None else stored.first + place
+        first, end, row = stored.first, stored.end, stored.first + (item.index or 0)
+        if not first <= row < end or self.offsets(row) != item.offset:
+            row = bisect_left(range(end), tuple(item.offset), first, end, key=lambda row: tuple(self.offsets(row)))
+        return row if row < end and self.offsets(row) == item.offset else None
 
     def items(self) -> Iterator[MetadataIndex]:
         """All items, sorted by name and offsets."""
@@ -430,22 +453,6 @@ class StoredIndex:
             known = check_relative_path(self._text(self._files.rows(start, end).tobytes()), file=self.file.path)
             self._known_files[number] = known
         return known
-
-    def order_in_files(self) -> Int64:
-        """The place of each row when all are sorted by file and by where they begin in it."""
-        files, starts = self._chunk_file.rows(), self._chunk_start.rows().copy()
-        variable = self._variable_rows.rows()
-        if len(variable) and not 0 <= int(variable.min()) <= int(variable.max()) < self.n_rows:
-            raise self.file.damaged("items of variable size are not among its rows")
-        starts[variable] = self._variable_places.rows()[::2]
-        names = [self.file_name(number) for number in range(len(self._file_ends))]
-        if len(files) and not 0 <= int(files.min()) <= int(files.max()) < len(names):
-            raise self.file.damaged("items lie in files that it does not name")
-        order_of_file: Int64 = np.empty(len(names), dtype=np.int64)
-        order_of_file[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
-        places: Int64 = np.empty(self.n_rows, dtype=np.int64)
-        places[np.lexsort((starts, order_of_file[files]))] = np.arange(self.n_rows)
-        return places
 
 
 # --- DCP's Metadata on top of an index
@@ -567,23 +574,11 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
     def _chunk(self, row: int) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=self._index.offsets(row), sizes=self._index.sizes(row))
 
-    def find(self, offsets: Size) -> int | None:
-        """The place of the chunk that begins at ``offsets``; ``None`` if there is no such chunk."""
-        at, end, offsets_of = self.first, self.end, self._index.offsets
-        if self.size and self.size[0] > 0 and len(offsets):
-            # Equal parts along the first dimension are the usual case.
-            guess = min(at + offsets[0] * (end - at) // self.size[0], end - 1)
-            if guess >= at and offsets_of(guess) == offsets:
-                return guess - self.first
-        at = bisect_left(range(end), tuple(offsets), at, end, key=lambda row: tuple(offsets_of(row)))
-        return at - self.first if at < end and offsets_of(at) == offsets else None
-
-    def overlap(self, box: Size, lengths: Size) -> list[tuple[int, Size, Size, Size, Size]]:
-        """The chunks that overlap with a box of ``lengths`` at ``box``, in their order.
+    def overlap(self, box: Size, lengths: Size) -> tuple[Int64, list[ChunkKind]]:
+        """The chunks that overlap with a box of ``lengths`` at ``box``.
 
         Returns:
-            For each: its place among the chunks; where it begins in the tensor; where the overlapping part begins in
-            the chunk, and in the box; and the size of the part.
+            For each, ascending, its row, and its kind. Names whose chunks lie alike get one and the same list of kinds.
 
         Raises:
             DamagedIndex: chunks lie outside of the tensor, or on each other. Our plans never have such chunks.
@@ -598,17 +593,25 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
 
             first = bisect_left(range(end), box[0] - self.reach + 1, first, end, key=begin_of)
             end = bisect_left(range(end), box[0] + lengths[0], first, end, key=begin_of)
-        # In columns: a rank may need a part of each of thousands of chunks.
-        offsets, sizes = index.extents(first, end, len(whole))
-        if (sizes > np.array(whole, dtype=np.int64) - offsets).any():
-            raise index.file.damaged(f"chunks of name {self.number} lie outside of their tensor")
-        begins = np.maximum(offsets, box)
-        parts = np.minimum(offsets + sizes, np.add(box, lengths)) - begins
-        found = np.flatnonzero((parts > 0).all(axis=1))
-        columns = [each[found].tolist() for each in (offsets, begins - offsets, begins - box, parts)]
-        if sum(map(math.prod, columns[-1])) > math.prod(lengths):
-            raise index.file.damaged(f"chunks of name {self.number} overlap")
-        return list(zip((found + first - self.first).tolist(), *(map(Size, each) for each in columns), strict=True))
+        key = (self.properties, whole, box, lengths, *index.chunk_numbers(first, end))
+        if key not in index.known_parts:  # then in columns: a rank may need a part of each of thousands of chunks
+            offsets, sizes = index.extents(first, end, len(whole))
+            if (sizes > np.array(whole, dtype=np.int64) - offsets).any():
+                raise index.file.damaged(f"chunks of name {self.number} lie outside of their tensor")
+            begins = np.maximum(offsets, box)
+            parts = np.minimum(offsets + sizes, np.add(box, lengths)) - begins
+            rows = np.flatnonzero((parts > 0).all(axis=1))
+            columns = [each[rows].tolist() for each in (offsets, sizes, begins - offsets, begins - box, parts)]
+            if sum(map(math.prod, columns[-1])) > math.prod(lengths):
+                raise index.file.damaged(f"chunks of name {self.number} overlap")
+            dtype, sizes_of_rows = (
+                index.properties[self.properties][0],
+                zip(*(map(Size, each) for each in columns), strict=True),
+            )
+            kinds = [ChunkKind(dtype, whole, at, size, Part(box, *part)) for at, size, *part in sizes_of_rows]
+            index.known_parts[key] = rows, kinds
+        rows, kinds = index.known_parts[key]
+        return first + rows, kinds
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

@@ -48,6 +48,18 @@ class Places(NamedTuple):
     start: Int64
     nbytes: Int64
 
+    def followed_by(self, others: Places) -> Places:
+        """These items, and then others."""
+        columns = zip(self[1:], (others.file + len(self.files), *others[2:]), strict=True)
+        return Places([*self.files, *others.files], *map(np.concatenate, columns))
+
+    def sorted(self) -> tuple[Int64, Places]:
+        """The order of the items by file and by where they begin, and their places in it. Each file is there once."""
+        files, number = np.unique(np.array(self.files, dtype=object), return_inverse=True)
+        file = number[self.file]
+        order: Int64 = np.lexsort((self.start, file))
+        return order, Places(files.tolist(), file[order], self.start[order], self.nbytes[order])
+
 
 class Placements(msgspec.Struct, frozen=True, eq=False):
     """Where the n kept items of one rank lie, in the order of its plan.

@@ -94,7 +94,7 @@ class ItemReader:
         mark: str | None = None,
     ) -> None:
         planned = PlannedItems.of(items)
-        if planned.names and planned.planner is not planner:
+        if planned.targets and planned.planner is not planner:
             planned = PlannedItems(others=list(planned))
         self._reads = reads = Reads(planned, reads_of(planned.others, metadata, directory))
         self._planner = planner
@@ -347,7 +347,7 @@ class ItemReader:
         """
         done = np.zeros(len(places), dtype=np.bool_)
         numbers = self._reads.order[places]
-        whole = np.flatnonzero(numbers < self._reads.n_whole)
+        whole = np.flatnonzero(numbers < len(self._reads.items.targets))
         if len(whole):
             kinds = self._reads.items.kind_of[numbers[whole]]
             order = np.argsort(kinds, kind="stable")

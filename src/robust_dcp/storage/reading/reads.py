@@ -1,8 +1,8 @@
 """The reads of a load: what is read, from where, into which tensor, and what is read together.
 
-A load plan may hold thousands of tensors that are read exactly as they were saved. They stay in columns
-(:class:`PlannedItems`), from the look-up in the index to the copy. Everyone else sees them as the ordinary list of read
-items that DCP's planner makes. Everything else that is read is a :class:`Read`.
+A load plan may hold thousands of tensors, and of parts of tensors. What is looked up in an index stays in columns
+(:class:`PlannedItems`) until it is read. Everyone else sees it as the ordinary list of read items that DCP's planner
+makes. What is not copied in columns either is a :class:`Read`.
 """
 
 from __future__ import annotations
@@ -80,16 +80,17 @@ _NONE: Final[Int64] = np.empty(0, dtype=np.int64)
 
 @dataclass(eq=False)
 class PlannedItems(Sequence[ReadItem]):
-    """The items of a load plan. Tensors that are read exactly as they were saved come first, and are in columns.
+    """The items of a load plan. Those in columns come first: tensors that are read exactly as they were saved, and then
+    parts of saved chunks.
 
     Attributes:
-        names: the name of each of these tensors.
-        targets: this rank's tensor for each, of the dtype and size of its kind. It is strided, and no negation,
-            conjugation or quantization stands between its memory and its values.
-        kinds: the distinct pairs of dtype and size.
-        kind_of: int64, the number of each tensor's kind.
+        names: the name of each item in columns.
+        targets: this rank's tensor for each of the first ones, which are whole. It has the dtype and size of its kind
+            and is strided. No negation, conjugation or quantization stands between its memory and its values.
+        kinds: the kinds of chunks.
+        kind_of: int64, the number of each item's kind.
         chunks: int64, for each the number of its chunk among the saved chunks of the tensor.
-        places: where each lies.
+        places: where each chunk lies.
         others: all other items.
         planner: the planner that made the plan. The targets are used only if the reader gets this planner with the
             plan.
@@ -111,9 +112,7 @@ class PlannedItems(Sequence[ReadItem]):
 
     def data_nbytes(self, metadata: Metadata | None) -> int:
         """The bytes of stored tensor data that these items read."""
-        total = 0
-        for kind, count in zip(self.kinds, np.bincount(self.kind_of, minlength=len(self.kinds)).tolist(), strict=True):
-            total += count * kind.nbytes
+        total = int(np.array([kind.nbytes for kind in self.kinds], dtype=np.int64)[self.kind_of].sum())
         saved = {} if metadata is None else metadata.state_dict_metadata
         for item in self.others:
             entry = saved.get(item.storage_index.fqn)
@@ -121,17 +120,17 @@ class PlannedItems(Sequence[ReadItem]):
                 total += prod(item.lengths) * int(entry.properties.dtype.itemsize)
         return total
 
-    def whole(self, place: int) -> ReadItem:
-        """The tensor at ``place`` in the columns as a read item, as DCP's planner makes it."""
+    def in_columns(self, place: int) -> ReadItem:
+        """What is at ``place`` in the columns as a read item, as DCP's planner makes it."""
         kind, chunk = self.kinds[int(self.kind_of[place])], int(self.chunks[place])
         zeros = _ZEROS[: len(kind.offsets)]
-        stored = MetadataIndex(self.names[place], kind.offsets, chunk)
-        wanted = stored if chunk == 0 else MetadataIndex(self.names[place], kind.offsets, 0)
-        return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, kind.lengths)
+        box, in_chunk, in_box, lengths = kind.part or (kind.offsets, zeros, zeros, kind.lengths)
+        wanted, stored = MetadataIndex(self.names[place], box), MetadataIndex(self.names[place], kind.offsets, chunk)
+        return ReadItem(LoadItemType.TENSOR, wanted, in_box, stored, in_chunk, lengths)
 
     @cached_property
     def _all(self) -> list[ReadItem]:
-        return [*map(self.whole, range(len(self.names))), *self.others]
+        return [*map(self.in_columns, range(len(self.names))), *self.others]
 
     def __len__(self) -> int:
         return len(self.names) + len(self.others)
@@ -230,16 +229,11 @@ class Reads:
 
     def __init__(self, items: PlannedItems, others: Sequence[Read]) -> None:
         self.items = items
-        self.n_whole = len(items.names)
+        self._n_columns = len(items.names)
         self._others = others
-        at = items.places
-        paths = np.array([*at.files, *(read.relative_path for read in others)], dtype=object)
-        files, number = np.unique(paths, return_inverse=True)
-        file = np.concatenate((number[: len(at.files)][at.file], number[len(at.files) :]))
         of_others = np.array([(read.offset, read.nbytes) for read in others], dtype=np.int64).reshape(-1, 2).T
-        start, nbytes = map(np.concatenate, zip((at.start, at.nbytes), of_others, strict=True))
-        self.order: Int64 = np.lexsort((start, file))
-        self.places = Places(files.tolist(), file[self.order], start[self.order], nbytes[self.order])
+        at = Places([read.relative_path for read in others], np.arange(len(others)), *of_others)
+        self.order, self.places = items.places.followed_by(at).sorted()
 
     @cached_property
     def item_ids(self) -> Int64:
@@ -253,11 +247,11 @@ class Reads:
     def read(self, place: int) -> Read:
         """The read at ``place``."""
         number, items, at = int(self.order[place]), self.items, self.places
-        if number >= self.n_whole:
-            return self._others[number - self.n_whole]
+        if number >= self._n_columns:
+            return self._others[number - self._n_columns]
         kind, path = items.kinds[int(items.kind_of[number])], at.files[int(at.file[place])]
         start, nbytes = int(at.start[place]), int(at.nbytes[place])
-        return Read(items.whole(number), path, start, nbytes, (), kind.dtype, kind.lengths)
+        return Read(items.in_columns(number), path, start, nbytes, (), kind.dtype, kind.lengths)
 
     def groups(self, block_nbytes: int) -> list[Group]:
         """All reads. Items that lie next to each other are in groups of up to ``block_nbytes`` bytes.
@@ -265,10 +259,11 @@ class Reads:
         Items are alone if they are large, have transforms, or are wanted only in part.
         """
         _, file, start, nbytes = self.places
-        is_alone = np.zeros(len(file), dtype=np.bool_)
-        for number, read in enumerate(self._others, self.n_whole):
-            is_alone[number] = bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole)
-        is_alone = is_alone[self.order] | (nbytes > min(block_nbytes, _MEDIUM_NBYTES))
+        is_part = np.array([(kind.part or kind).lengths != kind.lengths for kind in self.items.kinds], dtype=np.bool_)
+        in_columns = is_part[self.items.kind_of] & (self.items.places.nbytes > _SMALL_NBYTES)
+        others = [bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole) for read in self._others]
+        is_alone = np.append(in_columns, np.array(others, dtype=np.bool_))[self.order]
+        is_alone |= nbytes > min(block_nbytes, _MEDIUM_NBYTES)
         end = start + nbytes
         is_near = (file[1:] == file[:-1]) & (start[1:] - end[:-1] <= _SMALL_NBYTES) & ~is_alone[1:] & ~is_alone[:-1]
         firsts = [*np.flatnonzero(np.append(True, ~is_near)).tolist(), len(file)] if len(file) else []
