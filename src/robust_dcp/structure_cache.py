@@ -1,8 +1,9 @@
 """What this process remembers from one save or load to the next, so that a repeated one is cheap.
 
-There is one rule: the least recently used entries go first, when all take too much memory. A cache never decides
-whether an entry is still valid. The code that owns it checks that each time, or compares by value. Nobody has to keep a
-planner or a writer between saves for it.
+There is one rule: the least recently used entries go first, when there are too many, or when all take too much memory.
+So a hundred changes of a state dict take no more memory than eight. A cache never decides whether an entry is still
+valid. The code that owns it checks that each time, or compares by value. Nobody has to keep a planner or a writer
+between saves for it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ class Cache(Generic[K, V]):
 
     Args:
         max_nbytes: how much memory all entries may take together. The latest entry stays even if it is larger.
-        max_entries: how many entries there may be, for caches in which each entry costs time in every save.
+        max_entries: how many entries there may be. A job saves and loads few kinds of state dicts in turn, and where
+            none fits, each entry is looked at.
     """
 
-    def __init__(self, *, max_nbytes: int, max_entries: int | None = None) -> None:
+    def __init__(self, *, max_nbytes: int, max_entries: int = 8) -> None:
         self._max_nbytes = max_nbytes
         self._max_entries = max_entries
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
@@ -54,8 +56,8 @@ class Cache(Generic[K, V]):
         with self._lock:
             self._nbytes += nbytes - self._entries.pop(key, (None, 0))[1]
             self._entries[key] = value, nbytes
-            while len(self._entries) > 1 and (
-                self._nbytes > self._max_nbytes or len(self._entries) > (self._max_entries or len(self._entries))
+            while len(self._entries) > self._max_entries or (
+                self._nbytes > self._max_nbytes and len(self._entries) > 1
             ):
                 self._nbytes -= self._entries.popitem(last=False)[1][1]
 

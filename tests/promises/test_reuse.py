@@ -226,9 +226,9 @@ def save_with_other_options(directory: str) -> list[str]:
     options: list[tuple[dict[str, Any], dict[str, Any], type[RobustPlanner]]] = [
         ({}, {}, RobustPlanner),
         ({"threads": 1}, {}, RobustPlanner),
+        ({}, {}, RobustPlanner),  # two structures of a kind may alternate
         ({"threads": 3}, {"dedup_save_to_lowest_rank": True}, RobustPlanner),
         ({}, {}, OtherPlanner),
-        ({}, {}, RobustPlanner),
     ]
     for number, (writer_options, planner_options, planner) in enumerate(options):
         path = f"{directory}/{number}"
@@ -241,7 +241,7 @@ def save_with_other_options(directory: str) -> list[str]:
 
 def test_a_plan_is_not_used_with_other_options_of_planner_or_writer(tmp_path: Path) -> None:
     for outcomes in values(run_ranks(2, save_with_other_options, str(tmp_path))):
-        assert outcomes == ["built", "rebuilt", "rebuilt", "rebuilt", "reused"]
+        assert outcomes == ["built", "rebuilt", "reused", "rebuilt", "rebuilt"]
 
 
 def save_from_each_coordinator(path: str) -> None:

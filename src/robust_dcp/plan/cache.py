@@ -65,10 +65,7 @@ class KnownPlan(msgspec.Struct, frozen=True, eq=False):
     kind: str = ""
 
 
-PLANS: Final[Cache[tuple[GroupKey, bytes, str], KnownPlan]] = Cache(
-    max_nbytes=2 << 30,
-    max_entries=8,  # if none fits, each of them is looked at
-)
+PLANS: Final[Cache[tuple[GroupKey, bytes, str], KnownPlan]] = Cache(max_nbytes=2 << 30)
 """The plans that this process used last, over all groups. The kind is part of the key, because two kinds may hold the
 same and still change independently."""
 
@@ -84,10 +81,14 @@ def plans_of(group: GroupKey) -> list[KnownPlan]:
 
 
 def keep_plan(group: GroupKey, known: KnownPlan) -> None:
-    """Keep a plan as the latest of its group."""
+    """Keep a plan as the latest of its group. Of each kind there are two at most, because all ranks' items take memory:
+    a job may save two structures in turn, and a hundred changes take no more memory than one."""
     nbytes = 0 if known.plan is None else known.plan.memory_nbytes
     # Placements have 20 bytes for each item at most.
     PLANS.put((group, known.share.plan_id, known.kind), known, nbytes + 20 * known.share.n_items)
+    of_kind = [key for key, each in PLANS.latest_first() if each.plan and (key[0], key[2]) == (group, known.kind)]
+    for key in of_kind[2:]:
+        PLANS.forget(key)
 
 
 def forget_plan(group: GroupKey, plan_id: bytes) -> None:

@@ -29,11 +29,8 @@ OnUnloadableObject = Literal["warn", "error", "ignore"]
 
 logger = logging.getLogger(__name__)
 
-_VERDICT_NBYTES = 500
-
-
 _VERDICTS: Final[Cache[tuple[frozenset[str], bytes], tuple[NotData | None]]] = Cache(
-    max_nbytes=10_000 * _VERDICT_NBYTES
+    max_nbytes=5_000_000, max_entries=10_000
 )
 """The result for each pickle, because most objects are saved again unchanged. Classes that are registered to be loaded
 change it. The values of tensors within an object decide nothing, so they are not looked at again."""
@@ -71,7 +68,7 @@ class UnloadableObjects:
             verdict = _VERDICTS.get(digest)
             if verdict is None:
                 verdict = (refusal_of(pickled),)
-                _VERDICTS.put(digest, verdict, _VERDICT_NBYTES)
+                _VERDICTS.put(digest, verdict, 500)
             if verdict[0] is not None:
                 self.found[key] = str(verdict[0])
         return data
