@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ from robust_dcp.report_rows import PhaseClock
 from robust_dcp.save_queue import queue_of
 from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
 from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of, place_of
+from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import overwritten
 from robust_dcp.storage.reading.reads import PlannedItems, may_ask_early
@@ -199,7 +200,7 @@ def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str,
         if place is not None and local_path_of(place) is None:
             filesystem_of(place)
     meta = None if session.writer is None else session.writer.storage_meta()
-    values = {**state_dict, **{key: each.values for key, each in stand_ins_for(state_dict).items()}}
+    _, values = stand_ins_for(state_dict)
     planner.set_up_planner(values, meta, session.channel.is_coordinator)
     return planner.describe(session.channel)
 
@@ -274,7 +275,9 @@ def load(
     with clock.telling_failures():
         clock.tell("started")
         # The coordinator keeps the checkpoint from being removed while it is loaded.
-        held = robust.source.held() if robust is not None and channel.is_coordinator else nullcontext()
+        held: AbstractContextManager[None] = nullcontext()
+        if robust is not None and channel.is_coordinator:
+            held = needed_for_a_load(robust.source.disk, robust.path)
         with channel.together(), held:
             for is_last_try in (False, True):
                 try:
@@ -367,9 +370,8 @@ class _Load:
             metadata = reader.source.decode_metadata(stored.file)
         if metadata is None:
             return Offer()  # this rank does not see the coordinator's index
-        self.stand_ins.update(stand_ins_for(self.state_dict, metadata.state_dict_metadata))
-        together = {**self.state_dict, **{key: each.values for key, each in self.stand_ins.items()}}
-        self.values.update({key: together[key] for key in sorted(together, key=str)})  # keys need not be text
+        self.stand_ins, values = stand_ins_for(self.state_dict, metadata.state_dict_metadata)
+        self.values = {key: values[key] for key in sorted(values, key=str)}  # keys need not be text
         # DCP's load plans are local, so no rank needs the plan of another.
         planner = self.planner
         planner.set_up_planner(self.values, metadata, channel.is_coordinator)

@@ -316,18 +316,27 @@ def refuse_other_than_dict(state_dict: Any) -> None:
     raise RobustCheckpointError(f"a state dict is a dict, and a {type(state_dict).__name__} was passed: {what_to_do}")
 
 
-def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None = None) -> dict[str, StandIn]:
+def stand_ins_for(
+    state_dict: Mapping[str, Any], stored: Container[str] | None = None
+) -> tuple[dict[str, StandIn], StateDict]:
     """The stand-ins for values that have a state dict of their own, by key.
 
     Args:
         stored: the names in the checkpoint to load; ``None`` for a save.
 
+    Returns:
+        they, and the state dict with their values in it.
+
     Raises:
         RobustCheckpointError: there are several optimizers under a key, and no module has the parameters of one, or
             torch cannot name the states of one.
     """
-    candidates = {key: value for key, value in state_dict.items() if type(value) not in _TENSORS}
-    modules = {key: found for key, value in candidates.items() if (found := _all_of(value, nn.Module))}
+    candidates, modules = StateDict(), dict[str, list[nn.Module]]()
+    for key, value in state_dict.items():
+        if type(value) not in _TENSORS:
+            candidates[key] = value
+            if found := _all_of(value, nn.Module):
+                modules[key] = found
     stand_ins: dict[str, StandIn] = {}
     for key, value in candidates.items():
         if key in modules:
@@ -339,7 +348,10 @@ def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None =
             stand_ins[key] = OptimizerStates(key, owned, by_parameter=has_stages, stored=stored)
         elif isinstance(value, AsStock) or _is_stateful(value):
             stand_ins[key] = value if isinstance(value, AsStock) else AsStock(value)
-    return stand_ins
+    values = dict(state_dict)
+    for key, stand_in in stand_ins.items():
+        values[key] = stand_in.values
+    return stand_ins, values
 
 
 def _is_stateful(value: Any) -> bool:

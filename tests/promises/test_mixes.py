@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import robust_dcp
 from robust_dcp import PlanConflict, RobustCheckpointError, RobustPlanner, RobustReader, RobustWriter, StorageError
 from robust_dcp.staging import tensor_bytes
-from robust_dcp.storage.writing import emit
+from robust_dcp.storage.writing import engine
 from tests.faults.disk import LONG_TESTS, Call, FaultDisk
 from tests.harness.fingerprints import differences, wrongly_loaded
 from tests.harness.ranks import run_ranks, values
@@ -274,7 +274,7 @@ class _RunAhead(tensor_bytes.DeviceCopies):
 def test_copies_that_run_while_earlier_blocks_are_written(
     options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(emit, "DeviceCopies", _RunAhead)
+    monkeypatch.setattr(engine, "DeviceCopies", _RunAhead)
     monkeypatch.setattr(tensor_bytes, "host_address", lambda tensor: None)
     robust_dcp.save(dict(MIX), storage_writer=RobustWriter(tmp_path, **options), no_dist=True)
     check_mix(tmp_path)

@@ -40,6 +40,7 @@ _PROTOCOL = (
     "resolve_tensor",
     "commit_tensor",
 )
+"""If a subclass overrides none of these, a plan may be carried out without asking it about each tensor."""
 _FLAT = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, bool, int, float, str, bytes, type(None)})
 
 
@@ -108,18 +109,20 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         with without_garbage_collection():
             whole, index, plan = PlannedItems(), index_of(self.metadata), None
             saved = self.metadata.state_dict_metadata
+            answers_as_stock = not any(map(self._overrides, _PROTOCOL))
             if self._may_have_old_names():
                 # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
                 with suppress(RuntimeError, ValueError):
                     plan = super().create_local_plan()
-            elif self._answers_as_stock() and (index is not None or self.state_dict.keys() <= saved.keys()):
+            elif answers_as_stock and (index is not None or self.state_dict.keys() <= saved.keys()):
                 whole = whole_tensors(self.state_dict, self.metadata)
             # The values that are not known to be saved as exactly one chunk, in the order of the state dict.
             whole_keys = set(whole.names)
             others = [key for key in self.state_dict if key not in whole_keys]
             if index is not None:
                 index.find_all(others)
-            asked, missing, problems = dict[str, Any](), list[str](), list[str]()
+            asked, tensors = dict[str, Any](), dict[str, Any]()
+            missing, problems = list[str](), list[str]()
             for key in others:
                 value, entry = self.state_dict[key], saved.get(key)
                 if entry is None:
@@ -127,6 +130,8 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 else:
                     asked[key] = value
                     problems += self._mismatch(key, value, entry)
+                    if isinstance(entry, TensorStorageMetadata):
+                        tensors[key] = value
             self.missing_keys = tuple(sorted(missing))
             if missing and not self.allow_partial_load:
                 problems = [*(f"{_MISSING}{key!r}" for key in self.missing_keys), *problems]
@@ -136,19 +141,15 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             problems = unusable_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
             if problems:
                 raise PlanConflict(self._in_words(problems))
-            tensors = {key: each for key, each in asked.items() if isinstance(saved[key], TensorStorageMetadata)}
             check_filled(planned, tensors)
         planned.planner = self
         # A planner with hooks of its own may change the list.
-        is_list = not planned.names or not self._answers_as_stock()
+        is_list = not planned.names or not answers_as_stock
         return LoadPlan(list(planned) if is_list else planned)  # type: ignore[arg-type]  # no list, but as good
 
-    def _answers_as_stock(self) -> bool:
-        """Whether a plan may be carried out without asking this planner about each tensor. That is so unless a subclass
-        overrides one of the methods."""
-        return all(
-            getattr(getattr(self, name), "__func__", None) is getattr(RobustLoadPlanner, name) for name in _PROTOCOL
-        )
+    def _overrides(self, method: str) -> bool:
+        """Whether a subclass overrides this method of :class:`RobustLoadPlanner`."""
+        return getattr(getattr(self, method), "__func__", None) is not getattr(RobustLoadPlanner, method)
 
     def _may_have_old_names(self) -> bool:
         """Whether saved keys that are not asked for may be older names of keys that are asked for.

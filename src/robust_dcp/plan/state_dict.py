@@ -132,7 +132,7 @@ UNKNOWN: Final = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE, dtype="u
 """The structure of a value of which only stock's planner can tell what this rank holds."""
 
 
-class HeldStructures:
+class HeldStructures(msgspec.Struct, eq=False):
     """The structures of the tensors of one state dict of which this rank holds one chunk.
 
     Args:
@@ -140,10 +140,9 @@ class HeldStructures:
         is_coordinator: as stock's planner takes it.
     """
 
-    def __init__(self, lookup: Lookup, *, is_coordinator: bool = False) -> None:
-        self._lookup = lookup
-        self._is_coordinator = is_coordinator
-        self._found: dict[tuple[Any, ...], ItemStructure | None] = {}
+    lookup: Lookup
+    is_coordinator: bool = False
+    _found: dict[tuple[Any, ...], ItemStructure | None] = {}
 
     def of(self, name: str, value: Any) -> ItemStructure | None:
         """The structure of a tensor that is one item, ``None`` if this rank saves no item of it, or ``UNKNOWN``."""
@@ -189,14 +188,14 @@ class HeldStructures:
             )
         described: list[tuple[MetadataIndex, ItemStructure, Any]] = []
         try:
-            for place, item in enumerate(create_default_local_save_plan({name: value}, self._is_coordinator).items):
+            for place, item in enumerate(create_default_local_save_plan({name: value}, self.is_coordinator).items):
                 index, tensor_data = item.index, item.tensor_data
                 if tensor_data is None:
                     described.append((index, _OBJECT, None))
                     continue
                 if index.index is None and holds_shards(type(value)):
                     index = MetadataIndex(index.fqn, index.offset, place)  # a hint where lookup should look first
-                data, properties, chunk = self._lookup(index), tensor_data.properties, tensor_data.chunk
+                data, properties, chunk = self.lookup(index), tensor_data.properties, tensor_data.chunk
                 is_fixed = (
                     isinstance(data, torch.Tensor)
                     and is_fixed_size(data)

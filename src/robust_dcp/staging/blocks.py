@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -117,7 +118,7 @@ _KEPT: list[Block] = []
 _KEPT_LOCK: Final = threading.Lock()
 
 
-class BlockLease:
+class BlockLease(msgspec.Struct, eq=False):
     """The blocks of one save or load, until it is closed. Several threads may call its methods.
 
     Args:
@@ -127,13 +128,12 @@ class BlockLease:
             get it (:class:`Block`). Blocks of a save stay for the next one.
     """
 
-    def __init__(self, block_nbytes: int, n_blocks: int, *, of_load: bool = False) -> None:
-        self.block_nbytes = block_nbytes
-        self._n_blocks = n_blocks
-        self._of_load = of_load
-        self._n_taken = 0
-        self._free: list[Block] = []
-        self._lock = threading.Lock()
+    block_nbytes: int
+    n_blocks: int
+    of_load: bool = False
+    _n_taken: int = 0
+    _free: list[Block] = []
+    _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
 
     @property
     def used_nbytes(self) -> int:
@@ -150,13 +150,13 @@ class BlockLease:
         with self._lock:
             if self._free:
                 return self._free.pop()
-            if self._n_taken == self._n_blocks:
-                raise RuntimeError(f"all {self._n_blocks} blocks of {self.block_nbytes} bytes are taken")
+            if self._n_taken == self.n_blocks:
+                raise RuntimeError(f"all {self.n_blocks} blocks of {self.block_nbytes} bytes are taken")
             self._n_taken += 1
         with _KEPT_LOCK:
-            if not self._of_load and _KEPT and len(_KEPT[-1].data) == self.block_nbytes:
+            if not self.of_load and _KEPT and len(_KEPT[-1].data) == self.block_nbytes:
                 return _KEPT.pop()
-        return Block(self.block_nbytes, stays_at_fork=self._of_load)
+        return Block(self.block_nbytes, stays_at_fork=self.of_load)
 
     def give_back(self, block: Block) -> None:
         """Return a block, so that another thread may take it."""
@@ -174,7 +174,7 @@ class BlockLease:
 
     def close(self) -> None:
         """Keep the blocks that nobody has for the next save, or free them."""
-        if self._of_load:
+        if self.of_load:
             for block in self._free:
                 block.unpin()
         else:

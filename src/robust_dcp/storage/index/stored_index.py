@@ -14,7 +14,7 @@ import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from errno import ENOENT, ENOTDIR
 from itertools import pairwise
 from operator import ge
@@ -483,23 +483,21 @@ def index_of(metadata: Metadata) -> StoredIndex | None:
     return entries.index if isinstance(entries, _OnDemand) else None
 
 
+@dataclass(eq=False, repr=False)
 class _OnDemand(Mapping[Any, Any]):
     """A mapping that looks up a value in the index when somebody asks for it. It remembers values, so that it returns
     the same object each time, as a dict does.
 
     Args:
-        find: the value of a key; ``None`` if there is no such key.
-        keys: gives all keys.
+        _find: the value of a key; ``None`` if there is no such key.
+        _keys: gives all keys.
     """
 
-    def __init__(
-        self, index: StoredIndex, find: Callable[[Any], Any], keys: Callable[[], Iterator[Any]], n_keys: int
-    ) -> None:
-        self.index = index
-        self._find = find
-        self._keys = keys
-        self._n_keys = n_keys
-        self._known: dict[Any, Any] = {}
+    index: StoredIndex
+    _find: Callable[[Any], Any]
+    _keys: Callable[[], Iterator[Any]]
+    _n_keys: int
+    _known: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The ``get`` of a dict. A load calls it for each tensor, so it avoids raising and catching an exception."""

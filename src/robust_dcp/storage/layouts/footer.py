@@ -64,7 +64,7 @@ def sorted_sums(parts: Sequence[tuple[Int64, Int64, UInt32]]) -> SumColumns:
     if not parts:
         none: Int64 = np.empty(0, dtype=np.int64)
         return SumColumns(none, none, np.empty(0, dtype=np.uint32))
-    offset, nbytes, crcs = (np.concatenate(column) for column in zip(*parts, strict=True))
+    offset, nbytes, crcs = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((nbytes, offset))
     counts = -(-nbytes // SUM_NBYTES)
     first = np.cumsum(counts) - counts

@@ -284,15 +284,19 @@ def _state_entries(
 def _records(templates: Sequence[Parts], columns: Mapping[str, Ints]) -> memoryview:
     """A frame with an entry for each row: the template that its column ``which`` names, filled from the others."""
     which = columns["which"]
-    chosen = [np.flatnonzero(which == number) for number in range(len(templates))]
-    blanks = [_blank(parts, columns, each) for parts, each in zip(templates, chosen, strict=True)]
-    nbytes = np.array([len(blank) for blank, _ in blanks])[which]
+    filled_from, lengths = [], list[int]()
+    for number, parts in enumerate(templates):
+        places = np.flatnonzero(which == number)
+        blank, gaps = _blank(parts, columns, places)
+        filled_from.append((places, blank, gaps))
+        lengths.append(len(blank))
+    nbytes = np.array(lengths)[which]
     ends = np.cumsum(nbytes)
     head = _frame_head(int(nbytes.sum()))
     frame: npt.NDArray[np.uint8] = np.empty(len(head) + int(nbytes.sum()), dtype=np.uint8)
     frame[: len(head)] = np.frombuffer(head, dtype=np.uint8)
     data = frame[len(head) :]
-    for (blank, gaps), places in zip(blanks, chosen, strict=True):
+    for places, blank, gaps in filled_from:
         if len(places):
             whole = np.dtype((np.void, len(blank)))
             filled = np.full(len(places), np.frombuffer(blank, dtype=whole))
@@ -307,8 +311,7 @@ def _records(templates: Sequence[Parts], columns: Mapping[str, Ints]) -> memoryv
 
 def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Rows) -> tuple[bytes, np.dtype[np.void]]:
     """A record with empty gaps, and where the gaps are. A number has room for the largest number in ``rows``."""
-    blank = b""
-    gaps: dict[str, tuple[str, int]] = {}
+    blank, names, forms, offsets = b"", list[str](), list[str](), list[int]()
     for part in parts:
         if isinstance(part, bytes):
             blank += part
@@ -319,10 +322,11 @@ def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Rows) -> tuple[bytes
             opcode, form = pickle.BININT, "<i4"
         else:
             opcode, form = pickle.LONG1 + b"\x08", "<i8"
-        gaps[part] = form, len(blank) + len(opcode)
+        names.append(part)
+        forms.append(form)
+        offsets.append(len(blank) + len(opcode))
         blank += opcode + bytes(int(form[-1]))
-    forms, offsets = [form for form, _ in gaps.values()], [at for _, at in gaps.values()]
-    return blank, np.dtype({"names": list(gaps), "formats": forms, "offsets": offsets, "itemsize": len(blank)})
+    return blank, np.dtype({"names": names, "formats": forms, "offsets": offsets, "itemsize": len(blank)})
 
 
 def _frame_head(nbytes: int) -> bytes:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from errno import ENOENT, ENOTDIR
-from functools import partial
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -23,7 +21,7 @@ from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.index.form import DamagedIndex, fit_of, fit_of_file
 from robust_dcp.storage.index.stored_index import StoredIndex, lazy_metadata, open_index
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
-from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, needed_for_a_load
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 from robust_dcp.storage.metadata.unpickling import check_metadata
 
 logger = logging.getLogger(__name__)
@@ -41,32 +39,28 @@ def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
     )
 
 
+@dataclass(eq=False)
 class MetadataSource:
     """Where the metadata of a checkpoint comes from.
 
     Args:
         disk: the file system.
         path: the checkpoint's directory, or a URL of fsspec.
-
-    Attributes:
-        held: a ``with`` block that keeps the checkpoint from being removed by a manager.
     """
 
-    def __init__(self, disk: Disk, path: str) -> None:
-        self._disk = disk
-        self._path = path
-        self.held: Callable[[], AbstractContextManager[None]] = partial(needed_for_a_load, disk, path)
-        self._index: StoredIndex | None = None
-        self._was_read: tuple[int | None, bytes] | None = None
-        self._are_marked: bool | None = None
+    disk: Disk
+    path: str
+    _index: StoredIndex | None = field(default=None, init=False)
+    _was_read: tuple[int | None, bytes] | None = field(default=None, init=False)
+    _are_marked: bool | None = field(default=None, init=False)
 
     def path_of_metadata(self, rank: int | None = None) -> str:
         """The path of ``.metadata``, or of the one that ``rank`` has written without collectives."""
-        return os.path.join(self._path, metadata_name(rank))
+        return os.path.join(self.path, metadata_name(rank))
 
     def is_there(self, rank: int) -> bool:
         """Whether there is a ``__{rank}.metadata``, which a DCP save without collectives writes."""
-        return self._disk.exists(self.path_of_metadata(rank))
+        return self.disk.exists(self.path_of_metadata(rank))
 
     def metadata_bytes(self, rank: int | None = None) -> bytes:
         """The bytes of ``.metadata``, after a check. They can be sent to other ranks, which decode them with
@@ -84,15 +78,15 @@ class MetadataSource:
         """
         path = self.path_of_metadata(rank)
         try:
-            _, data = self._disk.read_end(path, sys.maxsize)
+            _, data = self.disk.read_end(path, sys.maxsize)
         except StorageError as error:
             if error.errno not in (ENOENT, ENOTDIR):
                 raise
-            shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self._disk, self._path)
+            shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self.disk, self.path)
             if shards:
-                return encode_metadata(metadata_of_shards(self._disk, self._path, shards))
-            what = what_is_there(self._disk, self._path)
-            message = f"no {metadata_name(rank)} in {self._path}: no checkpoint was committed there; {what}"
+                return encode_metadata(metadata_of_shards(self.disk, self.path, shards))
+            what = what_is_there(self.disk, self.path)
+            message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there; {what}"
             raise StorageError(message, path=path, errno=error.errno, operation="open") from error
         check_metadata(data, path)
         self._was_read = rank, fit_of([data])
@@ -116,7 +110,7 @@ class MetadataSource:
         """
         index: StoredIndex | None = None
         try:
-            index = open_index(self._disk, self._path)
+            index = open_index(self.disk, self.path)
             if index is not None:
                 index.file.check_all()
         except (DamagedIndex, StorageError) as error:
@@ -136,7 +130,7 @@ class MetadataSource:
         """
         try:
             if self._index is None or self._index.file.identity != identity:
-                self._index = open_index(self._disk, self._path, identity=identity)
+                self._index = open_index(self.disk, self.path, identity=identity)
             if self._index is None:
                 return None
             self._are_marked = True  # a version that writes an index also writes marks
@@ -151,8 +145,8 @@ class MetadataSource:
         """
         if self._are_marked is None:
             path = self.path_of_metadata()
-            is_there = self._disk.exists(path)
-            self._are_marked = is_there and files_are_marked(self._disk.read_end(path, TRAILER_NBYTES)[1])
+            is_there = self.disk.exists(path)
+            self._are_marked = is_there and files_are_marked(self.disk.read_end(path, TRAILER_NBYTES)[1])
         return self._are_marked
 
     def is_overwritten(self) -> bool:
@@ -161,13 +155,13 @@ class MetadataSource:
             return False
         rank, fit = self._was_read
         try:
-            return fit_of_file(self._disk, self.path_of_metadata(rank)) != fit
+            return fit_of_file(self.disk, self.path_of_metadata(rank)) != fit
         except StorageError:
             return False
 
     def fit(self) -> bytes:
         """The digest of the ``.metadata`` that this rank sees; empty if it sees none."""
         try:
-            return fit_of_file(self._disk, self.path_of_metadata())
+            return fit_of_file(self.disk, self.path_of_metadata())
         except StorageError:
             return b""

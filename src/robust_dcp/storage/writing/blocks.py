@@ -122,7 +122,9 @@ def cut_into_blocks(
         end: where the last block ends at most.
         block_nbytes: a multiple of ``page_nbytes``, which is the unit of writes.
     """
-    ends = starts + np.array([record.nbytes for record in records], dtype=np.int64)
+    of_records = [(record.nbytes, record.data_offset, record.data_nbytes) for record in records]
+    lengths = np.array(of_records, dtype=np.int64).reshape(-1, 3)
+    ends = starts + lengths[:, 0]
     behind = np.maximum(ends, starts + 1)  # an empty record lies in the block in which it begins
     blocks = []
     for low in range(begin, end, block_nbytes):
@@ -131,14 +133,14 @@ def cut_into_blocks(
         if first < last:
             some = slice(first, last)
             high = min(low + block_nbytes, -(-int(ends[last - 1]) // page_nbytes) * page_nbytes)
-            blocks.append(_block(places[some], starts[some], ends[some], records[some], low, high))
+            blocks.append(_block(places[some], starts[some], lengths[some], records[some], low, high))
     return blocks
 
 
-def _block(places: Int64, starts: Int64, ends: Int64, records: Sequence[Record], low: int, high: int) -> Block:
+def _block(places: Int64, starts: Int64, lengths: Int64, records: Sequence[Record], low: int, high: int) -> Block:
+    nbytes, data_offset, data_nbytes = lengths.T
+    ends = starts + nbytes
     begins, stops = np.maximum(starts, low), np.minimum(ends, high)
-    header = np.array([record.data_offset for record in records], dtype=np.int64)
-    data_nbytes = np.array([record.data_nbytes for record in records], dtype=np.int64)
     is_small = (starts >= low) & (ends <= high) & (data_nbytes < LARGE_NBYTES)
     gaps = np.append(begins[1:], high) - stops
     in_tail = is_small & (gaps <= PAGE_NBYTES)
@@ -149,7 +151,7 @@ def _block(places: Int64, starts: Int64, ends: Int64, records: Sequence[Record],
     of_block = tuple(records[n] for n in small.tolist())
     tails = zip(of_block, np.where(in_tail, gaps, 0)[small].tolist(), strict=True)
     start = starts[small] - low
-    data_at = start + header[small]
+    data_at = start + data_offset[small]
     checked = np.array([n for n, record in enumerate(of_block) if record.crc32_at], dtype=np.int64)
     crc32_at = np.array([of_block[n].crc32_at for n in checked.tolist()], dtype=np.int64).reshape(-1, 2)
     return Block(

@@ -76,7 +76,7 @@ class FilesOfRank(msgspec.Struct, frozen=True, eq=False):
         return [path for path in paths if not is_gone(self.disk.unlink, path)]
 
 
-class WriteContext:
+class WriteContext(msgspec.Struct, eq=False):
     """What the files of a rank, and the threads that write them, share.
 
     It notices that somebody changes a tensor while it is saved: a side thread, or a hook. Data that is checksummed and
@@ -88,45 +88,36 @@ class WriteContext:
         source: the items.
         lease: lends blocks of memory.
         page_nbytes: the unit of writes.
+        copies: copies from a device.
         note_progress: is told the bytes written so far, and the bytes of all items of fixed size. It raises if the save
             has been given up elsewhere.
 
     Attributes:
-        copies: copies from a device.
         failed: whether a thread has failed, so that the others stop.
         packing: a lock, held by the thread that packs small records.
         appended: for each item of variable size its place in the plan, its offset and its length in bytes.
         taken: the items whose data is read where it lies, and their versions before that.
     """
 
-    def __init__(
-        self,
-        files: FilesOfRank,
-        source: ItemSource,
-        lease: BlockLease,
-        page_nbytes: int,
-        note_progress: Callable[[int, int], None],
-    ) -> None:
-        self.files = files
-        self.disk = files.disk
-        self.source = source
-        self.lease = lease
-        self.page_nbytes = page_nbytes
-        self.copies = DeviceCopies()
-        self.failed = threading.Event()
-        self.packing = threading.Lock()
-        self.appended: list[tuple[int, int, int]] = []
-        self._note_progress = note_progress
-        self._total_nbytes = sum(files.placements.file_nbytes)
-        self._written_nbytes = 0
-        self._counting = threading.Lock()
-        self.taken: dict[int, int] = {}
+    files: FilesOfRank
+    source: ItemSource
+    lease: BlockLease
+    page_nbytes: int
+    copies: DeviceCopies
+    note_progress: Callable[[int, int], None]
+    failed: threading.Event = msgspec.field(default_factory=threading.Event)
+    packing: threading.Lock = msgspec.field(default_factory=threading.Lock)
+    appended: list[tuple[int, int, int]] = []
+    taken: dict[int, int] = {}
+    _written_nbytes: int = 0
+    _counting: threading.Lock = msgspec.field(default_factory=threading.Lock)
 
     def check_stop(self) -> None:
         """Raise if the save has been given up, here or elsewhere."""
         if self.failed.is_set():
             raise Stopped
-        self._note_progress(min(self._written_nbytes, self._total_nbytes), self._total_nbytes)
+        total_nbytes = sum(self.files.placements.file_nbytes)
+        self.note_progress(min(self._written_nbytes, total_nbytes), total_nbytes)
 
     def wrote(self, nbytes: int) -> None:
         """Count bytes that are written, and :meth:`check_stop`."""
@@ -163,39 +154,36 @@ class _CutRecord(msgspec.Struct):
     sums: list[tuple[int, int, list[int]]] = msgspec.field(default_factory=list)
 
 
-class FileEmitter:
+class FileEmitter(msgspec.Struct, eq=False):
     """The blocks of one file, and what is put in when all of them are written.
 
-    Args:
-        fixed_nbytes: the length of the file without items of variable size.
-
     Attributes:
+        file, order: the file, and what is written to it.
         nbytes: the length of the file, without the footer. It grows as items of variable size get their places.
         sums: the checksums of its items.
         held: the data of items of variable size that has been asked for, and not been copied.
         how: ``direct``, or ``buffered`` with the reason. It is known after :meth:`finish`.
     """
 
-    def __init__(self, file: OpenFile, order: FileOrder, fixed_nbytes: int, context: WriteContext) -> None:
-        self.context = context
-        self.nbytes = fixed_nbytes
-        self.sums: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = []
-        self.how = ""
-        self._file = file
-        self._order = order
-        self._switching = threading.Lock()
-        self._cutting = threading.Lock()  # of the records in pieces
-        self._pieces: dict[int, _CutRecord] = {}
-        self._late: list[tuple[int, bytes]] = []
-        self._appended: list[tuple[int, int, int]] = []
-        self.held: dict[int, torch.Tensor] = {}
+    file: OpenFile
+    order: FileOrder
+    nbytes: int
+    context: WriteContext
+    sums: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = []
+    held: dict[int, torch.Tensor] = {}
+    how: str = ""
+    _switching: threading.Lock = msgspec.field(default_factory=threading.Lock)
+    _cutting: threading.Lock = msgspec.field(default_factory=threading.Lock)  # of the records in pieces
+    _pieces: dict[int, _CutRecord] = {}
+    _late: list[tuple[int, bytes]] = []
+    _appended: list[tuple[int, int, int]] = []
 
     def blocks(self, borrowed: Collection[int], *, are_borrowed: bool) -> Iterator[Block]:
         """The blocks that hold borrowed items, or those that hold none.
 
         A file with items of variable size is cut while it is written, so all its blocks belong to one of the two.
         """
-        order = self._order
+        order = self.order
         if order.variable:
             is_early = not {*order.variable, *order.places.tolist()}.isdisjoint(borrowed) if borrowed else False
             return self._blocks_of_variable() if is_early == are_borrowed else iter(())
@@ -212,7 +200,7 @@ class FileEmitter:
 
     def _blocks_of_variable(self) -> Iterator[Block]:
         """Ask for the items one after the other, and cut the file as far as its records are known."""
-        order, block_nbytes, done = self._order, self.context.lease.block_nbytes, 0
+        order, block_nbytes, done = self.order, self.context.lease.block_nbytes, 0
         places, starts, records = order.places.tolist(), order.starts.tolist(), list(order.records)
 
         def blocks(begin: int, end: int) -> list[Block]:
@@ -301,7 +289,7 @@ class FileEmitter:
 
     def takes(self, address: int, offset: int) -> bool:
         """Whether whole pages of memory from ``address`` on can be written to ``offset`` without a copy."""
-        alignment = self._file.alignment or BUFFERED
+        alignment = self.file.alignment or BUFFERED
         return (address + -offset % self.context.page_nbytes) % alignment.memory == 0
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
@@ -310,7 +298,7 @@ class FileEmitter:
         Raises:
             StorageError: the file system refused.
         """
-        disk, file = self.context.disk, self._file
+        disk, file = self.context.files.disk, self.file
         was_direct = file.alignment is not None
         data = parts[0] if len(parts) == 1 else parts
         try:
@@ -327,7 +315,7 @@ class FileEmitter:
 
     def finish(self) -> None:
         """After the last block, put in what is known only now, make the file durable, and close it."""
-        disk, file, context, order = self.context.disk, self._file, self.context, self._order
+        disk, file, context, order = self.context.files.disk, self.file, self.context, self.order
         sums, late = sorted_sums(self.sums), self._late
         if order.head is None:
             items = (*order.items, *order.variable_items)
@@ -361,32 +349,31 @@ def _tensor_of(data: bytes) -> torch.Tensor:
     return tensor
 
 
-class Emission:
+class Emission(msgspec.Struct, eq=False):
     """One block on its way to its file. One thread calls :meth:`prepare`, :meth:`write` and then :meth:`drop`, even if
     one of the first two failed.
     """
 
-    def __init__(self, block: Block, file: FileEmitter) -> None:
-        self._block = block
-        self._file = file
-        self._memory: Memory | None = None
-        # Large data that has been asked for, and its copies from a device that are running. It is kept until the block
-        # is written, because it may be written from where it lies.
-        self._data: dict[int, TensorBytes] = {}
-        self._waits: dict[int, Callable[[], None]] = {}
-        self._straight: list[tuple[int, int, memoryview]] = []
+    block: Block
+    file: FileEmitter
+    _memory: Memory | None = None
+    # Large data that has been asked for, and its copies from a device that are running. It is kept until the block is
+    # written, because it may be written from where it lies.
+    _data: dict[int, TensorBytes] = {}
+    _waits: dict[int, Callable[[], None]] = {}
+    _straight: list[tuple[int, int, memoryview]] = []
 
     def prepare(self) -> bool:
         """Ask for the large data, and begin the copies that run by themselves. Returns whether any does: then the
         thread does something else.
         """
-        block, context = self._block, self._file.context
+        block, context = self.block, self.file.context
         self._memory = memory = context.lease.take()
         place = 0
         try:
             for piece in block.pieces:
                 place = piece.place
-                data = self._data[place] = self._file.data_of(piece)
+                data = self._data[place] = self.file.data_of(piece)
                 begin, end = piece.data_range
                 if begin < end and context.copies.can_run_ahead(data):
                     at = piece.start + piece.record.data_offset + begin - block.offset
@@ -403,7 +390,7 @@ class Emission:
             RobustCheckpointError: an item cannot be resolved or read; the error names it.
             StorageError: the file system refused.
         """
-        block, context, memory = self._block, self._file.context, self._memory
+        block, context, memory = self.block, self.file.context, self._memory
         if memory is None:
             raise RuntimeError("a block is written before it is prepared")
         # Packing many small items is mostly Python code, and Python runs one thread at a time. Two threads that pack
@@ -430,8 +417,7 @@ class Emission:
             for begin, end, data in sorted(self._straight, key=lambda straight: straight[0]):
                 parts += [memory.view[done:begin], data]
                 done = end
-            parts = [part for part in (*parts, memory.view[done : block.nbytes]) if len(part)]
-            self._file.write(block.offset, parts)
+            self.file.write(block.offset, list(filter(len, (*parts, memory.view[done : block.nbytes]))))
 
     def drop(self) -> None:
         """Give the memory back, once no device copies into it any more."""
@@ -439,13 +425,13 @@ class Emission:
             wait()
         self._data, self._waits = {}, {}
         if self._memory is not None:
-            self._file.context.lease.give_back(self._memory)
+            self.file.context.lease.give_back(self._memory)
         self._memory = None
 
     # Pieces.
 
     def _put_piece(self, piece: Piece, memory: Memory) -> None:
-        offset, record = self._block.offset, piece.record
+        offset, record = self.block.offset, piece.record
         begin, end = piece.data_range
         data_at = piece.start + record.data_offset
         for at, content in ((piece.start, record.header), (data_at + record.data_nbytes, record.trailer)):
@@ -453,7 +439,7 @@ class Emission:
             if low < high:
                 memory.view[low - offset : high - offset] = content[low - at : high - at]
         sums = self._put_data(piece.place, begin, end, memory, data_at + begin - offset) if begin < end else []
-        crc = self._file.note_sums(piece, begin, end, sums)
+        crc = self.file.note_sums(piece, begin, end, sums)
         if piece.is_whole:
             for at in record.crc32_at:
                 memory.view[piece.start - offset + at :][:4] = crc.to_bytes(4, "little")
@@ -468,7 +454,7 @@ class Emission:
             data.copy(begin, end, memory, at)  # at once: each copy from a device waits for the device
             return sums_of(view, begin)
         address = data.address + begin
-        if end - begin >= LARGE_NBYTES and self._file.takes(address, at):
+        if end - begin >= LARGE_NBYTES and self.file.takes(address, at):
             return self._put_straight(memory_at(address, end - begin), begin, memory, at)
         sums = []
         for first, last in cuts(begin, end):
@@ -478,7 +464,7 @@ class Emission:
 
     def _put_straight(self, data: memoryview, begin: int, memory: Memory, at: int) -> list[int]:
         """Copy only those bytes that share a page with their neighbours. The rest is written from the tensor itself."""
-        page_nbytes, end = self._file.context.page_nbytes, at + len(data)
+        page_nbytes, end = self.file.context.page_nbytes, at + len(data)
         first, last = -(-at // page_nbytes) * page_nbytes, end // page_nbytes * page_nbytes
         memory.view[at:first] = data[: first - at]
         memory.view[last:end] = data[last - at :]
@@ -488,7 +474,7 @@ class Emission:
     # Small records, in columns.
 
     def _put_small(self, memory: Memory) -> None:
-        block, context = self._block, self._file.context
+        block, context = self.block, self.file.context
         places, data_at = block.places.tolist(), block.data_at.tolist()
         # Usually the items' own tensors tell of changes. Asking the source for each would take a tenth of the copy.
         asked = places if context.source.holds_wrappers else []
@@ -525,7 +511,7 @@ class Emission:
         of_blocks, behind = np.repeat(crcs, counts).astype(np.uint32), np.cumsum(counts).tolist()
         for number, blocks in sums.items():
             of_blocks[behind[number] - len(blocks) : behind[number]] = blocks
-        self._file.sums.append((block.offset + block.data_at, block.data_nbytes, of_blocks))
+        self.file.sums.append((block.offset + block.data_at, block.data_nbytes, of_blocks))
 
     def _copy_run(
         self,
@@ -537,7 +523,7 @@ class Emission:
         """Copy some records, but for data on a device. Of that, ``on_device`` receives the number of the record, where
         it goes to, and its bytes.
         """
-        target, address, file, source = memory.view, memory.address, self._file, self._file.context.source
+        target, address, file, source = memory.view, memory.address, self.file, self.file.context.source
         place = 0
         try:
             for number, (place, begin, record, tail) in enumerate(items, first):
@@ -573,7 +559,7 @@ class Emission:
         sums: dict[int, list[int]],
     ) -> None:
         """Checksum the data of some records: all of it, and each block of those that have several."""
-        view, records = memory.view, self._block.records
+        view, records = memory.view, self.block.records
         short = [n for n in numbers if records[n].data_nbytes <= SUM_NBYTES]
         crcs[short] = [crc32(view[data_at[n] : data_at[n] + records[n].data_nbytes]) for n in short]
         if len(short) < len(numbers):

@@ -25,6 +25,7 @@ import torch
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import BlockLease
+from robust_dcp.staging.tensor_bytes import DeviceCopies
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import uncommitted_name
@@ -97,7 +98,7 @@ def write_files(
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
         with contextlib.closing(BlockLease(block_nbytes, threads * BLOCKS_PER_THREAD)) as lease:
-            context = WriteContext(files, source, lease, page_nbytes, check_stop)
+            context = WriteContext(files, source, lease, page_nbytes, DeviceCopies(), check_stop)
             emitters = []
             for file, order, nbytes in zip(made, orders, file_nbytes, strict=True):
                 disk.preallocate(file, -(-nbytes // page_nbytes) * page_nbytes)

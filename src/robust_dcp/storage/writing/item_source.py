@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from robust_dcp.storage.records.record import Record
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
 
 
+@dataclass(eq=False)
 class ItemSource:
     """The items that a rank writes, in plan order. :meth:`resolve` is called from several threads at once.
 
@@ -36,18 +38,11 @@ class ItemSource:
             in the parts.
     """
 
-    borrowed: Sequence[int] = ()
-    holds_wrappers: bool = False
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        expected: Sequence[TensorForm | None],
-        offsets: Sequence[tuple[int, ...]],
-    ) -> None:
-        self.names = names
-        self.expected = expected
-        self.offsets = offsets
+    names: Sequence[str]
+    expected: Sequence[TensorForm | None]
+    offsets: Sequence[tuple[int, ...]]
+    borrowed: Sequence[int] = field(default=(), init=False)
+    holds_wrappers: bool = field(default=False, init=False)
 
     def __len__(self) -> int:
         return len(self.names)
