@@ -133,7 +133,7 @@ class _OnTheCoordinator(SimulatedOperation):
         self._of, self._save, self._watch = coordinator, save, watch
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
-        own_offer, own_payload = work.send_up(work.produce())
+        own_offer = work.produce()
         with self._watch.paused():
             offers, payloads = self._said_by_others(phase.rpartition(": ")[2])
             frames = [
@@ -148,7 +148,7 @@ class _OnTheCoordinator(SimulatedOperation):
         total = own.with_children([Agreement.decode(Frame.decode(frame).body) for frame, _ in arrived])
         for _, received in arrived:
             zlib.crc32(received)
-        payload = work.reply(own_payload, [received for _, received in arrived if received])
+        payload = work.reply([received for _, received in arrived if received])
         for child in reversed(self.tree.children):
             zlib.crc32(work.share(payload, child) if payload else b"")
         return total, payload

@@ -130,9 +130,8 @@ class _OnTheWayUp(SimulatedOperation):
         self._below = [payload for payload in below if payload]
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
-        _, self.payload = work.send_up(work.produce())
-        if self._below:
-            self.payload = work.merge(self.payload, self._below)
+        work.produce()
+        self.payload = work.merge(self._below)
         return Agreement.of(self.link.rank, Offer()), b""
 
 

@@ -107,12 +107,12 @@ class Channel:
     @contextmanager
     def recording(self) -> Iterator[ExchangeStats]:
         """``with channel.recording() as stats:`` counts the exchanges of this operation that end within the block."""
-        stats, operation = ExchangeStats(), self._operation
-        operation.recordings = [*operation.recordings, stats]
+        stats = ExchangeStats()
+        self._operation.recordings.append(stats)
         try:
             yield stats
         finally:
-            operation.recordings = [other for other in operation.recordings if other is not stats]
+            self._operation.recordings.pop()
 
     def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
         """Combine the offers of all ranks, and return the result on every rank.
@@ -120,8 +120,7 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        work = Work(produce, lambda offer: (offer, b""))
-        self.last_agreement, _ = self._operation.run("agree", phase, self.coordinator_rank, work)
+        self.last_agreement, _ = self._operation.run("agree", phase, self.coordinator_rank, Work(produce))
         return self.last_agreement
 
     def barrier(
@@ -142,11 +141,15 @@ class Channel:
             RobustCheckpointError: see the class.
         """
 
-        def go_on(own: Payload, below: list[Payload]) -> Payload:
+        def own_offer() -> Offer:
+            produce()
+            return offer()
+
+        def go_on(below: list[Payload]) -> Payload:
             then()
             return b""
 
-        work = Work(produce, lambda nothing: (offer(), b""), reply=go_on)
+        work = Work(own_offer, reply=go_on)
         self.last_agreement, _ = self._operation.run("barrier", phase, self.coordinator_rank, work)
 
     def gather(
@@ -175,21 +178,21 @@ class Channel:
         own: M | None = None
         gathered: list[M | None] = []
 
-        def send_up(message: M | None) -> tuple[Offer, Payload]:
+        def own_offer() -> Offer:
             nonlocal own
-            own = message
-            payload = b"" if own is None or self.is_coordinator else self._bundled(own, message_type)
-            return Offer() if offer is None else offer(own), payload
+            own = produce()
+            return Offer() if offer is None else offer(own)
 
-        def open_all(nothing: Payload, below: list[Payload]) -> Payload:
-            found = {} if own is None else {self.rank: own}
-            if below:
-                found.update(self._merged(phase, below, message_type).open())
-            gathered.extend(found.get(rank) for rank in range(self.size))
+        def merge(below: list[Payload]) -> Payload:
+            return b"" if own is None and not below else self._merged(phase, own, below, message_type).encode()
+
+        def open_all(below: list[Payload]) -> Payload:
+            found = self._merged(phase, None, below, message_type).open() if below else {}
+            gathered.extend(own if rank == self.rank else found.get(rank) for rank in range(self.size))
             then(gathered)
             return b""
 
-        work = Work(produce, send_up, self._merge(phase, message_type), open_all)
+        work = Work(own_offer, merge, open_all)
         self.last_agreement, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
         return gathered if self.is_coordinator else None
 
@@ -200,14 +203,16 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         own: list[M] = []
+        encoded: Payload = b""
 
-        def send_down(message: M | None) -> tuple[Offer, Payload]:
-            if message is None:
-                return Offer(), b""
-            own.append(message)
-            return Offer(), encode(message) if self.size > 1 else b""
+        def make() -> Offer:
+            nonlocal encoded
+            if self.is_coordinator:
+                own.append(produce())
+                encoded = encode(own[0]) if self.size > 1 else b""
+            return Offer()
 
-        work = Work(produce if self.is_coordinator else lambda: None, send_down, reply=lambda own, below: own)
+        work = Work(make, reply=lambda below: encoded)
         self.last_agreement, payload = self._operation.run("broadcast", phase, self.coordinator_rank, work)
         return own[0] if own else self._decoded(phase, lambda: decode(payload, message_type))
 
@@ -224,22 +229,23 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         own: list[M | None] = []
+        shares: Payload = b""
         tree = self._operation.link.tree(self.coordinator_rank)
 
-        def send_down(made: Sequence[M | None] | None) -> tuple[Offer, Payload]:
-            if made is None:
-                return Offer(), b""
-            if len(made) != self.size:
-                raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
-            own.append(made[self.rank])
-            others = [made[rank] for rank in tree.ranks_by_place[1:]]
-            return Offer(), Shares.to(1, others).encode()
+        def make() -> Offer:
+            nonlocal shares
+            if self.is_coordinator:
+                made = produce()
+                if len(made) != self.size:
+                    raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
+                own.append(made[self.rank])
+                shares = Shares.to(1, [made[rank] for rank in tree.ranks_by_place[1:]]).encode()
+            return Offer()
 
         def share(payload: Payload, child: int) -> Payload:
             return Shares.decode(payload).of(tree.places_below(child)).encode()
 
-        produce_there = produce if self.is_coordinator else lambda: None
-        work = Work(produce_there, send_down, reply=lambda own, below: own, share=share)
+        work = Work(make, reply=lambda below: shares, share=share)
         self.last_agreement, payload = self._operation.run("scatter", phase, self.coordinator_rank, work)
         if own:
             return own[0]
@@ -254,16 +260,18 @@ class Channel:
         """
         own: list[M] = []
 
-        def send_up(message: M) -> tuple[Offer, Payload]:
-            own.append(message)
-            return Offer(), self._bundled(message, message_type) if self.size > 1 else b""
+        def own_offer() -> Offer:
+            own.append(produce())
+            return Offer()
 
-        merge = self._merge(phase, message_type)
-        work = Work(produce, send_up, merge, reply=merge)
+        def merge(below: list[Payload]) -> Payload:
+            return self._merged(phase, own[0], below, message_type).encode() if self.size > 1 else b""
+
+        work = Work(own_offer, merge, reply=merge)
         self.last_agreement, payload = self._operation.run("all_gather", phase, self.coordinator_rank, work)
         if self.size == 1:
             return own
-        found = self._decoded(phase, lambda: self._merged(phase, [payload], message_type).open())
+        found = self._decoded(phase, lambda: self._merged(phase, None, [payload], message_type).open())
         return [found[rank] for rank in range(self.size)]
 
     def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
@@ -325,20 +333,14 @@ class Channel:
         self.note_progress(done_nbytes, total_nbytes)
         self.stop_if_announced()
 
-    def _bundled(self, message: M, message_type: type[M]) -> Payload:
+    def _merged(self, phase: str, own: M | None, below: list[Payload], message_type: type[M]) -> Bundler[M]:
+        """This rank's message, if there is one, and the bundles of its children."""
         bundler = Bundler(message_type)
-        bundler.add(self.rank, message)
-        return bundler.encode()
-
-    def _merge(self, phase: str, message_type: type[M]) -> Callable[[Payload, list[Payload]], Payload]:
-        return lambda own, below: self._merged(phase, [own, *below], message_type).encode()
-
-    def _merged(self, phase: str, bundles: list[Payload], message_type: type[M]) -> Bundler[M]:
-        bundler = Bundler(message_type)
+        if own is not None:
+            bundler.add(self.rank, own)
         try:
-            for bundle in bundles:
-                if bundle:
-                    bundler.add_bundle(bundle)
+            for bundle in below:
+                bundler.add_bundle(bundle)
         except ExchangeError as error:
             raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
         return bundler

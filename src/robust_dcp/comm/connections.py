@@ -247,7 +247,7 @@ class Connections:
         Raises:
             Broken: ``peer`` is gone, or the connections were dropped.
         """
-        return self._start(self._living_group().send, peer, tag, data)
+        return self._start("send", peer, tag, data)
 
     def start_receiving(self, peer: int, tag: int, tensor: torch.Tensor) -> Moving:
         """Start to fill ``tensor``, contiguous bytes on the CPU, with what ``peer`` sends under ``tag``.
@@ -255,13 +255,16 @@ class Connections:
         Raises:
             Broken: as for :meth:`send`.
         """
-        return self._start(self._living_group().recv, peer, tag, tensor)
+        return self._start("recv", peer, tag, tensor)
 
-    def _start(self, move: Any, peer: int, tag: int, data: Payload | torch.Tensor) -> Moving:
+    def _start(self, verb: str, peer: int, tag: int, data: Payload | torch.Tensor) -> Moving:
+        group = self._group
+        if group is None:
+            raise Broken("the connections were dropped")
         tensor = data if isinstance(data, torch.Tensor) else _tensor_of(data)
         nbytes = tensor.numel()
         pieces = [tensor] if nbytes <= PIECE_NBYTES else list(tensor.split(PIECE_NBYTES))
-        works = [_call(move, [piece], peer, tag) for piece in pieces if nbytes]
+        works = [_call(getattr(group, verb), [piece], peer, tag) for piece in pieces if nbytes]
         self._connected.add(peer)
         return Moving(data, tensor, works)
 
@@ -310,12 +313,6 @@ class Connections:
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CLOSING_TAG).wait(_AT_ONCE)
         self.kept.clear()
-
-    def _living_group(self) -> Any:
-        group = self._group
-        if group is None:
-            raise Broken("the connections were dropped")
-        return group
 
 
 def has_timed_out(detail: str) -> bool:

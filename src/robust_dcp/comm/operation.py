@@ -77,19 +77,15 @@ class Work(msgspec.Struct, frozen=True):
     """What one exchange does on a rank.
 
     Attributes:
-        produce: does this rank's own work.
-        send_up: makes of its result the rank's offer, and the payload that it sends up (none if it is empty).
-        merge: joins this rank's payload and those of its children into one, on the way up. It is called only if at
-            least one child sent a payload.
-        reply: makes the payload that goes down. It is called on the root, with the root's own payload, and those of its
-            children.
+        produce: does this rank's own work, and returns its offer.
+        merge: makes the payload that goes up, of what this rank has and of the payloads of its children.
+        reply: makes the payload that goes down. It is called on the root, with the payloads of its children.
         share: returns the part of the payload that ``child`` gets, on the way down.
     """
 
-    produce: Callable[[], Any]
-    send_up: Callable[[Any], tuple[Offer, Payload]]
-    merge: Callable[[Payload, list[Payload]], Payload] = lambda own, below: own
-    reply: Callable[[Payload, list[Payload]], Payload] = lambda own, below: b""
+    produce: Callable[[], Offer]
+    merge: Callable[[list[Payload]], Payload] = lambda below: b""
+    reply: Callable[[list[Payload]], Payload] = lambda below: b""
     share: Callable[[Payload, int], Payload] = lambda payload, child: payload
 
 
@@ -452,15 +448,14 @@ class Operation:
         try:
             exchange = self._start(verb, phase, root)
             offer, failures = Offer(), FailuresBelow()
-            payload: Payload = b""
             try:
-                offer, payload = work.send_up(work.produce())
+                offer = work.produce()
             except BaseException as own_error:
                 failures = self._failed(exchange, own_error)
             with self._changed:
                 exchange.is_working = False
                 exchange.moved_seconds = time.monotonic()
-            has_failed, agreement, payload = self._go_up(exchange, work, offer, payload, failures)
+            has_failed, agreement, payload = self._go_up(exchange, work, offer, failures)
             self._go_down(exchange, work, has_failed, agreement, payload)
             with self._changed:
                 self.n_exchanges += 1
@@ -560,7 +555,7 @@ class Operation:
         return FailuresBelow.on(rank, error)
 
     def _go_up(
-        self, exchange: _Exchange, work: Work, offer: Offer, payload: Payload, failures: FailuresBelow
+        self, exchange: _Exchange, work: Work, offer: Offer, failures: FailuresBelow
     ) -> tuple[bool, Agreement, Payload]:
         """Wait for the children, join what comes from them with what this rank adds, and pass it to the parent.
 
@@ -568,6 +563,7 @@ class Operation:
             The result of all ranks: whether some have failed, their agreement, and the root's reply, or the error.
         """
         parent = exchange.tree.parent
+        payload: Payload = b""
         arrived = self._receive(exchange, exchange.tree.children, Kind.UP)
         own = Agreement.of(exchange.tree.rank, offer)
         total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
@@ -579,20 +575,17 @@ class Operation:
                 below = [message.payload for message in arrived if message.payload]
                 if parent is None:
                     self.note_progress()  # this rank may have waited for long before
-                    payload = work.reply(payload, below)
-                elif below:
-                    payload = work.merge(payload, below)
+                payload = work.merge(below) if parent is not None else work.reply(below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
-        has_failed = bool(failures)
-        if parent is not None:
-            up = encode(failures) if failures else payload
-            self._send(exchange, parent, Frame(Kind.UP, has_failed=has_failed, body=total.encode()), up)
-            (reply,) = self._receive(exchange, (parent,), Kind.DOWN)
-            return reply.frame.has_failed, Agreement.decode(reply.frame.body), reply.payload
         if failures:
-            payload = encode(ErrorMessage.of(failures.joint_error(self.phase)))
-        return has_failed, total, payload
+            told = failures if parent is not None else ErrorMessage.of(failures.joint_error(self.phase))
+            payload = encode(told)
+        if parent is None:
+            return bool(failures), total, payload
+        self._send(exchange, parent, Frame(Kind.UP, has_failed=bool(failures), body=total.encode()), payload)
+        (reply,) = self._receive(exchange, (parent,), Kind.DOWN)
+        return reply.frame.has_failed, Agreement.decode(reply.frame.body), reply.payload
 
     def _go_down(
         self, exchange: _Exchange, work: Work, has_failed: bool, agreement: Agreement, payload: Payload

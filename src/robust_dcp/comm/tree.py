@@ -8,57 +8,30 @@ holds numbers only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 
-
-@dataclass(frozen=True)
 class Tree:
     """The place of ``rank`` in the tree under ``root``, in a group of ``size`` ranks.
 
     >>> tree = Tree(rank=4, size=8)
     >>> tree.parent, tree.children, tree.below
     (0, (5, 6), range(4, 8))
+
+    Attributes:
+        parent: the parent of this rank; ``None`` for the root.
+        children: in the order of places. The ranks below the first come before those below the second.
+        neighbours: the ranks that this one talks to.
+        below: the places of this rank and of all ranks below it. A place is the distance from the root, counted
+            upwards. After the last rank it goes on at rank 0.
     """
 
-    rank: int
-    size: int
-    root: int = 0
-
-    @property
-    def _place(self) -> int:
-        """The distance from the root, counted upwards. After the last rank it goes on at rank 0."""
-        return (self.rank - self.root) % self.size
-
-    def _rank_at(self, place: int) -> int:
-        return (place + self.root) % self.size
-
-    @cached_property
-    def parent(self) -> int | None:
-        """The parent of this rank; ``None`` for the root."""
-        place = self._place
-        return self._rank_at(place & (place - 1)) if place else None
-
-    @cached_property
-    def children(self) -> tuple[int, ...]:
-        """The children in the order of places. The ranks below the first come before those below the second."""
-        found, step, place = [], 1, self._place
-        while place + step < self.size and not place & step:
-            found.append(self._rank_at(place + step))
-            step <<= 1
-        return tuple(found)
-
-    @cached_property
-    def neighbours(self) -> tuple[int, ...]:
-        """The ranks that this one talks to."""
-        return self.children if self.parent is None else (self.parent, *self.children)
-
-    @property
-    def below(self) -> range:
-        """The places of this rank and of all ranks below it."""
-        place = self._place
-        reach = place & -place if place else self.size
-        return range(place, min(place + reach, self.size))
+    def __init__(self, rank: int, size: int, root: int = 0) -> None:
+        self.rank, self.size, self.root = rank, size, root
+        place = (rank - root) % size
+        self.below = range(place, min(place + (place & -place or size), size))
+        self.parent = ((place & (place - 1)) + root) % size if place else None
+        steps = range((len(self.below) - 1).bit_length())
+        self.children = tuple([(place + (1 << step) + root) % size for step in steps])
+        self.neighbours = self.children if self.parent is None else (self.parent, *self.children)
 
     def places_below(self, child: int) -> range:
         """The places of ``child`` and of all ranks below it."""
@@ -67,4 +40,4 @@ class Tree:
     @property
     def ranks_by_place(self) -> list[int]:
         """All ranks of the group by their distance from the root."""
-        return [self._rank_at(place) for place in range(self.size)]
+        return [*range(self.root, self.size), *range(self.root)]
