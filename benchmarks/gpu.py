@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.staging import StagingOptions
 import robust_dcp
 from benchmarks.async_save import Save, at_once, nothing, ours, stock
 from benchmarks.measuring import Row, raw_seconds, show, write_json
-from robust_dcp.staging.blocks import Block
-from robust_dcp.staging.tensor_bytes import DeviceCopies
+from robust_dcp.staging.blocks import Block, DeviceCopies
 from robust_dcp.storage.options import BLOCK_NBYTES
 
 __all__ = ["main"]

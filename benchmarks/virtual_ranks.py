@@ -24,8 +24,7 @@ from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.tree import Tree
 from robust_dcp.items import Form, ItemKind, ItemsMessage, ItemStructure, items_of, sorted_places
 from robust_dcp.plan.plan import LocalStructure
-from robust_dcp.plan.signature import StructureSignature, encode_context
-from robust_dcp.plan.state_dict import write_item_of
+from robust_dcp.plan.state_dict import StructureSignature, encode_context, write_item_of
 
 __all__ = ["COORDINATOR", "Payloads", "SimulatedOperation", "local_of", "messages_up", "prepare"]
 

@@ -93,7 +93,7 @@ def _load_and_save_again(path: str) -> None:
     """Load, and save once more. A damaged plan beside a checkpoint must not make the next save wrong."""
     _load(path)
     PLANS.clear()
-    LOADED.put(path, None)
+    LOADED.put(path, None, len(path))
     robust_dcp.save(state_dict(), checkpoint_id=f"{path}.again", no_dist=True)
     try:
         _load(f"{path}.again")

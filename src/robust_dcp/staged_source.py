@@ -17,9 +17,8 @@ from itertools import accumulate
 import torch
 
 from robust_dcp.report import sizes_in_words
-from robust_dcp.staging.blocks import NOT_PINNED
+from robust_dcp.staging.blocks import NOT_PINNED, host_address, wait_for_copies
 from robust_dcp.staging.staging_buffers import STAGING, StagingBuffer, StagingBuffers, TensorForm
-from robust_dcp.staging.tensor_bytes import host_address, wait_for_copies
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.storage.writing.item_source import ItemSource, raise_named, saved_by_torch
 

@@ -23,7 +23,7 @@ from robust_dcp.items import (
     sorted_places,
 )
 from robust_dcp.plan.global_plan import GlobalPlan
-from robust_dcp.plan.signature import OptionValue
+from robust_dcp.plan.state_dict import OptionValue
 
 __all__ = [
     "CONTEXT",

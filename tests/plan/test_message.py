@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.items import Items, ItemsDecoder, ItemsMessage, Path
 from robust_dcp.plan.global_plan import make_global_plan
-from robust_dcp.plan.signature import StructureSignature, encode_context
+from robust_dcp.plan.state_dict import StructureSignature, encode_context
 from tests.plan.structures import CONTEXT, Item, chunk, obj, rank_items, table, tensor
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from robust_dcp import Channel, RobustPlanner
 from robust_dcp.items import Items, Path
-from robust_dcp.plan.signature import OptionValue, StructureSignature, encode_context
+from robust_dcp.plan.state_dict import OptionValue, StructureSignature, encode_context
 from tests.plan.structures import CONTEXT, Item, chunk, rank_items, table, tensor
 
 

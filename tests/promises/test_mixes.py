@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import robust_dcp
 from robust_dcp import PlanConflict, RobustCheckpointError, RobustPlanner, RobustReader, RobustWriter, StorageError
-from robust_dcp.staging import tensor_bytes
+from robust_dcp.staging import blocks
 from robust_dcp.storage.writing import engine
 from tests.faults.disk import LONG_TESTS, Call, FaultDisk
 from tests.harness.fingerprints import differences, wrongly_loaded
@@ -258,7 +258,7 @@ def test_where_direct_io_is_refused_on_the_way_the_page_cache_is_used_and_the_re
     assert not (tmp_path / "insisted").exists()
 
 
-class _RunAhead(tensor_bytes.DeviceCopies):
+class _RunAhead(blocks.DeviceCopies):
     """Copies that go on by themselves, as those of a device do: in threads."""
 
     def can_run_ahead(self, data: Any) -> bool:
@@ -275,7 +275,7 @@ def test_copies_that_run_while_earlier_blocks_are_written(
     options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "DeviceCopies", _RunAhead)
-    monkeypatch.setattr(tensor_bytes, "host_address", lambda tensor: None)
+    monkeypatch.setattr(blocks, "host_address", lambda tensor: None)
     robust_dcp.save(dict(MIX), storage_writer=RobustWriter(tmp_path, **options), no_dist=True)
     check_mix(tmp_path)
 

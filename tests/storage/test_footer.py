@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, footer_in, footer_of
-from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, BlockSums, Footer, SumColumns, footer_in, footer_of
+from robust_dcp.storage.records.checksum import SUM_NBYTES
 
 MARK = "0123456789abcdef"
 

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from robust_dcp.comm import Channel
-from robust_dcp.staging.tensor_bytes import on_cpu
+from robust_dcp.staging.blocks import on_cpu
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.records.objects import refusal_of
 

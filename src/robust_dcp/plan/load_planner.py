@@ -261,6 +261,8 @@ def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: 
     Raises:
         CorruptCheckpoint: the chunks that are read lack some of these elements.
     """
+    if not tensors:
+        return
     wanted = {key: local_numel(value) for key, value in tensors.items()}
     filled: dict[str, int] = defaultdict(int)
     numels, n_whole = [kind.nbytes // kind.dtype.itemsize for kind in planned.kinds], len(planned.targets)

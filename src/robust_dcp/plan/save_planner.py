@@ -29,18 +29,19 @@ from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.session import OnReplicaMismatch, OnStructureChange, SaveOptions, SaveSession
-from robust_dcp.plan.signature import OptionValue, encode_context
 from robust_dcp.plan.state_dict import (
     DescribedItems,
     KnownStructure,
+    OptionValue,
     StateDictSource,
     describe_items,
     digest_of,
+    encode_context,
     holds_shards,
     structure_of,
 )
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
-from robust_dcp.staging.tensor_bytes import host_address
+from robust_dcp.staging.blocks import host_address
 from robust_dcp.storage.files.paths import checkpoint_name
 from robust_dcp.storage.layouts.places import TORCH
 from robust_dcp.storage.reader import RobustReader

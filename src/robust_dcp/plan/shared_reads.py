@@ -36,7 +36,7 @@ from robust_dcp.errors import (
 )
 from robust_dcp.plan.global_plan import by_holders
 from robust_dcp.report import listed
-from robust_dcp.staging.tensor_bytes import flat_bytes, parts_in_order
+from robust_dcp.staging.blocks import flat_bytes, parts_in_order
 from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
 from robust_dcp.storage.index.stored_index import index_of

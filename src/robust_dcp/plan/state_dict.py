@@ -1,4 +1,4 @@
-"""A flattened state dict as the items that DCP saves: described, and with the data of each item.
+"""A flattened state dict as the items that DCP saves: described, with the data of each item, and with a signature.
 
 Stock's planner is asked once in each save for each kind of tensor. A save with the same items as one of the last saves
 reuses its structure: every name, path and item is compared, so every change is noticed.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -27,9 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
-from robust_dcp.plan.signature import StructureSignature
+from robust_dcp.staging.blocks import on_cpu
 from robust_dcp.staging.staging_buffers import TensorForm
-from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.record import framed_record, is_fixed_size
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
@@ -170,12 +170,12 @@ class HeldStructures(msgspec.Struct, eq=False):
         may_repeat = kind is not DTensor or (
             not _is_pending(value) and all(type(each).__module__.startswith("torch.") for each in value.placements)
         )
-        structures = [each for _, each, _ in self.by_stock(name, value)] if may_repeat else [UNKNOWN]
-        if len(structures) > 1:
+        described = self.by_stock(name, value) if may_repeat else [(None, UNKNOWN, None)]
+        if len(described) > 1:
             raise RobustCheckpointError(
-                f"torch's save planner makes {len(structures)} write items for the tensor {name!r}, not one"
+                f"torch's save planner makes {len(described)} write items for the tensor {name!r}, not one"
             )
-        structure = self._found[key] = structures[0] if structures else None
+        structure = self._found[key] = described[0][1] if described else None
         return structure
 
     def by_stock(self, name: str, value: Any) -> list[tuple[MetadataIndex, ItemStructure, Any]]:
@@ -306,6 +306,87 @@ def _is_checkpointable(value: Any) -> bool:
         and isinstance(value, torch.Tensor)
         and isinstance(value, _PROTOCOL)
     )
+
+
+# The signature of a structure. If every rank shows the one that a cached plan was made for, the plan still holds.
+
+SIGNATURE_NBYTES = 16
+
+OptionValue = str | int | float | bool | None
+
+
+def encode_context(options: Mapping[str, OptionValue]) -> bytes:
+    """Encode what a plan depends on besides the structure: the ranks of the group, options and versions, by name.
+
+    The order in which they are given does not change the bytes.
+    """
+    return msgspec.json.encode(dict(sorted(options.items())))
+
+
+def difference_of_contexts(here: bytes, there: bytes) -> str:
+    """Say in words what differs between two encoded contexts."""
+    try:
+        own, other = (msgspec.json.decode(each, type=dict[str, OptionValue]) for each in (here, there))
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return "it cannot be read"
+    found = [
+        f"{name} is {other.get(name)!r} there and {own.get(name)!r} here"
+        for name in sorted(own.keys() | other.keys())
+        if own.get(name) != other.get(name)
+    ]
+    return ", ".join(found) or "it is of another form"
+
+
+@dataclass(frozen=True)
+class StructureSignature:
+    """128 bits over the structure of one rank's state dict and its context (BLAKE2b, RFC 7693).
+
+    Two saves that have the same signature on every rank need the same plan. The order of a dict does not change the
+    signature; neither do the contents and addresses of tensors.
+
+    >>> StructureSignature(bytes(16)).hex
+    '00000000000000000000000000000000'
+    """
+
+    value: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.value) != SIGNATURE_NBYTES:
+            raise ValueError(f"a structure signature has {SIGNATURE_NBYTES} bytes, got {len(self.value)}")
+
+    @property
+    def hex(self) -> str:
+        return self.value.hex()
+
+    def __str__(self) -> str:
+        return self.hex
+
+    @classmethod
+    def of(cls, items: Items, context: bytes) -> StructureSignature:
+        """The signature of items in an encoded context."""
+        digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-structure")
+        for part in (
+            context,
+            _encoded(items.names),
+            msgspec.msgpack.encode(items.properties),
+            msgspec.msgpack.encode(items.sizes),
+            # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
+            msgspec.msgpack.encode(items.paths),
+            *(column.tobytes() for column in items.columns),
+            msgspec.msgpack.encode(items.peers),
+        ):
+            # Each part comes after its length. So bytes that move from one part to the next change the hash.
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return cls(digest.digest())
+
+
+def _encoded(strings: Sequence[str]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(strings)
+    except UnicodeEncodeError:
+        name = next(each for each in strings if each.encode(errors="ignore").decode() != each)
+        raise PlanConflict(f"the name {name!r} cannot be encoded in UTF-8; give this value another name") from None
 
 
 # What a save needs of the items.

@@ -417,7 +417,8 @@ class StoredIndex:
             return None
         start, nbytes = self._chunk_start[row], self._chunk_nbytes[row]
         if start < 0 or nbytes < 0:
-            start, nbytes = (int(column[0]) for column in self.places(np.array([row]))[2:])
+            place = self.places(np.array([row]))
+            start, nbytes = int(place.start[0]), int(place.nbytes[0])
         return StorageInfo(self.file_name(self._chunk_file[row]), start, nbytes)
 
     def row(self, item: MetadataIndex) -> int | None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, joined
+from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, joined
 
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
@@ -105,6 +105,38 @@ def footer_in(disk: Disk, file: OpenFile) -> Footer | None:
     is_whole = disk.pread_into(file, data, end - columns_nbytes) == columns_nbytes and crc32(data) == columns_crc32
     damage = "" if is_whole else f"the checksums of its blocks do not have their CRC-32 {columns_crc32:08x}"
     return Footer(mark.decode("ascii", "replace"), n_items, n_blocks, block_nbytes, end - columns_nbytes, data, damage)
+
+
+class BlockSums(NamedTuple):
+    """The blocks of one item's data, as a reader knows them.
+
+    Attributes:
+        offset: where the first block begins, in bytes from the start of the item.
+        nbytes: length of all blocks together.
+        block_nbytes: length of each block but the last. An item with one checksum is one block.
+        crcs: the CRC-32 of each block.
+    """
+
+    offset: int
+    nbytes: int
+    block_nbytes: int
+    crcs: Sequence[int]
+
+    def around(self, begin: int, end: int) -> tuple[int, int]:
+        """The range of the item that consists of all blocks that bytes ``begin`` to ``end`` touch."""
+        if len(self.crcs) == 1:
+            return self.offset, self.offset + self.nbytes
+        first = (begin - self.offset) // self.block_nbytes * self.block_nbytes
+        last = -(-(end - self.offset) // self.block_nbytes) * self.block_nbytes
+        return self.offset + first, self.offset + min(last, self.nbytes)
+
+    def expected(self, begin: int, end: int) -> int:
+        """The CRC-32 of bytes ``begin`` to ``end`` of the item. Both must be ends of blocks."""
+        if len(self.crcs) == 1:
+            return self.crcs[0]
+        first = (begin - self.offset) // self.block_nbytes
+        last = -(-(end - self.offset) // self.block_nbytes)
+        return joined(self.crcs[first:last], end - begin, self.block_nbytes)
 
 
 class _Columns(NamedTuple):

@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, StorageError
-from robust_dcp.staging.blocks import Block, BlockLease, copy_each
-from robust_dcp.staging.tensor_bytes import DeviceCopies
+from robust_dcp.staging.blocks import Block, BlockLease, DeviceCopies, copy_each
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind

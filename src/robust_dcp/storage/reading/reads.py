@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
-from robust_dcp.staging.blocks import Block
-from robust_dcp.staging.tensor_bytes import host_address
+from robust_dcp.staging.blocks import Block, host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.footer import item_id, seed_of
@@ -231,8 +230,9 @@ class Reads:
         self.items = items
         self._n_columns = len(items.names)
         self._others = others
-        of_others = np.array([(read.offset, read.nbytes) for read in others], dtype=np.int64).reshape(-1, 2).T
-        at = Places([read.relative_path for read in others], np.arange(len(others)), *of_others)
+        _, paths, starts, lengths, *_ = zip(*others, strict=True) if others else ((),) * len(Read._fields)
+        columns = np.arange(len(others)), np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)
+        at = Places(paths, *columns)
         self.order, self.places = items.places.followed_by(at).sorted()
 
     @cached_property

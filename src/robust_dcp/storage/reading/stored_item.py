@@ -16,12 +16,12 @@ from typing import Any, Final
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.staging.blocks import BlockLease, memory_at
-from robust_dcp.staging.tensor_bytes import DeviceCopies
+from robust_dcp.staging.blocks import BlockLease, DeviceCopies, memory_at
+from robust_dcp.storage.layouts.footer import BlockSums
 from robust_dcp.storage.options import Verify
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.reads import Read
-from robust_dcp.storage.records.checksum import SUM_NBYTES, BlockSums, crc32, crc32_of_both
+from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, crc32_of_both
 from robust_dcp.storage.records.objects import is_program, load_object
 from robust_dcp.storage.records.record import (
     ZIP_MAGIC,

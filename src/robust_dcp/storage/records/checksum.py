@@ -7,7 +7,7 @@ writes a file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from isal import isal_zlib
 
@@ -66,35 +66,3 @@ def joined(sums: Sequence[int], nbytes: int, block_nbytes: int = SUM_NBYTES) -> 
     for number in range(1, len(sums)):
         value = crc32_of_both(value, sums[number], min(block_nbytes, nbytes - number * block_nbytes))
     return value
-
-
-class BlockSums(NamedTuple):
-    """The blocks of one item's data, as a reader knows them.
-
-    Attributes:
-        offset: where the first block begins, in bytes from the start of the item.
-        nbytes: length of all blocks together.
-        block_nbytes: length of each block but the last. An item with one checksum is one block.
-        crcs: the CRC-32 of each block.
-    """
-
-    offset: int
-    nbytes: int
-    block_nbytes: int
-    crcs: Sequence[int]
-
-    def around(self, begin: int, end: int) -> tuple[int, int]:
-        """The range of the item that consists of all blocks that bytes ``begin`` to ``end`` touch."""
-        if len(self.crcs) == 1:
-            return self.offset, self.offset + self.nbytes
-        first = (begin - self.offset) // self.block_nbytes * self.block_nbytes
-        last = -(-(end - self.offset) // self.block_nbytes) * self.block_nbytes
-        return self.offset + first, self.offset + min(last, self.nbytes)
-
-    def expected(self, begin: int, end: int) -> int:
-        """The CRC-32 of bytes ``begin`` to ``end`` of the item. Both must be ends of blocks."""
-        if len(self.crcs) == 1:
-            return self.crcs[0]
-        first = (begin - self.offset) // self.block_nbytes
-        last = -(-(end - self.offset) // self.block_nbytes)
-        return joined(self.crcs[first:last], end - begin, self.block_nbytes)

@@ -26,8 +26,16 @@ import torch
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import Block as Memory
-from robust_dcp.staging.blocks import BlockLease, copy_bytes, memory_at
-from robust_dcp.staging.tensor_bytes import DeviceCopies, TensorBytes, flat_bytes, host_address, to_host_together
+from robust_dcp.staging.blocks import (
+    BlockLease,
+    DeviceCopies,
+    TensorBytes,
+    copy_bytes,
+    flat_bytes,
+    host_address,
+    memory_at,
+    to_host_together,
+)
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.kernel import BUFFERED

@@ -24,8 +24,7 @@ import torch
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
-from robust_dcp.staging.blocks import BlockLease
-from robust_dcp.staging.tensor_bytes import DeviceCopies
+from robust_dcp.staging.blocks import BlockLease, DeviceCopies
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import uncommitted_name

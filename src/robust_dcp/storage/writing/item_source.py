@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.staging.blocks import on_cpu
 from robust_dcp.staging.staging_buffers import TensorForm
-from robust_dcp.staging.tensor_bytes import on_cpu
 from robust_dcp.storage.records.record import Record
 
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
