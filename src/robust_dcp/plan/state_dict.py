@@ -163,8 +163,9 @@ class HeldStructures(msgspec.Struct, eq=False):
             key = (spread, local.dtype, value.requires_grad, value.shape, local.shape)
         else:
             return UNKNOWN
-        if key in self._found:
-            return self._found[key]
+        found = self._found.get(key, UNKNOWN)
+        if found is not UNKNOWN:
+            return found
         # We do not know whether other people's placement classes compare everything that matters. Stock refuses pending
         # reductions (``Partial``).
         may_repeat = kind is not DTensor or (
