@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm import Channel, Offer, combined_signature
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.tree import Tree
@@ -229,7 +229,7 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
 
     if step.verb == "agree":
         found = channel.agree(phase, offer)
-        signature = channel.combined_signature([bytes([each]) * 16 for each in range(size)])
+        signature = combined_signature([bytes([each]) * 16 for each in range(size)], channel.coordinator_rank)
         return (found.signature, found.lowest, found.highest, found.counts[0]), (signature, 1, size, size)
     if step.verb == "barrier":
         return channel.barrier(phase, own_work), None

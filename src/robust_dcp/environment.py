@@ -1,4 +1,4 @@
-"""The environment variables of robust_dcp: their names, and what each may be.
+"""The environment of a process: the variables of robust_dcp with what each may be, and the node that it runs on.
 
 A job that asks for robust_dcp by a mistyped value would train for hours without it. So a value that nobody can
 understand ends the process at ``import torch``. This module needs the standard library only, because it is asked there.
@@ -6,10 +6,13 @@ understand ends the process at ``import torch``. This module needs the standard 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Final
 
 _SWITCH: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
@@ -76,3 +79,41 @@ def check(environment: Mapping[str, str] = os.environ) -> None:
     """
     for variable in VARIABLES:
         value_of(variable, environment)
+
+
+# Ranks on one node share its page cache and its drives. Two ranks are on one node if they report the same host name and
+# boot id. Where that does not tell, ROBUST_DCP_RANKS_PER_NODE=8 says that ranks 0 to 7 of a group are one node.
+
+
+@cache
+def boot_id() -> str:
+    """An id of this boot of this machine; empty if the system does not have one."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:  # only Linux has it
+        return ""
+
+
+def node_of(rank: int) -> int:
+    """A positive number of 63 bits. It is the same on all ranks that share a node.
+
+    Raises:
+        ValueError: as :func:`value_of`.
+    """
+    ranks_per_node = value_of("ROBUST_DCP_RANKS_PER_NODE")
+    if ranks_per_node is not None:
+        return rank // int(ranks_per_node) + 1
+    # Use both. Containers on different machines may share a name; so may machines on different networks.
+    name = f"host {socket.gethostname()} boot {boot_id()}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 | 1
+
+
+def node_name(rank: int) -> str:
+    """The host name, for people. If nodes are set by hand, the number of the node follows.
+
+    Raises:
+        ValueError: as :func:`value_of`.
+    """
+    ranks_per_node = value_of("ROBUST_DCP_RANKS_PER_NODE")
+    return socket.gethostname() + ("" if ranks_per_node is None else f" node {rank // ranks_per_node}")

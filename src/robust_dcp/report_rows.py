@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.comm import Channel, node_name
+from robust_dcp.comm import Channel
+from robust_dcp.environment import node_name
 from robust_dcp.events import LISTENERS, Event, EventName, tell
 from robust_dcp.report import Modules, PhaseReport, PlanReport, Ranks, SavedReport, find_stragglers, shortened
 from robust_dcp.version import __version__

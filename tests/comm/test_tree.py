@@ -49,7 +49,6 @@ def agreed(of_all: list[Offer], root: int = 0, rank: int | None = None) -> Agree
 def test_an_agreement_is_what_one_rank_would_say_that_sees_all_offers(of_all: list[Offer], root: int) -> None:
     root %= len(of_all)
     found = agreed(of_all, root)
-    by_place = [of_all[rank] for rank in Tree(0, len(of_all), root).ranks_by_place]
     values = [offer.value for offer in of_all if offer.value]
     assert found.n_ranks == len(of_all)
     assert found.plan_id == of_all[root].plan_id
@@ -63,4 +62,4 @@ def test_an_agreement_is_what_one_rank_would_say_that_sees_all_offers(of_all: li
         assert found.count(1 << bit) == len(having)
         first = found.first_rank(1 << bit)
         assert first is None if not having else first in having
-    assert found.signature == combined_signature([offer.signature for offer in by_place])
+    assert found.signature == combined_signature([offer.signature for offer in of_all], root)

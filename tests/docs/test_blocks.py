@@ -27,12 +27,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.run import get_args_parser
 
 from robust_dcp.cli.app import parse
-from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.megatron.options import OPTIONS
 from tests.docs.pages import PAGES, ROOT, blocks_of
 from tests.harness.ranks import run_ranks, values
 
-VARIABLES = {RANKS_PER_NODE, *(option.variable for option in OPTIONS)}
+VARIABLES = {"ROBUST_DCP_RANKS_PER_NODE", *(option.variable for option in OPTIONS)}
 ARGUMENTS = {option.argument for option in OPTIONS}
 # Programs of others, which start a job: what is ours is the variable before them.
 LAUNCHERS = {"./run_train.sh", "accelerate", "megatron"}

@@ -8,7 +8,6 @@ from robust_dcp.comm.channel import Channel
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
 from robust_dcp.comm.endings import Stopped
 from robust_dcp.comm.link import ExchangeStats
-from robust_dcp.comm.nodes import node_name, node_of
 from robust_dcp.comm.relay import Bucket, Relay
 
 __all__ = [
@@ -20,6 +19,4 @@ __all__ = [
     "Relay",
     "Stopped",
     "combined_signature",
-    "node_name",
-    "node_of",
 ]

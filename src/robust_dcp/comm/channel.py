@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from robust_dcp.comm.combine import Agreement, Offer, combined_signature
+from robust_dcp.comm.combine import Agreement, Offer
 from robust_dcp.comm.link import ExchangeStats, Link, link_for
 from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
 from robust_dcp.comm.operation import Operation, Work
@@ -273,11 +273,6 @@ class Channel:
             return own
         found = self._decoded(phase, lambda: self._merged(phase, None, [payload], message_type).open())
         return [found[rank] for rank in range(self.size)]
-
-    def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
-        """Compute what :class:`Agreement` holds as the signature of all ranks, from their signatures in rank order."""
-        by_place = self._operation.link.tree(self.coordinator_rank).ranks_by_place
-        return combined_signature([signatures[rank] for rank in by_place])
 
     def relay(self, phase: str, relayed: Relay) -> None:
         """Pass tensors from the ranks that have them to the ranks that need them. Bytes that arrive damaged raise.

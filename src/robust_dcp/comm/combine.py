@@ -131,16 +131,16 @@ class Agreement(NamedTuple):
         return cls._make((*fields[:8], counts, first_ranks, fields[-1]))
 
 
-def combined_signature(signatures: Sequence[bytes]) -> bytes:
-    """The hash over the signatures of all ranks, in rank order, that :class:`Agreement` has for a tree under rank 0.
+def combined_signature(signatures: Sequence[bytes], root: int = 0) -> bytes:
+    """The hash over the signatures of all ranks, in rank order, that :class:`Agreement` has for a tree under ``root``.
 
     It is a Merkle hash. For a rank with children in the tree it is BLAKE2b over its own signature and their hashes.
     """
     hashes = list(signatures)
-    for rank in reversed(range(len(hashes))):
-        children = Tree(rank, len(hashes)).children
+    for rank in reversed(Tree(root, len(hashes), root).ranks_by_place):
+        children = Tree(rank, len(hashes), root).children
         hashes[rank] = _combined([hashes[rank], *[hashes[child] for child in children]])
-    return hashes[0]
+    return hashes[root]
 
 
 def _combined(hashes: Sequence[bytes]) -> bytes:

@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.messages import Payload
-from robust_dcp.comm.nodes import BOOT_ID
 from robust_dcp.comm.store import host_of, short
+from robust_dcp.environment import boot_id
 from robust_dcp.errors import RobustCheckpointError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -437,5 +437,5 @@ def is_loopback(address: str) -> bool:
 def network_id() -> str:
     """Identifies the network that this process sees: the same for two processes if they share a loopback address."""
     with contextlib.suppress(OSError):  # elsewhere than on Linux
-        return f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()

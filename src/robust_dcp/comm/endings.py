@@ -88,9 +88,6 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
     told: dict[int, ErrorMessage] = {}
     reason: str = ""
 
-    def __bool__(self) -> bool:
-        return bool(self.failed or self.reason)
-
     @classmethod
     def on(cls, rank: int, error: BaseException) -> FailuresBelow:
         """The failures of ``rank`` after ``error`` was raised there."""

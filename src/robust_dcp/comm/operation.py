@@ -447,7 +447,7 @@ class Operation:
         self.cost, self._own_error = ExchangeStats(exchanges=1), None
         try:
             exchange = self._start(verb, phase, root)
-            offer, failures = Offer(), FailuresBelow()
+            offer, failures = Offer(), None
             try:
                 offer = work.produce()
             except BaseException as own_error:
@@ -555,7 +555,7 @@ class Operation:
         return FailuresBelow.on(rank, error)
 
     def _go_up(
-        self, exchange: _Exchange, work: Work, offer: Offer, failures: FailuresBelow
+        self, exchange: _Exchange, work: Work, offer: Offer, failures: FailuresBelow | None
     ) -> tuple[bool, Agreement, Payload]:
         """Wait for the children, join what comes from them with what this rank adds, and pass it to the parent.
 
@@ -569,8 +569,9 @@ class Operation:
         total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
         for message in arrived:
             if message.frame.has_failed:
-                failures = failures.merged(decode(message.payload, FailuresBelow))
-        if not failures:
+                of_child = decode(message.payload, FailuresBelow)
+                failures = of_child if failures is None else failures.merged(of_child)
+        if failures is None:
             try:
                 below = [message.payload for message in arrived if message.payload]
                 if parent is None:
@@ -578,12 +579,13 @@ class Operation:
                 payload = work.merge(below) if parent is not None else work.reply(below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
-        if failures:
+        if failures is not None:
             told = failures if parent is not None else ErrorMessage.of(failures.joint_error(self.phase))
             payload = encode(told)
         if parent is None:
-            return bool(failures), total, payload
-        self._send(exchange, parent, Frame(Kind.UP, has_failed=bool(failures), body=total.encode()), payload)
+            return failures is not None, total, payload
+        up = Frame(Kind.UP, has_failed=failures is not None, body=total.encode())
+        self._send(exchange, parent, up, payload)
         (reply,) = self._receive(exchange, (parent,), Kind.DOWN)
         return reply.frame.has_failed, Agreement.decode(reply.frame.body), reply.payload
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.comm import Agreement, Channel, Offer, combined_signature
 from robust_dcp.drain.drain import Drain, remove_staging
 from robust_dcp.errors import (
     ExchangeError,
@@ -528,7 +528,8 @@ class SaveSession:
                 if len(message.places) % 16:
                     raise ExchangeError(f"rank {rank} sent {len(message.places)} bytes of places", ranks=[rank])
                 places[rank] = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
-        if self.channel.combined_signature(list(map(digest_of_places, places))) != self._written_signature:
+        meant = combined_signature(list(map(digest_of_places, places)), self.channel.coordinator_rank)
+        if meant != self._written_signature:
             raise ExchangeError(
                 "the places of the objects that ranks wrote are not those that the coordinator has; save again"
             )

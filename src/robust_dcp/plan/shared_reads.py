@@ -26,7 +26,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from robust_dcp.comm import Agreement, Bucket, Channel, Offer, Relay, node_of
+from robust_dcp.comm import Agreement, Bucket, Channel, Offer, Relay
+from robust_dcp.environment import node_of
 from robust_dcp.errors import (
     CorruptCheckpoint,
     ExchangeError,

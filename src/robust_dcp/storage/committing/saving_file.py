@@ -25,10 +25,10 @@ from typing import Final
 
 import msgspec
 
+from robust_dcp.environment import boot_id
 from robust_dcp.on_demand import errors
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.files.kernel import boot_id
 from robust_dcp.storage.files.paths import (
     METADATA_NAME,
     SAVING_PREFIX,

@@ -194,9 +194,8 @@ def exchange_names(one: str, other: str) -> bool:
     raise OSError(number, os.strerror(number), one, None, other)
 
 
-# Mounts: which machine this is, and whether a file system belongs to it alone.
+# Mounts: whether a file system belongs to this machine alone.
 
-_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _MOUNTS: Final = "/proc/self/mountinfo"
 _LOCAL_TYPES: Final = re.compile(
     "bcachefs|btrfs|exfat|ext[234]|f2fs|jfs|nilfs2|ntfs3|overlay|ramfs|reiserfs|tmpfs|vfat|xfs|zfs"
@@ -248,13 +247,3 @@ def mount_in(mounts: Iterable[str], path: str) -> Mount | None:
             kind, source, options = (*rest.strip().split(" "), "", "", "")[:3]
             longest, found = place, Mount(place, kind, source, tuple(options.split(",")))
     return found
-
-
-@cache
-def boot_id() -> str:
-    """An id of this boot of this machine; empty if the system does not have one."""
-    try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:  # only Linux has it
-        return ""
