@@ -189,6 +189,7 @@ def async_save(
     return saving
 
 
+@entry_point
 def _finish(
     session: SaveSession, staged: StagedSource, saving: AsyncSave, staging: Staging, executor: Executor
 ) -> SaveReport:

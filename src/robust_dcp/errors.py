@@ -255,7 +255,8 @@ def entry_point(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that user code calls, so that our errors leave it without our frames.
 
     The error's message already says who, where and why, and shows the user's own frames. The exception that led to it
-    stays in ``__context__``. The whole stack goes to this module's logger at DEBUG.
+    stays in ``__context__``, without its frames: they hold the state dict, and each other. The whole stack goes to this
+    module's logger at DEBUG.
     """
 
     @functools.wraps(function)
@@ -266,7 +267,10 @@ def entry_point(function: Callable[P, R]) -> Callable[P, R]:
             logger.debug("the whole stack:", exc_info=error)
             if error.__cause__ is not None:
                 error.__context__ = error.__cause__
-            raise error.with_traceback(None) from None
+            each: BaseException | None = error
+            while each is not None and each.__traceback__ is not None:
+                each = each.with_traceback(None).__context__
+            raise error from None
 
     return robust_dcp
 

@@ -105,9 +105,6 @@ def test_listeners_cannot_disturb_a_save(tmp_path: Path, caplog: pytest.LogCaptu
     assert "do that in a thread of your own" in caplog.text
 
 
-# --- the report beside the checkpoint ---------------------------------------------------------------------------------
-
-
 def state_of(rank: int = 0) -> dict[str, Any]:
     return {
         "model": {"wide": torch.ones(1000, 100), f"of_{rank}": torch.full((50_000,), float(rank))},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import robust_dcp
-from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
+from robust_dcp import PlanConflict, RobustCheckpointError, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
 from tests.faults.disk import Fault, FaultDisk
 from tests.harness.fingerprints import fingerprint
 from tests.harness.ranks import on_ranks
 from tests.harness.verdicts import Verdict, lines_of_the_log, verdict_of
 
 StateDict = dict[str, Any]
-
-
-# --- saves ------------------------------------------------------------------------------------------------------------
 
 
 def partial(rank: int) -> StateDict:
@@ -134,9 +134,6 @@ def test_the_report_says_what_cannot_be_loaded_and_a_registered_class_can(tmp_pa
     with torch.serialization.safe_globals([Own]):
         report = robust_dcp.save({"own": Own()}, checkpoint_id=tmp_path / "b", no_dist=True)
     assert report.unloadable_objects == {}
-
-
-# --- saves and loads --------------------------------------------------------------------------------------------------
 
 
 class Broken:
@@ -289,9 +286,6 @@ def test_an_unknown_option_is_refused_with_those_that_exist(wrong: str) -> None:
         RobustPlanner(**{wrong: "explode"})  # type: ignore[arg-type]
 
 
-# --- loads ------------------------------------------------------------------------------------------------------------
-
-
 def saved_state() -> StateDict:
     return {
         "weight": torch.arange(400_000, dtype=torch.float32),
@@ -402,9 +396,6 @@ def test_objects_are_loaded_without_flattening_and_streams_of_bytes_are_data(tmp
     assert target["extra"].getvalue() == b"scales"
 
 
-# --- tensors that change while they are saved -------------------------------------------------------------------------
-
-
 NUMEL = 2 << 20  # 8 MiB
 
 
@@ -460,9 +451,6 @@ def test_a_tensor_without_a_count_of_its_changes_is_saved(tmp_path: Path) -> Non
     found = {"large": torch.zeros(NUMEL), "small": torch.zeros(4)}
     robust_dcp.load(found, checkpoint_id=tmp_path)
     assert found["large"].all() and found["small"].all()
-
-
-# --- values that differ between ranks under one name ------------------------------------------------------------------
 
 
 _SMALL = 64 << 10
@@ -611,3 +599,27 @@ def test_tensors_that_are_tied_or_lie_side_by_side_are_loaded(tmp_path: Path) ->
     robust_dcp.save(expected, checkpoint_id=tmp_path)
     robust_dcp.load({f"t{number}": each for number, each in enumerate(targets)}, checkpoint_id=tmp_path)
     assert all(each.eq(3).all() for each in targets)
+
+
+def test_nothing_of_what_was_passed_is_kept_and_no_file_is_open(tmp_path: Path) -> None:
+    """Without the garbage collector, which training loops switch off."""
+    robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    calls: list[tuple[Callable[..., object], StateDict]] = [
+        (robust_dcp.save, {"own": lambda: 0}),
+        (robust_dcp.load, {"own": 0}),
+        (robust_dcp.load, {}),
+    ]
+    gc.disable()
+    try:
+        for number, (call, more) in enumerate(calls):
+            tensor = torch.zeros(3)
+            kept = weakref.ref(tensor)
+            with suppress(RobustCheckpointError):
+                call({"w": tensor, **more}, checkpoint_id=tmp_path)
+            del tensor
+            assert kept() is None, number
+            assert not [
+                fd for fd in os.listdir("/proc/self/fd") if str(tmp_path) in os.path.realpath(f"/proc/self/fd/{fd}")
+            ]
+    finally:
+        gc.enable()

@@ -174,7 +174,7 @@ class StoredIndex:
         if len(self._variable_places) != 2 * len(self._variable_rows):
             raise file.damaged("its items of variable size have no places")
         self._numbers: dict[str, int] = {}  # -1 for a name that is not there
-        self._stored: dict[int, StoredChunks] = {}
+        self._stored: dict[int, tuple[int, Size | None, int, int, int]] = {}
         self._claimed = 0
         self._known_sizes: dict[int, Size] = {}
         self._known_files: dict[int, str] = {}
@@ -295,23 +295,22 @@ class StoredIndex:
     def stored(self, number: int) -> StoredChunks:
         """The entry of the name with this number."""
         known = self._stored.get(number)
-        if known is not None:
-            return known
-        first, end = self._name_chunks[number - 1] if number else 0, self._name_chunks[number]
-        properties = self._name_properties[number]
-        is_object = properties == -1
-        # No chunk belongs to two names. If many names claimed all chunks, a small hostile file could take any amount of
-        # time.
-        self._claimed += end - first
-        if not 0 <= first < end <= self.n_rows or (is_object and end != first + 1) or self._claimed > self.n_rows:
-            raise self.file.damaged(f"name {number} has rows {first} to {end} of {self.n_rows}")
-        size, reach = None, 0
-        if not is_object:
-            if not 0 <= properties < len(self.properties):
-                raise self.file.damaged(f"name {number} has properties {properties} of {len(self.properties)}")
-            size, reach = self._size(self._name_size[number]), self._name_reach[number]
-        known = self._stored[number] = StoredChunks(self, number, properties, size, first, end, reach)
-        return known
+        if known is None:
+            first, end = self._name_chunks[number - 1] if number else 0, self._name_chunks[number]
+            properties = self._name_properties[number]
+            is_object = properties == -1
+            # No chunk belongs to two names. If many names claimed all chunks, a small hostile file could take any
+            # amount of time.
+            self._claimed += end - first
+            if not 0 <= first < end <= self.n_rows or (is_object and end != first + 1) or self._claimed > self.n_rows:
+                raise self.file.damaged(f"name {number} has rows {first} to {end} of {self.n_rows}")
+            size, reach = None, 0
+            if not is_object:
+                if not 0 <= properties < len(self.properties):
+                    raise self.file.damaged(f"name {number} has properties {properties} of {len(self.properties)}")
+                size, reach = self._size(self._name_size[number]), self._name_reach[number]
+            known = self._stored[number] = properties, size, first, end, reach
+        return StoredChunks(self, number, *known)  # not kept: it would keep this index, and its file open
 
     def offsets(self, row: int) -> Size:
         """Where a chunk begins in its tensor."""
