@@ -21,6 +21,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+from robust_dcp.errors import RobustCheckpointError
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class SaveFuture(Future[T]):
         finally:
             if self.done():
                 self.asked.set()
+            del self  # it has the error, which has this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
@@ -151,9 +154,11 @@ class SaveQueue:
         try:
             tell = partial(future.set_result, run())
         except BaseException as error:
-            logger.error("%s failed: %s", self.what, error)
+            logger.error("%s failed: %s", self.what, str(error))  # a handler may keep what it is given
             with self._changed:
                 self._failed.append(future)
+            if isinstance(error, RobustCheckpointError):
+                error.with_traceback(None)  # its frames have the future, which has the error
             tell = partial(future.set_exception, error)
         try:
             tell()

@@ -606,6 +606,7 @@ def test_nothing_of_what_was_passed_is_kept_and_no_file_is_open(tmp_path: Path) 
     robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
     calls: list[tuple[Callable[..., object], StateDict]] = [
         (robust_dcp.save, {"own": lambda: 0}),
+        (lambda *args, **options: robust_dcp.async_save(*args, **options).result(), {"own": lambda: 0}),
         (robust_dcp.load, {"own": 0}),
         (robust_dcp.load, {}),
     ]
@@ -616,6 +617,7 @@ def test_nothing_of_what_was_passed_is_kept_and_no_file_is_open(tmp_path: Path) 
             kept = weakref.ref(tensor)
             with suppress(RobustCheckpointError):
                 call({"w": tensor, **more}, checkpoint_id=tmp_path)
+            robust_dcp.finish_async_saves()  # until then it is remembered who has asked for an error
             del tensor
             assert kept() is None, number
             assert not [
