@@ -173,8 +173,10 @@ def judge(kill: Kill) -> Result:
 def _judge_writer_kill(kill: Kill, outcomes: list[Outcome], told: dict[int, Told]) -> Result:
     """At most one save has failed, on all ranks with the same words; the last one is there."""
     killed_at = killed_at_seconds(outcomes[kill.victim])
-    if killed_at is None or len(told) < kill.size:
-        return Result([f"no writer was killed, or a rank has not returned: {[*map(str, outcomes)]}"[:5000]])
+    if len(told) < kill.size:
+        return Result([f"a rank has not returned: {[*map(str, outcomes)]}"[:5000]])
+    if killed_at is None:  # all saves were made before
+        return Result(verdict="not struck")
     errors = {rank: [error.message for error in each.raised] for rank, each in told.items()}
     result = Result(seconds=[error.at_seconds - killed_at for each in told.values() for error in each.raised])
     if len({tuple(each) for each in errors.values()}) > 1 or len(errors[0]) > 1:
