@@ -133,7 +133,7 @@ class _OnTheCoordinator(SimulatedOperation):
         self._of, self._save, self._watch = coordinator, save, watch
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
-        own_offer = work.produce()
+        own_offer = work.produce() or Offer()
         with self._watch.paused():
             offers, payloads = self._said_by_others(phase.rpartition(": ")[2])
             frames = [

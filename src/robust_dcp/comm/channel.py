@@ -129,27 +129,21 @@ class Channel:
         produce: Callable[[], None] = lambda: None,
         *,
         then: Callable[[], None] = lambda: None,
-        offer: Callable[[], Offer] = Offer,
     ) -> None:
         """Wait until the work of all ranks has succeeded.
 
         Args:
             then: is called on the coordinator after that. If it raises, all ranks raise.
-            offer: makes this rank's part of ``last_agreement``, after ``produce`` has returned.
 
         Raises:
             RobustCheckpointError: see the class.
         """
 
-        def own_offer() -> Offer:
-            produce()
-            return offer()
-
         def go_on(below: list[Payload]) -> Payload:
             then()
             return b""
 
-        work = Work(own_offer, reply=go_on)
+        work = Work(produce, reply=go_on)
         self.last_agreement, _ = self._operation.run("barrier", phase, self.coordinator_rank, work)
 
     def gather(
@@ -178,10 +172,10 @@ class Channel:
         own: M | None = None
         gathered: list[M | None] = []
 
-        def own_offer() -> Offer:
+        def make() -> Offer | None:
             nonlocal own
             own = produce()
-            return Offer() if offer is None else offer(own)
+            return None if offer is None else offer(own)
 
         def merge(below: list[Payload]) -> Payload:
             return b"" if own is None and not below else self._merged(phase, own, below, message_type).encode()
@@ -192,7 +186,7 @@ class Channel:
             then(gathered)
             return b""
 
-        work = Work(own_offer, merge, open_all)
+        work = Work(make, merge, open_all)
         self.last_agreement, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
         return gathered if self.is_coordinator else None
 
@@ -205,12 +199,11 @@ class Channel:
         own: list[M] = []
         encoded: Payload = b""
 
-        def make() -> Offer:
+        def make() -> None:
             nonlocal encoded
             if self.is_coordinator:
                 own.append(produce())
                 encoded = encode(own[0]) if self.size > 1 else b""
-            return Offer()
 
         work = Work(make, reply=lambda below: encoded)
         self.last_agreement, payload = self._operation.run("broadcast", phase, self.coordinator_rank, work)
@@ -232,7 +225,7 @@ class Channel:
         shares: Payload = b""
         tree = self._operation.link.tree(self.coordinator_rank)
 
-        def make() -> Offer:
+        def make() -> None:
             nonlocal shares
             if self.is_coordinator:
                 made = produce()
@@ -240,7 +233,6 @@ class Channel:
                     raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
                 own.append(made[self.rank])
                 shares = Shares.to(1, [made[rank] for rank in tree.ranks_by_place[1:]]).encode()
-            return Offer()
 
         def share(payload: Payload, child: int) -> Payload:
             return Shares.decode(payload).of(tree.places_below(child)).encode()
@@ -260,14 +252,10 @@ class Channel:
         """
         own: list[M] = []
 
-        def own_offer() -> Offer:
-            own.append(produce())
-            return Offer()
-
         def merge(below: list[Payload]) -> Payload:
             return self._merged(phase, own[0], below, message_type).encode() if self.size > 1 else b""
 
-        work = Work(own_offer, merge, reply=merge)
+        work = Work(lambda: own.append(produce()), merge, reply=merge)
         self.last_agreement, payload = self._operation.run("all_gather", phase, self.coordinator_rank, work)
         if self.size == 1:
             return own

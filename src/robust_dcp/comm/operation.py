@@ -77,13 +77,13 @@ class Work(msgspec.Struct, frozen=True):
     """What one exchange does on a rank.
 
     Attributes:
-        produce: does this rank's own work, and returns its offer.
+        produce: does this rank's own work. If it returns an offer, that is the rank's.
         merge: makes the payload that goes up, of what this rank has and of the payloads of its children.
         reply: makes the payload that goes down. It is called on the root, with the payloads of its children.
         share: returns the part of the payload that ``child`` gets, on the way down.
     """
 
-    produce: Callable[[], Offer]
+    produce: Callable[[], Any]
     merge: Callable[[list[Payload]], Payload] = lambda below: b""
     reply: Callable[[list[Payload]], Payload] = lambda below: b""
     share: Callable[[Payload, int], Payload] = lambda payload, child: payload
@@ -449,7 +449,8 @@ class Operation:
             exchange = self._start(verb, phase, root)
             offer, failures = Offer(), None
             try:
-                offer = work.produce()
+                made = work.produce()
+                offer = made if isinstance(made, Offer) else offer
             except BaseException as own_error:
                 failures = self._failed(exchange, own_error)
             with self._changed:
