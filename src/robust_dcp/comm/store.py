@@ -114,10 +114,7 @@ class Notes:
                 answer.set_exception(error)
 
         try:
-            if host_of(self._store_of_group)[0]:
-                threading.Thread(target=ask, name="robust_dcp: ask the store", daemon=True).start()
-            else:  # it is in this process or in a file, and has no host that may be frozen
-                ask()
+            threading.Thread(target=ask, name="robust_dcp: ask the store", daemon=True).start()
             return answer.result(seconds)
         except BaseException as error:
             self._store = None  # that thread may wait in it
