@@ -1,8 +1,8 @@
 """The store of a process group, in which ranks meet, and tell each other what happened when an exchange fails.
 
 Each question to it has a deadline. A frozen host accepts connections and never answers, and torch waits for ever then.
-So a thread of its own asks each question, over a client of our own. If no answer comes in time, nobody waits for that
-thread any more, and the next question makes another client.
+So we ask over a client of our own, whose socket has a timeout: torch ends a call that takes longer. After that the
+client is useless, because an answer may still come, and the next question makes another one.
 
 A store can outlive a process group, and a new group may get the same name. So the ranks of a group meet under its
 *life*, a random word. The first rank that comes draws it, and the first one that leaves the group takes it away. A life
@@ -19,11 +19,10 @@ import random
 import re
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +38,9 @@ _WAIT_TIMEOUT = datetime.timedelta(seconds=10)
 _PAUSE_SECONDS = 0.05
 CLOCKS_APART_SECONDS = 10.0
 """How much the clocks of two hosts may differ."""
+
+_QUESTION = struct.pack("<BIBQQ", 0, 0x3C85F7CE, 5, 1, 5) + b"alive"
+"""Asks a ``TCPStore`` whether it has the key ``alive``. Whatever it answers, and if it hangs up, it is alive."""
 
 
 class StoreLost(Exception):
@@ -68,6 +70,8 @@ class Notes:
         self._name = name
         self._lock = threading.Lock()
         self._store: Any = None
+        self._socket_name = ""
+        self._answer_seconds = 0.0  # how long its socket waits for an answer
         self._prefix = ""
         self._lost = StoreLost()
         self._lost_until = 0.0
@@ -105,23 +109,10 @@ class Notes:
     def _ask(self, place: str, question: Callable[[Any], T], seconds: float) -> T:
         if not self._lock.acquire(timeout=2 * patience.STORE_ANSWER_SECONDS):
             raise StoreSilent("other questions wait for an answer")
-        answer: Future[T] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(question(self._under(place, seconds)))
-            except BaseException as error:
-                answer.set_exception(error)
-
         try:
-            threading.Thread(target=ask, name="robust_dcp: ask the store", daemon=True).start()
-            return answer.result(seconds)
-        except BaseException as error:
-            self._store = None  # that thread may wait in it
-            if isinstance(error, FutureTimeout) and not answer.done():
-                raise StoreSilent(f"no answer within {seconds:g} seconds") from None
-            if not isinstance(error, RuntimeError | OSError):
-                raise
+            return question(self._under(place, seconds))
+        except RuntimeError as error:
+            self._close()
             text = short(str(error) or type(error).__name__)
             raise (StoreSilent if "timeout" in text.lower() or "timed out" in text else StoreLost)(text) from None
         finally:
@@ -131,6 +122,12 @@ class Notes:
         if self._store is None:
             self._store = self._open(seconds)
         store = self._store
+        if self._socket_name and seconds != self._answer_seconds:
+            with socket.socket(fileno=os.dup(_sockets()[self._socket_name])) as connection:
+                timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+                connection.setblocking(True)  # whatever ``socket.setdefaulttimeout`` says
+            self._answer_seconds = seconds
         if not self.life:
             key, drawn = f"{self._name}/life", f"{int(1000 * time.time()):x} {secrets.token_hex(8)}"
             self.life = compare_set(store, key, "", drawn).decode()
@@ -149,15 +146,19 @@ class Notes:
         host, port = host_of(self._store_of_group)
         if not host:
             return self._store_of_group
-        timeout = datetime.timedelta(seconds=seconds)
-        if self._prefix:  # it may have ended since we asked it first, and torch would try for all that time
-            socket.create_connection((host, port), timeout=seconds).close()
-        client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        client.set_timeout(_WAIT_TIMEOUT)
+        self._socket_name, client = _client_of(host, port, seconds)
         if not self._prefix:
             drawn = secrets.token_hex(8)
             self._prefix = compare_set(self._store_of_group, f"{self._name}/place", "", drawn).decode()
         return dist.PrefixStore(self._prefix, client)
+
+    def _close(self) -> None:
+        """Break off the connection, so that gloo does not take a late answer for another one."""
+        fd = _sockets().get(self._socket_name)
+        if fd is not None:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        self._store, self._socket_name, self._answer_seconds = None, "", 0.0
 
     def is_pointless(self, place: str) -> bool:
         """Whether the other ranks do not meet in ``place`` any more. See :meth:`ask`."""
@@ -184,6 +185,50 @@ def _process_start_seconds() -> float:
     """When this process started, in seconds since the epoch."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine booted
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _client_of(host: str, port: int, seconds: float) -> tuple[str, Any]:
+    """A new client of a ``TCPStore``, which has to answer it within ``seconds``, and the name of its socket.
+
+    Raises:
+        RuntimeError: the host of the store is gone, or does not answer.
+    """
+    # If the store accepts us and does not answer, torch takes up to thrice that time.
+    connect_timeout = datetime.timedelta(seconds=seconds / 2)
+    try:
+        with socket.create_connection((host, port), timeout=seconds) as probe:
+            probe.sendall(_QUESTION)
+            probe.recv(1)  # torch would wait for this without end
+    except OSError as error:
+        raise RuntimeError(f"connecting to it fails: {error}") from None
+    for _ in range(100):
+        before = _sockets().keys()
+        client = dist.TCPStore(host, port, is_master=False, timeout=connect_timeout, wait_for_workers=False)
+        client.set_timeout(_WAIT_TIMEOUT)
+        ours = [name for name in _sockets() if name not in before and _is_connected_to(name, port)]
+        if len(ours) == 1:
+            return ours[0], client
+        time.sleep(random.random() / 100)  # another thread has connected to it at the same time
+    raise RuntimeError("this process makes connections to it all the time")
+
+
+def _is_connected_to(name: str, port: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(_sockets()[name])) as connection:
+            return bool(connection.getpeername()[1:2] == (port,))
+    except (OSError, KeyError):  # it is closed, or not connected
+        return False
+
+
+def _sockets() -> dict[str, int]:
+    """The names and the file descriptors of all sockets of this process."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is closed
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith("socket:"):
+                found[name] = int(fd)
+    return found
 
 
 def store_host(parent: Any) -> int | None:
