@@ -1,7 +1,7 @@
 """The items of a state dict as columns: which there are, without their contents.
 
 :class:`Items` is what a rank describes, hashes and sends, and what the coordinator merges, plans and indexes. It never
-looks at tensor data, other ranks or files. ``signature`` hashes it, ``diff`` compares it, ``global_plan`` plans on it.
+looks at tensor data, other ranks or files. ``state_dict`` hashes it, ``diff`` compares it, ``global_plan`` plans on it.
 """
 
 from __future__ import annotations

@@ -606,11 +606,9 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
             columns = [each[rows].tolist() for each in (offsets, sizes, begins - offsets, begins - box, parts)]
             if sum(map(math.prod, columns[-1])) > math.prod(lengths):
                 raise index.file.damaged(f"chunks of name {self.number} overlap")
-            dtype, sizes_of_rows = (
-                index.properties[self.properties][0],
-                zip(*(map(Size, each) for each in columns), strict=True),
-            )
-            kinds = [ChunkKind(dtype, whole, at, size, Part(box, *part)) for at, size, *part in sizes_of_rows]
+            dtype = index.properties[self.properties][0]
+            of_rows = zip(*(map(Size, each) for each in columns), strict=True)
+            kinds = [ChunkKind(dtype, whole, at, size, Part(box, *part)) for at, size, *part in of_rows]
             index.known_parts[key] = rows, kinds
         rows, kinds = index.known_parts[key]
         return first + rows, kinds
