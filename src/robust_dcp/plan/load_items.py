@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, holds_shards, own_chunks
-from robust_dcp.staging.blocks import extent_nbytes
+from robust_dcp.staging.blocks import PLAIN, extent_nbytes
 from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of
 from robust_dcp.storage.layouts.places import Int64, Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
@@ -145,7 +145,6 @@ def chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
 
 # Whether the memory of a tensor can be filled.
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .(.)", re.MULTILINE)
 
 
@@ -161,7 +160,7 @@ def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
             elif isinstance(value, torch.Tensor) and hasattr(value, "local_shards"):
                 parts = [shard.tensor for shard in value.local_shards()]
             for part in parts:
-                if type(part) in _PLAIN and part.layout is torch.strided and not part.is_meta and part.numel() > 0:
+                if type(part) in PLAIN and part.layout is torch.strided and not part.is_meta and part.numel() > 0:
                     yield name, part
 
 

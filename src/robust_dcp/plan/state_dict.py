@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
-from robust_dcp.staging.blocks import on_cpu
+from robust_dcp.staging.blocks import PLAIN, on_cpu
 from robust_dcp.staging.staging_buffers import TensorForm
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.record import framed_record, is_fixed_size
@@ -52,7 +52,6 @@ ItemData = torch.Tensor | MetadataIndex
 
 Lookup = Callable[[MetadataIndex], Any]
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _OBJECT = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE)
 
 
@@ -115,7 +114,7 @@ def describe_items(
                 is_sharded_tensor = holds_shards(type(value))
                 for index, each, found in held.by_stock(name, value):
                     # Keep the shards of a ShardedTensor now: each lookup searches through all of them.
-                    is_held = is_sharded_tensor and type(found) in _PLAIN
+                    is_held = is_sharded_tensor and type(found) in PLAIN
                     names.append(index.fqn)
                     structures.append(each)
                     data.append(found if is_held else index)
@@ -156,7 +155,7 @@ class HeldStructures(msgspec.Struct, eq=False):
             local, placements = value.to_local(), value.placements
             # With Megatron-FSDP an attribute of the tensor tells the chunks. They do not follow from placements then.
             has_own = "__create_chunk_list__" in vars(value)
-            if has_own or type(local) not in _PLAIN or not _is_plain(local):
+            if has_own or type(local) not in PLAIN or not _is_plain(local):
                 return UNKNOWN
             # Equal placements may have different classes, which place differently (_StridedShard in torch 2.7).
             spread = (id(value.device_mesh), placements, tuple(map(type, placements)))
@@ -554,7 +553,7 @@ def digest_of(data: torch.Tensor | io.BytesIO) -> int:
     """
     if isinstance(data, io.BytesIO):
         return int.from_bytes(hashlib.blake2b(data.getbuffer(), digest_size=8).digest(), "little") or 1
-    if type(data) not in _PLAIN or not _is_plain(data):
+    if type(data) not in PLAIN or not _is_plain(data):
         return 0
     values = on_cpu(data.detach()).reshape(-1).contiguous().view(torch.uint8)
     return 1 << 32 | crc32(values.numpy().data)

@@ -218,7 +218,7 @@ def _forget_error() -> None:
 
 # The bytes of tensors, and copies of them that run beside other work.
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 """Only these classes are known to be nothing but their data."""
 
 _STRIDED = torch.strided
@@ -234,7 +234,7 @@ def host_address(tensor: torch.Tensor) -> int | None:
         RuntimeError: the tensor's memory was freed.
     """
     # A subclass may keep its data anywhere. Lazy conjugation and negation are flags that the bytes do not show.
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not _STRIDED:
+    if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.layout is not _STRIDED:
         return None
     is_in_order = tensor.is_contiguous()
     nbytes = tensor.nbytes
@@ -271,7 +271,7 @@ class TensorBytes:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             tensor = to_host(tensor)
         self._tensor = tensor
         self.nbytes = tensor.numel() * tensor.itemsize
@@ -352,7 +352,7 @@ def parts_in_order(tensor: torch.Tensor, first: int, last: int) -> Iterator[torc
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or its copy if it is on a device. The copy comes after the work queued on the current stream."""
-    if not tensor.is_cuda or type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not tensor.is_cuda or type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.to("cpu")
     copy = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format)
     copy.copy_(tensor, non_blocking=True)
@@ -382,7 +382,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The data of ``tensor`` on its own device, as uint8 ``[nbytes]``. It is copied only if it is not contiguous."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         tensor = to_host(tensor)  # only the subclass knows how its data lies
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not reshape(-1): a contiguous tensor may have any stride where its size is 1, and reshape keeps that stride.
