@@ -108,7 +108,7 @@ class SimulatedOperation:
 
     def __init__(self, rank: int, n_ranks: int) -> None:
         self.link = _Link(rank, tuple(range(n_ranks)))
-        self.tree = self.link.tree(COORDINATOR)
+        self.tree = Tree(self.link.rank, self.link.size, COORDINATOR)
         self.name, self.timeout_seconds = "simulated", 300.0
         self.stragglers: list[str] = []
         self.recordings: list[ExchangeStats] = []

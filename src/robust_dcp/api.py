@@ -46,7 +46,7 @@ from robust_dcp.plan.shared_reads import (
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.report_rows import PhaseClock
 from robust_dcp.save_queue import queue_of
-from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
+from robust_dcp.stateful import StandIn, stand_ins_for
 from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of, place_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.reader import RobustReader
@@ -195,7 +195,6 @@ def open_save(
 
 def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str, Any]) -> LocalStructure:
     """The structure of what this rank saves."""
-    refuse_other_than_dict(state_dict)
     for place in (session.moves_to, getattr(session.writer, "drain_to", None)):
         if place is not None and local_path_of(place) is None:
             filesystem_of(place)
@@ -360,7 +359,6 @@ class _Load:
 
     def _plan_own(self, stored: _StoredMetadata) -> Offer:
         """Make this rank's plan, and say what it reads."""
-        refuse_other_than_dict(self.state_dict)
         reader, channel = self.robust, self.channel
         if reader is None:
             metadata: Metadata | None = self.reader.read_metadata()
@@ -460,5 +458,5 @@ class _Load:
             shared_nbytes=0 if self.shared is None else PlannedItems.of(self.shared.received).data_nbytes(metadata),
             peak_buffer_nbytes=getattr(self.reader, "peak_buffer_nbytes", 0),
             unverified_nbytes=getattr(self.reader, "unverified_nbytes", 0),
-            stragglers=channel.stragglers,
+            stragglers=tuple(channel.stragglers),
         )

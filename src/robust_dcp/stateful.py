@@ -301,24 +301,7 @@ StandIn = ModuleStates | OptimizerStates | AsStock
 the state dict, and ``put_back`` loads what was read into them."""
 
 
-def refuse_other_than_dict(state_dict: Any) -> None:
-    """Check that a state dict is a dict.
-
-    Raises:
-        RobustCheckpointError: it is something else. The message says what to pass instead.
-    """
-    if isinstance(state_dict, Mapping):
-        return
-    if _is_stateful(state_dict):
-        what_to_do = 'give it a name, {"model": model}, or pass its state dict, model.state_dict()'
-    else:
-        what_to_do = 'give it a name, {"name": value}'
-    raise RobustCheckpointError(f"a state dict is a dict, and a {type(state_dict).__name__} was passed: {what_to_do}")
-
-
-def stand_ins_for(
-    state_dict: Mapping[str, Any], stored: Container[str] | None = None
-) -> tuple[dict[str, StandIn], StateDict]:
+def stand_ins_for(state_dict: StateDict, stored: Container[str] | None = None) -> tuple[dict[str, StandIn], StateDict]:
     """The stand-ins for values that have a state dict of their own, by key.
 
     Args:
@@ -328,9 +311,15 @@ def stand_ins_for(
         they, and the state dict with their values in it.
 
     Raises:
-        RobustCheckpointError: there are several optimizers under a key, and no module has the parameters of one, or
-            torch cannot name the states of one.
+        RobustCheckpointError: the state dict is something else than a dict; or there are several optimizers under a
+            key, and no module has the parameters of one, or torch cannot name the states of one.
     """
+    if not isinstance(state_dict, Mapping):
+        what_to_do = 'give it a name, {"name": value}'
+        if _is_stateful(state_dict):
+            what_to_do = 'give it a name, {"model": model}, or pass its state dict, model.state_dict()'
+        kind = type(state_dict).__name__
+        raise RobustCheckpointError(f"a state dict is a dict, and a {kind} was passed: {what_to_do}")
     candidates, modules = StateDict(), dict[str, list[nn.Module]]()
     for key, value in state_dict.items():
         if type(value) not in _TENSORS:

@@ -20,6 +20,7 @@ from robust_dcp.comm.link import ExchangeStats, Link, link_for
 from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.relay import Passing, Relay
+from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import ExchangeError
 from robust_dcp.events import LISTENERS, Event, tell
 
@@ -46,6 +47,8 @@ class Channel:
         is_coordinator: whether that is this rank.
         operation: what the operation does, for example ``"save step_1000"``.
         timeout_seconds: how long a rank may be silent.
+        stragglers: on the coordinator, the log lines that say which ranks the others waited for, and how far those
+            were.
         last_agreement: the combined offers of all ranks from the last exchange of this object.
     """
 
@@ -58,6 +61,7 @@ class Channel:
         self.is_coordinator = self.rank == coordinator_rank
         self.operation = operation.name
         self.timeout_seconds = operation.timeout_seconds
+        self.stragglers = operation.stragglers
 
     @classmethod
     def for_group(
@@ -128,7 +132,7 @@ class Channel:
         phase: str,
         produce: Callable[[], None] = lambda: None,
         *,
-        then: Callable[[], None] = lambda: None,
+        then: Callable[[], None] | None = None,
     ) -> None:
         """Wait until the work of all ranks has succeeded.
 
@@ -140,7 +144,8 @@ class Channel:
         """
 
         def go_on(below: list[Payload]) -> Payload:
-            then()
+            if then is not None:
+                then()
             return b""
 
         work = Work(produce, reply=go_on)
@@ -152,7 +157,7 @@ class Channel:
         produce: Callable[[], M | None],
         message_type: type[M],
         *,
-        then: Callable[[list[M | None]], None] = lambda messages: None,
+        then: Callable[[list[M | None]], None] | None = None,
         offer: Callable[[M | None], Offer] | None = None,
     ) -> list[M | None] | None:
         """Return every rank's message, in rank order, on the coordinator; ``None`` on the other ranks.
@@ -183,7 +188,8 @@ class Channel:
         def open_all(below: list[Payload]) -> Payload:
             found = self._merged(phase, None, below, message_type).open() if below else {}
             gathered.extend(own if rank == self.rank else found.get(rank) for rank in range(self.size))
-            then(gathered)
+            if then is not None:
+                then(gathered)
             return b""
 
         work = Work(make, merge, open_all)
@@ -223,7 +229,7 @@ class Channel:
         """
         own: list[M | None] = []
         shares: Payload = b""
-        tree = self._operation.link.tree(self.coordinator_rank)
+        tree = Tree(self.rank, self.size, self.coordinator_rank)
 
         def make() -> None:
             nonlocal shares
@@ -276,11 +282,6 @@ class Channel:
             self._operation.interrupt = None
             passing.drop()
 
-    @property
-    def stragglers(self) -> tuple[str, ...]:
-        """On the coordinator, the log lines that say which ranks the others waited for, and how far those were."""
-        return tuple(self._operation.stragglers)
-
     @contextmanager
     def together(self) -> Iterator[None]:
         """Put this around all exchanges of an operation. If this rank raises between two of them, the other ranks raise
@@ -314,7 +315,7 @@ class Channel:
     def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
         """Between blocks of data, report how far this rank is, and leave its work as :meth:`stop_if_announced` does."""
         self.note_progress(done_nbytes, total_nbytes)
-        self.stop_if_announced()
+        self._operation.stop_if_announced()
 
     def _merged(self, phase: str, own: M | None, below: list[Payload], message_type: type[M]) -> Bundler[M]:
         """This rank's message, if there is one, and the bundles of its children."""

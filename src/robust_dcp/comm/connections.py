@@ -269,7 +269,7 @@ class Connections:
         return Moving(data, tensor, works)
 
     def finish(
-        self, moving: Moving, seconds: float | None = None, note_piece: Callable[[], object] = lambda: None
+        self, moving: Moving, seconds: float | None = None, note_piece: Callable[[], object] | None = None
     ) -> None:
         """Wait until all that was started has been sent or received.
 
@@ -285,7 +285,8 @@ class Connections:
         limit = _FOR_EVER if seconds is None else datetime.timedelta(milliseconds=max(1, int(seconds * 1000)))
         for work in moving.works:
             _call(work.wait, limit)
-            note_piece()
+            if note_piece is not None:
+                note_piece()
 
     def receive(
         self,
@@ -293,7 +294,7 @@ class Connections:
         tag: int,
         nbytes: int,
         seconds: float | None = None,
-        note_piece: Callable[[], object] = lambda: None,
+        note_piece: Callable[[], object] | None = None,
     ) -> bytearray:
         """Wait for the ``nbytes`` bytes that ``peer`` sends under ``tag``; see :meth:`finish`."""
         data = bytearray(nbytes)

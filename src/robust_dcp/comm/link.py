@@ -43,7 +43,6 @@ from robust_dcp.comm.endings import (
 from robust_dcp.comm.frames import operation_id
 from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, store_host, store_of, value_of
-from robust_dcp.comm.tree import Tree
 
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
@@ -123,10 +122,6 @@ class Link:
     def secret(self) -> int:
         """64 bits that only ranks of the group know."""
         return int(self._notes.life[-16:] or "0", 16)
-
-    def tree(self, root: int) -> Tree:
-        """The tree under ``root``, from this rank's place."""
-        return Tree(self.rank, self.size, root)
 
     def begin(self, name: str, operation: Any) -> None:
         """Number ``operation``. If the others have given up on it already, it is ended at once.

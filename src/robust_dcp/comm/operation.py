@@ -533,7 +533,8 @@ class Operation:
                 self._has_begun = self._end_message is None  # not before, or Ctrl-C would end what is not there
         if self._end_message is not None:
             raise _Ended  # the operation ended for all ranks while this one was between two exchanges
-        exchange = _Exchange(self.n_exchanges, self.what, self.link.tree(root), self.link, self.timeout_seconds)
+        tree = Tree(self.link.rank, self.link.size, root)
+        exchange = _Exchange(self.n_exchanges, self.what, tree, self.link, self.timeout_seconds)
         with self._changed:
             self._last_beat, self._next_log_seconds = time.monotonic(), patience.LOG_SECONDS
             self._exchange = exchange
@@ -650,11 +651,6 @@ class Operation:
             return moving
         return None
 
-    def _post_again(self, exchange: _Exchange, peer: int) -> None:
-        """Send all that ``peer`` has to get in an exchange over a new connection. Called with the lock."""
-        for frame, payload in exchange.sent[peer]:
-            self._post(exchange, peer, frame, payload)
-
     def _watch_leaving(self, exchange: _Exchange, peer: int, connections: Connections, moving: Moving) -> None:
         """Count each piece that leaves as a sign that ``peer`` is alive. gloo brings a beat of ``peer`` only once it
         has told it that we are ready for it, and on a slow link that waits behind the payload."""
@@ -731,11 +727,13 @@ class Operation:
                 exchange.open[peer] = connections
                 if exchange.number == 0 and peer not in exchange.closed:  # so that the others know that this rank came
                     self._post(exchange, peer, Frame(Kind.BEAT, body=exchange.beat_for(peer).encode()))
-                last = self._last
+                exchanges, last = [exchange], self._last
                 if last is not None and last.open.get(peer) is not connections:
                     last.open[peer] = connections
-                    self._post_again(last, peer)
-                self._post_again(exchange, peer)
+                    exchanges.insert(0, last)
+                for each in exchanges:  # all that it has to get, over the new connection
+                    for frame, payload in each.sent[peer]:
+                        self._post(each, peer, frame, payload)
             while not self._read_one(exchange, peer, connections):
                 pass
         except Problem as problem:

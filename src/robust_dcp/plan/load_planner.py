@@ -95,12 +95,18 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         self.missing_keys, self._spelt = (), {}
         with without_garbage_collection():
-            flat = _flat(state_dict) if self.flatten_state_dict else None
-            if flat is None:
+            flat, mappings = flatten_state_dict(state_dict) if self.flatten_state_dict else (state_dict, None)
+            # Stock allocates tensors that are on the meta device, and takes lists and shards apart.
+            if (
+                mappings is None
+                or not _FLAT.issuperset(map(type, flat.values()))
+                or any(value.is_meta for value in flat.values() if isinstance(value, torch.Tensor))
+                or any(type(part) is int for path in mappings.values() if len(path) > 1 for part in path)
+            ):
                 super().set_up_planner(state_dict, metadata, is_coordinator)
                 return
         self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-        self.state_dict, self.mappings = flat
+        self.state_dict, self.mappings = flat, mappings
 
     @entry_point
     def create_local_plan(self) -> LoadPlan:
@@ -234,20 +240,6 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if spelt is None:
             spelt = self._spelt[id(container)] = {str(key): key for key in container}
         return spelt[str(part)]
-
-
-def _flat(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """What ``DefaultLoadPlanner.set_up_planner`` makes of a state dict that only needs flattening.
-
-    ``None`` for other state dicts: there it has to allocate tensors on the meta device, or take lists and shards apart.
-    """
-    flat, mappings = flatten_state_dict(state_dict)
-    if not _FLAT.issuperset(map(type, flat.values())) or any(
-        value.is_meta for value in flat.values() if isinstance(value, torch.Tensor)
-    ):
-        return None
-    has_lists = any(type(part) is int for path in mappings.values() if len(path) > 1 for part in path)
-    return None if has_lists else (flat, mappings)
 
 
 def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: str = "the checkpoint") -> None:

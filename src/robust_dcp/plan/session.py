@@ -649,7 +649,7 @@ class SaveSession:
             files=() if written is None else written.names,
             how=(*(() if written is None else written.how), *self.clock.remarks),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
-            stragglers=self.channel.stragglers,
+            stragglers=tuple(self.channel.stragglers),
             leads_directory=self.leads_directory,
             _read_metadata=lambda: RobustReader(path).read_metadata(),
         )

@@ -31,7 +31,7 @@ from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_o
 from robust_dcp.staging.blocks import PLAIN, on_cpu
 from robust_dcp.staging.staging_buffers import TensorForm
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.record import framed_record, is_fixed_size
+from robust_dcp.storage.records.record import framed_record, is_fixed_size, is_plain
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import Cache
 
@@ -146,22 +146,21 @@ class HeldStructures(msgspec.Struct, eq=False):
     def of(self, name: str, value: Any) -> ItemStructure | None:
         """The structure of a tensor that is one item, ``None`` if this rank saves no item of it, or ``UNKNOWN``."""
         kind = type(value)
-        key: tuple[Any, ...]
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if not _is_plain(value):
-                return UNKNOWN
-            key = (value.dtype, value.requires_grad, value.shape)
-        elif kind is DTensor:
-            local, placements = value.to_local(), value.placements
-            # With Megatron-FSDP an attribute of the tensor tells the chunks. They do not follow from placements then.
-            has_own = "__create_chunk_list__" in vars(value)
-            if has_own or type(local) not in PLAIN or not _is_plain(local):
-                return UNKNOWN
-            # Equal placements may have different classes, which place differently (_StridedShard in torch 2.7).
-            spread = (id(value.device_mesh), placements, tuple(map(type, placements)))
-            key = (spread, local.dtype, value.requires_grad, value.shape, local.shape)
-        else:
+        local = value.to_local() if kind is DTensor else value
+        # With Megatron-FSDP attributes of a tensor, or of its local tensor, tell the chunks. They follow from nothing
+        # else then.
+        if (
+            not is_plain(local)
+            or local.is_meta
+            or (local.__dict__ and has_own_chunks(local))
+            or (kind is DTensor and "__create_chunk_list__" in vars(value))
+        ):
             return UNKNOWN
+        key: tuple[Any, ...] = (local.dtype, value.requires_grad, value.shape)
+        if kind is DTensor:
+            # Equal placements may have different classes, which place differently (_StridedShard in torch 2.7).
+            placements = value.placements
+            key = (*key, local.shape, id(value.device_mesh), placements, tuple(map(type, placements)))
         found = self._found.get(key, UNKNOWN)
         if found is not UNKNOWN:
             return found
@@ -217,22 +216,6 @@ class HeldStructures(msgspec.Struct, eq=False):
         except Exception as error:
             raise RobustCheckpointError(f"cannot plan {name!r}: {type(error).__name__}: {error}") from error
         return described
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether dtype, ``requires_grad`` and shape of this tensor (of no subclass) determine its structure.
-
-    Megatron-FSDP sets the instance attributes to make a local tensor describe itself as another chunk.
-    """
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-        and not (tensor.__dict__ and has_own_chunks(tensor))
-    )
 
 
 def holds_shards(kind: type) -> bool:
@@ -553,7 +536,7 @@ def digest_of(data: torch.Tensor | io.BytesIO) -> int:
     """
     if isinstance(data, io.BytesIO):
         return int.from_bytes(hashlib.blake2b(data.getbuffer(), digest_size=8).digest(), "little") or 1
-    if type(data) not in PLAIN or not _is_plain(data):
+    if not is_plain(data) or data.is_meta:
         return 0
     values = on_cpu(data.detach()).reshape(-1).contiguous().view(torch.uint8)
     return 1 << 32 | crc32(values.numpy().data)

@@ -132,19 +132,17 @@ class BlockLease(msgspec.Struct, eq=False):
         n_blocks: how many blocks may be taken at a time.
         of_load: whether it is of a load. Its memory goes back to the system at the end, and a forked process does not
             get it (:class:`Block`). Blocks of a save stay for the next one.
+
+    Attributes:
+        used_nbytes: the most memory that it had at any time.
     """
 
     block_nbytes: int
     n_blocks: int
     of_load: bool = False
-    _n_taken: int = 0
+    used_nbytes: int = 0
     _free: list[Block] = []
     _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
-
-    @property
-    def used_nbytes(self) -> int:
-        """The most memory that it had at any time."""
-        return self._n_taken * self.block_nbytes
 
     def take(self) -> Block:
         """Take a block.
@@ -156,9 +154,9 @@ class BlockLease(msgspec.Struct, eq=False):
         with self._lock:
             if self._free:
                 return self._free.pop()
-            if self._n_taken == self.n_blocks:
+            if self.used_nbytes == self.n_blocks * self.block_nbytes:
                 raise RuntimeError(f"all {self.n_blocks} blocks of {self.block_nbytes} bytes are taken")
-            self._n_taken += 1
+            self.used_nbytes += self.block_nbytes
         with _KEPT_LOCK:
             if not self.of_load and _KEPT and len(_KEPT[-1].data) == self.block_nbytes:
                 return _KEPT.pop()

@@ -41,12 +41,12 @@ _SHARD_FILE: Final = re.compile(rf"shard-(?P<rank>\d{{5,}})-model-(?P<number>\d{
 _UNCOMMITTED: Final = ".part"
 
 
-_URL: Final = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
+_URL: Final = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.\-]*://")
 
 # pathlib turns two slashes into one: Path("s3://bucket") is "s3:/bucket". Directories may have such names. So a path
 # with one slash counts as a URL only if it begins with the name of a common store.
 _COLLAPSED_URL: Final = re.compile(
-    r"(?P<scheme>abfss?|adl|az|cos|dbfs|file|ftp|gcs|gs|hdfs|hf|https?|memory|msc|oci|oss|s3[an]?|sftp|ssh|swift|wasbs?|webhdfs)"
+    r"(abfss?|adl|az|cos|dbfs|file|ftp|gcs|gs|hdfs|hf|https?|memory|msc|oci|oss|s3[an]?|sftp|ssh|swift|wasbs?|webhdfs)"
     r":/(?!/)"
 )
 
@@ -57,15 +57,9 @@ def is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
     ``scheme://…`` is a URL, and so is a ``Path`` made of one. ``a:b``, ``x:/y`` and ``runs/s3://x`` are legal names of
     directories, so they are not.
     """
-    return _scheme_of(checkpoint_id) is not None
-
-
-def _scheme_of(checkpoint_id: str | os.PathLike[str]) -> str | None:
     path = os.fsdecode(checkpoint_id)
-    match = _URL.match(path)
-    if match is None and not isinstance(checkpoint_id, (str, bytes)):
-        match = _COLLAPSED_URL.match(path)
-    return None if match is None else match["scheme"]
+    is_path = not isinstance(checkpoint_id, (str, bytes))
+    return _URL.match(path) is not None or (is_path and _COLLAPSED_URL.match(path) is not None)
 
 
 def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
@@ -118,9 +112,9 @@ def directory_path(path: str | os.PathLike[str]) -> str:
     Raises:
         ValueError: it is a URL. The message says what to do instead.
     """
-    scheme = _scheme_of(path)
-    if scheme is None:
+    if not is_url(path):
         return os.fsdecode(path)
+    scheme = os.fsdecode(path).strip().partition(":")[0]
     if scheme.lower() == "file":
         what_to_do = "pass the path itself, without file://"
     else:

@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from robust_dcp.staging.blocks import PLAIN
 from robust_dcp.storage.records.kinds import expect
 from robust_dcp.storage.records.torch_kinds import storage_of
 from robust_dcp.storage.records.unpickler import Unpickler
@@ -501,8 +502,8 @@ def _windows(data: npt.NDArray[np.uint8], nbytes: int) -> npt.NDArray[np.uint8]:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory of ``tensor``, on any device, holds its elements as they are stored, in any order."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
     )
 
