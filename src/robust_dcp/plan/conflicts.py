@@ -170,7 +170,8 @@ def first_overlap(group: Int32, offset: Int64, size: Int64) -> tuple[int, int] |
     is_suspect = np.append(False, meets)
     rest = np.flatnonzero(np.repeat(n_cut > 1, ends - starts))
     is_suspect[rest] = _crosses_a_line(group[rest], offset[rest], size[rest]) if len(rest) else False
-    for each in np.unique(np.searchsorted(starts, np.flatnonzero(is_suspect), side="right") - 1).tolist():
+    suspects = np.searchsorted(starts, np.flatnonzero(is_suspect), side="right") - 1
+    for each in sorted(set(suspects.tolist())):
         first, last = int(starts[each]), int(ends[each])
         found = _first_pair(offset[first:last], size[first:last])
         if found is not None:

@@ -14,7 +14,6 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.ma  # np.unique imports it at its first call, and training waits for the first plan
 import numpy.typing as npt
 
 from robust_dcp.items import ItemKind, Items, Replica, distinct, merged
@@ -84,7 +83,7 @@ def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> Gl
         place=(np.cumsum(is_written) - 1)[order[written]],
         kept=tuple(np.split(is_written, np.cumsum([len(each) for each in ranks])[:-1])),
         contested=claims.contested,
-        unclaimed=tuple(items.names[name] for name in np.unique(items.name[claims.unclaimed]).tolist()),
+        unclaimed=tuple(items.names[name] for name in sorted(set(items.name[claims.unclaimed].tolist()))),
     )
 
 
@@ -233,7 +232,7 @@ def by_holders(
         groups: the groups to yield.
     """
     counts, n_ranks = np.diff(starts)[groups], int(ranks.max(initial=0)) + 1
-    for count in np.unique(counts).tolist():
+    for count in np.flatnonzero(np.bincount(counts)).tolist():
         members = groups[counts == count]
         holders = ranks[starts[members][:, None] + np.arange(count)]
         # Ranks ascend within a group, so equal rows are equal sets. Sets are numbered in the order of their ranks.

@@ -476,7 +476,7 @@ class Column:
         """The number in each of ``rows``. There may be most of an index between two of them."""
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._values):
             raise self._no_such(int(rows.max()))
-        for slab in np.unique(rows >> self._shift).tolist():
+        for slab in np.flatnonzero(np.bincount(rows >> self._shift)).tolist():
             self._file.load(self._section, slab, slab + 1)
         return self._values[rows].astype(np.int64)
 

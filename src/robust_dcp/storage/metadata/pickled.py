@@ -276,8 +276,8 @@ def _state_entries(
     is_first, is_last = np.diff(name, prepend=-1) != 0, np.diff(name, append=-1) != 0
     columns = {**columns, "which": np.where(columns["which"], 0, 1 + is_first + 2 * is_last)}
     starts = np.append(np.flatnonzero(is_first), len(name))
-    slabs = np.unique(starts[np.searchsorted(starts, np.arange(0, len(name) + 1, SLAB_ROWS))]).tolist()
-    for first, last in pairwise([*slabs, len(name)]):
+    slabs = starts[np.searchsorted(starts, np.arange(0, len(name) + 1, SLAB_ROWS))]
+    for first, last in pairwise([*sorted(set(slabs.tolist())), len(name)]):
         yield _records(templates, {name: column[first:last] for name, column in columns.items()})
 
 
