@@ -7,10 +7,11 @@ which generation is there by all readers, and ``again`` does it once more, and h
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from torch.distributed.checkpoint import FileSystemReader
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, CorruptCheckpoint, RobustWriter, StorageError
 from tests.cli.commands import shell
-from tests.faults.disk import CHANGES
+from tests.faults.disk import CHANGES, FaultDisk
 from tests.harness.fingerprints import differences
 
-__all__ = ["SAVES", "SCENARIOS", "Scenario", "generation", "save", "state", "where"]
+__all__ = ["SAVES", "SCENARIOS", "Scenario", "content", "generation", "save", "state", "where"]
 
 
 def state(value: int, *, more: bool = False) -> dict[str, Any]:
@@ -42,6 +43,10 @@ def state(value: int, *, more: bool = False) -> dict[str, Any]:
 def save(path: str, value: int, *, layout: str = "torch", more: bool = False, **options: Any) -> None:
     writer = RobustWriter(path, layout=layout)
     robust_dcp.save(state(value, more=more), storage_writer=writer, no_dist=True, **options)
+
+
+def content(path: str | Path) -> dict[str, bytes]:
+    return {str(each.relative_to(path)): each.read_bytes() for each in sorted(Path(path).rglob("*")) if each.is_file()}
 
 
 def generation(path: str) -> int | None:
@@ -123,6 +128,9 @@ class Scenario:
         rest = [name for name in left if name.endswith((".tmp", ".lock")) or name.startswith(".robust_dcp.saving")]
         # What a manager notes is some bytes, and stays if it is killed just then.
         rest = [name for name in rest if not name.startswith(("latest.", ".robust_dcp.step.json."))]
+        for each in Path(_checkpoint(directory)).glob("__*.distcp"):
+            metadata: Any = FileSystemReader(each.parent).read_metadata()
+            rest += [each.name] * all(info.relative_path != each.name for info in metadata.storage_data.values())
         assert rest == [], f"the next one has to tidy up: {rest}"
 
 
@@ -130,22 +138,13 @@ def _checkpoint(directory: str) -> str:
     return f"{directory}/c"
 
 
-def _of_save(
-    name: str, *, before: dict[str, Any] | None = None, now: dict[str, Any] | None = None, is_async: bool = False
-) -> Scenario:
+def _of_save(name: str, *, before: dict[str, Any] | None = None, now: dict[str, Any] | None = None) -> Scenario:
     now = now or {}
 
     def prepare(directory: str) -> None:
         os.makedirs(directory, exist_ok=True)
         if before is not None:
             save(_checkpoint(directory), 1, **before)
-
-    def act(directory: str) -> None:
-        if is_async:
-            saving: Any = robust_dcp.async_save(state(2), checkpoint_id=_checkpoint(directory), no_dist=True)
-            saving.result()
-        else:
-            save(_checkpoint(directory), 2, **now)
 
     def again(directory: str) -> None:
         # A checkpoint in safetensors does not replace another.
@@ -155,30 +154,40 @@ def _of_save(
     return Scenario(
         name,
         prepare,
-        act,
+        lambda directory: save(_checkpoint(directory), 2, **now),
         lambda directory: generation(_checkpoint(directory)),
         again,
         (None if before is None else 1, 2),
     )
 
 
+def _save_beside(directory: str) -> None:
+    robust_dcp.async_save(state(2), checkpoint_id=_checkpoint(directory), no_dist=True).result()
+
+
+def _prepare_untidy(directory: str) -> None:
+    """What is there could not remove what it has replaced."""
+    save(_checkpoint(directory), 0)
+    with FaultDisk(directory, on={"unlink:*.distcp": OSError(errno.EACCES, "")}):
+        save(_checkpoint(directory), 1)
+
+
+_OVERWRITE = _of_save("overwrite", before={})
+
 SAVES = (
     _of_save("save"),
-    _of_save("overwrite", before={}),
+    _OVERWRITE,
     _of_save("overwrite-changed", before={"more": True}),
     _of_save("safetensors", now={"layout": "safetensors"}),
     _of_save("other-layout", before={"layout": "safetensors"}),
-    _of_save("async", before={}, is_async=True),
+    replace(_OVERWRITE, name="async", act=_save_beside),
+    replace(_OVERWRITE, name="untidy", prepare=_prepare_untidy),
 )
-
-
-def _prepare_load(directory: str) -> None:
-    save(_checkpoint(directory), 1)
 
 
 _LOAD = Scenario(
     "load",
-    _prepare_load,
+    _OVERWRITE.prepare,
     lambda directory: robust_dcp.load(state(-1), checkpoint_id=_checkpoint(directory), no_dist=True),
     lambda directory: generation(_checkpoint(directory)),
     lambda directory: save(_checkpoint(directory), 9),
@@ -237,7 +246,7 @@ def _copy_the_next(directory: str) -> None:
 
 _COPY = Scenario(
     "copy",
-    _prepare_load,
+    _OVERWRITE.prepare,
     _copy,
     lambda directory: generation(f"{directory}/copy"),
     _copy_the_next,

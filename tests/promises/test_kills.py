@@ -14,7 +14,7 @@ import torch
 
 from tests.faults.disk import CHANGES, LONG_TESTS, FaultDisk, each_call
 from tests.faults.power import cut_power
-from tests.promises.scenarios import SCENARIOS, Scenario, where
+from tests.promises.scenarios import SCENARIOS, Scenario, content, where
 
 EVERY = {"overwrite": 2, "save": 3, "safetensors": 3, "copy": 5, "load": 4}
 """Each so many-th call is tried, from a place that is drawn. The others make much the same calls."""
@@ -61,16 +61,11 @@ UNSEEN = ("convert-dcp", "convert-torch")
 """The first exchanges the names of directories by a call that Python does not have, the second writes in C++."""
 
 
-def files_of(directory: str) -> dict[str, bytes]:
-    root = Path(directory)
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("scenario", [each for each in SCENARIOS if each.name not in (*UNSEEN, "load")], ids=str)
 def test_a_power_cut_after_any_call_leaves_what_was_there_or_what_is_new(scenario: Scenario, memory_path: Path) -> None:
     recorded = str(memory_path / "recorded")
     scenario.prepare(recorded)
-    before = files_of(recorded)
+    before = content(recorded)
     with FaultDisk(recorded, record=True) as disk:
         scenario.act(recorded)
     calls = [call for call in disk.calls if call.operation in CHANGES and call.is_done]

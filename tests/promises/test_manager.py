@@ -45,6 +45,7 @@ from tests.faults.disk import CHANGES, Fault, FaultDisk, Gate, kill
 from tests.harness.damage import data_files
 from tests.harness.faults import fail_in, kill_in
 from tests.harness.ranks import errors, run_ranks, values
+from tests.promises.scenarios import content
 from tests.storage.forged import Call
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -69,10 +70,6 @@ def save_steps(manager: CheckpointManager, *steps: int, value: float = 0) -> lis
     for step in steps:
         manager.save(step, state(value + step))
     return [each.step for each in manager.checkpoints()]
-
-
-def content(path: Path) -> dict[str, bytes]:
-    return {str(each.relative_to(path)): each.read_bytes() for each in sorted(path.rglob("*")) if each.is_file()}
 
 
 class TestSeries:

@@ -440,7 +440,7 @@ class Save:
             for name, files_left in self.left_overs.by_save.items():
                 if files_left.isdisjoint(left):
                     is_gone(self._disk.unlink, self._path_of(name))
-            if earlier.isdisjoint(left):
+            if not left:
                 self._saving.remove()
             self._saving.release()
             if self.names:  # else a power cut brings back nothing but the announcement, which the next save removes

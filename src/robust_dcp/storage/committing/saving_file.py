@@ -357,16 +357,21 @@ def find_left_overs(
 
     others = tuple(save for save in saves if not save.is_over)
     other_files = frozenset[str]().union(*map(made_by, others))
-    by_save = {}
-    for save in saves if needed is not None else ():
-        if save.is_over:
-            left = made_by(save)
-            if save.record is not None and mark_of(committed_by or "") == save.mark:
-                # It was killed after its commit. Of the files that it replaced, those without a mark may have been
-                # written anew by stock.
-                replaced = set(save.record.replaces) & set(names)
-                left |= {name for name in replaced if (by := writer_of(name)) and by.mark}
-            by_save[save.name] = frozenset(left - other_files - set(needed or ()))
+    if needed is None:
+        return LeftOvers({}, others, other_files)
+    records = {save.mark: save.record for save in saves if save.is_over and save.record is not None}
+    replaced, committed = dict[str, set[str]](), [mark_of(committed_by or "")]
+    for mark in committed:  # it grows: whoever was replaced by a committed save has been committed, too
+        if mark in records:
+            # Files without a mark may have been written anew by stock.
+            marked = {name: by.mark for name in records.pop(mark).replaces if (by := writer_of(name)) and by.mark}
+            replaced[mark] = marked.keys() & set(names)
+            committed += marked.values()
+    by_save = {
+        save.name: frozenset((made_by(save) | replaced.get(save.mark, set())) - other_files - set(needed))
+        for save in saves
+        if save.is_over
+    }
     return LeftOvers(by_save, others, other_files)
 
 
