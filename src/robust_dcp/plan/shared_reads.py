@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +41,7 @@ from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.layouts.places import Places, deal, fill_up
+from robust_dcp.storage.options import ranks_on_this_node
 from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.reads import PlannedItems, Read, may_ask_early, reads_of, target_of
@@ -102,7 +102,7 @@ def node_reads_the_same(agreement: Agreement) -> bool:
     """
     if agreement.n_ranks == 1 or not agreement.same_plan_id or agreement.plan_id == _NOTHING:
         return False
-    return agreement.same_value or int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1) > 1
+    return agreement.same_value or ranks_on_this_node() > 1
 
 
 def ranks_share(agreement: Agreement) -> bool:

@@ -127,7 +127,7 @@ class WriteOptions:
         """(threads, bytes of a block) that together stay within ``buffer_bytes``. Blocks are whole pages."""
         buffer_bytes = self.buffer_bytes
         if buffer_bytes is None:
-            buffer_bytes = min(max(_node_nbytes() // 64 // _ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
+            buffer_bytes = min(max(_node_nbytes() // 64 // ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
         threads = default_threads() if self.threads is None else self.threads
         threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
         block_nbytes = min(BLOCK_NBYTES, buffer_bytes // (BLOCKS_PER_THREAD * threads))
@@ -234,7 +234,7 @@ def default_threads(*, least: int = 2, most: int = 4) -> int:
     """How many threads keep a drive busy without taking all cores of a node. They wait for the drive most of the
     time.
     """
-    return min(max(2 * available_cores() // _ranks_on_this_node(), least), most)
+    return min(max(2 * available_cores() // ranks_on_this_node(), least), most)
 
 
 @cache
@@ -255,6 +255,7 @@ def _node_nbytes() -> int:
     return min(nbytes, int(limit)) if limit.isdecimal() else nbytes
 
 
-def _ranks_on_this_node() -> int:
+def ranks_on_this_node() -> int:
+    """How many ranks the launcher has started on this node; 1 if it does not say."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
     return max(int(given), 1) if given.isdecimal() else 1
