@@ -242,7 +242,8 @@ def load(
             afterwards.
         checkpoint_id: the checkpoint's directory.
         storage_reader: a :class:`RobustReader`, to set its options, or another ``StorageReader``.
-        planner: a :class:`RobustLoadPlanner`, to set its options, or another ``LoadPlanner``.
+        planner: a :class:`RobustLoadPlanner`, to set its options, or another ``LoadPlanner``. Its
+            ``create_global_plan`` gets the plan of this rank only.
         process_group: the ranks that load together; ``None`` for all.
         no_dist: load into this process alone although ``torch.distributed`` is initialised.
         timeout_seconds: how long a rank may be silent before the others give up.
@@ -432,7 +433,7 @@ class _Load:
         for key, value in self.values.items():
             if key in self.stand_ins:
                 self.stand_ins[key].put_back(value)
-            else:
+            elif key in self.state_dict:  # as in stock, what a planner has added stays its own
                 self.state_dict[key] = value
         if not isinstance(self.planner, RobustLoadPlanner) or self.planner.metadata is None:
             return None

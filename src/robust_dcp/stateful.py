@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as named
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.errors import PlanConflict, RobustCheckpointError
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _EMPTY_IS_NO_ERROR = named.StateDictOptions(strict=False)
@@ -32,12 +33,37 @@ StateDict = dict[str, Any]
 def _all_of(value: Any, kind: type[Any]) -> list[Any]:
     """The modules, or the optimizers, in a value of a state dict: it is one, or a list of them (pipeline stages).
 
-    Those with a ``state_dict`` of their own are left out. It has its own names, which we keep.
+    There are none if one has a ``state_dict`` of its own. It has its own names, which we keep.
     """
     values = value if isinstance(value, list | tuple) else [value]
-    if not values or not isinstance(values[0], kind) or not all(isinstance(each, kind) for each in values):
-        return []
-    return [each for each in values if type(each).state_dict is kind.state_dict and "state_dict" not in vars(each)]
+    has_torchs = all(
+        isinstance(each, kind) and type(each).state_dict is kind.state_dict and "state_dict" not in vars(each)
+        for each in values
+    )
+    return list(values) if has_torchs else []
+
+
+def _add(values: StateDict, prefix: str, more: Mapping[str, Any], stored: Container[str] | None) -> None:
+    """Add what one of several modules or optimizers holds to what the others hold.
+
+    Raises:
+        PlanConflict: in a save, two of them hold different values of one name. Stages may hold the same buffer.
+    """
+    for name, value in more.items():
+        if stored is None and name in values and not _are_equal(values[name], value):
+            raise PlanConflict(
+                f"the state dict has two values that flatten to the name '{prefix}.{name}' (two modules or optimizers "
+                "that are not stages of one model); give each module and each optimizer a key of its own",
+                key=f"{prefix}.{name}",
+            )
+        values[name] = value
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    one, other = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
+    return one is other or (
+        isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    )
 
 
 class ModuleStates:
@@ -53,7 +79,9 @@ class ModuleStates:
         self._modules = modules
         states = [named.get_model_state_dict(module, options=_EMPTY_IS_NO_ERROR) for module in modules]
         self._names = [list(state) for state in states]
-        self.values: StateDict = {name: value for state in states for name, value in state.items()}
+        self.values: StateDict = {}
+        for state in states:
+            _add(self.values, key, state, stored)
         self._is_as_held = False
         if stored is None or all(f"{key}.{name}" in stored for name in _leaf_names(self.values)):
             return
@@ -128,13 +156,10 @@ class OptimizerStates:
             if is_empty:  # leave out the state that get_optimizer_state_dict has made
                 own = {name: value for name, value in own.items() if not name.startswith("state.")}
                 own.update({"state": {}} if "state" in own else {})
-            for name, value in own.items():  # add it to that of the other optimizers
-                if name == "state" and name in self.values:
-                    self.values[name].update(value)
-                elif name == "param_groups" and name in self.values:
-                    self.values[name].extend(value)
-                else:
-                    self.values[name] = value
+            if "state" in self.values:  # that of the other optimizers
+                _add(self.values["state"], f"{key}.state", own.pop("state"), stored)
+                self.values["param_groups"] += own.pop("param_groups")
+            _add(self.values, key, own, stored)
         if stored is not None:
             self._choose_names(key, stored)
         for (optimizer, _), had in zip(optimizers, before, strict=True):
@@ -279,11 +304,13 @@ def _leaf_names(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-class AsStock:
-    """The stand-in for a ``Stateful`` value. As in stock, the names are those of its ``state_dict``.
+class NamesOfStock(StateDict):
+    """A state dict in which modules and optimizers have the names that stock gives them: those of their own
+    ``state_dict``. As in stock, a list of them is an object like any other."""
 
-    A state dict may hold one for a module or an optimizer, which is then saved and loaded under these names too.
-    """
+
+class AsStock:
+    """The stand-in for a ``Stateful`` value. As in stock, the names are those of its ``state_dict``."""
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
@@ -313,6 +340,7 @@ def stand_ins_for(state_dict: StateDict, stored: Container[str] | None = None) -
     Raises:
         RobustCheckpointError: the state dict is something else than a dict; or there are several optimizers under a
             key, and no module has the parameters of one, or torch cannot name the states of one.
+        PlanConflict: two modules or two optimizers under a key hold different values of one name.
     """
     if not isinstance(state_dict, Mapping):
         what_to_do = 'give it a name, {"name": value}'
@@ -320,23 +348,24 @@ def stand_ins_for(state_dict: StateDict, stored: Container[str] | None = None) -
             what_to_do = 'give it a name, {"model": model}, or pass its state dict, model.state_dict()'
         kind = type(state_dict).__name__
         raise RobustCheckpointError(f"a state dict is a dict, and a {kind} was passed: {what_to_do}")
+    names_are_ours = not isinstance(state_dict, NamesOfStock)
     candidates, modules = StateDict(), dict[str, list[nn.Module]]()
     for key, value in state_dict.items():
         if type(value) not in _TENSORS:
             candidates[key] = value
-            if found := _all_of(value, nn.Module):
+            if names_are_ours and (found := _all_of(value, nn.Module)):
                 modules[key] = found
     stand_ins: dict[str, StandIn] = {}
     for key, value in candidates.items():
         if key in modules:
             stand_ins[key] = ModuleStates(key, modules[key], stored)
-        elif optimizers := _all_of(value, Optimizer):
+        elif names_are_ours and (optimizers := _all_of(value, Optimizer)):
             all_modules = [module for each in sorted(modules, key=str) for module in modules[each]]
             has_stages = any(isinstance(candidates[each], list | tuple) for each in modules)
             owned = _with_modules(key, optimizers, all_modules)
             stand_ins[key] = OptimizerStates(key, owned, by_parameter=has_stages, stored=stored)
-        elif isinstance(value, AsStock) or _is_stateful(value):
-            stand_ins[key] = value if isinstance(value, AsStock) else AsStock(value)
+        elif _is_stateful(value):
+            stand_ins[key] = AsStock(value)
     values = dict(state_dict)
     for key, stand_in in stand_ins.items():
         values[key] = stand_in.values

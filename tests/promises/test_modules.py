@@ -175,15 +175,21 @@ def test_an_optimizer_whose_module_is_not_there_has_stocks_names(tmp_path: Path)
         assert held(other, its_optimizer) == held(model, optimizer)
 
 
-def test_an_optimizer_whose_states_have_no_names_is_refused_by_name(tmp_path: Path) -> None:
-    model, optimizer = built("plain", seed=1)
+def test_what_has_no_name_or_one_name_with_another_is_refused_by_name(tmp_path: Path) -> None:
+    (model, optimizer), (other, its_optimizer) = built("plain", seed=1), built("plain", seed=2)
     loose, no_step = AdamW([nn.Parameter(torch.ones(2))]), torch.optim.LBFGS(model.parameters())
-    for optimizers, words in (
-        ([optimizer, loose], r"optimizers\[1\] has parameters that are in no module"),
-        (no_step, "the states of 'optimizers' have no names: .* LBFGS raises TypeError"),
+    both = {"model": model, "other": other}
+    for state, words in (
+        ({"model": model, "optimizers": [optimizer, loose]}, r"optimizers\[1\] has parameters that are in no module"),
+        (
+            {"model": model, "optimizers": no_step},
+            "the states of 'optimizers' have no names: .* LBFGS raises TypeError",
+        ),
+        ({"models": [model, other]}, r"two values that flatten to the name 'models\.0\.weight'"),
+        (both | {"optimizers": [optimizer, its_optimizer]}, r"to the name 'optimizers\.state\.0\.weight'"),
     ):
         with pytest.raises(RobustCheckpointError, match=words):
-            robust_dcp.save({"model": model, "optimizers": optimizers}, checkpoint_id=tmp_path)
+            robust_dcp.save(state, checkpoint_id=tmp_path)
 
 
 class WithNamesOfItsOwn(AdamW):
@@ -303,6 +309,8 @@ def stages(trained: list[Trained]) -> dict[str, Any]:
     """This rank's two stages of four, and their optimizers."""
     numbers = (dist.get_rank(), dist.get_rank() + 2)
     models = [nn.ModuleDict({f"stage{at}": model}) for at, (model, _) in zip(numbers, trained, strict=True)]
+    for each in models:
+        each.register_buffer("positions", torch.arange(3.0))
     return {"model": models, "optimizer": [optimizer for _, optimizer in trained]}
 
 

@@ -35,6 +35,11 @@ SAVE = """
 
     def check(loaded):
         assert torch.equal(loaded["w"], torch.arange(10.0)) and loaded["nested"]["step"] == 3
+
+    def loaded_by(load, *args, **kwargs):
+        loaded = empty()
+        assert load(loaded, *args, **kwargs) is None
+        return loaded
 """
 
 
@@ -56,12 +61,9 @@ EVERY_WAY = """
     kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
     dcp.async_save(state, storage_writer=FileSystemWriter(path + "/4"), **processes(kind)).result()
     for number in "1234":
-        loaded = empty()
-        assert load(loaded, checkpoint_id=f"{path}/{number}") is None
-        check(loaded)
-        loaded = empty()
-        dcp.load(loaded, storage_reader=FileSystemReader(f"{path}/{number}"), planner=DefaultLoadPlanner())
-        check(loaded)
+        check(loaded_by(load, checkpoint_id=f"{path}/{number}"))
+        reader = FileSystemReader(f"{path}/{number}")
+        check(loaded_by(dcp.load, storage_reader=reader, planner=DefaultLoadPlanner()))
 """
 
 
@@ -135,8 +137,9 @@ CALLS = [
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        metadata = dcp.save({"model": wrapped, "optimizer": optimizer, "step": 3}, checkpoint_id=path + "/1")
-        assert {"model._orig_mod.0.weight", "optimizer.state.0.exp_avg"} <= set(metadata.state_dict_metadata)
+        saved = {"model": wrapped, "optimizer": optimizer, "step": 3, "pickled": [model, model]}
+        metadata = dcp.save(saved, checkpoint_id=path + "/1")
+        assert {"model._orig_mod.0.weight", "optimizer.state.0.exp_avg", "pickled"} <= set(metadata.state_dict_metadata)
         before = model[0].weight.detach().clone()
         with torch.no_grad():
             model[0].weight.zero_()
@@ -162,16 +165,16 @@ CALLS = [
             save(state, checkpoint_id=f"{path}/stock{number}", planner=kind())
         save(state, storage_writer=type("Writer", (FileSystemWriter,), {})(path + "/stock3"))
         save(state, storage_writer=FileSystemWriter(path + "/stock4", _extensions=[ZStandard()]))
-        for number in range(5):
-            loaded = empty()
-            load(loaded, checkpoint_id=f"{path}/stock{number}")
-            check(loaded)
+        reads = type("Reads", (DefaultLoadPlanner,), {"create_global_plan": lambda own, plans: plans})
+        for number, kind in enumerate([DefaultLoadPlanner] * 4 + [reads]):
+            check(loaded_by(load, checkpoint_id=f"{path}/stock{number}", planner=kind()))
         """,
         [
             "Planner plans otherwise than DefaultSavePlanner",
             "Own overrides finish_plan",
             "Writer writes otherwise than FileSystemWriter",
             "FileSystemWriter with extensions transforms what it writes",
+            "Reads overrides create_global_plan, which gets the plans of all ranks",
         ],
         id="planners, writers and transformations of others",
     ),
@@ -206,9 +209,7 @@ CALLS = [
         response.staging_completion.result()
         state["w"] += 1
         assert isinstance(response.upload_completion.result(), Metadata)
-        loaded = empty()
-        load(loaded, checkpoint_id=path + "/1")
-        check(loaded)
+        check(loaded_by(load, checkpoint_id=path + "/1"))
         stager.close()
         """,
         [],
@@ -223,9 +224,7 @@ CALLS = [
                 return {"w": 2 * state_dict["w"], "nested": state_dict["nested"]}
         torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=0, world_size=1)
         async_save(state, checkpoint_id=path + "/1", async_stager=Doubles()).result()
-        loaded = empty()
-        load(loaded, checkpoint_id=path + "/1")
-        assert torch.equal(loaded["w"], 2 * state["w"])
+        assert torch.equal(loaded_by(load, checkpoint_id=path + "/1")["w"], 2 * state["w"])
         """,
         ["Doubles stages in a way of its own"],
         id="a stager of one's own stages what is saved",
@@ -235,9 +234,7 @@ CALLS = [
         """
         old_save, old_load = dcp.save_state_dict, dcp.load_state_dict
         old_save(state, FileSystemWriter(path + "/1"), None, 0, True)
-        loaded = empty()
-        old_load(loaded, FileSystemReader(path + "/1"))
-        assert torch.equal(loaded["w"], state["w"])
+        check(loaded_by(old_load, FileSystemReader(path + "/1")))
         old_save(state, FileSystemWriter(path + "/2"), no_dist=True, coordinator_rank=0)
         torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=0, world_size=1)
         try:
@@ -257,8 +254,7 @@ CALLS = [
         save(state, checkpoint_id=path + "/second", storage_writer=writer)
         reader = RobustReader(path + "/first", threads=2)
         for place, more in ((path + "/second", 1), (path + "/first", 0)):
-            loaded = empty()
-            load(loaded, checkpoint_id=place, storage_reader=reader)
+            loaded = loaded_by(load, checkpoint_id=place, storage_reader=reader)
             assert torch.equal(loaded["w"], torch.arange(10.0) + more)
             assert str(reader.path) == place
         """,
@@ -271,9 +267,7 @@ CALLS = [
 
         for place in (path + "/plain", f"file://{path}/stock1", f"file://{path}/stock2"):
             dcp.save(state, storage_writer=FsspecWriter(place, thread_count=2))
-            loaded = empty()
-            load(loaded, storage_reader=FsspecReader(place))
-            check(loaded)
+            check(loaded_by(load, storage_reader=FsspecReader(place)))
         """,
         [
             "saves by torch.distributed.checkpoint.save (file:// is no mounted file system",
@@ -354,18 +348,16 @@ AS_STOCK = {
             seen = []
             def commit_tensor(self, read_item, tensor):
                 self.seen.append(read_item.dest_index.fqn)
+                self.original_state_dict["its own"] = 1
 
         save(state, checkpoint_id=path + "/1")
-        loaded = empty()
-        load(loaded, checkpoint_id=path + "/1", planner=Planner())
+        loaded = loaded_by(load, checkpoint_id=path + "/1", planner=Planner())
         check(loaded)
-        assert Planner.seen == ["w"]
+        assert Planner.seen == ["w"] and set(loaded) == set(state)
     """,
     "a writer or reader as the second argument is taken as stock takes it": """
         save(state, FileSystemWriter(path + "/1"))
-        loaded = empty()
-        load(loaded, FileSystemReader(path + "/1"))
-        check(loaded)
+        check(loaded_by(load, FileSystemReader(path + "/1")))
         try:
             save(state, checkpoint_id=path + "/2", overwrite=True)
         except TypeError as error:
@@ -382,8 +374,7 @@ AS_STOCK = {
         state["w"] -= 1
         save(state, checkpoint_id=path + "/first")
         for place in (path + "/second", None):
-            loaded = empty()
-            load(loaded, checkpoint_id=place, storage_reader=reader)
+            loaded = loaded_by(load, checkpoint_id=place, storage_reader=reader)
             assert torch.equal(loaded["w"], torch.arange(10.0) + 1), loaded
         assert str(reader.path) == path + "/second"
     """,

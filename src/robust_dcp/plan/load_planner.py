@@ -223,10 +223,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             raise not_an_object(error, file=file, item=name) from error
         # DefaultLoadPlanner does not find keys that are no text, and without flatten_state_dict it puts the object only
         # into the copy of the state dict that flatten_sharded_tensors made.
-        if not self.flatten_state_dict:
-            self.state_dict[name] = self.original_state_dict[name] = loaded
-            return
         container: Any = self.original_state_dict
+        if not self.flatten_state_dict:
+            self.state_dict[name] = container[self._key(container, name)] = loaded
+            return
         *parts, last = self.mappings[name]
         for part in parts:
             container = container[self._key(container, part)]

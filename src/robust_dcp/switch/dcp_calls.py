@@ -14,11 +14,9 @@ from errno import ENOENT
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint import state_dict_saver as stock_saver
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.optim import Optimizer
 
 from robust_dcp import api
 from robust_dcp.asynchronous import async_save as robust_async_save
@@ -27,7 +25,7 @@ from robust_dcp.errors import StorageError
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import SaveReport
-from robust_dcp.stateful import AsStock
+from robust_dcp.stateful import NamesOfStock
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter
@@ -98,18 +96,19 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
     except _StaysStock as why:
         log_left_to_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
-    named = _with_names_of_stock(state_dict)
-    try:
-        api.load(named, **arguments, **more)
-    except StorageError as error:
-        if not _is_of_single_ranks(arguments, error):
-            raise
-        reason = "it was saved with use_collectives=False, so each rank loads by itself"
-        log_left_to_stock("the planning of a load", reason)
-        return stock(state_dict, **arguments)
-    if named is not state_dict:
-        state_dict.update({key: value for key, value in named.items() if not isinstance(value, AsStock)})
-    return None
+    reason = f"{type(planner).__name__} overrides create_global_plan, which gets the plans of all ranks"
+    if type(arguments["planner"]).create_global_plan is DefaultLoadPlanner.create_global_plan:
+        try:
+            named = _with_names_of_stock(state_dict)
+            api.load(named, **arguments, **more)
+            state_dict.update(named)
+            return None
+        except StorageError as error:
+            if not _is_of_single_ranks(arguments, error):
+                raise
+            reason = "it was saved with use_collectives=False, so each rank loads by itself"
+    log_left_to_stock("the planning of a load", reason)
+    return stock(state_dict, **arguments)
 
 
 def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
@@ -140,11 +139,9 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
 
 
 def _with_names_of_stock(state_dict: Any) -> Any:
-    """Make modules and optimizers keep the names that stock gives them. Without any, return the state dict itself."""
-    if not isinstance(state_dict, Mapping):
-        return state_dict  # all ranks refuse it later in the same way
-    kept = {key: AsStock(value) for key, value in state_dict.items() if isinstance(value, nn.Module | Optimizer)}
-    return {**state_dict, **kept} if kept else state_dict
+    """Make modules and optimizers keep the names that stock gives them."""
+    # All ranks refuse another value later in the same way.
+    return NamesOfStock(state_dict) if isinstance(state_dict, Mapping) else state_dict
 
 
 def _given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
