@@ -8,26 +8,41 @@ from typing import TYPE_CHECKING, Any
 from robust_dcp.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from robust_dcp.installation import install as install
+    from robust_dcp.installation import uninstall as uninstall
+    from robust_dcp.manager.manager import CheckpointManager as CheckpointManager
+    from robust_dcp.manager.series import Checkpoint as Checkpoint
+    from robust_dcp.manager.series import KeepBest as KeepBest
+    from robust_dcp.manager.series import KeepEvery as KeepEvery
+    from robust_dcp.manager.series import KeepLast as KeepLast
+    from robust_dcp.manager.series import KeepPolicy as KeepPolicy
     from robust_dcp.public import *  # noqa: F403
+
+_ROOMS = {
+    **dict.fromkeys(("install", "uninstall"), "installation"),
+    **dict.fromkeys(("Checkpoint", "KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"), "manager.series"),
+    "CheckpointManager": "manager.manager",
+}
+"""The other public names, and the module of each, which is imported when the name is used."""
 
 
 def _public() -> dict[str, Any]:
-    """The public names. They are imported when one is first used, since torch takes seconds, and ``robust-dcp ls``
-    needs none (PEP 562). From then on they are attributes."""
+    """The names of ``public``. They are imported when one is first used, since torch takes seconds, and ``robust-dcp
+    ls`` needs none (PEP 562). From then on they are attributes."""
     names = {name: value for name, value in vars(import_module("robust_dcp.public")).items() if name[0] != "_"}
     globals().update(names)
     return names
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_public()])
+    return sorted(["__version__", *_ROOMS, *_public()])
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
-    if name in ("install", "uninstall"):  # torch need not be imported yet when they are called
-        return getattr(import_module("robust_dcp.installation"), name)
+    if name in _ROOMS:  # torch need not be imported yet when `install` is called
+        return getattr(import_module(f"robust_dcp.{_ROOMS[name]}"), name)
     if not name.startswith("_"):
         if find_spec(f"robust_dcp.{name}"):
             return import_module(f"robust_dcp.{name}")  # robust_dcp.storage, as if the package had imported it

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -313,8 +312,7 @@ def load(
     return report
 
 
-@dataclass(eq=False)
-class _Load:
+class _Load(msgspec.Struct, eq=False):
     """One load on one rank: what its phases hand on.
 
     Attributes:
@@ -330,10 +328,10 @@ class _Load:
     checkpoint: str
     channel: Channel
     clock: PhaseClock
-    plan: LoadPlan = field(init=False)
-    shared: SharedReads | None = field(default=None, init=False)
-    values: dict[str, Any] = field(default_factory=dict, init=False)
-    stand_ins: dict[str, StandIn] = field(default_factory=dict, init=False)
+    plan: LoadPlan = msgspec.field(default_factory=lambda: LoadPlan([]))
+    shared: SharedReads | None = None
+    values: dict[str, Any] = {}
+    stand_ins: dict[str, StandIn] = {}
 
     def phase(self, name: str) -> str:
         """The name of an exchange of this load."""

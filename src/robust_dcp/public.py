@@ -1,4 +1,4 @@
-"""The public names, which the package imports from here when one of them is first used.
+"""The public names of what a save or a load needs. The package imports them from here when one is first used.
 
 ``as`` says that a name is meant for others: without it type checkers take it for one of this module's own.
 """
@@ -21,14 +21,6 @@ from robust_dcp.errors import StructureChanged as StructureChanged
 from robust_dcp.errors import UnsafeCheckpoint as UnsafeCheckpoint
 from robust_dcp.events import Event as Event
 from robust_dcp.events import on_event as on_event
-from robust_dcp.installation import install as install
-from robust_dcp.installation import uninstall as uninstall
-from robust_dcp.manager.manager import CheckpointManager as CheckpointManager
-from robust_dcp.manager.series import Checkpoint as Checkpoint
-from robust_dcp.manager.series import KeepBest as KeepBest
-from robust_dcp.manager.series import KeepEvery as KeepEvery
-from robust_dcp.manager.series import KeepLast as KeepLast
-from robust_dcp.manager.series import KeepPolicy as KeepPolicy
 from robust_dcp.plan.load_planner import RobustLoadPlanner as RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner as RobustPlanner
 from robust_dcp.plan.state_dict import StructureSignature as StructureSignature

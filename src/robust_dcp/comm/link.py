@@ -20,7 +20,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -48,8 +47,7 @@ _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
 
 
-@dataclass
-class ExchangeStats:
+class ExchangeStats(msgspec.Struct):
     """What exchanges have cost this rank.
 
     Attributes:
@@ -67,8 +65,8 @@ class ExchangeStats:
 
     def add(self, other: ExchangeStats) -> None:
         """Add what ``other`` has counted."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Link:

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -39,8 +38,7 @@ class _Told(msgspec.Struct, frozen=True):
     is_replaced: bool = False
 
 
-@dataclass(kw_only=True)
-class Drain:
+class Drain(msgspec.Struct, kw_only=True, eq=False):
     """One rank's part of the copy of a checkpoint.
 
     Attributes:
@@ -60,8 +58,8 @@ class Drain:
     open_channel: Callable[[], Channel]
     leads: bool
     disk: Disk
-    _record: DrainRecord = field(default=DrainRecord("", ""), init=False)
-    _held: ExitStack = field(default_factory=ExitStack, init=False)
+    _record: DrainRecord = DrainRecord("", "")
+    _held: ExitStack = msgspec.field(default_factory=ExitStack)
 
     def announce(self) -> None:
         """Note in the checkpoint that it will be copied, and keep it from being removed until that is done.

@@ -14,9 +14,10 @@ import platform
 import re
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 
 @cache
@@ -40,8 +41,7 @@ _DIO_ALIGN_AT: Final = 0x98
 _TMPFS: Final = 0x01021994
 
 
-@dataclass(frozen=True)
-class Alignment:
+class Alignment(msgspec.Struct, frozen=True):
     """The alignment that direct I/O on a file needs. Both values are powers of two, in bytes.
 
     Attributes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
 from errno import ENOENT, ENOTDIR
 
+import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
@@ -39,8 +39,7 @@ def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
     )
 
 
-@dataclass(eq=False)
-class MetadataSource:
+class MetadataSource(msgspec.Struct, eq=False):
     """Where the metadata of a checkpoint comes from.
 
     Args:
@@ -50,9 +49,9 @@ class MetadataSource:
 
     disk: Disk
     path: str
-    _index: StoredIndex | None = field(default=None, init=False)
-    _was_read: tuple[int | None, bytes] | None = field(default=None, init=False)
-    _are_marked: bool | None = field(default=None, init=False)
+    _index: StoredIndex | None = None
+    _was_read: tuple[int | None, bytes] | None = None
+    _are_marked: bool | None = None
 
     def path_of_metadata(self, rank: int | None = None) -> str:
         """The path of ``.metadata``, or of the one that ``rank`` has written without collectives."""

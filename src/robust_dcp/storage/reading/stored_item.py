@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
@@ -43,8 +43,7 @@ wanted.
 """
 
 
-@dataclass(eq=False)
-class Verification:
+class Verification(msgspec.Struct, eq=False):
     """What one load verifies, and how it recognises records.
 
     Attributes:
@@ -55,8 +54,8 @@ class Verification:
 
     verify: Verify
     unverified_nbytes: int = 0
-    known_records: KnownRecords = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    known_records: KnownRecords = {}
+    _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
 
     def skip(self, nbytes: int, name: str, file: str) -> None:
         """Count ``nbytes`` bytes of an item that are handed over without having been verified.
