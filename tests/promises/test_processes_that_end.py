@@ -18,8 +18,8 @@ dist.init_process_group("gloo")
 if HAS_SAVED:
     robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=60)
 dist.barrier()
-if rank == VICTIM:
-    os.kill(os.getpid(), signal.SIGKILL)
+if rank == VICTIM:  # before it saves, or while it writes
+    robust_dcp.on_event(lambda event: IS_CAUGHT and event.name != "progress" or os.kill(os.getpid(), signal.SIGKILL))
 try:
     robust_dcp.save(state(2), checkpoint_id=f"{path}/2", timeout_seconds=60 if HAS_SAVED else 4)
 except robust_dcp.ExchangeTimeout as error:

@@ -265,8 +265,8 @@ class Link:
                     end_message = encode(ended)
                     self._unsettled = place, end_message
             self._drop(problem)
+            self._wait_until_heard(place, end_message)
             self._apply(end_message)
-            self._stay_until_heard(place, end_message)
 
     def _answer(self, problem: Problem, connections: Connections | None = None) -> Answer:
         operations = self.operations()
@@ -366,11 +366,13 @@ class Link:
         for operation in others:
             operation.resume()
 
-    def _stay_until_heard(self, place: str, end_message: bytes) -> None:
-        """Stay until the others have read the end message, if the store is in this process, which may exit next."""
-        if self.store_host != self.rank:
+    def _wait_until_heard(self, place: str, end_message: bytes) -> None:
+        """If the store is in this process, wait until the others have read the end message: when an operation ends, the
+        caller may end the process at once."""
+        ended = decode(end_message, EndMessage)
+        if self.store_host != self.rank or not ended.operations:
             return
-        n_missing = len((decode(end_message, EndMessage).error.fields or {}).get("missing_ranks") or ())
+        n_missing = len((ended.error.fields or {}).get("missing_ranks") or ())
         until = time.monotonic() + patience.HEARD_SECONDS
         with contextlib.suppress(StoreLost):
             while time.monotonic() < until:
