@@ -256,10 +256,12 @@ def load(
     watch_in_terminal()
     if storage_reader is None and checkpoint_id is None:
         raise ValueError("pass checkpoint_id, the directory to load from, or storage_reader=RobustReader(path)")
-    reader = RobustReader(checkpoint_id or "") if storage_reader is None else storage_reader
-    if storage_reader is not None:
-        storage_reader.reset(checkpoint_id)
     planner = RobustLoadPlanner() if planner is None else planner
+    if storage_reader is None:
+        reader: StorageReader = RobustReader(checkpoint_id or "", trusted=getattr(planner, "trusted", False))
+    else:
+        reader = storage_reader
+        reader.reset(checkpoint_id)
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
     channel = Channel.for_group(
         process_group,

@@ -115,11 +115,18 @@ def test_an_object_whose_bytes_are_no_pickle_is_named_with_its_file(trusted: boo
     place = data.index(b"x" * 50)
     data[place - 20 : place + 20] = b"\xff" * 40
     path.write_bytes(data)
-    planner = RobustLoadPlanner(trusted=trusted)
     reader = RobustReader(tmp_path, verify_checksums=False, trusted=trusted)
     with pytest.raises(robust_dcp.CorruptCheckpoint) as caught:
-        robust_dcp.load({"epoch": {"name": ""}}, storage_reader=reader, planner=planner)
+        robust_dcp.load({"epoch": {"name": ""}}, storage_reader=reader)
     assert "epoch.name" in str(caught.value) and path.name in str(caught.value)
+
+
+def test_it_is_enough_to_tell_the_reader_or_the_planner_to_trust(tmp_path: Path) -> None:
+    robust_dcp.save({"own": print}, checkpoint_id=tmp_path)
+    planner, reader = RobustLoadPlanner(trusted=True), RobustReader(tmp_path, trusted=True)
+    for told in ({"planner": planner}, {"storage_reader": reader}):
+        robust_dcp.load(loaded := {"own": None}, checkpoint_id=tmp_path, **told)
+        assert loaded["own"] is print
 
 
 def test_a_name_that_is_no_text_is_refused_and_shown(tmp_path: Path) -> None:

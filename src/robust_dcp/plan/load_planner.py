@@ -51,7 +51,8 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         flatten_state_dict, flatten_sharded_tensors: as in ``DefaultLoadPlanner``.
         allow_partial_load: whether keys of the state dict that the checkpoint does not have keep their values.
         on_dtype_mismatch: ``"error"`` if a tensor has another dtype than the saved one, or ``"cast"`` as stock does.
-        trusted: unpickle objects of any class. Use it only for checkpoints from a source that may run code here.
+        trusted: unpickle objects of any class. Use it only for checkpoints from a source that may run code here. A
+            :class:`RobustReader` that is passed as well decides by its own ``trusted``.
 
     Raises:
         PlanConflict: (from ``create_local_plan``) keys are missing, shapes or dtypes differ, or one side has a tensor
@@ -211,10 +212,8 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             CorruptCheckpoint: the bytes are not what ``torch.save`` wrote.
         """
         name = read_item.dest_index.fqn
-        file, is_checked = (
-            (value.file, value.is_checked) if isinstance(value, ObjectBytes) else ("the checkpoint", False)
-        )
-        if not (self.trusted or is_checked):
+        file = getattr(value, "file", "the checkpoint")
+        if not (self.trusted or isinstance(value, ObjectBytes)):
             check_object(value, file=file, item=name)
             value.seek(0)
         try:
