@@ -76,7 +76,6 @@ def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
         *([name, path] for name in ("ls", "verify", "doctor", "report") for path in (nowhere, str(file))),
         *(["prune", path, "--keep-last", "1"] for path in (nowhere, str(file))),
         ["verify", str(tmp_path)],
-        ["bench", str(file)],
         ["copy", nowhere, str(file), "--limit", "fast"],
         ["no-such-command"],
         ["verify"],

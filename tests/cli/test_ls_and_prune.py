@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from robust_dcp.storage.committing.saving_file import SavingFile, claimed
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from tests.cli.commands import shell
+from tests.faults.disk import FaultDisk
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def saving_in(path: Path) -> SavingFile:
     return SavingFile.create(Disk(), str(path), save_id="0123456789abcdef0123456789abcdef")
 
 
-def test_ls_says_what_goes_on_in_each_directory(run: Path) -> None:
+def test_ls_says_what_goes_on_in_each_directory(run: Path, originals: Path) -> None:
     running = [saving_in(run / "step_5"), saving_in(run / "step_1")]
     saving_in(run / "step_6").release()  # as when its process ends
     (run / "step_8").mkdir()
@@ -60,6 +62,7 @@ def test_ls_says_what_goes_on_in_each_directory(run: Path) -> None:
     }
     found = shell("ls", run, "--json").json
     assert "this is a checkpoint itself" in shell("ls", run / "step_3").err
+    assert "holds the checkpoints megatron, ours" in shell("ls", originals).err
     for each in running:
         each.release()
     assert [each["step"] for each in found["checkpoints"]] == [1, 3, 4]
@@ -67,8 +70,11 @@ def test_ls_says_what_goes_on_in_each_directory(run: Path) -> None:
 
 
 def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path) -> None:
-    ended = shell("prune", run, "--keep-best", "loss", "--yes")
-    assert ended.code == 0
+    saving_in(run / "step_5").release()
+    words = ("prune", run, "--keep-best", "loss", "--yes")
+    assert [row[1] for row in shell(*words, "--dry-run").rows if "remove" in row[3]] == ["step_5", "step_1"]
+    with FaultDisk(run, on={"write:*": OSError(errno.ENOSPC, "")}):
+        assert shell(*words).code == 0
     assert names_in(run) == ["step_2", "step_3", "step_4"]  # the best, the latest, the newest
     assert shell("prune", run, "--keep-every", 3, "--yes", "--json").json["removed"] == [str(run / "step_2")]
     assert names_in(run) == ["step_3", "step_4"]
@@ -79,7 +85,11 @@ def test_prune_leaves_what_is_being_loaded_or_saved(run: Path) -> None:
     with claimed(disk, str(run / "step_2")), needed_for_a_load(disk, str(run / "step_1")):
         ended = shell("prune", run, "--keep-last", 1, "--yes", "--json")
     assert sorted(ended.json["in_use"]) == [str(run / "step_1"), str(run / "step_2")]
-    assert names_in(run) == ["step_1", "step_2", "step_3", "step_4"]
+    assert {"step_1", "step_2"} < set(names_in(run))
+    for words in (("diff", "{0}", "{0}", "--values"), ("convert", "{0}", f"{run}/made", "--to=dcp")):
+        with FaultDisk(run / "step_1", on={"read:__*#1": lambda call: shell("prune", run, "--keep-last=1", "--yes")}):
+            assert shell(*(each.format(run / "step_1") for each in words)).code == 0
+    assert names_in(run) == ["made", "step_1", "step_3", "step_4"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -70,13 +71,16 @@ def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(origi
     assert ended.code == 1 and [each["is_whole"] for each in ended.json["checkpoints"]] == [True, False, True]
     assert "1 of 3 checkpoints is broken" in shell("verify", tmp_path).err
     path = tmp_path / "step_1"
-    for change, code, said in (
-        (lambda call: robust_dcp.save({"w": torch.ones(1)}, checkpoint_id=path), 2, "was saved to, or removed, while"),
-        (lambda call: shutil.rmtree(path), 0, "step_1 was removed meanwhile"),
-    ):
-        with FaultDisk(path, on={"open:__*#1": change}):
+    changes: list[tuple[str, Any, int, str]] = [
+        ("open:.metadata", OSError(errno.EACCES, ""), 2, "step_1/.metadata: Permission denied"),
+        ("open:__*#1", lambda call: robust_dcp.save({"w": torch.ones(1)}, checkpoint_id=path), 2, "run verify again"),
+        ("open:__*#1", lambda call: shutil.rmtree(path), 0, "step_1 was removed meanwhile"),
+    ]
+    for call, change, code, said in changes:
+        with FaultDisk(path, on={call: change}):
             ended = shell("verify", tmp_path)
-        assert ended.code == code and said in ended.err
+        assert ended.code == code and said in ended.err and ended.err.count("whole: ") == 2
+        assert ("0 of 3 checkpoints are broken, and 1 could not be verified" in ended.err) is (code == 2)
 
 
 @pytest.mark.parametrize("kind", OURS)

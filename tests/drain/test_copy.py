@@ -190,7 +190,7 @@ class TestASource:
         assert not (tmp_path / "target/.metadata").exists()
 
     def test_whose_metadata_is_missing_or_of_an_impossible_size_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(StorageError, match="no checkpoint was committed there, so there is nothing to copy"):
+        with pytest.raises(StorageError, match="no checkpoint was committed there; there is no such directory"):
             copy_checkpoint(tmp_path / "nothing", tmp_path / "target")
         source = save(tmp_path / "source")
         os.truncate(source / ".metadata", 17 << 30)

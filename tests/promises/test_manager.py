@@ -654,7 +654,11 @@ class TestRemovals:
         with FaultDisk(tmp_path, on={call: lambda rename: other.prune() and None}):
             save_steps(CheckpointManager(tmp_path), 10)
         assert "step_10 was removed right after its commit" in caplog.text
-        assert load_what_is_there(tmp_path) == (20, 20.0, [])
+        save_steps(CheckpointManager(tmp_path), 15, 30)
+        caplog.clear()
+        with FaultDisk(tmp_path, on={"create:step_15/*": lambda create: shutil.rmtree(tmp_path / "step_15")}):
+            assert other.prune() == [str(tmp_path / "step_15"), str(tmp_path / "step_20")] and not caplog.text
+        assert load_what_is_there(tmp_path) == (30, 30.0, [])
 
     def test_two_managers_on_one_root_lose_nothing_that_both_keep(self, tmp_path: Path) -> None:
         values(run_ranks(2, save_with_two_managers, str(tmp_path)))

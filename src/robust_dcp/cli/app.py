@@ -23,12 +23,11 @@ from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Final, NoReturn
 
-from robust_dcp.cli.output import CommandFailed, Output, safe_text
+from robust_dcp.cli.output import CANNOT, CommandFailed, Output, safe_text
 from robust_dcp.version import __version__
 
 COMMANDS: Final = ("inspect", "verify", "diff", "convert", "copy", "report", "ls", "prune", "bench", "doctor")
 
-_CANNOT: Final = 2
 _STOPPED: Final = 130  # what shells report of a program that SIGINT has ended
 _WIDTH: Final = 100
 _COLLECTED_AFTER: Final = 100_000
@@ -91,7 +90,7 @@ def parse(words: Sequence[str]) -> tuple[Callable[[Namespace], int | None], Name
     )
     parser.add_argument("--version", action="version", version=f"robust-dcp {__version__}")
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help="… COMMAND --help says more.")
-    parser.parse_args(words or ["--help"])
+    parser.parse_known_args(words or ["--help"])
     raise CommandFailed(f"{name} comes after the command", parser.format_usage())
 
 
@@ -134,7 +133,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     os._exit(_STOPPED)
 
 
-def _failed(error: str, code: int = _CANNOT) -> int:
+def _failed(error: str, code: int = CANNOT) -> int:
     with suppress(OSError):  # stdout may be what has failed
         print(f"robust-dcp: {safe_text(error)}", file=sys.stderr, flush=True)
         Output.put({"error": error})

@@ -10,12 +10,11 @@ Examples:
 
 from __future__ import annotations
 
-import os
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from robust_dcp.cli.arguments import local_path, number_in
-from robust_dcp.cli.output import CommandFailed, Output, size
+from robust_dcp.cli.output import Output, size
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -27,17 +26,10 @@ def declare(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> None:
     """Print how fast a device writes and reads, and which options suit it."""
-    directory = os.path.abspath(options.path)  # the nearest one that exists, found here so that an error needs no torch
-    while not os.path.isdir(directory):
-        if os.path.lexists(directory):
-            raise CommandFailed(f"{directory} is not a directory: give the directory that checkpoints go to")
-        directory = os.path.dirname(directory)
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise CommandFailed(f"{directory} cannot be written to: check who owns it, and give another directory")
-    Output.note(f"{directory}: writes and reads for about {options.seconds:g} s")
+    Output.note(f"{options.path}: writes and reads for about {options.seconds:g} s")
     from robust_dcp.storage.tuning import choose, tune
 
-    tuned = tune(directory, seconds=options.seconds)
+    tuned = tune(options.path, seconds=options.seconds)
     tables = {"write": tuned.table, "read": tuned.read_table}
     measured: list[dict[str, Any]] = [
         {"what": what, **row._asdict()} for what, table in tables.items() for row in table
@@ -45,7 +37,7 @@ def run(options: Namespace) -> None:
     threads = tuned.writer_options["threads"]
     Output.put(
         {
-            "path": directory,
+            "path": options.path,
             "environment": {"ROBUST_DCP_WRITER_THREADS": str(threads)},
             "writer_options": tuned.writer_options,
             "reader_options": tuned.reader_options,

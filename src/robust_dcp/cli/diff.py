@@ -18,6 +18,7 @@ import msgspec
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number
+from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 
 _OBJECT: Final = ("name", "first", "second")
 
@@ -38,7 +39,7 @@ def run(options: Namespace) -> int:
         raise CommandFailed("--tolerance says which values count as equal: compare them with --values")
     both, pattern = (open_checkpoint(options.first), open_checkpoint(options.second)), options.pattern
     for each in both:
-        Output.say(summary(each))
+        Output.note(summary(each))
     before, after = ({item.name: item for item in each.items_that_fit(pattern)} for each in both)
     if pattern and not before and not after:
         raise CommandFailed(f"no item of either checkpoint has such a name: {' '.join(pattern)}")
@@ -60,7 +61,8 @@ def run(options: Namespace) -> int:
     tensors: list[dict[str, Any]] = []
     objects: list[dict[str, str]] = []
     if options.values:
-        tensors, objects = _different_values(both[0].path, both[1].path, common, options.tolerance)
+        with needed_for_a_load(both[0].disk, both[0].path), needed_for_a_load(both[1].disk, both[1].path):
+            tensors, objects = _different_values(both[0].path, both[1].path, common, options.tolerance)
     are_equal = not (rows or tensors or objects)
     Output.put(
         {

@@ -138,7 +138,12 @@ def _file_system(path: str) -> Iterator[Finding]:
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     few = free < _LEAST_FREE_NBYTES
     advice = "a save needs room for the new checkpoint beside the old one" if few else ""
-    yield Finding("warning" if few else "ok", "space", f"{size(free)} of {size(total)} are free", advice)
+    yield Finding(
+        "problem" if not free else "warning" if few else "ok",
+        "space",
+        f"{size(free)} of {size(total)} are free",
+        advice,
+    )
     try:
         directory = tempfile.mkdtemp(prefix=".robust_dcp.doctor-", dir=path)
     except OSError as error:

@@ -26,9 +26,12 @@ from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.what_is_there import what_is_there
 
 _THREADS: Final = 8  # a network file system answers several at once
 _RECENT_SECONDS: Final = 600.0
+CRASHED: Final = "crashed save"
+_UNKNOWN: Final = "saving or crashed"
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -65,8 +68,9 @@ def run(options: Namespace) -> None:
         rows = list(pool.map(row, checkpoints))
     Output.put({"root": root, "checkpoints": rows, "uncommitted": others})
     if not rows and not others:
-        if disk.exists(os.path.join(root, METADATA_NAME)):
-            Output.note("this is a checkpoint itself: give the directory that holds it, or see inspect")
+        is_one = disk.exists(os.path.join(root, METADATA_NAME))
+        itself = "this is a checkpoint itself: give the directory that holds it, or see inspect"
+        Output.note(itself if is_one else what_is_there(disk, root))
         return
     metrics = sorted({name for each in checkpoints for name in each.metrics})
     shown = [
@@ -86,18 +90,24 @@ def run(options: Namespace) -> None:
 def _row(path: str, state: str) -> dict[str, Any]:
     name = os.path.basename(path).removeprefix(REMOVING_PREFIX)
     step = (parse_name(name) or ("", None))[1]
-    return {"step": step, "name": name, "path": path, "nbytes": sum(_sizes_in(path)), "state": state}
+    return {
+        "step": step,
+        "name": name,
+        "path": path,
+        "nbytes": sum(file.st_size for file in _files_in(path)),
+        "state": state,
+    }
 
 
-def _sizes_in(path: str) -> Iterator[int]:
-    """The sizes of all files in a directory, without those that vanish meanwhile."""
+def _files_in(path: str) -> Iterator[os.stat_result]:
+    """All files in a directory, without those that vanish meanwhile."""
     try:
         with os.scandir(path) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    yield from _sizes_in(entry.path)
+                    yield from _files_in(entry.path)
                 else:
-                    yield entry.stat(follow_symlinks=False).st_size
+                    yield entry.stat(follow_symlinks=False)
     except OSError:
         return
 
@@ -116,22 +126,18 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
     states = {save.is_over for save in saves if save is not None}
 
     def is_recent() -> bool:
-        return (
-            now_seconds - max((_changed(disk, os.path.join(path, each)) for each in names), default=0) < _RECENT_SECONDS
-        )
+        return now_seconds - max((file.st_mtime for file in _files_in(path)), default=0) < _RECENT_SECONDS
 
-    is_running = False in states
-    may_run = not is_running and None in states and is_recent()
+    saves_of_ours = CRASHED if states else ""
+    if False in states:
+        saves_of_ours = "saving now"
+    elif None in states and is_recent():
+        saves_of_ours = _UNKNOWN
     if METADATA_NAME in names or metadata_name(0) in names:
-        beside = ", saving now" if is_running or may_run else ", crashed save" if states else ""
-        return f"committed{beside}"
-    if is_running:
-        return "saving now"
-    if states and not may_run:
-        return "crashed save"
-    if not names:
-        return "empty"
-    return "saving or crashed" if may_run or is_recent() else "not committed"  # stock leaves no file that tells
+        return f"committed, {saves_of_ours}".removesuffix(", ")
+    if saves_of_ours or not names:
+        return saves_of_ours or "empty"
+    return _UNKNOWN if is_recent() else "not committed"  # stock leaves no file that tells
 
 
 def _save_in(disk: Disk, path: str, name: str, now_seconds: float) -> OtherSave | None:
@@ -139,10 +145,3 @@ def _save_in(disk: Disk, path: str, name: str, now_seconds: float) -> OtherSave 
         return OtherSave.read(disk, path, name, now_seconds=now_seconds)
     except errors.StorageError:  # it has ended meanwhile
         return None
-
-
-def _changed(disk: Disk, path: str) -> float:
-    try:
-        return disk.modified_seconds(path)
-    except errors.StorageError:  # it has just been removed
-        return 0.0

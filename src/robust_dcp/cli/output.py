@@ -24,6 +24,9 @@ size: Final = sizes_in_words
 FOUND: Final = 1
 """The exit code of a command that did its work and found a problem or a difference."""
 
+CANNOT: Final = 2
+"""That of a command that could not do all of its work."""
+
 _JSON_VERSION: Final = 1
 
 

@@ -15,20 +15,21 @@ Examples:
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+import time
 from argparse import ArgumentParser, Namespace
-from typing import Any, Final
+from typing import Any
 
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import check_directory
-from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
+from robust_dcp.cli.ls import CRASHED, state_of
+from robust_dcp.cli.output import CANNOT, CommandFailed, Output, age, number, safe_text
 from robust_dcp.manager.series import Checkpoint, KeepBest, Series, policies_of, prune, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
-
-_NOT_REMOVED: Final = 2
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -50,39 +51,42 @@ def run(options: Namespace) -> int:
     check_directory(root)
     if options.largest and options.keep_best is None:
         raise CommandFailed("--largest says which value of a metric is best: name the metric with --keep-best")
-    largest = [KeepBest(options.keep_best, best="largest")] if options.largest else []
-    policies = policies_of(options.keep_last, options.keep_every, None if largest else options.keep_best, largest)
+    best = [KeepBest(options.keep_best, best="largest" if options.largest else "smallest")] if options.keep_best else []
+    policies = policies_of(options.keep_last, options.keep_every, None, best)
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
-    series = _series(Disk(), root, options.name)
+    disk = Disk()
+    series = _series(disk, root, options.name)
     decided = series.decide(policies)
+    crashed = [path for path in series.directories() if state_of(disk, path, time.time()) == CRASHED]
     _check_metric([each for each, _ in decided], options.keep_best)
     doomed = [each for each, why_it_stays in decided if why_it_stays is None]
     Output.note(f"{root}: {number(len(decided), 'checkpoint')}, of which {len(doomed)} would be removed")
     what = {None: "remove", "": "keep"}
     rows = [(each.step, each.name, age(each.saved_seconds), what.get(why, f"keep, {why}")) for each, why in decided]
-    Output.table(("step", "name", "age", "what"), rows, right=("step",))
+    left = [(series.step_of(name), name, None, f"remove, {CRASHED}") for name in map(os.path.basename, crashed)]
+    Output.table(("step", "name", "age", "what"), [*left, *rows], right=("step",))
     report: dict[str, Any] = {
         "root": root,
         "kept": [each.path for each, why_it_stays in decided if why_it_stays is not None],
         "unkept": [each.path for each in doomed],
+        "crashed": crashed,
         **{key: [] for key in ("removed", "in_use", "swept", "failed")},
     }
-    if dry_run or not (options.yes or _is_agreed(doomed)):
+    if dry_run or not (options.yes or _is_agreed([*crashed, *report["unkept"]])):
         Output.put(report)
         if not dry_run:
             Output.note("nothing was removed: pass --yes")
-        return 0 if dry_run else _NOT_REMOVED
+        return 0 if dry_run else CANNOT
     # Again by the rules, and only what was shown: a job may have saved while the user was thinking.
     with Output.cleaning_up():
         pruned = prune(series, policies, only={each.path for each in doomed})
     Output.put({**report, **pruned})
     for path in pruned["in_use"]:
         Output.note(f"{path} stays: it is being loaded, or a save runs into it")
-    for path in pruned["swept"]:
-        Output.note(f"{path} was the leftover of a crashed save")
-    Output.note(f"{number(len(pruned['removed']), 'checkpoint')} removed")
-    return _NOT_REMOVED if pruned["failed"] else 0  # the log has said why
+    n_removed, n_swept = len(pruned["removed"]), len(pruned["swept"])
+    Output.note(f"removed: {number(n_removed, 'checkpoint')}, {number(n_swept, 'crashed save')}")
+    return CANNOT if pruned["failed"] else 0  # the log has said why
 
 
 def _series(disk: Disk, root: str, name: str | None) -> Series:
@@ -118,12 +122,12 @@ def _check_metric(checkpoints: list[Checkpoint], metric: str | None) -> None:
         raise CommandFailed(f"no checkpoint has the metric {metric!r}: {there}; nothing was removed")
 
 
-def _is_agreed(doomed: list[Checkpoint]) -> bool:
+def _is_agreed(doomed: list[str]) -> bool:
     if not doomed:
         return True
     if Output.as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
-    names = listed((safe_text(each.name) for each in doomed), 5)
+    names = listed((safe_text(os.path.basename(path)) for path in doomed), 5)
     try:
         return input(f"Remove {names}? [y/N]: ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from robust_dcp.cli.arguments import local_path
+from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import CommandFailed, Output
 from robust_dcp.report_page.page import render_page
 from robust_dcp.report_page.reading import NoReports, read_reports
@@ -33,6 +34,7 @@ def run(options: Namespace) -> None:
     """Write the page of the reports that saves have left."""
     if Output.as_json and options.output:
         raise CommandFailed(f"--json prints the reports and writes no page to {options.output}: leave out one of them")
+    check_directory(options.path)
     output = options.output or "robust_dcp_report.html"
     try:
         reports = read_reports(options.path)

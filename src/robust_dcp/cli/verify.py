@@ -19,8 +19,9 @@ from typing import Any
 
 from robust_dcp.cli.arguments import number_in, place
 from robust_dcp.cli.checkpoint import disk_of, holds_checkpoint, summary, summary_json
-from robust_dcp.cli.output import FOUND, CommandFailed, Output, number, size
+from robust_dcp.cli.output import CANNOT, FOUND, CommandFailed, Output, number, size
 from robust_dcp.manager.series import series_in
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
@@ -38,25 +39,27 @@ def run(options: Namespace) -> int:
     path, with_data = options.path, not options.fast
     checkpoints: list[str] = []
     if not is_url(path) and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and not holds_checkpoint(path):
-        series = series_in(Disk(), path)
-        checkpoints = [each for one in series for each in one.directories() if holds_checkpoint(each)]
+        directories = [each for one in series_in(Disk(), path) for each in one.directories()]
+        checkpoints = [each for each in directories if not os.access(each, os.R_OK | os.X_OK) or holds_checkpoint(each)]
     if not checkpoints:
         verified = _verify(path, options.jobs, with_data=with_data)
         Output.put(verified)
         return 0 if verified["is_whole"] else FOUND
     Output.note(f"{path}: {number(len(checkpoints), 'checkpoint')}")
-    all_verified = []
+    all_verified, failed = [], []
     for each in checkpoints:
         try:
             all_verified.append(_verify(each, options.jobs, with_data=with_data))
-        except Exception:  # noqa: PERF203 - a checkpoint is many calls
-            if holds_checkpoint(each):
-                raise
-            Output.note(f"{each} was removed meanwhile")
+        except (CommandFailed, errors.StorageError) as error:  # noqa: PERF203 - a checkpoint is many calls
+            is_there = os.path.exists(each)
+            failed += [{"path": each, "error": str(error)}] if is_there else []
+            Output.note(str(error) if is_there else f"{each} was removed meanwhile")
     n_broken = sum(not each["is_whole"] for each in all_verified)
-    Output.put({"root": path, "is_whole": not n_broken, "checkpoints": all_verified})
-    Output.note(f"{n_broken} of {number(len(all_verified), 'checkpoint')} {'is' if n_broken == 1 else 'are'} broken")
-    return FOUND if n_broken else 0
+    Output.put({"root": path, "is_whole": not (n_broken or failed), "checkpoints": all_verified, "failed": failed})
+    not_verified = f", and {len(failed)} could not be verified" if failed else ""
+    of_all = number(len(all_verified) + len(failed), "checkpoint")
+    Output.note(f"{n_broken} of {of_all} {'is' if n_broken == 1 else 'are'} broken{not_verified}")
+    return FOUND if n_broken else CANNOT if failed else 0
 
 
 def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, directory_path
 from robust_dcp.storage.layouts.safetensors import MODEL_INDEX_NAME
+from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.model_file import check_dtypes, in_shards, index_of, write_model_file
 from robust_dcp.storage.options import layout_named
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
@@ -166,9 +167,9 @@ def convert(
     layout_named(layout)
     if form not in get_args(Form):
         raise ValueError(f"form is one of {', '.join(get_args(Form))}, not {form!r}")
-    asked = {"--flat": flat, "--layout": layout != "torch", "--config": config is not None}
-    for option, made in (("--flat", "torch"), ("--layout", "dcp"), ("--config", "safetensors")):
-        if asked[option] and form != made:
+    asked = (flat, "--flat", "torch"), (layout != "torch", "--layout", "dcp"), (config, "--config", "safetensors")
+    for is_given, option, made in asked:
+        if is_given and form != made:
             raise ValueError(f"{option} is for --to {made}, not for --to {form}")
     disk = Disk()
     path = os.path.abspath(directory_path(target))
@@ -178,7 +179,7 @@ def convert(
     if is_model:
         check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
     beside = _beside(config)
-    with _made_beside(disk, path) as made:
+    with needed_for_a_load(disk, os.fspath(source)), _made_beside(disk, path) as made:
         _check_target(path, form, overwrite=overwrite)
         if is_model:
             disk.mkdirs(made)

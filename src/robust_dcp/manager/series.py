@@ -37,7 +37,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -57,6 +57,8 @@ from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # No hidden name, and no digit right before the step: "run2_10" is step 10 of "run2_", and never step 2.
 _DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-9]{1,18})")
@@ -181,13 +183,9 @@ def policies_of(
         TypeError: one of ``more`` has no method ``kept``.
         ValueError: a number is out of range.
     """
-    policies = list(more)
-    if keep_last is not None:
-        policies.append(KeepLast(keep_last))
-    if keep_every is not None:
-        policies.append(KeepEvery(keep_every))
-    if keep_best is not None:
-        policies.append(KeepBest(keep_best))
+    short: Sequence[tuple[Callable[[Any], KeepPolicy], Any]]
+    short = (KeepLast, keep_last), (KeepEvery, keep_every), (KeepBest, keep_best)
+    policies = [*more, *(policy(value) for policy, value in short if value is not None)]
     for each in policies:
         if not callable(getattr(each, "kept", None)):
             raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
@@ -431,25 +429,27 @@ def prune(
     for name in disk.list_directory(root):
         path = os.path.join(root, name)
         if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
-            _attempt(path, _remove_tree, disk, path)
+            _attempt(_remove_tree, disk, path)
     for path in series.directories():
-        if _attempt(f"what a crashed save has left in {path}", _sweep, disk, path):
+        if _attempt(_sweep, disk, path):
             pruned["swept"].append(path)
     doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
     for path in [each for each in doomed if only is None or each in only]:
         outcomes = {True: "removed", False: "in_use", None: "failed"}
-        pruned[outcomes[_attempt(path, _remove, series, path)]].append(path)
+        pruned[outcomes[_attempt(_remove, series, path)]].append(path)
     return pruned
 
 
-def _attempt(what: str, remove: Callable[..., bool], *arguments: Any) -> bool | None:
-    """Whether something was removed: ``False`` if a save runs there, ``None`` if that failed, which is logged."""
+def _attempt(remove: Callable[[T, str], bool], where: T, path: str) -> bool | None:
+    """Whether a directory is gone: ``False`` if a save runs there, ``None`` if that failed, which is logged."""
     try:
-        return remove(*arguments)
+        return remove(where, path)
     except errors.StorageError as error:
+        if error.errno == ENOENT and not os.path.lexists(path):  # another process has removed it meanwhile
+            return True
         if error.operation == "begin":
             return False
-        logger.warning("%s is not removed: %s", what, error.message)
+        logger.warning("%s is not removed: %s", path, error.message)
         return None
 
 

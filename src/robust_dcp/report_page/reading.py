@@ -65,12 +65,6 @@ def read_reports(path: str | os.PathLike[str]) -> Reports:
         NoReports: no report can be shown. The message has the reason of each checkpoint that was skipped.
     """
     root = os.path.abspath(os.fsdecode(path))
-    if not os.path.isdir(root):
-        is_there = os.path.lexists(root)
-        raise NoReports(
-            f"{root} is {'no directory' if is_there else 'not there'}: pass the directory of a checkpoint, or one that "
-            "holds several"
-        )
     found: list[FoundReport] = []
     skipped: list[Skipped] = []
     for directory in _checkpoints(root):

@@ -207,12 +207,11 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
         StorageError: one of them is running there; or a call failed.
     """
     deadline_seconds = time.monotonic() + _GIVES_UP_WITHIN_SECONDS
-    own = SAVING_PREFIX + mark
     while True:
-        names = saving_files_in(set(disk.list_directory(directory)) - {own})
+        names = saving_files_in(set(disk.list_directory(directory)) - {SAVING_PREFIX + mark})
         if not names:
             return ()
-        now_seconds = disk.modified_seconds(os.path.join(directory, own))
+        now_seconds = disk.modified_seconds(directory)  # since the file of the save that asks was put there
         read = [OtherSave.read(disk, directory, name, now_seconds=now_seconds) for name in names]
         found = tuple(save for save in read if save is not None)
         running = [save for save in found if save.is_over is False]
@@ -242,15 +241,19 @@ def claimed(disk: Disk, directory: str) -> Iterator[tuple[OtherSave, ...]]:
     """Claim a directory for something else than a save: one that begins there meanwhile waits. Yields the other saves,
     of which none is running.
 
+    Where a full disk has no room for the claim, none is needed: there is no room for a save to begin either.
+
     Raises:
         StorageError: a save is running there (the operation is ``begin``), or a call failed.
     """
     mark = "ffffffff" + secrets.token_hex(4)  # the larger one gives way, and a save is never the one that does
-    saving = SavingFile.create(disk, directory, save_id=mark)
-    try:
+    with contextlib.ExitStack() as claim:
+        try:
+            claim.callback(SavingFile.create(disk, directory, save_id=mark).remove)
+        except errors.StorageError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
         yield others_in(disk, directory, mark=mark)
-    finally:
-        saving.remove()
 
 
 def is_announced(disk: Disk, directory: str, save_id: str, *, was_created: bool = False) -> bool:
