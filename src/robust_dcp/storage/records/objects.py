@@ -134,7 +134,7 @@ def not_an_object(error: Exception, *, file: str, item: str) -> CorruptCheckpoin
     """The error for bytes that are not an object. ``error`` says why."""
     found = f"{type(error).__name__}: {error!s:.300}"
     return CorruptCheckpoint(
-        f"item {item!r} in {file} is not what torch.save wrote: {found}",
+        f"item {item!r} in {file} cannot be unpickled: {found}",
         file=file,
         item=item,
         expected="the bytes of a torch.save",
