@@ -553,6 +553,9 @@ def test_what_lies_under_int_keys_is_loaded_whatever_it_is(loader: str, saver: A
     found = state(1)
     LOADERS[loader](found, tmp_path)
     assert str(found) == str(state(5))
+    robust_dcp.save(state(7), checkpoint_id=tmp_path, planner=RobustPlanner(flatten_state_dict=False))
+    robust_dcp.load(found, checkpoint_id=tmp_path, planner=RobustLoadPlanner(flatten_state_dict=False))
+    assert str(found) == str(state(7))
 
 
 def freed(nbytes: int) -> torch.Tensor:

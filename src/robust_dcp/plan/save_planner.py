@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
@@ -289,13 +290,19 @@ class RobustPlanner(DefaultSavePlanner):
         self._session = None
         self._set_up_error = None
         try:
-            # What DefaultSavePlanner.set_up_planner sets. It is called only if flattening has to handle ShardedTensor.
-            flat, mappings = flatten_state_dict(state_dict) if self.flatten_state_dict else (state_dict, None)
-            has_shards = mappings is None or any(map(holds_shards, set(map(type, flat.values()))))
-            if self.flatten_sharded_tensors and has_shards:
+            # What DefaultSavePlanner.set_up_planner sets. It is called only if flattening has to handle ShardedTensor:
+            # it makes dicts within of other classes, and text of their keys.
+            kinds = set[type[Any]]()
+            if self.flatten_state_dict:
+                flat, mappings = flatten_state_dict(state_dict)
+                kinds.update(map(type, flat.values()))
+            else:
+                flat, mappings = {str(key): value for key, value in state_dict.items()}, {}
+                traverse_state_dict(state_dict, lambda _, value: kinds.add(type(value)))
+            if self.flatten_sharded_tensors and any(map(holds_shards, kinds)):
                 super().set_up_planner(state_dict, storage_meta, is_coordinator)
             else:
-                self.state_dict, self.mappings = flat, mappings or {}
+                self.state_dict, self.mappings = flat, mappings
         except Exception as error:  # describe raises it inside the exchange, so that no rank waits for this one
             self._set_up_error = error
             found = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
