@@ -148,9 +148,9 @@ class _OnTheCoordinator(SimulatedOperation):
         total = own.with_children([Agreement.decode(Frame.decode(frame).body) for frame, _ in arrived])
         for _, received in arrived:
             zlib.crc32(received)
-        payload = work.reply([received for _, received in arrived if received])
+        payload = b"" if work.reply is None else work.reply([received for _, received in arrived if received])
         for child in reversed(self.tree.children):
-            zlib.crc32(work.share(payload, child) if payload else b"")
+            zlib.crc32(work.share(payload, child) if payload and work.share is not None else payload)
         return total, payload
 
     def _said_by_others(self, exchange: str) -> tuple[list[Offer], dict[int, Payload]]:

@@ -271,7 +271,7 @@ def load(
         no_dist=no_dist,
     )
     robust = reader if isinstance(reader, RobustReader) else None
-    loading = _Load(state_dict, reader, robust, planner, checkpoint, channel, PhaseClock(channel))
+    loading = _Load(state_dict, reader, robust, planner, checkpoint, channel, PhaseClock(channel), LoadPlan([]))
     clock = loading.clock
     with clock.telling_failures():
         clock.tell("started")
@@ -330,7 +330,7 @@ class _Load(msgspec.Struct, eq=False):
     checkpoint: str
     channel: Channel
     clock: PhaseClock
-    plan: LoadPlan = msgspec.field(default_factory=lambda: LoadPlan([]))
+    plan: LoadPlan
     shared: SharedReads | None = None
     values: dict[str, Any] = {}
     stand_ins: dict[str, StandIn] = {}

@@ -78,15 +78,17 @@ class Work(msgspec.Struct, frozen=True):
 
     Attributes:
         produce: does this rank's own work. If it returns an offer, that is the rank's.
-        merge: makes the payload that goes up, of what this rank has and of the payloads of its children.
-        reply: makes the payload that goes down. It is called on the root, with the payloads of its children.
-        share: returns the part of the payload that ``child`` gets, on the way down.
+        merge: makes the payload that goes up, of what this rank has and of the payloads of its children. ``None``: none
+            does.
+        reply: makes the payload that goes down. It is called on the root, with the payloads of its children. ``None``:
+            none does.
+        share: returns the part of the payload that ``child`` gets, on the way down. ``None``: each gets all of it.
     """
 
     produce: Callable[[], Any]
-    merge: Callable[[list[Payload]], Payload] = lambda below: b""
-    reply: Callable[[list[Payload]], Payload] = lambda below: b""
-    share: Callable[[Payload, int], Payload] = lambda payload, child: payload
+    merge: Callable[[list[Payload]], Payload] | None = None
+    reply: Callable[[list[Payload]], Payload] | None = None
+    share: Callable[[Payload, int], Payload] | None = None
 
 
 class Beat(NamedTuple):
@@ -578,7 +580,8 @@ class Operation:
                 below = [message.payload for message in arrived if message.payload]
                 if parent is None:
                     self.note_progress()  # this rank may have waited for long before
-                payload = work.merge(below) if parent is not None else work.reply(below)
+                make = work.reply if parent is None else work.merge
+                payload = b"" if make is None else make(below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
         if failures is not None:
@@ -598,7 +601,7 @@ class Operation:
         the next exchange, because the result stands."""
         children = exchange.tree.children
         for child in reversed(children):
-            share = payload if has_failed or not payload else work.share(payload, child)
+            share = payload if has_failed or not payload or work.share is None else work.share(payload, child)
             self._send(exchange, child, Frame(Kind.DOWN, has_failed=has_failed, body=agreement.encode()), share)
         with self._changed:
             exchange.absent = children

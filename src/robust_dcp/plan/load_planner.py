@@ -117,7 +117,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             whole, index, plan = PlannedItems(), index_of(self.metadata), None
             saved = self.metadata.state_dict_metadata
             answers_as_stock = not any(map(self._overrides, _PROTOCOL))
-            if self._may_have_old_names():
+            if index is None and self._may_have_old_names():
                 # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
                 with suppress(RuntimeError, ValueError):
                     plan = super().create_local_plan()
@@ -159,12 +159,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         return getattr(getattr(self, method), "__func__", None) is not getattr(RobustLoadPlanner, method)
 
     def _may_have_old_names(self) -> bool:
-        """Whether saved keys that are not asked for may be older names of keys that are asked for.
-
-        Only keys with a list on their path have older names, and a checkpoint with an index is too young for them."""
+        """Whether saved keys that are not asked for may be older names of keys that are asked for, in a checkpoint
+        without an index: one with an index is too young for them. Only keys with a list on their path have any."""
         return (
             self.flatten_state_dict
-            and (self.metadata is None or index_of(self.metadata) is None)
             and not self._saved.keys() <= self.state_dict.keys()
             and any(isinstance(part, int) for path in self.mappings.values() for part in path)
         )
