@@ -101,7 +101,8 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
         try:
             named = _with_names_of_stock(state_dict)
             api.load(named, **arguments, **more)
-            state_dict.update(named)
+            for key, value in named.items():  # a dict of its own class may note what is set
+                state_dict[key] = value
             return None
         except StorageError as error:
             if not _is_of_single_ranks(arguments, error):
