@@ -597,8 +597,9 @@ class Operation:
     def _go_down(
         self, exchange: _Exchange, work: Work, has_failed: bool, agreement: Agreement, payload: Payload
     ) -> None:
-        """Send the result to the children, and wait until they have heard it. A child that is lost now is a matter of
-        the next exchange, because the result stands."""
+        """Send the result to the children, and wait until they have heard it. Once another rank has heard it the result
+        stands. If the operation ends now, because a child is lost for example, that is a matter of the next
+        exchange."""
         children = exchange.tree.children
         for child in reversed(children):
             share = payload if has_failed or not payload or work.share is None else work.share(payload, child)
@@ -622,7 +623,9 @@ class Operation:
                     exchange.may_be_unread |= bool(exchange.lacking(children, Kind.HEARD))
                     return
                 self._changed.wait(max(0.001, min(patience.BEAT_SECONDS, until - now)))
-        raise _Ended  # the others had given up on this rank before it sent the result
+        exchange.may_be_unread = True
+        if exchange.tree.parent is None and exchange.lacking(children, Kind.HEARD) == children:
+            raise _Ended  # the others had given up on this rank before it sent the result
 
     # Sending.
 
