@@ -703,7 +703,10 @@ class Operation:
     # Reading.
 
     def _read_from_all(self, exchange: _Exchange) -> None:
-        for peer in exchange.tree.neighbours:
+        last = self._last
+        # Whoever has not heard the last result gets it when it connects. Under another root it may be no neighbour now.
+        behind = () if last is None else last.lacking(last.tree.children, Kind.HEARD)
+        for peer in {*exchange.tree.neighbours, *behind}:
             if peer not in exchange.done:
                 self._start_thread(self._read, exchange, peer)
 
@@ -827,7 +830,9 @@ class Operation:
     ) -> None:
         """The connection to ``peer`` broke, or could not be made."""
         with self._changed:
-            if self._exchange is not exchange or peer in exchange.done or generation != self.link.generation:
+            if self._exchange is not exchange or generation != self.link.generation:
+                return
+            if peer in exchange.done or peer not in exchange.tree.neighbours:
                 return
             exchange.catching_up_seconds()
             is_closed_there = connections is not None and not connections.is_dropped
