@@ -62,7 +62,7 @@ def _add(values: StateDict, prefix: str, more: Mapping[str, Any], stored: Contai
 def _are_equal(one: Any, other: Any) -> bool:
     one, other = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
     return one is other or (
-        isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+        isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other.to(one.device))
     )
 
 
