@@ -297,4 +297,4 @@ def test_ranks_whose_store_is_frozen_give_up_in_time_and_end_at_once(tmp_path: P
     for each in others:
         assert "named [0] after" in each.output and each.exitcode == 1
         named, ended = (float(each.output.partition(f"{word} after ")[2].split()[0]) for word in ("[0]", "ended"))
-        assert ended - named < 8, "EXIT_SECONDS had to end it"
+        assert ended - named < 11, "EXIT_SECONDS had to end it"
