@@ -80,17 +80,13 @@ _COUNTED: Final = {
 }
 
 
-def check_metadata(data: bytes, file: str) -> None:
-    """Find anything that would make Python's unpickler take more memory or time than a pickle of this length can need.
+def _dicts_in(pickled: bytes, file: str) -> list[int]:
+    """Where a pickle makes dicts: the places of its EMPTY_DICT opcodes.
 
     Raises:
-        CorruptCheckpoint: there is such a thing, or the checksum does not match.
+        CorruptCheckpoint: something would make Python's unpickler take more memory or time than a pickle of this length
+            can need.
     """
-    _dicts_in(pickle_in(data, file), file)
-
-
-def _dicts_in(pickled: bytes, file: str) -> list[int]:
-    """Where a pickle makes dicts: the places of its EMPTY_DICT opcodes."""
     places = []
     at, nbytes, match = 0, len(pickled), _run_of_opcodes().match
     while True:

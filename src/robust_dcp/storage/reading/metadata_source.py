@@ -22,7 +22,6 @@ from robust_dcp.storage.index.form import DamagedIndex, fit_of, fit_of_file
 from robust_dcp.storage.index.stored_index import StoredIndex, lazy_metadata, open_index
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
-from robust_dcp.storage.metadata.unpickling import check_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,6 @@ class MetadataSource(msgspec.Struct, eq=False):
 
         Raises:
             StorageError: there is no such file, so nothing was committed here; or it cannot be read.
-            CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.unpickling.check_metadata`.
         """
         path = self.path_of_metadata(rank)
         try:
@@ -87,7 +85,6 @@ class MetadataSource(msgspec.Struct, eq=False):
             what = what_is_there(self.disk, self.path)
             message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there; {what}"
             raise StorageError(message, path=path, errno=error.errno, operation="open") from error
-        check_metadata(data, path)
         self._was_read = rank, fit_of([data])
         return data
 
