@@ -90,8 +90,8 @@ def _dicts_in(pickled: bytes, file: str) -> list[int]:
     places = []
     at, nbytes, match = 0, len(pickled), _run_of_opcodes().match
     while True:
-        while (run := match(pickled, at)) is not None and run.end() > at:
-            at = run.end()
+        run = match(pickled, at)
+        begin, at = at, at if run is None else run.end()
         code = pickled[at] if at < nbytes else None
         if code == pickle.EMPTY_DICT[0]:
             places.append(at)
@@ -107,7 +107,7 @@ def _dicts_in(pickled: bytes, file: str) -> list[int]:
             at += 5
         elif code is None:
             raise _no_pickle(file, f"one of {nbytes} bytes that ends early, or announces more bytes than there are")
-        else:
+        elif at == begin:  # else the run was as long as one may be
             raise _no_pickle(file, f"opcode {code:#x} at byte {at} of {nbytes}, which no writer of metadata puts there")
 
 
