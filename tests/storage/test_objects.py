@@ -417,8 +417,8 @@ def test_a_checkpoint_of_a_machine_with_the_other_byte_order_is_read() -> None:
         ({"data/0": None}, "no such storage"),
         ({"data/0": b"1234"}, "one of 4 bytes"),
         ({"data.pkl": None}, "no data.pkl"),
+        ({"byteorder": b""}, "in which order its bytes are"),
     ],
-    ids=["a storage is missing", "a storage is shorter", "the pickle is missing"],
 )
 def test_an_archive_without_what_its_pickle_names_is_corrupt(members: dict[str, bytes | None], why: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=why):

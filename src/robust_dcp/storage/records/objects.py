@@ -172,7 +172,8 @@ def _unpickler_of(data: bytes) -> Unpickler:
     if "constants.pkl" in members:
         raise NotData("a TorchScript archive", "a program")
     expect("data.pkl" in members, "the archive has no data.pkl")
-    is_swapped = "byteorder" in members and _contents(data, members["byteorder"]) != sys.byteorder.encode()
+    order = _contents(data, members["byteorder"]) if "byteorder" in members else sys.byteorder.encode()
+    expect(order in (b"little", b"big"), "the archive does not say in which order its bytes are")
     storages: dict[str, TypedStorage] = {}
 
     def load_storage(persistent_id: Any) -> TypedStorage:
@@ -185,7 +186,7 @@ def _unpickler_of(data: bytes) -> Unpickler:
             # A copy, so that changes of a tensor do not change the bytes that were read.
             copy = bytearray(_contents(data, member))
             untyped = torch.frombuffer(copy, dtype=torch.uint8).untyped_storage() if copy else UntypedStorage(0)
-            if is_swapped:
+            if order != sys.byteorder.encode():
                 untyped.byteswap(dtype)
             storages[key] = TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
         return storages[key]
