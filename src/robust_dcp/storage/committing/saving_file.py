@@ -358,11 +358,7 @@ def find_left_overs(
             if name.endswith(f".{save.mark}.tmp") or ((by := writer_of(name)) is not None and by.mark == save.mark)
         }
 
-    others = tuple(save for save in saves if not save.is_over)
-    other_files = frozenset[str]().union(*map(made_by, others))
-    if needed is None:
-        return LeftOvers({}, others, other_files)
-    records = {save.mark: save.record for save in saves if save.is_over and save.record is not None}
+    records = {save.mark: save.record for save in saves if save.record is not None}
     replaced, committed = dict[str, set[str]](), [mark_of(committed_by or "")]
     for mark in committed:  # it grows: whoever was replaced by a committed save has been committed, too
         if mark in records:
@@ -370,10 +366,14 @@ def find_left_overs(
             marked = {name: by.mark for name in records.pop(mark).replaces if (by := writer_of(name)) and by.mark}
             replaced[mark] = marked.keys() & set(names)
             committed += marked.values()
+    over = [save for save in saves if save.is_over or save.mark in committed]  # who has committed makes no more files
+    others = tuple(save for save in saves if save not in over)
+    other_files = frozenset[str]().union(*map(made_by, others))
+    if needed is None:
+        return LeftOvers({}, others, other_files)
     by_save = {
         save.name: frozenset((made_by(save) | replaced.get(save.mark, set())) - other_files - set(needed))
-        for save in saves
-        if save.is_over
+        for save in over
     }
     return LeftOvers(by_save, others, other_files)
 
