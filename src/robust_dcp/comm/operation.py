@@ -78,11 +78,11 @@ class Work(msgspec.Struct, frozen=True):
 
     Attributes:
         produce: does this rank's own work. If it returns an offer, that is the rank's.
-        merge: makes the payload that goes up, of what this rank has and of the payloads of its children. ``None``: none
-            does.
-        reply: makes the payload that goes down. It is called on the root, with the payloads of its children. ``None``:
-            none does.
-        share: returns the part of the payload that ``child`` gets, on the way down. ``None``: each gets all of it.
+        merge: makes the payload that goes up, of what this rank has and of the payloads of its children. With ``None``
+            no payload goes up.
+        reply: makes the payload that goes down. It is called on the root, with the payloads of its children. With
+            ``None`` no payload goes down.
+        share: returns the part of the payload that ``child`` gets, on the way down. With ``None`` each gets all of it.
     """
 
     produce: Callable[[], Any]
