@@ -76,8 +76,10 @@ def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path)
     with FaultDisk(run, on={"write:*": OSError(errno.ENOSPC, "")}):
         assert shell(*words).code == 0
     assert names_in(run) == ["step_2", "step_3", "step_4"]  # the best, the latest, the newest
-    assert shell("prune", run, "--keep-every", 3, "--yes", "--json").json["removed"] == [str(run / "step_2")]
-    assert names_in(run) == ["step_3", "step_4"]
+    (run / "latest").unlink()
+    os.truncate(run / "step_4" / ".metadata", 100)
+    assert shell("prune", run, "--keep-last", 1, "--yes", "--json").json["removed"] == [str(run / "step_2")]
+    assert names_in(run) == ["step_3", "step_4"]  # of these two the newer one is damaged
 
 
 def test_prune_leaves_what_is_being_loaded_or_saved(run: Path) -> None:

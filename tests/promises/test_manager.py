@@ -34,7 +34,6 @@ from robust_dcp import (
     CheckpointManager,
     CorruptCheckpoint,
     KeepBest,
-    KeepEvery,
     KeepLast,
     RobustCheckpointError,
     StorageError,
@@ -438,10 +437,9 @@ def saves(step: Any, **options: Any) -> Callable[[Path], object]:
     ("call", "error", "said"),
     [
         (lambda root: KeepLast(0), ValueError, "must be at least 1, and a whole number"),
-        (lambda root: KeepEvery(0), ValueError, "must be at least 1, and a whole number"),
-        (lambda root: KeepBest("loss", number=0), ValueError, "must be at least 1, and a whole number"),
         (lambda root: KeepBest("loss", best="lowest"), ValueError, "best is 'smallest' or 'largest'"),  # type: ignore[arg-type]
         (lambda root: CheckpointManager(root, keep_last=1.5), ValueError, "must be at least 1"),  # type: ignore[arg-type]
+        (lambda root: CheckpointManager(root, drain_to=root), ValueError, "the manager's own root"),
         (lambda root: CheckpointManager(root, keep=[3]), TypeError, "has no method kept"),  # type: ignore[list-item]
         *((saves(step), ValueError, "a step is a whole|again") for step in (-1, 1.5, "3", None, 10**18)),
         (saves(1, metrics={"loss": None}), ValueError, "must be a number"),

@@ -1,10 +1,11 @@
 """Remove the checkpoints that none of the given rules keeps.
 
 Checkpoints whose names begin alike are a series. If there are several, --name says which one. The latest
-checkpoint of the series and the one with the highest step always stay, and so does one that is being
-loaded or saved, that robust_dcp has not saved, or whose copy in durable storage has not arrived. In a
-terminal it asks first. Elsewhere it removes only with --yes, and otherwise shows what it would remove,
-with exit code 2. What crashed saves and cut off removals have left goes as well.
+checkpoint of the series, the one with the highest step, and the newest one with a whole .metadata always
+stay, and so does one that is being loaded or saved, that robust_dcp has not saved, or whose copy in
+durable storage has not arrived. In a terminal it asks first. Elsewhere it removes only with --yes, and
+otherwise shows what it would remove, with exit code 2. What crashed saves and cut off removals have left
+goes as well.
 
 Examples:
   robust-dcp prune checkpoints --keep-last 3 --dry-run
@@ -20,7 +21,9 @@ import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import check_directory
@@ -30,6 +33,8 @@ from robust_dcp.manager.series import Checkpoint, KeepBest, Series, policies_of,
 from robust_dcp.on_demand import errors
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.storage.metadata.stored_pickle import pickle_in
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -57,6 +62,7 @@ def run(options: Namespace) -> int:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
     disk = Disk()
     series = _series(disk, root, options.name)
+    policies.append(_KeepWhole(disk))
     decided = series.decide(policies)
     crashed = [path for path in series.directories() if state_of(disk, path, time.time()) == CRASHED]
     _check_metric([each for each, _ in decided], options.keep_best)
@@ -87,6 +93,22 @@ def run(options: Namespace) -> int:
     n_removed, n_swept = len(pruned["removed"]), len(pruned["swept"])
     Output.note(f"removed: {number(n_removed, 'checkpoint')}, {number(n_swept, 'crashed save')}")
     return CANNOT if pruned["failed"] else 0  # the log has said why
+
+
+class _KeepWhole(NamedTuple):
+    """Keeps the newest checkpoint with a ``.metadata`` that is not damaged: the newer ones may be of no use."""
+
+    disk: Disk
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        return islice(filter(self._is_whole, reversed(checkpoints)), 1)
+
+    def _is_whole(self, checkpoint: Checkpoint) -> bool:
+        path = os.path.join(checkpoint.path, METADATA_NAME)
+        try:
+            return pickle_in(self.disk.read_file(path) or b"", path).endswith(b".")  # so ends every pickle
+        except (errors.StorageError, errors.CorruptCheckpoint):
+            return False
 
 
 def _series(disk: Disk, root: str, name: str | None) -> Series:

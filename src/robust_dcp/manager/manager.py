@@ -131,6 +131,10 @@ class CheckpointManager:
         self.root = self._series.root
         self.policies = policies_of(keep_last, keep_every, keep_best, keep)
         self._drain_to = None if drain_to is None else absolute(place_of(drain_to))
+        if self._drain_to is not None and os.path.realpath(self._drain_to) == os.path.realpath(self.root):
+            raise ValueError(
+                f"drain_to is {self.root}, the manager's own root: checkpoints are copied to another place"
+            )
         self._drain_options = drain_options or CopyOptions()
         self._group = process_group
         self._pruning = threading.Lock()
