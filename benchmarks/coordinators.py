@@ -144,14 +144,14 @@ class _OnTheCoordinator(SimulatedOperation):
                 (frame.encode(), payloads.get(child, b""))
                 for frame, child in zip(frames, self.tree.children, strict=True)
             ]
-        own = Agreement.of(COORDINATOR, own_offer)
-        total = own.with_children([Agreement.decode(Frame.decode(frame).body) for frame, _ in arrived])
+        children = [Agreement.decode(Frame.decode(frame).body) for frame, _ in arrived]
+        total = Agreement.of(COORDINATOR, own_offer, children)
         for _, received in arrived:
             zlib.crc32(received)
-        payload = b"" if work.reply is None else work.reply([received for _, received in arrived if received])
+        payload = None if work.reply is None else work.reply([received for _, received in arrived if received])
         for child in reversed(self.tree.children):
-            zlib.crc32(work.share(payload, child) if payload and work.share is not None else payload)
-        return total, payload
+            zlib.crc32(work.share(payload, child) if payload and work.share is not None else payload or b"")
+        return total, payload or b""
 
     def _said_by_others(self, exchange: str) -> tuple[list[Offer], dict[int, Payload]]:
         """What each rank offers, and the payload of each child."""
@@ -180,7 +180,7 @@ class _OnTheCoordinator(SimulatedOperation):
 def _agreement(rank: int, offers: Sequence[Offer]) -> Agreement:
     """What ``rank`` and all ranks below it offer."""
     children = SimulatedOperation(rank, len(offers)).tree.children
-    return Agreement.of(rank, offers[rank]).with_children([_agreement(child, offers) for child in children])
+    return Agreement.of(rank, offers[rank], [_agreement(child, offers) for child in children])
 
 
 def _written_files(items: Items, kept: Rows, rank: int) -> WrittenFiles:

@@ -42,7 +42,7 @@ def agreed(of_all: list[Offer], root: int = 0, rank: int | None = None) -> Agree
     """What ``rank`` (the root) has combined of its own offer and those of all ranks below it."""
     tree = Tree(root if rank is None else rank, len(of_all), root)
     children = [agreed(of_all, root, child) for child in tree.children]
-    return Agreement.decode(Agreement.of(tree.rank, of_all[tree.rank]).with_children(children).encode())
+    return Agreement.decode(Agreement.of(tree.rank, of_all[tree.rank], children).encode())
 
 
 @given(st.lists(offers, min_size=1, max_size=40), st.integers(0, 39))

@@ -142,13 +142,7 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-
-        def go_on(below: list[Payload]) -> Payload:
-            if then is not None:
-                then()
-            return b""
-
-        work = Work(produce, reply=go_on)
+        work = Work(produce, reply=None if then is None else lambda below: then())
         self.last_agreement, _ = self._operation.run("barrier", phase, self.coordinator_rank, work)
 
     def gather(
@@ -185,12 +179,12 @@ class Channel:
         def merge(below: list[Payload]) -> Payload:
             return b"" if own is None and not below else self._merged(phase, own, below, message_type).encode()
 
-        def open_all(below: list[Payload]) -> Payload:
+        def open_all(below: list[Payload]) -> None:
             found = self._merged(phase, None, below, message_type).open() if below else {}
-            gathered.extend(own if rank == self.rank else found.get(rank) for rank in range(self.size))
+            gathered.extend(map(found.get, range(self.size)))
+            gathered[self.rank] = own
             if then is not None:
                 then(gathered)
-            return b""
 
         work = Work(make, merge, open_all)
         self.last_agreement, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
@@ -203,15 +197,12 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         own: list[M] = []
-        encoded: Payload = b""
 
         def make() -> None:
-            nonlocal encoded
             if self.is_coordinator:
                 own.append(produce())
-                encoded = encode(own[0]) if self.size > 1 else b""
 
-        work = Work(make, reply=lambda below: encoded)
+        work = Work(make, reply=lambda below: encode(own[0]) if self.size > 1 else None)
         self.last_agreement, payload = self._operation.run("broadcast", phase, self.coordinator_rank, work)
         return own[0] if own else self._decoded(phase, lambda: decode(payload, message_type))
 

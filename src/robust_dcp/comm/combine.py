@@ -80,16 +80,14 @@ class Agreement(NamedTuple):
     told: int = 0
 
     @classmethod
-    def of(cls, rank: int, offer: Offer) -> Agreement:
-        """The agreement of a single rank."""
+    def of(cls, rank: int, offer: Offer, children: Sequence[Agreement] = ()) -> Agreement:
+        """What a rank and its children, which are in the order of their places, have offered."""
         counts = tuple(offer.flags >> bit & 1 for bit in range(N_FLAGS))
         extremes = offer.value, rank, offer.value, rank
-        return cls(1, offer.signature, offer.plan_id, True, *extremes, counts, (rank,) * N_FLAGS, offer.told)
-
-    def with_children(self, children: Sequence[Agreement]) -> Agreement:
-        """Combine this rank's agreement with those of its children, which are in the order of their places."""
-        total = self
+        total = cls(1, offer.signature, offer.plan_id, True, *extremes, counts, (rank,) * N_FLAGS, offer.told)
+        signatures = [offer.signature]
         for child in children:
+            signatures.append(child.signature)
             lowest = child if child.lowest and not 0 < total.lowest <= child.lowest else total
             highest = child if child.highest > total.highest else total
             firsts = zip(total.counts, total.first_ranks, child.first_ranks, strict=True)
@@ -104,7 +102,7 @@ class Agreement(NamedTuple):
                 first_ranks=tuple([first if count else of_child for count, first, of_child in firsts]),
                 told=total.told or child.told,
             )
-        return total._replace(signature=_combined([self.signature, *[child.signature for child in children]]))
+        return total._replace(signature=_combined(signatures))
 
     def count(self, flag: int) -> int:
         """How many ranks have ``flag`` (a number with one bit set)."""

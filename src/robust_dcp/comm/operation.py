@@ -36,6 +36,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -80,14 +82,14 @@ class Work(msgspec.Struct, frozen=True):
         produce: does this rank's own work. If it returns an offer, that is the rank's.
         merge: makes the payload that goes up, of what this rank has and of the payloads of its children. With ``None``
             no payload goes up.
-        reply: makes the payload that goes down. It is called on the root, with the payloads of its children. With
-            ``None`` no payload goes down.
+        reply: makes the payload that goes down. It is called on the root, with the payloads of its children. If it is
+            ``None``, or returns that, no payload goes down.
         share: returns the part of the payload that ``child`` gets, on the way down. With ``None`` each gets all of it.
     """
 
     produce: Callable[[], Any]
     merge: Callable[[list[Payload]], Payload] | None = None
-    reply: Callable[[list[Payload]], Payload] | None = None
+    reply: Callable[[list[Payload]], Payload | None] | None = None
     share: Callable[[Payload, int], Payload] | None = None
 
 
@@ -113,14 +115,6 @@ class Beat(NamedTuple):
     slow_total_nbytes: int = 0
     slow_seconds: float = 0.0
     arrived_seconds: float = 0.0
-
-    @classmethod
-    def slowest(cls, beats: Sequence[Beat]) -> Beat:
-        """Combine several beats into one."""
-        silent = max(beats, key=lambda beat: beat.silent_seconds, default=cls())
-        slow = min((beat for beat in beats if beat.slow_rank >= 0), key=lambda beat: beat.part_done, default=silent)
-        n_at_work = sum(beat.n_at_work for beat in beats)
-        return slow._replace(silent_rank=silent.silent_rank, silent_seconds=silent.silent_seconds, n_at_work=n_at_work)
 
     @property
     def part_done(self) -> float:
@@ -284,7 +278,10 @@ class _Exchange:
                 silence, rank = self.silence_behind(peer, now)
                 beat = self._beats.get(peer) or Beat(n_at_work=len(self.tree.places_below(peer)))
                 beats.append(beat._replace(silent_rank=rank, silent_seconds=silence))
-        return Beat.slowest(beats)
+        silent = max(beats, key=attrgetter("silent_seconds"), default=Beat())
+        slow = min((beat for beat in beats if beat.slow_rank >= 0), key=attrgetter("part_done"), default=silent)
+        n_at_work = sum(beat.n_at_work for beat in beats)
+        return slow._replace(silent_rank=silent.silent_rank, silent_seconds=silent.silent_seconds, n_at_work=n_at_work)
 
     def refuse_silent(self) -> None:
         """Raise if a neighbour is silent. This is for a rank that works, since it waits for nobody and would not
@@ -412,7 +409,7 @@ class Operation:
         self._changed = threading.Condition()
         self._end_message: bytes | None = None  # until the caller has seen the end
         self._has_begun = False
-        self._begun_seconds = time.monotonic()
+        self._until = math.inf
         self._last_beat = 0.0
         self._next_log_seconds = 0.0
         self._exchange: _Exchange | None = None  # the one that runs
@@ -507,7 +504,7 @@ class Operation:
         exchange = self._exchange
         if exchange is not None and exchange.failure is not None:
             raise Stopped(exchange.failure)
-        if self._seconds_left() <= 0:  # nobody may be waiting for this rank, and notice that
+        if time.monotonic() >= self._until:  # nobody may be waiting for this rank, and notice that
             rank = self.link.rank
             problem = Problem.of_late({rank: f"rank {rank} is not done"}, self.deadline_seconds)
             raise missing_ranks_error(problem, self, self.link.size, ())
@@ -529,7 +526,7 @@ class Operation:
             with self._changed:
                 self.n_exchanges, self._last = 0, None
                 self._heard = set()
-                self._begun_seconds = time.monotonic()
+                self._until = time.monotonic() + self.deadline_seconds
             self.link.begin(self.name, self)
             with self._changed:
                 self._has_begun = self._end_message is None  # not before, or Ctrl-C would end what is not there
@@ -567,26 +564,28 @@ class Operation:
             The result of all ranks: whether some have failed, their agreement, and the root's reply, or the error.
         """
         parent = exchange.tree.parent
-        payload: Payload = b""
-        arrived = self._receive(exchange, exchange.tree.children, Kind.UP)
-        own = Agreement.of(exchange.tree.rank, offer)
-        total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
-        for message in arrived:
+        payload: Payload | None = None
+        children, below = list[Agreement](), list[Payload]()
+        for message in self._receive(exchange, exchange.tree.children, Kind.UP):
+            children.append(Agreement.decode(message.frame.body))
             if message.frame.has_failed:
                 of_child = decode(message.payload, FailuresBelow)
                 failures = of_child if failures is None else failures.merged(of_child)
+            elif message.payload:
+                below.append(message.payload)
+        total = Agreement.of(exchange.tree.rank, offer, children)
         if failures is None:
             try:
-                below = [message.payload for message in arrived if message.payload]
                 if parent is None:
                     self.note_progress()  # this rank may have waited for long before
                 make = work.reply if parent is None else work.merge
-                payload = b"" if make is None else make(below)
+                payload = None if make is None else make(below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
         if failures is not None:
             told = failures if parent is not None else ErrorMessage.of(failures.joint_error(self.phase))
             payload = encode(told)
+        payload = payload or b""
         if parent is None:
             return failures is not None, total, payload
         up = Frame(Kind.UP, has_failed=failures is not None, body=total.encode())
@@ -661,7 +660,7 @@ class Operation:
         """Count each piece that leaves as a sign that ``peer`` is alive. gloo brings a beat of ``peer`` only once it
         has told it that we are ready for it, and on a slow link that waits behind the payload."""
         with contextlib.suppress(Broken):
-            connections.finish(moving, note_piece=lambda: exchange.note_heard(peer))
+            connections.finish(moving, note_piece=partial(exchange.note_heard, peer))
 
     def stamped(self, frame: Frame, exchange: _Exchange | None = None) -> Frame:
         """``frame`` with the numbers of this operation and of ``exchange``, or of the exchange that runs."""
@@ -770,10 +769,7 @@ class Operation:
             frame = Frame.decode(bytes(data), self.link.secret)
             if frame.payload_nbytes:
                 exchange.note_heard(peer, frame)
-
-                def note_piece() -> None:
-                    exchange.note_heard(peer)
-
+                note_piece = partial(exchange.note_heard, peer)
                 payload = connections.receive(peer, frame.payload_tag, frame.payload_nbytes, note_piece=note_piece)
                 crc32 = isal_zlib.crc32(payload)
                 if crc32 != frame.payload_crc32:
@@ -924,15 +920,11 @@ class Operation:
         if exchange.problem is not None:
             problem, exchange.problem = exchange.problem, None
             raise problem
-        left = min(exchange.seconds_to_wait(), self._seconds_left())
+        left = min(exchange.seconds_to_wait(), self._until - time.monotonic())
         if left <= 0:
             raise Problem.of_late(exchange.late(), self.deadline_seconds)
         self._changed.wait(left)
         return False
-
-    def _seconds_left(self) -> float:
-        """How long it is until the deadline."""
-        return self._begun_seconds + self.deadline_seconds - time.monotonic()
 
     # Beats.
 
