@@ -44,7 +44,7 @@ from robust_dcp.storage.layouts.places import Places, deal, fill_up
 from robust_dcp.storage.options import ranks_on_this_node
 from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.reads import PlannedItems, Read, may_ask_early, reads_of, target_of
+from robust_dcp.storage.reading.reads import PlannedItems, Read, item_name, may_ask_early, reads_of, target_of
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
 from robust_dcp.storage.records.record import is_plain
 
@@ -618,12 +618,13 @@ def _unseen(planner: LoadPlanner, reads: Sequence[Read], missing: Collection[str
     elsewhere = {place: read for place, read in enumerate(reads) if read.relative_path in missing}
     for read in elsewhere.values():
         if read.transforms or not may_ask_early(planner):
+            name = item_name(read.item)
             why = "was saved through a transform" if read.transforms else f"is filled by {type(planner).__name__}"
             raise CorruptCheckpoint(
-                f"{read.relative_path}, which holds item {read.name!r}, lies on another node, and the item {why}: only "
+                f"{read.relative_path}, which holds item {name!r}, lies on another node, and the item {why}: only "
                 "the rank that needs it can read it; copy the files of all nodes into one directory and load that",
                 file=read.relative_path,
-                item=read.name,
+                item=name,
                 expected="a file in this rank's directory",
                 found="a file on another node",
             )

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from errno import ENOENT
-from itertools import compress, repeat
+from functools import cached_property
+from itertools import compress, pairwise, repeat
 from typing import Any, Final, TypeGuard
 
 import numpy as np
@@ -32,14 +33,15 @@ from robust_dcp.staging.blocks import Block, BlockLease, DeviceCopies, copy_each
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind
-from robust_dcp.storage.layouts.places import PAGE_NBYTES
+from robust_dcp.storage.layouts.footer import item_id, seed_of
+from robust_dcp.storage.layouts.places import PAGE_NBYTES, Places
 from robust_dcp.storage.options import ReadOptions
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.reads import (
     Group,
     PlannedItems,
     Read,
-    Reads,
+    item_name,
     may_ask_early,
     reads_of,
     target_of,
@@ -61,6 +63,16 @@ Int64 = npt.NDArray[np.int64]
 
 # So many reads per thread are submitted ahead. That keeps a thread busy while the calling thread copies.
 _AHEAD_PER_THREAD: Final = 4
+
+_SMALL_NBYTES: Final = 64 << 10
+"""An item up to this length is read whole: that takes no longer than reading a part of it. A gap up to this length
+between two items is read as well.
+"""
+
+_MEDIUM_NBYTES: Final = 2 << 20
+"""A longer item is read straight into its target, where that takes bytes. For a shorter one a copy is cheaper than the
+read of its header that comes first.
+"""
 
 _NOT_ALL: Final = object()
 """Is returned in place of an item of which other threads still read pieces."""
@@ -92,10 +104,13 @@ class ItemReader:
         check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None,
         mark: str | None = None,
     ) -> None:
-        planned = PlannedItems.of(items)
+        self._items = planned = PlannedItems.of(items)
         if planned.targets and planned.planner is not planner:
-            planned = PlannedItems(others=list(planned))
-        self._reads = reads = Reads(planned, reads_of(planned.others, metadata, directory))
+            self._items = planned = PlannedItems(others=list(planned))
+        self._others = others = reads_of(planned.others, metadata, directory)
+        _, paths, starts, lengths, *_ = zip(*others, strict=True) if others else ((),) * len(Read._fields)
+        columns = np.arange(len(others)), np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)
+        self._order, self._places = planned.places.followed_by(Places(paths, *columns)).sorted()
         self._planner = planner
         self._directory = directory
         self._disk = disk
@@ -113,10 +128,11 @@ class ItemReader:
         self._threads = ThreadPoolExecutor(self._n_threads, thread_name_prefix="robust_dcp-read")
         self._errors: list[BaseException] = []
         self._files: dict[int, DataFile] = {}
-        self._reads_left: list[int] = np.bincount(reads.places.file, minlength=len(reads.places.files)).tolist()
+        places = self._places
+        self._reads_left: list[int] = np.bincount(places.file, minlength=len(places.files)).tolist()
         self._counting = threading.Lock()
         self._read_nbytes = 0
-        self._total_nbytes = int(reads.places.nbytes.sum())
+        self._total_nbytes = int(places.nbytes.sum())
         self._pending: deque[Group] = deque()
         self._pending_nbytes = 0
         self._pending_blocks = 0
@@ -131,7 +147,7 @@ class ItemReader:
         try:
             # ``no_grad``: we ask each DTensor for its local tensor, and autograd would record each of these calls.
             with torch.no_grad() if self._targets_first else nullcontext():
-                waiting = deque(self._reads.groups(self._block_nbytes))
+                waiting = self._groups()
                 while waiting:  # a group is dropped when it is handed over, and its bytes with it
                     group = waiting.popleft()
                     self._start(group, self._file_of(group))
@@ -149,6 +165,55 @@ class ItemReader:
             self._files.clear()
             self._blocks.close()
         self.peak_nbytes = self._peak_pending_nbytes + self._blocks.used_nbytes
+
+    # --- the reads, ordered by file and by place in the file: in which order, and where each lies
+
+    @cached_property
+    def _item_ids(self) -> Int64:
+        """int64: for each read its :func:`~robust_dcp.storage.layouts.footer.item_id`. Only files of ours need them."""
+        items = self._items
+        seeds = [seed_of(tuple(kind.offsets)) for kind in items.kinds]
+        kind_of = zip(items.names, items.kind_of.tolist(), strict=True)
+        ids = [crc32(name.encode(errors="surrogatepass"), seeds[kind]) for name, kind in kind_of]
+        ids += [item_id(read.item.storage_index.fqn, read.item.storage_index.offset or ()) for read in self._others]
+        return np.array(ids, dtype=np.int64)[self._order]
+
+    def _read_at(self, place: int) -> Read:
+        """The read at ``place``. One that is in columns is made only if somebody asks for it."""
+        number, items, at = int(self._order[place]), self._items, self._places
+        if number >= len(items.names):
+            return self._others[number - len(items.names)]
+        kind, path = items.kinds[int(items.kind_of[number])], at.files[int(at.file[place])]
+        start, nbytes = int(at.start[place]), int(at.nbytes[place])
+        return Read(items.in_columns(number), path, start, nbytes, (), kind.dtype, kind.lengths)
+
+    def _groups(self) -> deque[Group]:
+        """All reads. Items that lie next to each other are in groups of up to the bytes of a block.
+
+        Items are alone if they are large, have transforms, or are wanted only in part.
+        """
+        items, (_, file, start, nbytes) = self._items, self._places
+        is_part = np.array([(kind.part or kind).lengths != kind.lengths for kind in items.kinds], dtype=np.bool_)
+        in_columns = is_part[items.kind_of] & (items.places.nbytes > _SMALL_NBYTES)
+        others = [bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole) for read in self._others]
+        is_alone = np.append(in_columns, np.array(others, dtype=np.bool_))[self._order]
+        is_alone |= nbytes > min(self._block_nbytes, _MEDIUM_NBYTES)
+        end = start + nbytes
+        is_near = (file[1:] == file[:-1]) & (start[1:] - end[:-1] <= _SMALL_NBYTES) & ~is_alone[1:] & ~is_alone[:-1]
+        firsts = [*np.flatnonzero(np.append(True, ~is_near)).tolist(), len(file)] if len(file) else []
+        groups = deque[Group]()
+        for first, stop in pairwise(firsts):
+            if is_alone[first]:
+                groups.append(Group(np.arange(first, stop), int(end[first]), self._read_at(first)))
+                continue
+            furthest = np.maximum.accumulate(end[first:stop])  # an item may end behind the next one
+            at = first
+            while at < stop:
+                fits = int(np.searchsorted(furthest, start[at] + self._block_nbytes, side="right"))
+                behind = max(first + fits, at + 1)
+                groups.append(Group(np.arange(at, behind), int(furthest[behind - first - 1]), None))
+                at = behind
+        return groups
 
     # --- reads are started
 
@@ -169,7 +234,7 @@ class ItemReader:
         self._check_places(group, file)
         if read is None:
             group.block = block = self._blocks.take()
-            first = int(self._reads.places.start[group.places[0]])
+            first = int(self._places.start[group.places[0]])
             self._threads.submit(self._on_thread, group.result, file.read_block, block, first, group.end - first)
         else:
             self._threads.submit(self._on_thread, group.result, self._read_alone, group, read, file)
@@ -180,16 +245,16 @@ class ItemReader:
 
     def _file_of(self, group: Group) -> DataFile:
         """The file of a group. It was written by the save that wrote ``.metadata``."""
-        number = int(self._reads.places.file[group.places[0]])
+        number = int(self._places.file[group.places[0]])
         if number in self._files:
             return self._files[number]
-        path = locate(self._disk, self._directory, self._reads.places.files[number], file=self._directory)
+        path = locate(self._disk, self._directory, self._places.files[number], file=self._directory)
         try:
             file = self._files[number] = DataFile(self._disk, path, self._options.direct, self._note_read)
         except StorageError as error:
             if error.errno != ENOENT:
                 raise
-            name = self._reads.read(int(group.places[0])).name
+            name = item_name(self._read_at(int(group.places[0])).item)
             raise CorruptCheckpoint(
                 f"{path}, which holds item {name!r}, is missing", file=path, item=name, expected="a file", found="none"
             ) from error
@@ -210,22 +275,23 @@ class ItemReader:
 
     def _check_places(self, group: Group, file: DataFile) -> None:
         """Make sure that items lie in their file, and are those that were written there, before memory is taken."""
-        begin = self._reads.places.start[group.places]
-        end = begin + self._reads.places.nbytes[group.places]
+        begin = self._places.start[group.places]
+        end = begin + self._places.nbytes[group.places]
         if group.end > file.nbytes:
-            read = self._reads.read(int(group.places[np.argmax(end > file.nbytes)]))
+            read = self._read_at(int(group.places[np.argmax(end > file.nbytes)]))
             item = StoredItem(file, read, self.verification)
             raise item.corrupt(f"{read.nbytes} bytes at offset {read.offset}", f"a file of {file.nbytes} bytes")
         footer = None if self._options.verify_checksums is False else file.footer
         if footer is None or not footer.n_items:
             return
         try:
-            differs = np.flatnonzero(footer.items_at(begin, end) != self._reads.item_ids[group.places])
+            differs = np.flatnonzero(footer.items_at(begin, end) != self._item_ids[group.places])
         except ValueError as error:
-            raise damaged_footer(file.path, self._reads.read(int(group.places[0])).name, error) from error
+            name = item_name(self._read_at(int(group.places[0])).item)
+            raise damaged_footer(file.path, name, error) from error
         if not len(differs):
             return
-        name = self._reads.read(int(group.places[differs[0]])).name
+        name = item_name(self._read_at(int(group.places[differs[0]])).item)
         where = f"bytes {begin[differs[0]]} to {end[differs[0]]}"
         raise CorruptCheckpoint(
             f"{METADATA_NAME} says that item {name!r} lies in {where} of {file.path}, and the file says that it does "
@@ -284,16 +350,16 @@ class ItemReader:
         group = self._pending.popleft()
         found = group.result.result()
         self._pending_nbytes -= group.nbytes
-        number = int(self._reads.places.file[group.places[0]])
+        number = int(self._places.file[group.places[0]])
         file = self._files[number]
         if group.alone is not None:
             self._hand_over(group.alone, group.target, found)
         elif group.block is not None:
             self._pending_blocks -= 1
             block, (at, nbytes) = group.block, found
-            shift, end = at - int(self._reads.places.start[group.places[0]]), at + nbytes
+            shift, end = at - int(self._places.start[group.places[0]]), at + nbytes
             for place in self._not_in_columns(group.places, file, block, shift, end):
-                read = self._reads.read(place)
+                read = self._read_at(place)
                 begin = shift + read.offset
                 item = StoredItem(file, read, self.verification, block.view[begin : min(begin + read.nbytes, end)])
                 is_object = read.item.type == LoadItemType.BYTE_IO
@@ -345,10 +411,10 @@ class ItemReader:
             the reads that are to be handed over one by one, which finds out what they are, or what is wrong with them.
         """
         done = np.zeros(len(places), dtype=np.bool_)
-        numbers = self._reads.order[places]
-        whole = np.flatnonzero(numbers < len(self._reads.items.targets))
+        numbers = self._order[places]
+        whole = np.flatnonzero(numbers < len(self._items.targets))
         if len(whole):
-            kinds = self._reads.items.kind_of[numbers[whole]]
+            kinds = self._items.kind_of[numbers[whole]]
             order = np.argsort(kinds, kind="stable")
             for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
                 done[alike] = self._copy_alike(file, block, shift, end, places[alike])
@@ -366,10 +432,10 @@ class ItemReader:
         Returns:
             for each of ``places`` whether its target has been filled.
         """
-        items, numbers = self._reads.items, self._reads.order[places]
+        items, numbers = self._items, self._order[places]
         kind = items.kinds[int(items.kind_of[numbers[0]])]
         data_nbytes = kind.nbytes
-        start, nbytes = self._reads.places.start[places], self._reads.places.nbytes[places]
+        start, nbytes = self._places.start[places], self._places.nbytes[places]
         if (nbytes != nbytes[0]).any() or int(start.max() + nbytes[0]) + shift > end:
             return np.zeros(len(places), dtype=np.bool_)
         at = start + shift
@@ -402,7 +468,7 @@ class ItemReader:
         """The CRC-32 of each tensor according to the head of its file: 0 if it has none, ``NOT_ALIKE`` if this is
         another tensor.
         """
-        tensors, names = file.head.tensors if file.head else {}, self._reads.items.names
+        tensors, names = file.head.tensors if file.head else {}, self._items.names
         found = [tensors.get(names[number]) for number in numbers.tolist()]
         wanted = (kind.dtype, kind.lengths, kind.nbytes, tuple(kind.offsets))
         crcs = [
@@ -427,7 +493,7 @@ def _decoded(item: StoredItem, transforms: Sequence[str]) -> memoryview:
     """
     from torch.distributed.checkpoint._extension import ExtensionRegistry  # private, and rarely needed
 
-    stream: Any = io.BytesIO(item.copy(0, item.nbytes))
+    stream: Any = io.BytesIO(item.view(0, item.nbytes))
     extensions: Sequence[Any] = ExtensionRegistry().from_descriptor_list(transforms)
     try:
         for extension in extensions:

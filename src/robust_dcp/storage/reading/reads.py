@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -27,11 +26,9 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.staging.blocks import Block, host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.index.stored_index import ChunkKind
-from robust_dcp.storage.layouts.footer import item_id, seed_of
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
-from robust_dcp.storage.records.checksum import crc32
 
 
 def may_ask_early(planner: LoadPlanner) -> bool:
@@ -149,18 +146,6 @@ class PlannedItems(Sequence[ReadItem]):
         return list, (self._all,)
 
 
-_SMALL_NBYTES: Final = 64 << 10
-"""An item up to this length is read whole: that takes no longer than reading a part of it. A gap up to this length
-between two items is read as well.
-"""
-
-
-_MEDIUM_NBYTES: Final = 2 << 20
-"""A longer item is read straight into its target, where that takes bytes. For a shorter one a copy is cheaper than the
-read of its header that comes first.
-"""
-
-
 class Read(NamedTuple):
     """One read item, and where it lies.
 
@@ -180,15 +165,15 @@ class Read(NamedTuple):
     shape: torch.Size | None
 
     @property
-    def name(self) -> str:
-        """The name of the item in errors."""
-        index = self.item.storage_index
-        return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
-
-    @property
     def is_whole(self) -> bool:
         """Whether all of the stored item is wanted."""
         return self.item.type == LoadItemType.BYTE_IO or self.item.lengths == self.shape
+
+
+def item_name(item: ReadItem) -> str:
+    """The name of a stored item in errors."""
+    index = item.storage_index
+    return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
 
 
 class Group(msgspec.Struct, eq=False):
@@ -214,74 +199,6 @@ class Group(msgspec.Struct, eq=False):
     result: Future[Any] = msgspec.field(default_factory=Future)
 
 
-class Reads:
-    """The reads of a load, ordered by file and by place in the file.
-
-    Args:
-        items: the items. A :class:`Read` is made of one that is in columns only if somebody asks for it.
-        others: a read for each of the others.
-
-    Attributes:
-        order: int64, for each read its number among ``items``.
-        places: where each lies.
-    """
-
-    def __init__(self, items: PlannedItems, others: Sequence[Read]) -> None:
-        self.items = items
-        self._n_columns = len(items.names)
-        self._others = others
-        _, paths, starts, lengths, *_ = zip(*others, strict=True) if others else ((),) * len(Read._fields)
-        columns = np.arange(len(others)), np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)
-        at = Places(paths, *columns)
-        self.order, self.places = items.places.followed_by(at).sorted()
-
-    @cached_property
-    def item_ids(self) -> Int64:
-        """int64: for each read its :func:`~robust_dcp.storage.layouts.footer.item_id`. Only files of ours need them."""
-        seeds = [seed_of(tuple(kind.offsets)) for kind in self.items.kinds]
-        kind_of = zip(self.items.names, self.items.kind_of.tolist(), strict=True)
-        ids = [crc32(name.encode(errors="surrogatepass"), seeds[kind]) for name, kind in kind_of]
-        ids += [item_id(read.item.storage_index.fqn, read.item.storage_index.offset or ()) for read in self._others]
-        return np.array(ids, dtype=np.int64)[self.order]
-
-    def read(self, place: int) -> Read:
-        """The read at ``place``."""
-        number, items, at = int(self.order[place]), self.items, self.places
-        if number >= self._n_columns:
-            return self._others[number - self._n_columns]
-        kind, path = items.kinds[int(items.kind_of[number])], at.files[int(at.file[place])]
-        start, nbytes = int(at.start[place]), int(at.nbytes[place])
-        return Read(items.in_columns(number), path, start, nbytes, (), kind.dtype, kind.lengths)
-
-    def groups(self, block_nbytes: int) -> list[Group]:
-        """All reads. Items that lie next to each other are in groups of up to ``block_nbytes`` bytes.
-
-        Items are alone if they are large, have transforms, or are wanted only in part.
-        """
-        _, file, start, nbytes = self.places
-        is_part = np.array([(kind.part or kind).lengths != kind.lengths for kind in self.items.kinds], dtype=np.bool_)
-        in_columns = is_part[self.items.kind_of] & (self.items.places.nbytes > _SMALL_NBYTES)
-        others = [bool(read.transforms) or (read.nbytes > _SMALL_NBYTES and not read.is_whole) for read in self._others]
-        is_alone = np.append(in_columns, np.array(others, dtype=np.bool_))[self.order]
-        is_alone |= nbytes > min(block_nbytes, _MEDIUM_NBYTES)
-        end = start + nbytes
-        is_near = (file[1:] == file[:-1]) & (start[1:] - end[:-1] <= _SMALL_NBYTES) & ~is_alone[1:] & ~is_alone[:-1]
-        firsts = [*np.flatnonzero(np.append(True, ~is_near)).tolist(), len(file)] if len(file) else []
-        groups: list[Group] = []
-        for first, stop in pairwise(firsts):
-            if is_alone[first]:
-                groups.append(Group(np.arange(first, stop), int(end[first]), self.read(first)))
-                continue
-            furthest = np.maximum.accumulate(end[first:stop])  # an item may end behind the next one
-            at = first
-            while at < stop:
-                fits = int(np.searchsorted(furthest, start[at] + block_nbytes, side="right"))
-                behind = max(first + fits, at + 1)
-                groups.append(Group(np.arange(at, behind), int(furthest[behind - first - 1]), None))
-                at = behind
-        return groups
-
-
 def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> list[Read]:
     """Find where ``items`` lie.
 
@@ -294,7 +211,7 @@ def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> l
             index = item.storage_index
             info: Any = metadata.storage_data.get(index)
             if not isinstance(info, StorageInfo):
-                name = Read(item, "", 0, 0, (), None, None).name
+                name = item_name(item)
                 raise CorruptCheckpoint(
                     f"{METADATA_NAME} in {directory} lists {name!r} but not where its data lies: it was never written",
                     file=METADATA_NAME,

@@ -20,7 +20,7 @@ from robust_dcp.staging.blocks import BlockLease, DeviceCopies, memory_at
 from robust_dcp.storage.layouts.footer import BlockSums
 from robust_dcp.storage.options import Verify
 from robust_dcp.storage.reading.data_file import DataFile
-from robust_dcp.storage.reading.reads import Read
+from robust_dcp.storage.reading.reads import Read, item_name
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, crc32_of_both
 from robust_dcp.storage.records.objects import is_program, load_object
 from robust_dcp.storage.records.record import (
@@ -99,7 +99,7 @@ class StoredItem:
     ) -> None:
         self.file = file
         self.read = read
-        self.name = read.name
+        self.name = item_name(read.item)
         self.offset = read.offset
         self.nbytes = read.nbytes
         self.verification = verification
@@ -118,10 +118,6 @@ class StoredItem:
         )
         self.check_found(offset, nbytes, len(found))
         return found
-
-    def copy(self, offset: int, nbytes: int) -> bytes:
-        """A copy of these bytes."""
-        return bytes(self.view(offset, nbytes))
 
     def find_sums(self, begin: int, end: int) -> BlockSums | None:
         """The checksums of the blocks that hold bytes ``begin`` to ``end`` of the item, if the footer has them."""
@@ -209,10 +205,10 @@ def _find_record(item: StoredItem) -> tuple[Record, int | None] | None:
         if found is not None:
             return found[0], found[1] or None  # 0 means that none was computed
     elif expected is not None and (ours := framed_record(*expected)) is not None and ours.nbytes == item.nbytes:
-        crc = ours.crc32_in_header(item.copy(0, ours.data_offset))
+        crc = ours.crc32_in_header(bytes(item.view(0, ours.data_offset)))
         if crc is not None:
             return ours, crc or None
-    record = parsed_record(item.copy, item.nbytes)
+    record = parsed_record(lambda offset, nbytes: bytes(item.view(offset, nbytes)), item.nbytes)
     if record is None:
         return None
     if expected is not None and item.verification.verify is not False and (record.dtype, record.shape) != expected:
@@ -460,7 +456,7 @@ def checked_bytes(item: StoredItem) -> bytes:
     Raises:
         CorruptCheckpoint: a checksum does not match, or the archive is broken.
     """
-    data, verification = item.copy(0, item.nbytes), item.verification
+    data, verification = bytes(item.view(0, item.nbytes)), item.verification
     sums = None if verification.verify is False else item.find_sums(0, item.nbytes)
     if sums is not None and (sums.offset, sums.nbytes) == (0, item.nbytes):
         item.check(sums, 0, item.nbytes, crc32(data))

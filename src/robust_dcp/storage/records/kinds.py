@@ -78,24 +78,25 @@ class NotAPickle(Malformed):
     """There is no opcode, or one that is cut off. No unpickler gets any further."""
 
 
-class Budget:
-    """What a pickle of ``nbytes`` bytes may still ask for beyond its own length."""
+class Budget(msgspec.Struct, eq=False):
+    """What a pickle of ``nbytes`` bytes may ask for beyond its own length."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._left = _UNITS + _UNITS_PER_BYTE * nbytes
-        self._nested_left = _MAX_NESTED
+    nbytes: int
+    _spent: int = 0
+    _n_nested: int = 0
 
     def spend(self, units: int) -> None:
         """Take ``units`` from the budget, or raise :class:`Malformed`."""
-        self._left -= units
-        expect(self._left >= 0, "it asks for far more memory or time than a pickle of its length can need")
+        self._spent += units
+        is_enough = self._spent <= _UNITS + _UNITS_PER_BYTE * self.nbytes
+        expect(is_enough, "it asks for far more memory or time than a pickle of its length can need")
 
     def hold(self, values: Any) -> None:
         """Count values that go into one that Python frees recursively without a bound, if they are such ones, too."""
         for value in values:
             is_array = isinstance(value, np.ndarray) and value.dtype.hasobject
-            self._nested_left -= is_array or isinstance(value, (collections.deque, collections.defaultdict))
-        expect(self._nested_left >= 0, "it nests too many arrays, deques or defaultdicts into each other")
+            self._n_nested += is_array or isinstance(value, (collections.deque, collections.defaultdict))
+        expect(self._n_nested <= _MAX_NESTED, "it nests too many arrays, deques or defaultdicts into each other")
 
     def check_key(self, key: Any, n_held: int) -> None:
         """Make sure that hashing ``key`` runs no code from outside, and takes a time that is limited by its length.
