@@ -180,6 +180,23 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
     columns: tuple[Column, ...]
 
 
+class _Merged(msgspec.Struct, eq=False):
+    """A field of the messages that are merged.
+
+    Attributes:
+        name, kind: its name and type.
+        has_parts: whether a value has any number of parts, as in :class:`Column`.
+        places: the values, or parts of values, each with its place among them.
+        which: for each rank the places of the parts of its value.
+    """
+
+    name: str
+    kind: Any
+    has_parts: bool
+    places: dict[bytes, int] = {}
+    which: list[tuple[int, ...]] = []
+
+
 class Bundler(Generic[M]):
     """Merges messages and bundles of one type, and stores each distinct value, or part of a value, once.
 
@@ -195,28 +212,25 @@ class Bundler(Generic[M]):
 
     def __init__(self, message_type: type[M]) -> None:
         self._message_type = message_type
-        self._fields = msgspec.structs.fields(message_type)
-        self._names = tuple(field.name for field in self._fields)
-        self._has_parts = [field.type == tuple[bytes, ...] for field in self._fields]
+        self._names = message_type.__struct_fields__
+        fields = msgspec.structs.fields(message_type)
+        self._fields = [_Merged(field.name, field.type, field.type == tuple[bytes, ...]) for field in fields]
         self._encoded: dict[bytes, bytes] = {}  # of parts, which ranks share
         self._ranks: list[int] = []
-        self._which: list[list[tuple[int, ...]]] = [[] for _ in self._names]
-        self._places: list[dict[bytes, int]] = [{} for _ in self._names]
 
     def add(self, rank: int, message: M) -> None:
         """Merge the message of ``rank``."""
         self._ranks.append(rank)
-        columns = zip(self._names, self._has_parts, self._which, self._places, strict=True)
-        for name, has_parts, which, places in columns:
-            value = getattr(message, name)
-            if has_parts:
+        for field in self._fields:
+            value, places = getattr(message, field.name), field.places
+            if field.has_parts:
                 self._encoded.update(
                     (part, msgspec.msgpack.encode(part)) for part in value if part not in self._encoded
                 )
                 encoded = [self._encoded[part] for part in value]
             else:
                 encoded = [msgspec.msgpack.encode(value)]
-            which.append(tuple([places.setdefault(part, len(places)) for part in encoded]))
+            field.which.append(tuple([places.setdefault(part, len(places)) for part in encoded]))
 
     def add_bundle(self, payload: Payload, *, max_nbytes: int | None = None) -> None:
         """Merge the bundle of other ranks; see :func:`decode` for ``max_nbytes``.
@@ -225,13 +239,6 @@ class Bundler(Generic[M]):
             ExchangeError: ``payload`` is not a bundle of this type.
         """
         bundle = decode(payload, Bundle, max_nbytes=max_nbytes)
-        self._check(bundle)
-        self._ranks.extend(bundle.ranks)
-        for column, which, places in zip(bundle.columns, self._which, self._places, strict=True):
-            moved = [places.setdefault(bytes(value), len(places)) for value in column.values]
-            which.extend([tuple([moved[place] for place in parts]) for parts in column.which])
-
-    def _check(self, bundle: Bundle) -> None:
         ranks = list(bundle.ranks)
         if bundle.fields != self._names or len(bundle.columns) != len(self._names):
             raise ExchangeError(
@@ -239,11 +246,15 @@ class Bundler(Generic[M]):
                 "ranks run different versions of the package, or are in different operations",
                 ranks=ranks,
             )
-        for name, has_parts, column in zip(self._names, self._has_parts, bundle.columns, strict=True):
-            n_values = len(column.values)
-            is_whole = len(column.which) == len(ranks) and (has_parts or all(len(parts) == 1 for parts in column.which))
+        self._ranks += ranks
+        for field, column in zip(self._fields, bundle.columns, strict=True):
+            n_values, is_whole = len(column.values), len(column.which) == len(ranks)
+            is_whole = is_whole and (field.has_parts or all(len(parts) == 1 for parts in column.which))
             if not is_whole or not all(0 <= place < n_values for parts in column.which for place in parts):
-                raise ExchangeError(f"the bundle of {_some(ranks)} is malformed at {name!r}", ranks=ranks)
+                raise ExchangeError(f"the bundle of {_some(ranks)} is malformed at {field.name!r}", ranks=ranks)
+            places = field.places
+            moved = [places.setdefault(bytes(value), len(places)) for value in column.values]
+            field.which += [tuple([moved[place] for place in parts]) for parts in column.which]
 
     def encode(self) -> bytes:
         """Encode the bundle of everything that was added.
@@ -251,10 +262,7 @@ class Bundler(Generic[M]):
         Raises:
             ExchangeError: the bundle is larger than any receiver accepts.
         """
-        columns = tuple(
-            Column(tuple(map(msgspec.Raw, places)), tuple(which))
-            for places, which in zip(self._places, self._which, strict=True)
-        )
+        columns = tuple(Column(tuple(map(msgspec.Raw, each.places)), tuple(each.which)) for each in self._fields)
         return encode(Bundle(tuple(self._ranks), self._names, columns))
 
     def open(self) -> dict[int, M]:
@@ -266,18 +274,18 @@ class Bundler(Generic[M]):
             ExchangeError: some messages are not of this type. The error names their ranks.
         """
         columns: list[list[Any]] = []
-        for field, has_parts, which, places in zip(
-            self._fields, self._has_parts, self._which, self._places, strict=True
-        ):
-            decoder = _decoder_of(bytes if has_parts else field.type)
+        for field in self._fields:
+            decoder = _decoder_of(bytes if field.has_parts else field.kind)
             decoded: list[Any] = []
             try:
-                decoded.extend(map(decoder.decode, places))
+                decoded.extend(map(decoder.decode, field.places))
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-                ranks = [rank for rank, parts in zip(self._ranks, which, strict=True) if len(decoded) in parts]
+                ranks = [rank for rank, parts in zip(self._ranks, field.which, strict=True) if len(decoded) in parts]
                 raise self._wrong_type_error(ranks, f"{field.name!r}: {error}") from None
-            values = [tuple([decoded[place] for place in parts]) for parts in which]
-            columns.append(values if has_parts else [value for (value,) in values])
+            if field.has_parts:
+                columns.append([tuple([decoded[place] for place in parts]) for parts in field.which])
+            else:
+                columns.append([decoded[place] for (place,) in field.which])
         messages: dict[int, M] = {}
         try:
             for number, rank in enumerate(self._ranks):

@@ -501,26 +501,14 @@ class SaveSession:
         writer.directory.finish(metadata, are_checked=self.commits_together)
 
     def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
-        """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
+        """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index.
+
+        Raises:
+            ExchangeError: the places of items of variable size are not those that the ranks meant.
+        """
         plan = self.known.plan
         if plan is None:
             raise ValueError("only the coordinator has the metadata")
-        self._places_of_all = self._places_told()
-        stored: Mapping[str, Section] = {}
-        if not plan.is_contested:  # if several ranks claim the main replica, a resumed job must warn again
-            try:
-                stored = plan.sections
-            except Exception as error:  # the checkpoint is complete without it
-                without = "its plan could not be stored, so a job that resumes from it makes a new plan"
-                logger.warning("%s: %s: %s", self.checkpoint, without, error)
-        return plan.metadata.encode(self._places_of_all, writer.plain_meta(), stored)
-
-    def _places_told(self) -> tuple[Places, ...]:
-        """On the coordinator, the places of the items of variable size of every rank.
-
-        Raises:
-            ExchangeError: they are not those that the ranks meant.
-        """
         none = np.empty((0, 2), dtype=np.int64)
         places = list(self.known.places_of_all or [none] * len(self.messages))
         for rank, message in enumerate(self.messages):
@@ -533,7 +521,15 @@ class SaveSession:
             raise ExchangeError(
                 "the places of the objects that ranks wrote are not those that the coordinator has; save again"
             )
-        return tuple(places)
+        self._places_of_all = tuple(places)
+        stored: Mapping[str, Section] = {}
+        if not plan.is_contested:  # if several ranks claim the main replica, a resumed job must warn again
+            try:
+                stored = plan.sections
+            except Exception as error:  # the checkpoint is complete without it
+                without = "its plan could not be stored, so a job that resumes from it makes a new plan"
+                logger.warning("%s: %s: %s", self.checkpoint, without, error)
+        return plan.metadata.encode(self._places_of_all, writer.plain_meta(), stored)
 
     def _copy_and_tell(self, writer: RobustWriter, target: str) -> None:
         """After the commit: call ``on_commit``, and copy the checkpoint to where it is to be."""
