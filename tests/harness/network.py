@@ -104,7 +104,7 @@ class _SimulatedConnections(Connections):
     def _make_group(self, look: Callable[[], None]) -> None:
         """There is none."""
 
-    def send(self, peer: int, tag: int, data: Any) -> Moving:
+    def start(self, verb: str, peer: int, tag: int, data: Any) -> Moving:
         self._network.send(self._place, self._rank, peer, tag, bytes(data))
         return Moving(data, torch.empty(0), [])
 

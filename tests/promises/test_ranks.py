@@ -329,7 +329,7 @@ def save_while_rank_2_is_killed_at_the_network(path: str, call: str, number: int
         return verdict_of(robust_dcp.save, state(2), checkpoint_id=path, timeout_seconds=20)
 
 
-NETWORK_CALLS = {"_await": 1, "send": 5, "start_receiving": 5}
+NETWORK_CALLS = {"_await": 1, "start": 10}
 """How many of them are tried. Rank 2 of five has a parent and a child, and waits for the store when it connects."""
 
 
@@ -347,19 +347,19 @@ def test_a_rank_that_is_killed_before_any_call_to_the_network_is_named_by_all_ot
 
 def stand_still_while_connecting(path: str) -> float:
     """Rank 1 connects right after rank 0 has given up to wait for it. By chance gloo lets one or the other call."""
-    send, break_up, has_given_up = Connections.send, Link.break_up, Path(f"{path}.given up")
+    start, break_up, has_given_up = Connections.start, Link.break_up, Path(f"{path}.given up")
 
-    def stand_still_and_send(self: Connections, peer: int, tag: int, data: Any) -> Any:
+    def stand_still_and_start(self: Connections, verb: Any, peer: int, tag: int, data: Any) -> Any:
         while dist.get_rank() == 1 and tag == connections.GREETING_TAG and not has_given_up.exists():
             time.sleep(0.001)
-        return send(self, peer, tag, data)
+        return start(self, verb, peer, tag, data)
 
     def give_up(self: Link, *args: Any) -> None:
         has_given_up.touch()
         break_up(self, *args)
 
     with (
-        mock.patch.object(Connections, "send", stand_still_and_send),
+        mock.patch.object(Connections, "start", stand_still_and_start),
         mock.patch.object(Link, "break_up", give_up),
         mock.patch.object(connections, "_CONNECT_TIMEOUT", datetime.timedelta(seconds=0.2)),  # gloo waits 5 times that
     ):

@@ -31,7 +31,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -191,7 +191,7 @@ class Connections:
         with self._changed:
             self._connecting.add(peer)
         try:
-            self.kept[None].append(self.send(peer, GREETING_TAG, self._greeting))
+            self.kept[None].append(self.start("send", peer, GREETING_TAG, self._greeting))
         finally:
             with self._changed:
                 self._connecting.discard(peer)
@@ -241,23 +241,16 @@ class Connections:
         told: list[bytes] = self._ask(lambda store: [store.get(key) for key in keys], look)
         return [Whereabouts(*each.decode(errors="replace").split("\t")) for each in told]
 
-    def send(self, peer: int, tag: int, data: Payload | torch.Tensor) -> Moving:
-        """Start to send. Keep what is returned until the other side has received the data: gloo ends without it.
+    def start(self, verb: Literal["send", "recv"], peer: int, tag: int, data: Payload | torch.Tensor) -> Moving:
+        """Start to send ``data`` to ``peer``, or to fill it with what ``peer`` sends under ``tag``. Keep what is
+        returned until all of it has arrived: gloo ends without it.
+
+        Args:
+            data: bytes, or a tensor of contiguous bytes on the CPU.
 
         Raises:
             Broken: ``peer`` is gone, or the connections were dropped.
         """
-        return self._start("send", peer, tag, data)
-
-    def start_receiving(self, peer: int, tag: int, tensor: torch.Tensor) -> Moving:
-        """Start to fill ``tensor``, contiguous bytes on the CPU, with what ``peer`` sends under ``tag``.
-
-        Raises:
-            Broken: as for :meth:`send`.
-        """
-        return self._start("recv", peer, tag, tensor)
-
-    def _start(self, verb: str, peer: int, tag: int, data: Payload | torch.Tensor) -> Moving:
         group = self._group
         if group is None:
             raise Broken("the connections were dropped")
@@ -298,7 +291,7 @@ class Connections:
     ) -> bytearray:
         """Wait for the ``nbytes`` bytes that ``peer`` sends under ``tag``; see :meth:`finish`."""
         data = bytearray(nbytes)
-        self.finish(self.start_receiving(peer, tag, _tensor_of(data)), seconds, note_piece)
+        self.finish(self.start("recv", peer, tag, data), seconds, note_piece)
         return data
 
     def drop(self) -> None:

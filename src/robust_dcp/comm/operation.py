@@ -647,10 +647,11 @@ class Operation:
             crc32, tag = isal_zlib.crc32(payload), next(connections.tags)
             frame = frame._replace(payload_nbytes=len(payload), payload_crc32=crc32, payload_tag=tag)
         with contextlib.suppress(Broken):  # the thread that reads finds the same
-            moving = connections.send(peer, self._tag(exchange.number), self.stamped(frame, exchange).encode())
+            stamped = self.stamped(frame, exchange).encode()
+            moving = connections.start("send", peer, self._tag(exchange.number), stamped)
             kept.append(moving)
             if len(payload):
-                kept.append(connections.send(peer, frame.payload_tag, payload))
+                kept.append(connections.start("send", peer, frame.payload_tag, payload))
                 if len(kept[-1].works) > 1:
                     self._start_thread(self._watch_leaving, exchange, peer, connections, kept[-1])
             return moving
@@ -697,7 +698,7 @@ class Operation:
             gone = Frame(Kind.GONE, *self.key, number, body=body, secret=self.link.secret).encode()
             for peer in list(connections.peers):
                 with contextlib.suppress(Broken):
-                    connections.kept[None].append(connections.send(peer, self._tag(number), gone))
+                    connections.kept[None].append(connections.start("send", peer, self._tag(number), gone))
 
     # Reading.
 
@@ -872,7 +873,7 @@ class Operation:
                         if self._wait(exchange, peers, kind):
                             break
                         waited = time.monotonic() - exchange.waiting_since
-                        unheard = [peer for peer in exchange.tree.neighbours if peer not in exchange.heard]
+                        unheard = set(exchange.tree.neighbours) - exchange.heard.keys()
                     if unheard and waited > look_seconds / 2:
                         where = f"{generation} {self.key} {exchange.number} {self.what}"
                         where = where.encode(errors="replace").decode()  # a path may be no UTF-8
@@ -1014,24 +1015,22 @@ class _Clock:
             self._operations.discard(operation)
 
     def _run(self) -> None:
-        while not self._is_closed and self._beat_all():
+        """Let each exchange send its beats when it is time, as long as there are any."""
+        while not self._is_closed:
+            with self._lock:
+                left = list(self._operations)
+                if not left:
+                    self._thread = None
+                    return
+            while left:
+                operation = left.pop()
+                try:
+                    operation.beat()
+                except Exception:  # the beats of other operations go on, and this one may succeed next time
+                    with contextlib.suppress(Exception):  # it may be a log handler that raises
+                        logger.exception("a beat of %s fails", operation.name)
+                del operation  # it may be over before the next beat
             time.sleep(patience.TICK_SECONDS)
-
-    def _beat_all(self) -> bool:
-        """Let each exchange send its beats if it is time. Return whether there are any."""
-        with self._lock:
-            left = list(self._operations)
-            if not left:
-                self._thread = None
-                return False
-        while left:
-            operation = left.pop()
-            try:
-                operation.beat()
-            except Exception:  # the beats of other operations go on, and this one may succeed next time
-                with contextlib.suppress(Exception):  # it may be a log handler that raises
-                    logger.exception("a beat of %s fails", operation.name)
-        return True
 
     def close(self) -> None:
         """At the end of the process, before Python ends the thread in the midst of gloo."""

@@ -124,11 +124,11 @@ class Passing:
         frames = [torch.empty(FRAME_NBYTES, dtype=torch.uint8) for _ in incoming]
         moving = []
         for (peer, tensor), frame in zip(incoming, frames, strict=True):
-            moving.append(connections.start_receiving(peer, _FRAMES_TAG, frame))
-            moving.append(connections.start_receiving(peer, _BUCKETS_TAG, tensor))
+            moving.append(connections.start("recv", peer, _FRAMES_TAG, frame))
+            moving.append(connections.start("recv", peer, _BUCKETS_TAG, tensor))
         for peer, tensor in outgoing:
-            moving.append(connections.send(peer, _FRAMES_TAG, self._frame_before(tensor)))
-            moving.append(connections.send(peer, _BUCKETS_TAG, tensor))
+            moving.append(connections.start("send", peer, _FRAMES_TAG, self._frame_before(tensor)))
+            moving.append(connections.start("send", peer, _BUCKETS_TAG, tensor))
             operation.cost.payload_nbytes_sent += tensor.numel()
         for each in moving:
             connections.finish(each, operation.timeout_seconds, operation.note_progress)

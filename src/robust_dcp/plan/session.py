@@ -231,11 +231,13 @@ class SaveSession:
             known = self._known = plan_of(self.channel.ranks, self.channel.rank, self.local, leads=self.leads)
         self._may_be_writing = known is not None  # some rank may have the plan before others are there
         flags = _LEADS if self.leads else 0
-        if known is not None:
+        if known is None or writer is None:
+            flags |= _NEEDS_ROOM
+        else:
             flags |= MATCHES if known.signature == self.local.signature.value else 0
             flags |= _HAS_PLAN if known.plan is not None else 0
-        if known is None or writer is None or not writer.has_ample_room(known.share.total_nbytes):
-            flags |= _NEEDS_ROOM
+            has_ample_room = writer.disk.room(writer.path)[1] > 2 * known.share.total_nbytes + (1 << 30)
+            flags |= 0 if has_ample_room else _NEEDS_ROOM
         self._own_offer = Offer(
             plan_id=_NO_PLAN if known is None else known.share.plan_id,
             flags=flags,
