@@ -1,13 +1,28 @@
-"""Saves and loads PyTorch distributed checkpoints: validated plans, exchanges that end, durable commits."""
+"""Saves and loads PyTorch distributed checkpoints: validated plans, exchanges that end, durable commits.
+
+Importing torch takes seconds, and ``robust-dcp ls`` prints its first line before that. So this module imports nothing
+that needs torch before it is used, and neither does a module on the way of that command: the calls to the file system,
+and what reads ``.metadata``. These import ``errors`` from here.
+"""
 
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from robust_dcp.version import __version__ as __version__
+__version__ = "0.1.0"
+"""It is part of every plan's signature."""
+
+
+class _Errors:
+    """The module ``errors``, until it is imported: when one of its names is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("robust_dcp.errors"), name)
+
 
 if TYPE_CHECKING:
+    from robust_dcp import errors as errors
     from robust_dcp.installation import install as install
     from robust_dcp.installation import uninstall as uninstall
     from robust_dcp.manager.manager import CheckpointManager as CheckpointManager
@@ -17,6 +32,8 @@ if TYPE_CHECKING:
     from robust_dcp.manager.series import KeepLast as KeepLast
     from robust_dcp.manager.series import KeepPolicy as KeepPolicy
     from robust_dcp.public import *  # noqa: F403
+else:
+    errors = _Errors()
 
 _ROOMS = {
     **dict.fromkeys(("install", "uninstall"), "installation"),
@@ -27,8 +44,7 @@ _ROOMS = {
 
 
 def _public() -> dict[str, Any]:
-    """The names of ``public``. They are imported when one is first used, since torch takes seconds, and ``robust-dcp
-    ls`` needs none (PEP 562). From then on they are attributes."""
+    """The names of ``public``. They are imported when one is first used (PEP 562), and are attributes from then on."""
     names = {name: value for name, value in vars(import_module("robust_dcp.public")).items() if name[0] != "_"}
     globals().update(names)
     return names

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from robust_dcp import __version__
 from robust_dcp.environment import check, value_of
 from robust_dcp.megatron.options import Planner, add_arguments, choose_planner, current_options, is_chosen
 from robust_dcp.switch.patching import Patch, Patches, announce, log_left_to_stock, megatron_version
-from robust_dcp.version import __version__
 
 Function = Callable[..., Any]
 Make = Callable[[Function], Function]

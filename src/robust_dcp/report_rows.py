@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp import __version__
 from robust_dcp.comm import Channel
 from robust_dcp.environment import node_name
 from robust_dcp.events import LISTENERS, Event, EventName, tell
 from robust_dcp.report import Modules, PhaseReport, PlanReport, Ranks, SavedReport, find_stragglers, shortened
-from robust_dcp.version import __version__
 
 AT_PHASE: list[Callable[[Channel, str], None]] = []
 """Functions to call when a rank begins a phase, with its name. Tests inject faults here."""

@@ -23,8 +23,8 @@ from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Final, NoReturn
 
+from robust_dcp import __version__
 from robust_dcp.cli.output import CANNOT, CommandFailed, Output, safe_text
-from robust_dcp.version import __version__
 
 COMMANDS: Final = ("inspect", "verify", "diff", "convert", "copy", "report", "ls", "prune", "bench", "doctor")
 

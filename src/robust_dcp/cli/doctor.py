@@ -22,13 +22,12 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Final, NamedTuple
 
+from robust_dcp import __version__, errors
 from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import FOUND, Output, number, size
-from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.kernel import is_of_this_machine, mount_of
-from robust_dcp.version import __version__
 
 _PACKAGES: Final = ("torch", "numpy", "msgspec", "isal")
 _LEAST_TORCH: Final = (2, 7)

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from robust_dcp import errors
 from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, parse_name, series_in
-from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name

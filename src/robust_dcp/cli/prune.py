@@ -25,12 +25,12 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from robust_dcp import errors
 from robust_dcp.cli.arguments import local_path, number_in
 from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.ls import CRASHED, state_of
 from robust_dcp.cli.output import CANNOT, CommandFailed, Output, age, number, safe_text
 from robust_dcp.manager.series import Checkpoint, KeepBest, Series, policies_of, prune, series_in
-from robust_dcp.on_demand import errors
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME

@@ -17,11 +17,11 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from robust_dcp import errors
 from robust_dcp.cli.arguments import number_in, place
 from robust_dcp.cli.checkpoint import disk_of, holds_checkpoint, summary, summary_json
 from robust_dcp.cli.output import CANNOT, FOUND, CommandFailed, Output, number, size
 from robust_dcp.manager.series import series_in
-from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load

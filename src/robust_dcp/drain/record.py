@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from robust_dcp.on_demand import errors
+from robust_dcp import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
 

@@ -41,8 +41,8 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
 
+from robust_dcp import errors
 from robust_dcp.drain.record import is_awaited
-from robust_dcp.on_demand import errors
 from robust_dcp.report import REPORT_NAME
 from robust_dcp.storage.committing.saving_file import (
     claimed,

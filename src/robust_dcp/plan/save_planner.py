@@ -26,6 +26,7 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from robust_dcp import __version__
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.plan import LocalStructure
@@ -49,7 +50,6 @@ from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource, raise_named
-from robust_dcp.version import __version__
 
 
 class RobustPlanner(DefaultSavePlanner):

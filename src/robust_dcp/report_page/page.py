@@ -15,9 +15,9 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
+from robust_dcp import __version__
 from robust_dcp.report import Modules, Ranks, shortened
 from robust_dcp.report_page.reading import FoundReport, Reports
-from robust_dcp.version import __version__
 
 _SCRIPTS: Final = (
     *("basics.js", "chart.js", "overview.js", "timeline.js", "heatmap.js"),

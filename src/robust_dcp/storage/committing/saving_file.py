@@ -25,8 +25,8 @@ from typing import Final
 
 import msgspec
 
+from robust_dcp import errors
 from robust_dcp.environment import boot_id
-from robust_dcp.on_demand import errors
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import (

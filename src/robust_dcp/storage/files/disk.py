@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from robust_dcp.on_demand import errors
+from robust_dcp import errors
 from robust_dcp.storage.files.kernel import Alignment, alignment_of, allocate, cached_nbytes, is_of_this_machine
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any, Final, NamedTuple
 
-from robust_dcp.on_demand import errors
+from robust_dcp import errors
 from robust_dcp.storage.files.disk import Disk
 
 METADATA_NAME: Final = ".metadata"

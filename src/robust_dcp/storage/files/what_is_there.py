@@ -9,7 +9,7 @@ import os
 import re
 from typing import Final
 
-from robust_dcp.on_demand import errors
+from robust_dcp import errors
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file, is_url, metadata_name
