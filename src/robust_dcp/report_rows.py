@@ -99,14 +99,7 @@ class PhaseClock(msgspec.Struct, eq=False):
             for each in AT_PHASE:
                 each(self.channel, name)
             yield
-        report = PhaseReport(
-            name,
-            time.perf_counter() - started,
-            stats.exchanges,
-            stats.messages_sent,
-            stats.header_nbytes_sent,
-            stats.payload_nbytes_sent,
-        )
+        report = PhaseReport(name, time.perf_counter() - started, *msgspec.structs.astuple(stats))
         self.records.append(report)
         self.tell("phase_ended", phase=name, seconds=report.seconds)
 

@@ -288,9 +288,8 @@ class Bundler(Generic[M]):
                 columns.append([decoded[place] for (place,) in field.which])
         messages: dict[int, M] = {}
         try:
-            for number, rank in enumerate(self._ranks):
-                fields = {name: column[number] for name, column in zip(self._names, columns, strict=True)}
-                messages[rank] = self._message_type(**fields)
+            for rank, *values in zip(self._ranks, *columns, strict=True):
+                messages[rank] = self._message_type(**dict(zip(self._names, values, strict=True)))
         except (TypeError, ValueError) as error:  # a check of the message type failed
             raise self._wrong_type_error([self._ranks[len(messages)]], str(error)) from None
         return messages

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.state_dict import UNKNOWN, HeldStructures, holds_shards, own_chunks
@@ -62,7 +64,7 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata, before: Planne
     return PlannedItems(names, before.targets, kinds, kind_of, numbers, places, of_others)
 
 
-def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedItems:
+def whole_tensors(state_dict: dict[str, Any], metadata: Metadata) -> PlannedItems:
     """The tensors for which the checkpoint has exactly the chunk, size and dtype that this rank holds.
 
     :func:`plan_reads` plans all other tensors.
@@ -73,13 +75,7 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedI
     kind_of: list[int] = []
     kinds: list[ChunkKind] = []
     number_of: dict[int, int] = {}  # by the id of a structure, which ``held`` keeps; -1 if it is not a whole chunk
-
-    def lookup(index: MetadataIndex) -> torch.Tensor:
-        value: Any = state_dict[index.fqn]
-        local: torch.Tensor = value.to_local() if type(value) is DTensor else value
-        return local
-
-    held = HeldStructures(lookup)
+    held = HeldStructures(partial(find_state_dict_object, state_dict))
     with torch.no_grad():
         for name, value in state_dict.items():
             structure = held.of(name, value)

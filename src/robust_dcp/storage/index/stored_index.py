@@ -519,9 +519,6 @@ class _OnDemand(Mapping[Any, Any]):
             raise KeyError(key)
         return found
 
-    def __contains__(self, key: object) -> bool:
-        return self.get(key) is not None
-
     def __len__(self) -> int:
         return self._n_keys
 

@@ -152,8 +152,8 @@ def _block(places: Int64, starts: Int64, lengths: Int64, records: Sequence[Recor
     tails = zip(of_block, np.where(in_tail, gaps, 0)[small].tolist(), strict=True)
     start = starts[small] - low
     data_at = start + data_offset[small]
-    checked = np.array([n for n, record in enumerate(of_block) if record.crc32_at], dtype=np.int64)
-    crc32_at = np.array([of_block[n].crc32_at for n in checked.tolist()], dtype=np.int64).reshape(-1, 2)
+    with_crc32 = [(n, *record.crc32_at) for n, record in enumerate(of_block) if record.crc32_at]
+    checked, crc32_at = np.hsplit(np.array(with_crc32, dtype=np.int64).reshape(-1, 3), [1])
     return Block(
         offset=low,
         nbytes=max(high - low, 0),
@@ -167,8 +167,8 @@ def _block(places: Int64, starts: Int64, lengths: Int64, records: Sequence[Recor
         tails=tuple(_tail(record.trailer, gap) for record, gap in tails),
         data_at=data_at,
         data_nbytes=data_nbytes[small],
-        checked=checked,
-        crc32_at=start[checked, None] + crc32_at,
+        checked=checked[:, 0],
+        crc32_at=start[checked] + crc32_at,
         runs=tuple(np.unique((data_at + data_nbytes[small]) // _HOT_NBYTES, return_counts=True)[1].tolist()),
     )
 
