@@ -8,7 +8,7 @@ checkpoint. They are those of ``get_model_state_dict`` and ``get_optimizer_state
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -132,7 +132,7 @@ class OptimizerStates:
         optimizers: list[tuple[Optimizer, nn.Module | None]],
         *,
         by_parameter: bool = False,
-        stored: Container[str] | None = None,
+        stored: Collection[str] | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._options = named.StateDictOptions(flatten_optimizer_state_dict=by_parameter)
@@ -145,9 +145,10 @@ class OptimizerStates:
         for optimizer, module in optimizers:
             is_empty = stored is None and not optimizer.state
             try:
-                if stored is not None:
-                    _make_missing_state(optimizer)
-                own = self._named(optimizer, module)
+                with _as_trained([] if stored is None else self._frozen_with_state(key, optimizer, module, stored)):
+                    if stored is not None:
+                        _make_missing_state(optimizer)
+                    own = self._named(optimizer, module)
             except Exception as error:
                 raise RobustCheckpointError(
                     f"the states of {key!r} have no names: torch names what a step without gradients makes, "
@@ -208,6 +209,17 @@ class OptimizerStates:
         names = [name for group in groups for name in group["params"]]
         return list(zip(names, parameters, strict=True)) if len(names) == len(parameters) else []
 
+    def _frozen_with_state(
+        self, key: str, optimizer: Optimizer, module: nn.Module | None, stored: Collection[str]
+    ) -> list[nn.Parameter]:
+        """The parameters that are frozen now and have a state in the checkpoint, because they were trained before."""
+        if all(each.requires_grad for each in _parameters(optimizer)):
+            return []
+        with_state = {name.rpartition(".")[0] for name in stored}
+        with _gradients_put_aside(optimizer):
+            by_name = self._parameters_by_name(optimizer, module)
+        return [each for name, each in by_name if f"{key}.state.{name}" in with_state]
+
     def put_back(self, loaded: StateDict) -> None:
         """Load the state into the optimizers."""
         groups = loaded.get("param_groups", [])
@@ -224,7 +236,8 @@ class OptimizerStates:
             if module is None or self._is_as_held:
                 optimizer.load_state_dict(loaded)
             else:
-                named.set_optimizer_state_dict(module, optimizer, loaded, options=self._options)
+                with _as_trained(optimizer.state):
+                    named.set_optimizer_state_dict(module, optimizer, loaded, options=self._options)
         for optimizer, parameter in self._without_state:
             optimizer.state.pop(parameter, None)
 
@@ -252,6 +265,19 @@ def _make_missing_state(optimizer: Optimizer) -> None:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 if "lr" in group:
                     group["lr"] = rate
+
+
+@contextmanager
+def _as_trained(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Torch makes and sets no states of parameters that are frozen. They are not, within this block."""
+    frozen = [each for each in parameters if not each.requires_grad]
+    try:
+        for each in frozen:
+            each.requires_grad_(True)
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
 
 
 @contextmanager
@@ -328,7 +354,7 @@ StandIn = ModuleStates | OptimizerStates | AsStock
 the state dict, and ``put_back`` loads what was read into them."""
 
 
-def stand_ins_for(state_dict: StateDict, stored: Container[str] | None = None) -> tuple[dict[str, StandIn], StateDict]:
+def stand_ins_for(state_dict: StateDict, stored: Collection[str] | None = None) -> tuple[dict[str, StandIn], StateDict]:
     """The stand-ins for values that have a state dict of their own, by key.
 
     Args:

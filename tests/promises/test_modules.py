@@ -251,35 +251,35 @@ def load(model: nn.Module, optimizer: Any, path: Path, *, partial: bool) -> robu
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "trained", "before", "partial"),
+    ("optimizer", "trained", "before", "frozen", "partial"),
     [
-        ("AdamW", (0,), (), False),
-        ("AdamW", (0,), (0,), True),
-        ("AdamW", (0,), (1,), False),
-        ("AdamW", (0,), (1,), True),
-        ("AdamW", (0,), (0, 1), False),
-        ("AdamW", (0, 1), (1,), False),
-        ("SGD 0.9", (0,), (1,), False),
-        ("SGD 0.9", (0,), (), True),
-        ("SGD", (0,), (), False),
-        ("Adagrad", (0,), (0, 1), False),
+        ("AdamW", (0,), (), True, False),
+        ("AdamW", (0,), (0,), False, True),
+        ("AdamW", (0,), (1,), False, True),
+        ("AdamW", (0,), (0, 1), False, False),
+        ("AdamW", (0, 1), (1,), True, False),
+        ("SGD 0.9", (0,), (), True, True),
+        ("SGD", (0,), (), False, False),
+        ("Adagrad", (0,), (0, 1), False, False),
     ],
 )
 def test_parameters_without_a_gradient_are_loaded_as_they_were(
-    optimizer: str, trained: tuple[int, ...], before: tuple[int, ...], partial: bool, tmp_path: Path
+    optimizer: str, trained: tuple[int, ...], before: tuple[int, ...], frozen: bool, partial: bool, tmp_path: Path
 ) -> None:
     """The optimizer that is loaded has stepped for other parameters than the one that was saved."""
-    saved = experts(1, optimizer)
+    saved, loaded = experts(1, optimizer), experts(2, optimizer)
     step(*saved, *trained)
     step(*saved, *trained)
-    robust_dcp.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=tmp_path)
-    loaded = experts(2, optimizer)
     if before:
         step(*loaded, *before)
+    for run in (saved, loaded):  # "frozen": what was trained is frozen when it is saved and loaded
+        run[0].experts[0].requires_grad_(not frozen)
+    robust_dcp.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=tmp_path)
     load(*loaded, tmp_path, partial=partial)
     assert state_of(*loaded) == state_of(*saved)
     for run in (saved, loaded):  # both experts get tokens now
-        step(*run, 0, 1)
+        assert run[0].experts[0].weight.requires_grad != frozen
+        step(run[0].requires_grad_(), run[1], 0, 1)
     assert state_of(*loaded) == state_of(*saved)
     for one, other in zip(saved[0].parameters(), loaded[0].parameters(), strict=True):
         assert torch.equal(one, other)
