@@ -45,7 +45,9 @@ _ROOMS = {
 
 def _public() -> dict[str, Any]:
     """The names of ``public``. They are imported when one is first used (PEP 562), and are attributes from then on."""
-    names = {name: value for name, value in vars(import_module("robust_dcp.public")).items() if name[0] != "_"}
+    # All of it stays, and the collector would look through all of torch meanwhile, again and again.
+    with import_module("robust_dcp.storage.metadata.stored_pickle").without_garbage_collection():
+        names = {name: value for name, value in vars(import_module("robust_dcp.public")).items() if name[0] != "_"}
     globals().update(names)
     return names
 

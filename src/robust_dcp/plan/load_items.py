@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +35,8 @@ from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.reads import PlannedItems
 
 
-def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata, before: PlannedItems) -> PlannedItems:
+@torch.no_grad()
+def plan_reads(state_dict: dict[str, Any], metadata: Metadata, before: PlannedItems) -> PlannedItems:
     """The items that stock's ``create_default_local_load_plan`` makes of ``state_dict``, in another order.
 
     Args:
@@ -45,10 +47,14 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata, before: Planne
     columns: list[tuple[Int64, Int64, Int64]] = [(before.kind_of, before.chunks, np.empty(0, dtype=np.int64))]
     first_of: dict[int, int] = {}  # by the id of a list of kinds, which the index keeps
     others: dict[str, Any] = {}
+    held = HeldStructures(partial(find_state_dict_object, state_dict))
     for key, value in state_dict.items():
         saved = metadata.state_dict_metadata.get(key)
         chunks: Any = getattr(saved, "chunks", None)
-        wanted = chunks_held(value) if isinstance(chunks, StoredChunks) else None
+        wanted: Any = None
+        if isinstance(chunks, StoredChunks):
+            structure = held.of(key, value)
+            wanted = chunks_held(value) if structure is UNKNOWN else () if structure is None else (structure,)
         if wanted is None and saved is not None:
             others[key] = value
         for chunk in wanted or ():
@@ -76,23 +82,22 @@ def whole_tensors(state_dict: dict[str, Any], metadata: Metadata) -> PlannedItem
     kinds: list[ChunkKind] = []
     number_of: dict[int, int] = {}  # by the id of a structure, which ``held`` keeps; -1 if it is not a whole chunk
     held = HeldStructures(partial(find_state_dict_object, state_dict))
-    with torch.no_grad():
-        for name, value in state_dict.items():
-            structure = held.of(name, value)
-            if structure is None or structure is UNKNOWN:
-                continue
-            local = value.to_local() if type(value) is DTensor else value
-            number = number_of.get(id(structure))
-            if number is None:
-                is_whole = 0 not in structure.sizes and local.shape == structure.sizes
-                number = number_of[id(structure)] = len(kinds) if is_whole else -1
-                if is_whole:
-                    size, at, lengths = map(torch.Size, (structure.shape, structure.offsets, structure.sizes))
-                    kinds.append(ChunkKind(local.dtype, size, at, lengths))
-            if number >= 0 and (local is value or local.dtype is value.dtype):
-                names.append(name)
-                targets.append(local)
-                kind_of.append(number)
+    for name, value in state_dict.items():
+        structure = held.of(name, value)
+        if structure is None or structure is UNKNOWN:
+            continue
+        local = value.to_local() if type(value) is DTensor else value
+        number = number_of.get(id(structure))
+        if number is None:
+            is_whole = 0 not in structure.sizes and local.shape == structure.sizes
+            number = number_of[id(structure)] = len(kinds) if is_whole else -1
+            if is_whole:
+                size, at, lengths = map(torch.Size, (structure.shape, structure.offsets, structure.sizes))
+                kinds.append(ChunkKind(local.dtype, size, at, lengths))
+        if number >= 0 and (local is value or local.dtype is value.dtype):
+            names.append(name)
+            targets.append(local)
+            kind_of.append(number)
     asked, chunks, places = (
         _whole_chunks(names, kinds, kind_of, metadata) if index is None else index.find_whole(names, kinds, kind_of)
     )
@@ -126,17 +131,10 @@ def chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
     """The chunks that this rank holds of a tensor, as stock's planner sees them; ``None`` if it is not a tensor."""
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return ()
-    if holds_shards(type(value)):
-        shards = [shard.metadata for shard in value.local_shards()]
-        return [
-            ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes)) for shard in shards
-        ]
     chunks = own_chunks(value)
-    if chunks is not None:
-        return chunks
-    if isinstance(value, torch.Tensor):
-        return [ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())]
-    return None
+    if chunks is None and isinstance(value, torch.Tensor):
+        return _create_chunk_list(value)
+    return chunks
 
 
 # Whether the memory of a tensor can be filled.
@@ -148,16 +146,13 @@ def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
     """The tensors that this rank holds of the values of a state dict, each with its name. Those without elements are
     left out, and those whose memory torch does not let us look at.
     """
-    with torch.no_grad():
-        for name, value in values.items():
-            parts = [value]
-            if isinstance(value, DTensor):
-                parts = [value.to_local()]
-            elif isinstance(value, torch.Tensor) and hasattr(value, "local_shards"):
-                parts = [shard.tensor for shard in value.local_shards()]
-            for part in parts:
-                if type(part) in PLAIN and part.layout is torch.strided and not part.is_meta and part.numel() > 0:
-                    yield name, part
+    for name, value in values.items():
+        parts = [value.to_local() if isinstance(value, DTensor) else value]
+        if holds_shards(type(value)):
+            parts = [shard.tensor for shard in value.local_shards()]
+        for part in parts:
+            if type(part) in PLAIN and part.layout is torch.strided and not part.is_meta and part.numel() > 0:
+                yield name, part
 
 
 def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:

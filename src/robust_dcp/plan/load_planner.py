@@ -113,7 +113,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
-        with without_garbage_collection():
+        with torch.no_grad(), without_garbage_collection():  # with gradients, `to_local` makes a tensor each time
             whole, index, plan = PlannedItems(), index_of(self.metadata), None
             saved = self.metadata.state_dict_metadata
             answers_as_stock = not any(map(self._overrides, _PROTOCOL))
@@ -250,8 +250,6 @@ def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: 
     Raises:
         CorruptCheckpoint: the chunks that are read lack some of these elements.
     """
-    if not tensors:
-        return
     wanted = {key: local_numel(value) for key, value in tensors.items()}
     filled: dict[str, int] = defaultdict(int)
     numels, n_whole = [kind.nbytes // kind.dtype.itemsize for kind in planned.kinds], len(planned.targets)

@@ -573,7 +573,7 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
     def _chunk(self, row: int) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=self._index.offsets(row), sizes=self._index.sizes(row))
 
-    def overlap(self, box: Size, lengths: Size) -> tuple[Int64, list[ChunkKind]]:
+    def overlap(self, box: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[Int64, list[ChunkKind]]:
         """The chunks that overlap with a box of ``lengths`` at ``box``.
 
         Returns:
@@ -586,12 +586,18 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
         if whole is None or len(box) != len(whole) or len(lengths) != len(whole):
             raise index.file.damaged(f"chunks of {len(box)} dimensions are asked for")
         if len(box):  # the first dimension alone tells which rows may overlap
+            reach = max(self.reach, 1)  # there may be only empty chunks
 
             def begin_of(row: int) -> int:
                 return next(iter(index.offsets(row)), 0)
 
-            first = bisect_left(range(end), box[0] - self.reach + 1, first, end, key=begin_of)
-            end = bisect_left(range(end), box[0] + lengths[0], first, end, key=begin_of)
+            def first_at(bound: int) -> int:
+                guess = self.first - -bound // reach  # chunks are equal parts most of the time
+                if self.first < guess < self.end and begin_of(guess - 1) < bound <= begin_of(guess):
+                    return guess
+                return bisect_left(range(self.end), bound, self.first, self.end, key=begin_of)
+
+            first, end = first_at(box[0] - reach + 1), first_at(box[0] + lengths[0])
         key = (self.properties, whole, box, lengths, *index.chunk_numbers(first, end))
         if key not in index.known_parts:  # then in columns: a rank may need a part of each of thousands of chunks
             offsets, sizes = index.extents(first, end, len(whole))
@@ -605,7 +611,7 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
                 raise index.file.damaged(f"chunks of name {self.number} overlap")
             dtype = index.properties[self.properties][0]
             of_rows = zip(*(map(Size, each) for each in columns), strict=True)
-            kinds = [ChunkKind(dtype, whole, at, size, Part(box, *part)) for at, size, *part in of_rows]
+            kinds = [ChunkKind(dtype, whole, at, size, Part(Size(box), *part)) for at, size, *part in of_rows]
             index.known_parts[key] = rows, kinds
         rows, kinds = index.known_parts[key]
         return first + rows, kinds
