@@ -132,8 +132,9 @@ class _OnTheCoordinator(SimulatedOperation):
         super().__init__(COORDINATOR, coordinator.ranks)
         self._of, self._save, self._watch = coordinator, save, watch
 
-    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
-        own_offer = work.produce() or Offer()
+    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Any, Payload]:
+        own = work.produce()
+        offer = own if work.offer is None else work.offer(own)
         with self._watch.paused():
             offers, payloads = self._said_by_others(phase.rpartition(": ")[2])
             frames = [
@@ -145,13 +146,13 @@ class _OnTheCoordinator(SimulatedOperation):
                 for frame, child in zip(frames, self.tree.children, strict=True)
             ]
         children = [Agreement.decode(Frame.decode(frame).body) for frame, _ in arrived]
-        total = Agreement.of(COORDINATOR, own_offer, children)
+        total = Agreement.of(COORDINATOR, offer if isinstance(offer, Offer) else Offer(), children)
         for _, received in arrived:
             zlib.crc32(received)
-        payload = None if work.reply is None else work.reply([received for _, received in arrived if received])
+        payload = None if work.reply is None else work.reply(own, [received for _, received in arrived if received])
         for child in reversed(self.tree.children):
             zlib.crc32(work.share(payload, child) if payload and work.share is not None else payload or b"")
-        return total, payload or b""
+        return total, own, payload or b""
 
     def _said_by_others(self, exchange: str) -> tuple[list[Offer], dict[int, Payload]]:
         """What each rank offers, and the payload of each child."""

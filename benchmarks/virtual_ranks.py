@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -128,10 +128,10 @@ class _OnTheWayUp(SimulatedOperation):
         self.payload: Payload = b""
         self._below = [payload for payload in below if payload]
 
-    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
-        work.produce()
-        self.payload = work.merge(self._below)
-        return Agreement.of(self.link.rank, Offer()), b""
+    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Any, Payload]:
+        own = work.produce()
+        self.payload = work.merge(own, self._below)
+        return Agreement.of(self.link.rank, Offer()), own, b""
 
 
 def messages_up(ranks: int, message_of: Callable[[int], M | None], message_type: type[M]) -> dict[int, Payload]:

@@ -302,7 +302,7 @@ def load(
                     again = "was overwritten while it was loaded: it is loaded once more"
                     logger.warning("%s %s (%s)", checkpoint, again, error)
             with clock.phase("apply"):
-                asked = channel.gather(loading.phase("apply"), loading.apply, AskedKeys)
+                asked = channel.gather(f"{channel.operation}: apply", loading.apply, AskedKeys)
     if robust is not None and not is_url(robust.path):
         LOADED.put(robust.path, None, len(robust.path))
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
@@ -335,10 +335,6 @@ class _Load(msgspec.Struct, eq=False):
     values: dict[str, Any] = {}
     stand_ins: dict[str, StandIn] = {}
 
-    def phase(self, name: str) -> str:
-        """The name of an exchange of this load."""
-        return f"load {self.checkpoint}: {name}"
-
     def agree_on_reads(self, leader: Channel, *, by_index: bool) -> Agreement:
         """Let the coordinator of ``leader`` find the index or ``.metadata`` for all, and make this rank's plan. Other
         readers than ours look for themselves."""
@@ -350,9 +346,9 @@ class _Load(msgspec.Struct, eq=False):
                 index = source.find_index() if by_index else b""
                 return _StoredMetadata(index, b"" if index else source.metadata_bytes())
 
-            stored = leader.broadcast(self.phase("metadata"), find, _StoredMetadata)
-        phase = self.phase("plan" if by_index else "plan by .metadata")
-        agreement = self.channel.agree(phase, partial(self._plan_own, stored))
+            stored = leader.broadcast(f"{leader.operation}: metadata", find, _StoredMetadata)
+        phase = "plan" if by_index else "plan by .metadata"
+        agreement = self.channel.agree(f"{leader.operation}: {phase}", partial(self._plan_own, stored))
         n_plans = sum(map(agreement.count, WISHES.values()))
         if stored.index and n_plans < agreement.n_ranks:
             return self.agree_on_reads(leader, by_index=False)  # some ranks see another directory, say on a local disk
@@ -389,10 +385,10 @@ class _Load(msgspec.Struct, eq=False):
     def read(self) -> None:
         """Read what this rank has planned, and get from others what they read for it."""
         with self.clock.phase("read"):
-            self.channel.barrier(self.phase("read"), self._read_own)
+            self.channel.barrier(f"{self.channel.operation}: read", self._read_own)
         if self.shared is not None:
             with self.clock.phase("share"):
-                self.shared.share(self.channel, self.phase("share"), self.channel.check_stop)
+                self.shared.share(self.channel, f"{self.channel.operation}: share", self.channel.check_stop)
 
     def _read_own(self) -> None:
         with nullcontext() if self.robust is None else self.robust.checking(self.channel.check_stop):
@@ -404,7 +400,7 @@ class _Load(msgspec.Struct, eq=False):
     def is_overwritten(self, reader: RobustReader) -> bool:
         """Let the coordinator look whether ``.metadata`` was replaced."""
         found = self.channel.agree(
-            self.phase("has it been overwritten"),
+            f"{self.channel.operation}: has it been overwritten",
             lambda: Offer(flags=int(self.channel.is_coordinator and reader.source.is_overwritten())),
         )
         return found.count(1) > 0

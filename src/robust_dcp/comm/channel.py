@@ -124,7 +124,7 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        self.last_agreement, _ = self._operation.run("agree", phase, self.coordinator_rank, Work(produce))
+        self.last_agreement, _, _ = self._operation.run("agree", phase, self.coordinator_rank, Work(produce))
         return self.last_agreement
 
     def barrier(
@@ -142,8 +142,8 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        work = Work(produce, reply=None if then is None else lambda below: then())
-        self.last_agreement, _ = self._operation.run("barrier", phase, self.coordinator_rank, work)
+        work = Work(produce, reply=None if then is None else lambda own, below: then())
+        self.last_agreement, _, _ = self._operation.run("barrier", phase, self.coordinator_rank, work)
 
     def gather(
         self,
@@ -168,26 +168,20 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        own: M | None = None
         gathered: list[M | None] = []
 
-        def make() -> Offer | None:
-            nonlocal own
-            own = produce()
-            return None if offer is None else offer(own)
-
-        def merge(below: list[Payload]) -> Payload:
+        def merge(own: M | None, below: list[Payload]) -> Payload:
             return b"" if own is None and not below else self._merged(phase, own, below, message_type).encode()
 
-        def open_all(below: list[Payload]) -> None:
+        def open_all(own: M | None, below: list[Payload]) -> None:
             found = self._merged(phase, None, below, message_type).open() if below else {}
             gathered.extend(map(found.get, range(self.size)))
             gathered[self.rank] = own
             if then is not None:
                 then(gathered)
 
-        work = Work(make, merge, open_all)
-        self.last_agreement, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
+        work = Work(produce, merge, open_all, offer)
+        self.last_agreement, _, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
         return gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
@@ -196,15 +190,13 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        own: list[M] = []
 
-        def make() -> None:
-            if self.is_coordinator:
-                own.append(produce())
+        def reply(own: M, below: list[Payload]) -> Payload | None:
+            return encode(own) if self.size > 1 else None
 
-        work = Work(make, reply=lambda below: encode(own[0]) if self.size > 1 else None)
-        self.last_agreement, payload = self._operation.run("broadcast", phase, self.coordinator_rank, work)
-        return own[0] if own else self._decoded(phase, lambda: decode(payload, message_type))
+        work = Work(produce if self.is_coordinator else lambda: None, reply=reply)
+        self.last_agreement, own, payload = self._operation.run("broadcast", phase, self.coordinator_rank, work)
+        return own if self.is_coordinator else self._decoded(phase, lambda: decode(payload, message_type))
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
         """Return the message that the coordinator made for this rank. ``produce`` runs on the coordinator only.
@@ -218,26 +210,21 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        own: list[M | None] = []
-        shares: Payload = b""
         tree = Tree(self.rank, self.size, self.coordinator_rank)
 
-        def make() -> None:
-            nonlocal shares
-            if self.is_coordinator:
-                made = produce()
-                if len(made) != self.size:
-                    raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
-                own.append(made[self.rank])
-                shares = Shares.to(1, [made[rank] for rank in tree.ranks_by_place[1:]]).encode()
+        def reply(made: Sequence[M | None], below: list[Payload]) -> Payload:
+            if len(made) != self.size:
+                raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
+            return Shares.to(1, [made[rank] for rank in tree.ranks_by_place[1:]]).encode()
 
         def share(payload: Payload, child: int) -> Payload:
             return Shares.decode(payload).of(tree.places_below(child)).encode()
 
-        work = Work(make, reply=lambda below: shares, share=share)
-        self.last_agreement, payload = self._operation.run("scatter", phase, self.coordinator_rank, work)
-        if own:
-            return own[0]
+        work = Work(produce if self.is_coordinator else lambda: None, reply=reply, share=share)
+        self.last_agreement, made, payload = self._operation.run("scatter", phase, self.coordinator_rank, work)
+        if self.is_coordinator:
+            own: M | None = made[self.rank]
+            return own
         mine = Shares.decode(payload).first() if payload else b""
         return self._decoded(phase, lambda: decode(mine, message_type)) if mine else None
 
@@ -247,15 +234,14 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        own: list[M] = []
 
-        def merge(below: list[Payload]) -> Payload:
-            return self._merged(phase, own[0], below, message_type).encode() if self.size > 1 else b""
+        def merge(own: M, below: list[Payload]) -> Payload:
+            return self._merged(phase, own, below, message_type).encode() if self.size > 1 else b""
 
-        work = Work(lambda: own.append(produce()), merge, reply=merge)
-        self.last_agreement, payload = self._operation.run("all_gather", phase, self.coordinator_rank, work)
+        work = Work(produce, merge, reply=merge)
+        self.last_agreement, own, payload = self._operation.run("all_gather", phase, self.coordinator_rank, work)
         if self.size == 1:
-            return own
+            return [own]
         found = self._decoded(phase, lambda: self._merged(phase, None, [payload], message_type).open())
         return [found[rank] for rank in range(self.size)]
 

@@ -80,16 +80,18 @@ class Work(msgspec.Struct, frozen=True):
 
     Attributes:
         produce: does this rank's own work. If it returns an offer, that is the rank's.
-        merge: makes the payload that goes up, of what this rank has and of the payloads of its children. With ``None``
-            no payload goes up.
-        reply: makes the payload that goes down. It is called on the root, with the payloads of its children. If it is
+        merge: makes the payload that goes up, of what ``produce`` has returned and of the payloads of the children.
+            With ``None`` no payload goes up.
+        reply: makes the payload that goes down. It is called on the root, with the same as ``merge``. If it is
             ``None``, or returns that, no payload goes down.
+        offer: makes the rank's offer of what ``produce`` has returned, if that is not the offer.
         share: returns the part of the payload that ``child`` gets, on the way down. With ``None`` each gets all of it.
     """
 
     produce: Callable[[], Any]
-    merge: Callable[[list[Payload]], Payload] | None = None
-    reply: Callable[[list[Payload]], Payload | None] | None = None
+    merge: Callable[[Any, list[Payload]], Payload] | None = None
+    reply: Callable[[Any, list[Payload]], Payload | None] | None = None
+    offer: Callable[[Any], Offer] | None = None
     share: Callable[[Payload, int], Payload] | None = None
 
 
@@ -421,7 +423,7 @@ class Operation:
 
     # What the channel calls.
 
-    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
+    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Any, Payload]:
         """Run one exchange: this rank's work, then up the tree under ``root``, and down again.
 
         Args:
@@ -431,7 +433,7 @@ class Operation:
             work: what this rank does in the exchange.
 
         Returns:
-            The agreement of all ranks, and the root's reply to this rank and those below it.
+            The agreement of all ranks, what this rank has produced, and the root's reply to it and those below it.
 
         Raises:
             ExchangeError: the ranks are out of step. All of them raise the same error.
@@ -446,16 +448,17 @@ class Operation:
         self.cost, self._own_error = ExchangeStats(exchanges=1), None
         try:
             exchange = self._start(verb, phase, root)
-            offer, failures = Offer(), None
+            own, offer, failures = None, Offer(), None
             try:
-                made = work.produce()
+                own = work.produce()
+                made = own if work.offer is None else work.offer(own)
                 offer = made if isinstance(made, Offer) else offer
             except BaseException as own_error:
                 failures = self._failed(exchange, own_error)
             with self._changed:
                 exchange.is_working = False
                 exchange.moved_seconds = time.monotonic()
-            has_failed, agreement, payload = self._go_up(exchange, work, offer, failures)
+            has_failed, agreement, payload = self._go_up(exchange, work, own, offer, failures)
             self._go_down(exchange, work, has_failed, agreement, payload)
             with self._changed:
                 self.n_exchanges += 1
@@ -469,7 +472,7 @@ class Operation:
             raise
         else:
             if not has_failed:
-                return agreement, payload
+                return agreement, own, payload
             error = decode(payload, ErrorMessage).to_error()
         finally:
             with self._changed:
@@ -556,7 +559,7 @@ class Operation:
         return FailuresBelow.on(rank, error)
 
     def _go_up(
-        self, exchange: _Exchange, work: Work, offer: Offer, failures: FailuresBelow | None
+        self, exchange: _Exchange, work: Work, own: Any, offer: Offer, failures: FailuresBelow | None
     ) -> tuple[bool, Agreement, Payload]:
         """Wait for the children, join what comes from them with what this rank adds, and pass it to the parent.
 
@@ -579,7 +582,7 @@ class Operation:
                 if parent is None:
                     self.note_progress()  # this rank may have waited for long before
                 make = work.reply if parent is None else work.merge
-                payload = None if make is None else make(below)
+                payload = None if make is None else make(own, below)
             except BaseException as error:
                 failures = self._failed(exchange, error)
         if failures is not None:
