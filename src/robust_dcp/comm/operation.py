@@ -285,16 +285,6 @@ class _Exchange:
         n_at_work = sum(beat.n_at_work for beat in beats)
         return slow._replace(silent_rank=silent.silent_rank, silent_seconds=silent.silent_seconds, n_at_work=n_at_work)
 
-    def refuse_silent(self) -> None:
-        """Raise if a neighbour is silent. This is for a rank that works, since it waits for nobody and would not
-        notice.
-
-        Raises:
-            Problem: nothing at all has come from a neighbour for the timeout.
-        """
-        for peer in self.tree.neighbours:
-            self._refuse(peer, peer, self.silence_of(peer, time.monotonic()))
-
     def seconds_to_wait(self) -> float:
         """How long to wait before looking at the absent neighbours again.
 
@@ -305,14 +295,15 @@ class _Exchange:
         for peer in self.absent:
             silence = self.silence_of(peer, now)
             left = min(left, self._timeout_seconds - silence)
-            self._refuse(peer, peer, silence)
+            self.refuse(peer, peer, silence)
             silence, rank = self.silence_behind(peer, now)
             # The neighbours of a silent rank report it first. Other ranks wait a little longer for that report.
-            self._refuse(peer, rank, silence - (0 if rank == peer else 2 * patience.BEAT_SECONDS))
+            self.refuse(peer, rank, silence - (0 if rank == peer else 2 * patience.BEAT_SECONDS))
         return max(left, 0.001)
 
-    def _refuse(self, peer: int, rank: int, silence: float) -> None:
-        """Raise if ``rank``, which is ``peer`` or behind it, has been silent for too long, or ``peer`` is gone."""
+    def refuse(self, peer: int, rank: int, silence: float) -> None:
+        """Raise :class:`Problem` if ``rank``, which is ``peer`` or behind it, has been silent for too long, or ``peer``
+        is gone."""
         detail = self._link.gone.get(peer)
         if detail is None or peer in self.heard:
             self._gone_since.pop(peer, None)
@@ -941,7 +932,8 @@ class Operation:
             exchange.catching_up_seconds()
             if exchange.is_working and exchange.problem is None:
                 try:
-                    exchange.refuse_silent()
+                    for peer in exchange.tree.neighbours:  # it waits for nobody, and would not notice
+                        exchange.refuse(peer, peer, exchange.silence_of(peer, now))
                 except Problem as problem:
                     exchange.problem = problem
                     exchange.failure = "; ".join(problem.missing.values())
