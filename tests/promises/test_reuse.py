@@ -45,23 +45,23 @@ def loader(step: int) -> StateDict:
 
 
 def save_in_turn(directory: str, saver: str) -> None:
-    """Each of these differs from the one before in a way that a plan could hide."""
+    """Each differs from the one before in a way that a plan could hide. The last plan is found in what was loaded."""
     rank = dist.get_rank()
     own = f"only on rank {rank}"
     steps: list[StateDict] = [
         {"w": torch.full((3,), 1.5)},
         {"w": torch.full((3,), 1.5, dtype=torch.bfloat16)},
         {"w": torch.arange(3, dtype=torch.int16)},
-        {"w": torch.arange(6, dtype=torch.int16)},
         {"w": torch.arange(6, dtype=torch.int16).reshape(2, 3)},
         {"w": "an object now"},
         {"w": "an object now", own: torch.full((rank + 2,), 7.0)},
         {own: torch.full((rank + 3,), 7.0)},
         {own: "an object"} if rank == 1 else {own: torch.full((3,), 8.0)},
         {own: torch.full((3,), 8.0), "late": torch.ones(1)} if rank == 0 else {own: "an object"},
+        {own: torch.full((3,), 8.0), "late": torch.ones(1), "w": 1} if rank == 0 else {own: "an object"},
         {"late": torch.ones(1).requires_grad_()},
         {},
-        {"w": torch.full((3,), 2.5)},
+        {own: "an object"} if rank == 1 else {own: torch.full((3,), 8.0)},
     ]
     for number, state_dict in enumerate(steps):
         SAVERS[saver](state_dict, f"{directory}/{number}")

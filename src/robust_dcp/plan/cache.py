@@ -50,6 +50,7 @@ class KnownPlan(msgspec.Struct, frozen=True, eq=False):
             the coordinator knows them. Places that do not change need not be sent again. ``None`` if this rank cannot
             be sure that the coordinator knows them.
         places_of_all: on the coordinator, the places of every rank's items of variable size in the last save.
+        places_mark: the mark of that save, if all ranks know that it was committed; else 0.
         loaded_from: the checkpoint in which the plan was found; empty if this process made it.
         kind: on the coordinator, the kind of what is saved: the caller's name for it, or the identity of the first plan
             of this kind.
@@ -61,8 +62,15 @@ class KnownPlan(msgspec.Struct, frozen=True, eq=False):
     plan: Plan | None = None
     variable_places: npt.NDArray[np.int64] | None = None
     places_of_all: tuple[npt.NDArray[np.int64], ...] | None = None
+    places_mark: int = 0
     loaded_from: str = ""
     kind: str = ""
+
+    @property
+    def offered_id(self) -> bytes:
+        """16 bytes that are equal on ranks with the same decisions and places of the same save. A rank may lack a plan
+        that others have kept, find it in a checkpoint that it has loaded, and not know their places."""
+        return (int.from_bytes(self.share.plan_id, "little") ^ self.places_mark).to_bytes(16, "little")
 
 
 PLANS: Final[Cache[tuple[GroupKey, bytes, str], KnownPlan]] = Cache(max_nbytes=2 << 30)

@@ -239,7 +239,7 @@ class SaveSession:
             has_ample_room = writer.disk.room(writer.path)[1] > 2 * known.share.total_nbytes + (1 << 30)
             flags |= 0 if has_ample_room else _NEEDS_ROOM
         self._own_offer = Offer(
-            plan_id=_NO_PLAN if known is None else known.share.plan_id,
+            plan_id=_NO_PLAN if known is None else known.offered_id,
             flags=flags,
             value=0 if not self.queues else 1 if self.on_commit is not None else 2,
             told=writer.mark if writer is not None and self.leads else 0,
@@ -280,12 +280,8 @@ class SaveSession:
             raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
         self.how, self.differing_replicas = reply.how, reply.differing
         if not self.channel.is_coordinator:
-            share, plans = reply.share, plans_of(self.channel.ranks)
-            is_new = self.how.outcome != "reused"
-            of_last_save = next((each for each in plans if each.share.plan_id == share.plan_id), None)
-            if of_last_save is None or is_new:
-                of_last_save = KnownPlan(share, self.local.place(share), self.local.signature.value)
-            self._known = of_last_save
+            # Without places, which the coordinator may not have: this rank sends them.
+            self._known = KnownPlan(reply.share, self.local.place(reply.share), self.local.signature.value)
 
     def _plan_for_all(self, messages: Sequence[ItemsMessage | None]) -> list[PlanReply]:
         """On the coordinator: take an earlier plan for these structures, or make a plan. Returns each rank's reply."""
@@ -619,6 +615,7 @@ class SaveSession:
             known,
             variable_places=self.written.variable_places if confirmed else None,
             places_of_all=None if known.plan is None else self._places_of_all,
+            places_mark=self.writer.mark if confirmed and self.writer is not None else 0,
             loaded_from="",
             kind=NAMED + self.options.kind
             if self.options.kind is not None
