@@ -148,7 +148,8 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             problems = unusable_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
             if problems:
                 raise PlanConflict(self._in_words(problems))
-            check_filled(planned, tensors)
+            if tensors:
+                check_filled(planned, tensors)
         planned.planner = self
         # A planner with hooks of its own may change the list.
         is_list = not planned.names or not answers_as_stock
