@@ -40,7 +40,7 @@ from robust_dcp.comm.frames import Frame, Kind, operation_id, phase_id
 from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.items import Form, Items
-from robust_dcp.plan.cache import PLANS
+from robust_dcp.plan.cache import PLANS, plans_of
 from robust_dcp.plan.plan import Plan, PlanReply, Rows
 from robust_dcp.plan.session import MATCHES, SaveOptions, SaveSession, digest_of_places
 from robust_dcp.report import PhaseReport
@@ -85,6 +85,7 @@ class OurCoordinator:
         session.write(lambda: WriteItemSource([], lambda item: torch.empty(0)))
         session.commit()
         watch.stop()
+        self.plan_id = plans_of(channel.ranks)[0].offered_id
         return watch
 
 
@@ -121,7 +122,7 @@ class _SimulatedChannel(Channel):
         with self._watch.paused():
             for rank, reply in enumerate(made):
                 if isinstance(reply, PlanReply):
-                    self._of.plan_id, self._of.kept[rank] = reply.share.plan_id, reply.share.kept
+                    self._of.kept[rank] = reply.share.kept
         return own
 
 
