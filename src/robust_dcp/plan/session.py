@@ -236,8 +236,7 @@ class SaveSession:
         else:
             flags |= MATCHES if known.signature == self.local.signature.value else 0
             flags |= _HAS_PLAN if known.plan is not None else 0
-            has_ample_room = writer.disk.room(writer.path)[1] > 2 * known.share.total_nbytes + (1 << 30)
-            flags |= 0 if has_ample_room else _NEEDS_ROOM
+            flags |= 0 if writer.has_ample_room(known.share.total_nbytes) else _NEEDS_ROOM
         self._own_offer = Offer(
             plan_id=_NO_PLAN if known is None else known.offered_id,
             flags=flags,

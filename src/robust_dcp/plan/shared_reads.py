@@ -762,8 +762,7 @@ class SharedReads:
         """
         for place, slot in self._objects.items():
             if place in self._received:
-                item, data = self._items[place], ObjectBytes(slot.numpy().tobytes())
-                data.file = directory
+                item, data = self._items[place], ObjectBytes(slot.numpy().tobytes(), directory)
                 if not self._reader.options.trusted:  # the rank that read it may trust the checkpoint
                     check_object(data, file=directory, item=item.dest_index.fqn)
                 planner.load_bytes(item, data)

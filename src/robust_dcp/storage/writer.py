@@ -125,6 +125,10 @@ class RobustWriter(StorageWriter):
             )
         return self._directory
 
+    def has_ample_room(self, nbytes: int) -> bool:
+        """Whether the disk has room for twice ``nbytes`` and a GiB more."""
+        return self.disk.room(self.path)[1] > 2 * nbytes + (1 << 30)
+
     def room(
         self, rank: int, placements: Placements, known_places: npt.NDArray[np.int64] | None, *, is_alone: bool
     ) -> RoomOfRank:

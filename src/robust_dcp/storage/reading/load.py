@@ -385,9 +385,8 @@ class ItemReader:
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, found: Any) -> None:
         if read.item.type == LoadItemType.BYTE_IO:
-            value = ObjectBytes(found)
-            value.file = os.path.join(self._directory, read.relative_path)
-            self._planner.load_bytes(read.item, value)
+            path = os.path.join(self._directory, read.relative_path)
+            self._planner.load_bytes(read.item, ObjectBytes(found, path))
             return
         if target is None:
             target = target_of(self._planner, read.item, early=self._targets_first)

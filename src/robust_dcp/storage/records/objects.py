@@ -38,12 +38,14 @@ _TORCHSCRIPT_MEMBER: Final = b"/constants.pkl"  # torch.load recognises a progra
 
 
 class ObjectBytes(io.BytesIO):
-    """The bytes of an object that go to a planner, and the ``file`` that they come from.
+    """The bytes of an object that go to a planner, and the file that they come from.
 
     The reader trusts them, or :func:`check_object` has passed them.
     """
 
-    file: str
+    def __init__(self, data: bytes, file: str) -> None:
+        super().__init__(data)
+        self.file = file
 
 
 def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool = False) -> Any:
