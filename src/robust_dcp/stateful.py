@@ -148,7 +148,11 @@ class OptimizerStates:
                 with _as_trained([] if stored is None else self._frozen_with_state(key, optimizer, module, stored)):
                     if stored is not None:
                         _make_missing_state(optimizer)
-                    own = self._named(optimizer, module)
+                    own = dict(
+                        optimizer.state_dict()
+                        if module is None
+                        else named.get_optimizer_state_dict(module, optimizer, options=self._options)
+                    )
             except Exception as error:
                 raise RobustCheckpointError(
                     f"the states of {key!r} have no names: torch names what a step without gradients makes, "
@@ -166,15 +170,6 @@ class OptimizerStates:
         for (optimizer, _), had in zip(optimizers, before, strict=True):
             made = [parameter for parameter in optimizer.state if parameter not in had]
             self._made.append({parameter: optimizer.state.pop(parameter) for parameter in made})
-
-    def _named(self, optimizer: Optimizer, module: nn.Module | None) -> StateDict:
-        with _gradients_put_aside(optimizer):
-            if module is not None:
-                return dict(named.get_optimizer_state_dict(module, optimizer, options=self._options))
-            parameters = nn.ParameterList(_parameters(optimizer))
-            named.get_optimizer_state_dict(parameters, optimizer)  # makes the state if there is none
-        self._is_as_held = True
-        return dict(optimizer.state_dict())
 
     def _choose_names(self, key: str, stored: Container[str]) -> None:
         """Use the names that the checkpoint has: those of parameters, or numbers. Ask for no state that it lacks."""
@@ -216,8 +211,7 @@ class OptimizerStates:
         if all(each.requires_grad for each in _parameters(optimizer)):
             return []
         with_state = {name.rpartition(".")[0] for name in stored}
-        with _gradients_put_aside(optimizer):
-            by_name = self._parameters_by_name(optimizer, module)
+        by_name = self._parameters_by_name(optimizer, module)
         return [each for name, each in by_name if f"{key}.state.{name}" in with_state]
 
     def put_back(self, loaded: StateDict) -> None:
@@ -247,24 +241,25 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _make_missing_state(optimizer: Optimizer) -> None:
-    """Make states for the parameters that have none, if others have one, as torch makes them if no parameter has one:
-    by a step with gradients of zero and a learning rate of zero."""
-    missing = [each for each in _parameters(optimizer) if each.requires_grad and each not in optimizer.state]
-    if not optimizer.state or not missing:
+    """Make states for the parameters that have none, as torch makes them if no parameter has one: by a step with
+    gradients of zero and a learning rate of zero. Where torch finds gradients, as after ``backward()``, it makes none,
+    and the load would not ask for what the checkpoint has."""
+    held = [(parameter, parameter.grad) for parameter in _parameters(optimizer)]
+    missing = {id(each) for each, _ in held if each.requires_grad and each not in optimizer.state}
+    if not missing:
         return
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    with _gradients_put_aside(optimizer):
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
-        try:
-            optimizer.step()
-        finally:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if "lr" in group:
-                    group["lr"] = rate
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    try:
+        for parameter, _ in held:
+            parameter.grad = torch.zeros_like(parameter) if id(parameter) in missing else None
+        for group, rate in rates:
+            group["lr"] = torch.tensor(0.0) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
 @contextmanager
@@ -278,20 +273,6 @@ def _as_trained(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for each in frozen:
             each.requires_grad_(False)
-
-
-@contextmanager
-def _gradients_put_aside(optimizer: Optimizer) -> Iterator[None]:
-    """Hide the gradients from a step that only makes states. Where torch finds gradients it makes no state, so a load
-    after ``backward()`` would ask for none, and the state in the checkpoint would be dropped."""
-    gradients = [(parameter, parameter.grad) for parameter in _parameters(optimizer)]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _with_modules(
