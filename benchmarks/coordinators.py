@@ -40,11 +40,12 @@ from robust_dcp.comm.frames import Frame, Kind, operation_id, phase_id
 from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.items import Form, Items
+from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import PLANS, plans_of
 from robust_dcp.plan.plan import Plan, PlanReply, Rows
+from robust_dcp.plan.save_report import Written
 from robust_dcp.plan.session import MATCHES, SaveOptions, SaveSession, digest_of_places
 from robust_dcp.report import PhaseReport
-from robust_dcp.report_rows import PhaseClock, Written
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import WriteItemSource

@@ -26,6 +26,7 @@ from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.drain import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
+from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner
@@ -43,7 +44,6 @@ from robust_dcp.plan.shared_reads import (
     sharing_offer,
 )
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.report_rows import PhaseClock
 from robust_dcp.save_queue import queue_of
 from robust_dcp.stateful import StandIn, stand_ins_for
 from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of, place_of

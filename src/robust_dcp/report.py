@@ -8,7 +8,7 @@ no torch, so that a report can be shown where no torch is installed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -32,11 +32,6 @@ MAX_RANKS: Final = 1_000_000
 
 _LENGTH: Final = 300
 """How long a key or text in the file may be."""
-
-_SLOW_FACTOR: Final = 1.5
-_SLOW_SECONDS: Final = 0.1
-_MOST_STRAGGLERS: Final = 32
-
 
 _Count = Annotated[int, Meta(ge=0, le=10**18)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e18)]
@@ -87,14 +82,6 @@ class StructureDiff:
         if self.changed:
             parts.append(f"changed {listed(f'{key} ({how})' for key, how in self.changed.items())}")
         return "; ".join(parts) or "no change"
-
-    def for_file(self) -> StructureDiff:
-        """The same, with keys and texts that are not long."""
-        return StructureDiff(
-            tuple(shortened(key) for key in self.added),
-            tuple(shortened(key) for key in self.removed),
-            {shortened(key): shortened(how) for key, how in self.changed.items()},
-        )
 
 
 @dataclass(frozen=True)
@@ -415,22 +402,6 @@ def _check(report: SavedReport) -> None:
 def _expect(is_so: bool, otherwise: str) -> None:
     if not is_so:
         raise ValueError(f"it is no report of a save: {otherwise}")
-
-
-def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]:
-    """The ranks that took half as long again as the median rank, and at least 0.1 seconds longer; the slowest first."""
-    if len(ranks) < 2:
-        return ()
-    found, middle = [], (len(ranks) - 1) // 2
-    longest = sorted(ranks.plan_seconds)[middle]
-    late = [max(longest - seconds, 0.0) for seconds in ranks.plan_seconds]
-    for phase, seconds in (("plan", late), ("stage", ranks.stage_seconds), ("write", ranks.write_seconds)):
-        median = 0.0 if phase == "plan" else sorted(seconds)[middle]
-        limit = max(median * _SLOW_FACTOR, median + _SLOW_SECONDS)
-        for rank, node, taken in zip(ranks.rank, ranks.node, seconds, strict=True):
-            if taken > limit:
-                found.append(Straggler(rank, nodes[node], phase, round(taken, 6), round(median, 6)))
-    return tuple(sorted(found, key=lambda each: each.median_seconds - each.seconds)[:_MOST_STRAGGLERS])
 
 
 def shortened(text: str, length: int = _LENGTH) -> str:

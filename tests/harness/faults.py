@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from robust_dcp.comm import Channel
 from robust_dcp.comm.operation import Work
-from robust_dcp.report_rows import AT_PHASE
+from robust_dcp.phases import AT_PHASE
 
 __all__ = ["fail_in", "kill_in"]
 

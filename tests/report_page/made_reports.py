@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from robust_dcp.plan.save_report import find_stragglers, module_sizes
 from robust_dcp.report import (
     REPORT_NAME,
     PhaseReport,
@@ -16,10 +17,8 @@ from robust_dcp.report import (
     SavedReport,
     StructureDiff,
     encode_report,
-    find_stragglers,
 )
 from robust_dcp.report_page.reading import FoundReport, Reports
-from robust_dcp.report_rows import module_sizes
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 _MIB = 1 << 20

@@ -30,9 +30,9 @@ from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import ItemKind, Items, ItemsDecoder, ItemsMessage, distinct
 from robust_dcp.plan.conflicts import is_compared
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
+from robust_dcp.plan.save_report import module_sizes
 from robust_dcp.plan.state_dict import SIGNATURE_NBYTES, StructureSignature, difference_of_contexts
 from robust_dcp.report import Modules, PlanReport
-from robust_dcp.report_rows import module_sizes
 from robust_dcp.storage.committing.save import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index.form import Column, Fragment, IndexFile, IndexTemplate, Section

@@ -1,7 +1,7 @@
-"""What a save or load notes while it runs, and what a save leaves as its report: each rank's row, the sizes of modules.
+"""The report that a save leaves beside its checkpoint: what each rank tells, who was late, how large the modules are.
 
-A row travels with what a rank sends after it has written, so it takes no exchange of its own. ``report`` has the
-form of the file.
+What a rank tells travels with what it sends after it has written, so it takes no exchange of its own. ``report`` has
+the form of the file.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import platform
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -19,24 +18,23 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp import __version__
-from robust_dcp.comm import Channel
 from robust_dcp.environment import node_name
-from robust_dcp.events import LISTENERS, Event, EventName, tell
-from robust_dcp.report import Modules, PhaseReport, PlanReport, Ranks, SavedReport, find_stragglers, shortened
-
-AT_PHASE: list[Callable[[Channel, str], None]] = []
-"""Functions to call when a rank begins a phase, with its name. Tests inject faults here."""
+from robust_dcp.phases import PhaseClock
+from robust_dcp.report import Modules, PlanReport, Ranks, SavedReport, Straggler, shortened
 
 _ROW: Final = struct.Struct("<fffQI")
 """What a rank tells of its part of a save, as in ``report.Ranks``: the seconds that it planned, staged and wrote, bytes
 and files. It takes as many bytes in each save."""
 
-_REASON_LENGTH: Final = 2000
-_TEXT_LENGTH: Final = 160
+_LONG: Final = 4096
 _MOST_TEXTS: Final = 8
 _MOST_WAITS: Final = 20
-_NODE_LENGTH: Final = 64
-_PATH_LENGTH: Final = 4096
+_MOST_STRAGGLERS: Final = 32
+_SLOW_FACTOR: Final = 1.5
+_SLOW_SECONDS: Final = 0.1
+
+_SMALLEST_PART: Final = 400
+"""A module is listed if it has at least one of so many equal parts of all bytes. So there are few."""
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -65,63 +63,8 @@ class Written(msgspec.Struct, frozen=True):
         """
         seconds = {phase.name: phase.seconds for phase in clock.records}
         row = _ROW.pack(seconds["plan"], seconds.get("stage", 0.0), clock.own_write_seconds, nbytes, files)
-        how = tuple(shortened(text, _TEXT_LENGTH) for text in (*how, *clock.remarks)[:_MOST_TEXTS])
-        return msgspec.structs.replace(self, row=row, node=shortened(node_name(rank), _NODE_LENGTH), how=how)
-
-
-class PhaseClock(msgspec.Struct, eq=False):
-    """The phases of one call on one channel, in order.
-
-    Attributes:
-        channel: the ranks and the operation.
-        tells: whether listeners hear of this call. They do not of the saves of stock, which calls our hooks only.
-        is_async: whether training goes on meanwhile.
-        records: the phases that are over.
-        started_seconds: when the call began (``time.perf_counter()``).
-        own_write_seconds: how long this rank wrote, without the wait for others.
-        remarks: how the data of a save got to the writer, if there is something to say of that.
-    """
-
-    channel: Channel
-    tells: bool = True
-    is_async: bool = False
-    records: list[PhaseReport] = msgspec.field(default_factory=list)
-    started_seconds: float = msgspec.field(default_factory=time.perf_counter)
-    own_write_seconds: float = 0.0
-    remarks: tuple[str, ...] = ()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record the phase that runs in the block. A phase that fails is not recorded."""
-        started = time.perf_counter()
-        with self.channel.recording() as stats:
-            self.tell("phase_started", phase=name)
-            for each in AT_PHASE:
-                each(self.channel, name)
-            yield
-        report = PhaseReport(name, time.perf_counter() - started, *msgspec.structs.astuple(stats))
-        self.records.append(report)
-        self.tell("phase_ended", phase=name, seconds=report.seconds)
-
-    @contextmanager
-    def telling_failures(self) -> Iterator[None]:
-        """Tell listeners if the block raises."""
-        try:
-            yield
-        except BaseException as error:
-            self.tell("failed", error=error, seconds=self.seconds)
-            raise
-
-    @property
-    def seconds(self) -> float:
-        """Wall time since the call, in seconds."""
-        return time.perf_counter() - self.started_seconds
-
-    def tell(self, name: EventName, **more: Any) -> None:
-        """Tell listeners what happened in this call."""
-        channel = self.channel
-        if self.tells and LISTENERS:
-            tell(Event(name, channel.operation, channel.rank, channel.size, is_async=self.is_async, **more))
+        how = tuple(map(shortened, (*how, *clock.remarks)[:_MOST_TEXTS]))
+        return msgspec.structs.replace(self, row=row, node=shortened(node_name(rank)), how=how)
 
 
 def make_report(
@@ -139,7 +82,7 @@ def make_report(
     Args:
         messages: what each rank has told, if it has.
         clock: that of the coordinator.
-        plan, fallbacks: as in :class:`SavedReport`, of any length.
+        plan, fallbacks: as in :class:`SavedReport`.
     """
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
@@ -152,7 +95,7 @@ def make_report(
             rows.append((rank, node, *seconds, nbytes, files, way))
     ranks = Ranks(*zip(*rows, strict=True))
     return SavedReport(
-        checkpoint=shortened(checkpoint, _PATH_LENGTH),
+        checkpoint=shortened(checkpoint, _LONG),
         save_id=save_id,
         saved_at_seconds=round(time.time(), 3),
         seconds=round(clock.seconds, 6),
@@ -160,33 +103,33 @@ def make_report(
         coordinator_rank=clock.channel.rank,
         is_async=clock.is_async,
         total_nbytes=sum(ranks.nbytes),
-        versions={
-            "robust_dcp": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        versions={"robust_dcp": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         phases=tuple(clock.records),
-        plan=PlanReport(
-            plan.outcome,
-            shortened(plan.reason, _REASON_LENGTH),
-            None if plan.changes is None else plan.changes.for_file(),
-        ),
+        plan=PlanReport(plan.outcome, shortened(plan.reason, _LONG), plan.changes),
         nodes=tuple(nodes),
         ways=tuple(ways),
         ranks=ranks,
         stragglers=find_stragglers(ranks, tuple(nodes)),
         waits=tuple(map(shortened, clock.channel.stragglers[:_MOST_WAITS])),
-        fallbacks=tuple(map(shortened, fallbacks[:_MOST_WAITS])),
+        fallbacks=tuple(fallbacks),
         modules=modules,
     )
 
 
-# How many bytes belong to which module: a tree of bounded size out of any number of names.
-
-_SMALLEST_PART: Final = 400
-"""A module is listed if it has at least one of so many equal parts of all bytes. So there are few."""
-
-_NAME_LENGTH: Final = 80
+def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]:
+    """The ranks that took half as long again as the median rank, and at least 0.1 seconds longer; the slowest first."""
+    if len(ranks) < 2:
+        return ()
+    found, middle = [], (len(ranks) - 1) // 2
+    longest = sorted(ranks.plan_seconds)[middle]
+    late = [max(longest - seconds, 0.0) for seconds in ranks.plan_seconds]
+    for phase, seconds in (("plan", late), ("stage", ranks.stage_seconds), ("write", ranks.write_seconds)):
+        median = 0.0 if phase == "plan" else sorted(seconds)[middle]
+        limit = max(median * _SLOW_FACTOR, median + _SLOW_SECONDS)
+        for rank, node, taken in zip(ranks.rank, ranks.node, seconds, strict=True):
+            if taken > limit:
+                found.append(Straggler(rank, nodes[node], phase, round(taken, 6), round(median, 6)))
+    return tuple(sorted(found, key=lambda each: each.median_seconds - each.seconds)[:_MOST_STRAGGLERS])
 
 
 def module_sizes(names: Sequence[str], nbytes: npt.NDArray[np.int64]) -> Modules:
@@ -217,6 +160,6 @@ def module_sizes(names: Sequence[str], nbytes: npt.NDArray[np.int64]) -> Modules
             inside = parts[inside[0]]
         large = (part for part in inside if _SMALLEST_PART * sizes[part] >= max(sizes[""], 1))
         for part in sorted(large, key=sizes.__getitem__, reverse=True):
-            listed.append((shortened(part[len(module) + 1 if module else 0 :], _NAME_LENGTH), row, sizes[part]))
+            listed.append((shortened(part[len(module) + 1 if module else 0 :]), row, sizes[part]))
             modules.append(part)
     return Modules(*map(tuple, zip(*listed, strict=True)))
