@@ -6,11 +6,11 @@ import os
 import signal
 from typing import Any
 
+import pytest
 import torch
 
 from robust_dcp.comm import Bucket, Channel, Relay
 from robust_dcp.comm.connections import Connections, Moving
-from robust_dcp.errors import ExchangeError
 from tests.harness.ranks import errors, run_ranks, values
 
 BUCKETS = (
@@ -28,31 +28,24 @@ def contents(bucket: Bucket, number: int) -> torch.Tensor:
 
 
 class Boxes:
-    """The buckets of one rank; ``die`` ends the process instead of sending or receiving."""
+    """The buckets of one rank."""
 
-    def __init__(self, rank: int, *, die: bool = False) -> None:
+    def __init__(self, rank: int) -> None:
         self.mine = [(number, bucket) for number, bucket in enumerate(BUCKETS) if rank in bucket.ranks]
         self.found: dict[int, torch.Tensor] = {}
-        self.die = die
 
     def relay(self) -> Relay:
         return Relay([bucket for _, bucket in self.mine], self.outgoing, self.incoming, self.arrived)
 
     def outgoing(self, number: int) -> torch.Tensor:
-        self._die_if_told()
         whole, bucket = self.mine[number]
         return contents(bucket, whole)
 
     def incoming(self, number: int) -> torch.Tensor:
-        self._die_if_told()
         return torch.zeros(self.mine[number][1].nbytes, dtype=torch.uint8)
 
     def arrived(self, number: int, received: torch.Tensor) -> None:
         self.found[self.mine[number][0]] = received
-
-    def _die_if_told(self) -> None:
-        if self.die:
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def check(self, rank: int) -> None:
         assert sorted(self.found) == [number for number, bucket in self.mine if bucket.ranks[0] != rank]
@@ -76,40 +69,44 @@ def test_every_rank_gets_its_buckets() -> None:
     assert sum(sent) == nbytes
 
 
-def relay_with_damage() -> Any:
+def relay_with_faults(fault: str, n_faults: int) -> bool:
+    """Whether the fault has struck on this rank."""
     channel = Channel.for_group(operation="test", timeout_seconds=20)
-    if channel.rank == 3:
-        finish = Connections.finish
+    channel.barrier("all are here")
+    boxes, struck = Boxes(channel.rank), list[str]()
+    finish = Connections.finish
 
-        def finish_and_damage(self: Connections, moving: Moving, *args: Any) -> None:
-            finish(self, moving, *args)
-            if isinstance(moving.data, torch.Tensor) and moving.data.numel() == BUCKETS[0].nbytes:
+    def finish_and_fail(self: Connections, moving: Moving, *args: Any) -> None:
+        finish(self, moving, *args)
+        is_hit = isinstance(moving.data, torch.Tensor) and moving.data.numel() == BUCKETS[3].nbytes
+        if is_hit and channel.rank == 3 and len(struck) < n_faults:
+            struck.append(fault)
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault == "cut":
+                self.drop()
+            else:
                 moving.data[500] ^= 0x10
 
-        Connections.finish = finish_and_damage  # type: ignore[assignment, method-assign]
-    boxes = Boxes(channel.rank)
+    Connections.finish = finish_and_fail  # type: ignore[assignment, method-assign]
     try:
         channel.relay("pass on", boxes.relay())
-    except ExchangeError as error:
-        channel.barrier("in step")
-        return error.message, error.ranks
-    return None
+        boxes.check(channel.rank)
+    finally:
+        if fault != "kill":
+            channel.barrier("in step")
+    return len(struck) == n_faults
 
 
-def test_what_arrives_damaged_is_named_on_all_ranks() -> None:
-    for message, ranks in values(run_ranks(4, relay_with_damage)):
-        assert "arrived damaged at rank 3" in message
-        assert ranks == [BUCKETS[0].ranks[0]] or ranks[0] in (0, 1, 2)
+@pytest.mark.parametrize("fault", ["damage", "cut"])
+def test_what_arrives_damaged_or_breaks_off_once_is_passed_on_again(fault: str) -> None:
+    assert values(run_ranks(4, relay_with_faults, fault, 1)) == [False, False, False, True]
 
 
-def relay_with_a_death() -> None:
-    channel = Channel.for_group(operation="test", timeout_seconds=100)
-    channel.barrier("all are here")
-    channel.relay("pass on", Boxes(channel.rank, die=channel.rank == 1).relay())
-
-
-def test_a_rank_that_dies_on_the_way_is_named() -> None:
-    outcomes = run_ranks(4, relay_with_a_death)
-    assert outcomes[1].exitcode == -signal.SIGKILL
-    for error in errors([outcome for outcome in outcomes if outcome.rank != 1]):
-        assert error.type_name == "ExchangeTimeout" and "1" in error.message
+def test_who_damages_what_it_passes_on_or_dies_is_named_on_all_ranks() -> None:
+    for error in errors(run_ranks(4, relay_with_faults, "damage", 9)):
+        assert error.type_name == "ExchangeError" and "arrived damaged at rank 3" in error.message
+    outcomes = run_ranks(4, relay_with_faults, "kill", 1)
+    assert outcomes[3].exitcode == -signal.SIGKILL
+    for error in errors(outcomes[:3]):
+        assert error.type_name == "ExchangeTimeout" and "1 of 4 ranks missing: rank 3" in error.message

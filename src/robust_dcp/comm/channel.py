@@ -19,13 +19,16 @@ from robust_dcp.comm.combine import Agreement, Offer
 from robust_dcp.comm.link import ExchangeStats, Link, link_for
 from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
 from robust_dcp.comm.operation import Operation, Work
-from robust_dcp.comm.relay import Passing, Relay
+from robust_dcp.comm.relay import ALL_ROUNDS, Passing, Relay
 from robust_dcp.comm.tree import Tree
-from robust_dcp.errors import ExchangeError
+from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from robust_dcp.events import LISTENERS, Event, tell
 
 M = TypeVar("M", bound=msgspec.Struct)
 T = TypeVar("T")
+
+_MAX_TRIES = 3
+"""How often ranks try to pass on tensors."""
 
 
 class Channel:
@@ -246,18 +249,26 @@ class Channel:
         return [found[rank] for rank in range(self.size)]
 
     def relay(self, phase: str, relayed: Relay) -> None:
-        """Pass tensors from the ranks that have them to the ranks that need them. Bytes that arrive damaged raise.
+        """Pass tensors from the ranks that have them to the ranks that need them. If connections break, or bytes
+        arrive damaged, the ranks go on where the slowest one was.
 
         Raises:
-            RobustCheckpointError: see the class.
+            RobustCheckpointError: see the class; or that happened several times.
         """
-        passing = Passing(relayed, self._operation)
-        self._operation.interrupt = passing.drop
-        try:
-            self.barrier(phase, passing.run)
-        finally:
-            self._operation.interrupt = None
-            passing.drop()
+        first_round = 0
+        for n_left in reversed(range(_MAX_TRIES)):
+            passing = Passing(relayed, self._operation, first_round, is_last=n_left == 0)
+            work = Work(passing.run, interrupt=passing.break_off)
+            self.last_agreement, _, _ = self._operation.run("relay", phase, self.coordinator_rank, work)
+            first_round = self.last_agreement.lowest - 1
+            if first_round == ALL_ROUNDS:
+                return
+        raise ExchangeTimeout(
+            f"{phase!r}: ranks lost each other {_MAX_TRIES} times while they passed on tensors, the last time in round "
+            f"{first_round}: the logs of the ranks say more",
+            phase=phase,
+            timeout_seconds=self.timeout_seconds,
+        )
 
     @contextmanager
     def together(self) -> Iterator[None]:

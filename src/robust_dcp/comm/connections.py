@@ -152,7 +152,7 @@ class Connections:
         self._connected: set[int] = set()
         self._awaits_all = False
 
-    def connect(self, peer: int, look: Callable[[], None], announced: Callable[[], None] = lambda: None) -> None:
+    def connect(self, peer: int, look: Callable[[], None], announced: Callable[[], None]) -> None:
         """Wait until ``peer`` has come, however long that takes, and make sure that it is a rank of the group.
 
         Args:

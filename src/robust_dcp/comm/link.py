@@ -146,7 +146,9 @@ class Link:
 
     # Connecting.
 
-    def connect(self, peer: int, is_over: Callable[[], bool], announced: Callable[[], None]) -> tuple[int, Connections]:
+    def connect(
+        self, peer: int, is_over: Callable[[], bool], announced: Callable[[], None] = lambda: None
+    ) -> tuple[int, Connections]:
         """Connect to ``peer``. Return the generation, and its connections.
 
         Args:
@@ -184,7 +186,10 @@ class Link:
                 raise Broken("the connections were dropped")
             if connections is None:
                 self._notes.ask("", lambda store: None, look)  # afterwards the life of the group is known
-                connections = self.connections_for(self._place(generation))
+                if self._make_connections is None:
+                    raise ValueError("a group of one has nobody to connect to")
+                place = self._place(generation)
+                connections = self._make_connections(place, partial(self._notes.ask, place))
                 with self._lock:
                     if generation != self.generation or generation == self._dropped:
                         raise Broken("the connections were dropped")
@@ -210,12 +215,6 @@ class Link:
                         raise Broken("the others have given up these connections")
 
         return look
-
-    def connections_for(self, place: str) -> Connections:
-        """Connections that nothing else uses, for the tensors that one operation passes on. Drop them afterwards."""
-        if self._make_connections is None:
-            raise ValueError("a group of one has nobody to connect to")
-        return self._make_connections(place, partial(self._notes.ask, place))
 
     def process_of(self, peer: int) -> str:
         """Host and process id of ``peer``, as far as they are known."""
@@ -439,8 +438,8 @@ def _link_in(parent: Any, rank: int, ranks: tuple[int, ...]) -> Link:
 
     @cache
     def here() -> Whereabouts:  # in an exchange, so that all ranks hear of an error
-        # A tree needs two connections for each of its levels at most.
-        network.ensure_open_files(8 + 2 * len(ranks).bit_length())
+        # A tree needs two connections for each of its levels at most, and a relay some for each of its steps.
+        network.ensure_open_files(8 + 8 * len(ranks).bit_length())
         process = f"host {socket.gethostname()[:64]}, pid {os.getpid()}"
         return Whereabouts(process, network.listening_address(store), network.network_id())
 

@@ -86,6 +86,8 @@ class Work(msgspec.Struct, frozen=True):
             ``None``, or returns that, no payload goes down.
         offer: makes the rank's offer of what ``produce`` has returned, if that is not the offer.
         share: returns the part of the payload that ``child`` gets, on the way down. With ``None`` each gets all of it.
+        interrupt: ends a wait in ``produce``. It is called when the exchange is going to fail, if ``produce`` does not
+            ask by itself whether to stop.
     """
 
     produce: Callable[[], Any]
@@ -93,6 +95,7 @@ class Work(msgspec.Struct, frozen=True):
     reply: Callable[[Any, list[Payload]], Payload | None] | None = None
     offer: Callable[[Any], Offer] | None = None
     share: Callable[[Payload, int], Payload] | None = None
+    interrupt: Callable[[], None] | None = None
 
 
 class Beat(NamedTuple):
@@ -190,6 +193,7 @@ class _Exchange:
         self.damaged: set[int] = set()
         self.may_be_unread = False
         self.failure: str | None = None
+        self.interrupt: Callable[[], None] | None = None
         self.problem: Problem | None = None
         self.is_working = True
         self.heard: dict[int, float] = {}
@@ -377,8 +381,6 @@ class Operation:
 
     Attributes:
         key: identifies it among all operations of the group.
-        interrupt: ends a wait in this rank's own work. It is called when the exchange is going to fail, for work that
-            does not ask by itself whether to stop.
         what, phase: the current or latest exchange: its full description, and the caller's name for it.
         stragglers: on the root, the log lines about ranks that the others waited for.
         n_exchanges: how many exchanges have ended well.
@@ -394,7 +396,6 @@ class Operation:
         self.timeout_seconds = timeout_seconds
         self.deadline_seconds = math.inf if deadline_seconds is None else deadline_seconds
         self.what = self.phase = ""
-        self.interrupt: Callable[[], None] | None = None
         self.stragglers: list[str] = []
         self.n_exchanges = 0
         self.recordings = [link.stats]
@@ -439,6 +440,7 @@ class Operation:
         self.cost, self._own_error = ExchangeStats(exchanges=1), None
         try:
             exchange = self._start(verb, phase, root)
+            exchange.interrupt = work.interrupt
             own, offer, failures = None, Offer(), None
             try:
                 own = work.produce()
@@ -510,6 +512,21 @@ class Operation:
             exchange.moved_seconds = time.monotonic()
             exchange.done_nbytes = exchange.done_nbytes if done_nbytes is None else done_nbytes
             exchange.total_nbytes = exchange.total_nbytes if total_nbytes is None else total_nbytes
+
+    def note_piece(self, peer: int) -> None:
+        """A piece of what passes between this rank and ``peer`` in its own work has arrived, or has left."""
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.moved_seconds = time.monotonic()
+            exchange.note_heard(peer)
+
+    def announce(self, text: str) -> None:
+        """Let all ranks leave their own work in this exchange. ``text`` says why."""
+        with self._changed:
+            exchange = self._exchange
+            if exchange is not None and exchange.failure is None:
+                exchange.failure = text
+                self._announce_failure(exchange, text)
 
     # One exchange.
 
@@ -642,7 +659,7 @@ class Operation:
             frame = frame._replace(payload_nbytes=len(payload), payload_crc32=crc32, payload_tag=tag)
         with contextlib.suppress(Broken):  # the thread that reads finds the same
             stamped = self.stamped(frame, exchange).encode()
-            moving = connections.start("send", peer, self._tag(exchange.number), stamped)
+            moving = connections.start("send", peer, self.tag(exchange.number), stamped)
             kept.append(moving)
             if len(payload):
                 kept.append(connections.start("send", peer, frame.payload_tag, payload))
@@ -670,7 +687,7 @@ class Operation:
             phase=exchange.phase_id,
         )
 
-    def _tag(self, number: int) -> int:
+    def tag(self, number: int) -> int:
         """The gloo tag of all frames of an exchange."""
         return (self.key.operation ^ self.key.occurrence * 0x9E3779B1 ^ number * 0x85EBCA6B) & 0x3FFFFFFF
 
@@ -692,7 +709,7 @@ class Operation:
             gone = Frame(Kind.GONE, *self.key, number, body=body, secret=self.link.secret).encode()
             for peer in list(connections.peers):
                 with contextlib.suppress(Broken):
-                    connections.kept[None].append(connections.start("send", peer, self._tag(number), gone))
+                    connections.kept[None].append(connections.start("send", peer, self.tag(number), gone))
 
     # Reading.
 
@@ -760,7 +777,7 @@ class Operation:
         """
         payload: Payload = b""
         try:
-            data = connections.receive(peer, self._tag(exchange.number), FRAME_NBYTES)
+            data = connections.receive(peer, self.tag(exchange.number), FRAME_NBYTES)
             frame = Frame.decode(bytes(data), self.link.secret)
             if frame.payload_nbytes:
                 exchange.note_heard(peer, frame)
@@ -972,8 +989,8 @@ class Operation:
         return decode(self._end_message or b"", EndMessage)
 
     def _interrupt_work(self, exchange: _Exchange) -> None:
-        if self.interrupt is not None and exchange.is_working:
-            threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
+        if exchange.interrupt is not None and exchange.is_working:
+            threading.Thread(target=exchange.interrupt, name="robust_dcp: interrupt", daemon=True).start()
 
     # What this rank tells others after a failure.
 

@@ -7,25 +7,38 @@ Within a round a bucket reaches all its ranks in ``log2(ranks)`` steps. In step 
 passes the bucket on to the rank that is ``2**t`` places further. All ranks take rounds and steps in the same order, so
 no two ranks wait for each other. A rank holds at most the buckets of one round at a time. Before each bucket goes a
 frame with the number of the operation and the CRC-32 of the bytes.
+
+A relay is the own work of the ranks in an exchange, over the connections of their group. If these break meanwhile, or a
+bucket arrives damaged, all ranks stop. They tell each other which round is the first that is not done everywhere, and
+go on there in the next exchange.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from isal import isal_zlib
 
-from robust_dcp.comm import patience
+from robust_dcp.comm.combine import Offer
 from robust_dcp.comm.connections import Broken, Connections
+from robust_dcp.comm.endings import Problem, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind
 from robust_dcp.comm.operation import Operation
-from robust_dcp.errors import ExchangeError, ExchangeTimeout
+from robust_dcp.errors import ExchangeError
 
-_FRAMES_TAG, _BUCKETS_TAG = 1, 2
+logger = logging.getLogger(__name__)
+
+ALL_ROUNDS = (1 << 63) - 1
+"""The number of a round that never comes."""
+
+_FRAMES, _BUCKETS = 1 << 28, 1 << 29
+"""What sets the gloo tags of a relay apart from that of the frames of its exchange."""
 
 
 class Bucket(NamedTuple):
@@ -57,44 +70,48 @@ class Relay(NamedTuple):
 
 
 class Passing:
-    """One relay on one rank. Its connections serve nothing else, so that they can be dropped to end a wait.
+    """One try of one rank to move its buckets.
 
     Args:
         relay: what this rank contributes.
         operation: what the relay belongs to. It is in an exchange in which this is the rank's own work.
+        first_round: the round to begin with; those before it are done on all ranks.
+        is_last: whether nothing is tried again after this.
     """
 
-    def __init__(self, relay: Relay, operation: Operation) -> None:
+    def __init__(self, relay: Relay, operation: Operation, first_round: int, is_last: bool) -> None:
         self._relay = relay
         self._operation = operation
         self._rank = operation.link.rank
-        self._connections: Connections | None = None
-        self._is_dropped = False
+        self._first_round = first_round
+        self._is_last = is_last
+        self._generation: int | None = None  # of the connections over which something is on its way
 
-    def run(self) -> None:
-        """Move all buckets of this rank.
+    def run(self) -> Offer:
+        """Move buckets until all rounds are done, or this rank has to stop.
+
+        Returns:
+            As ``value`` the first round that this rank has not done, counted from 1.
 
         Raises:
-            ExchangeTimeout: a rank is gone or too slow.
-            ExchangeError: what a rank sent arrived damaged.
+            ExchangeError: in the last try, what a rank sent arrived damaged.
         """
+        operation, reached = self._operation, self._first_round
+        left = [pair for pair in enumerate(self._relay.buckets) if pair[1].round >= reached]
         try:
-            for _, in_round in groupby(enumerate(self._relay.buckets), key=lambda pair: pair[1].round):
-                self._move_round(list(in_round))
-                self._operation.note_progress()
+            for in_round in [list(pairs) for _, pairs in groupby(left, key=lambda pair: pair[1].round)]:
+                reached = in_round[0][1].round
+                self._move_round(in_round)
+                operation.note_progress()
+            reached = ALL_ROUNDS
+        except Stopped:
+            pass
         except Broken as error:
-            # Whoever dropped the connections has said why over those of the channel, where it may arrive later. The
-            # wait is no progress: it ends long before the others could take this rank for the one that is missing.
-            until = time.monotonic() + min(patience.RECONNECT_SECONDS, self._operation.timeout_seconds / 2)
-            while time.monotonic() < until:
-                self._operation.stop_if_announced()
-                time.sleep(patience.TICK_SECONDS)
-            phase = self._operation.phase
-            raise ExchangeTimeout(
-                f"{phase!r}: rank {self._rank} lost a rank that it passes tensors to or gets them from ({error})",
-                phase=phase,
-                timeout_seconds=self._operation.timeout_seconds,
-            ) from None
+            logger.info("%r: rank %d stops in round %d: %s", operation.phase, self._rank, reached, error)
+            operation.announce(f"rank {self._rank} stops: {error}")
+        finally:
+            self.break_off()
+        return Offer(value=1 + reached)
 
     def _move_round(self, in_round: Sequence[tuple[int, Bucket]]) -> None:
         relay, rank = self._relay, self._rank
@@ -120,48 +137,49 @@ class Passing:
     def _move(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Move tensors to and from other ranks at once. No piece of them may take longer than the timeout."""
         operation = self._operation
-        connections = self._connected({peer for peer, _ in (*outgoing, *incoming)})
+        operation.stop_if_announced()
+        connected = {peer: self._connect(peer) for peer in sorted({peer for peer, _ in (*outgoing, *incoming)})}
         frames = [torch.empty(FRAME_NBYTES, dtype=torch.uint8) for _ in incoming]
         moving = []
+        tag = operation.tag(operation.n_exchanges)
         for (peer, tensor), frame in zip(incoming, frames, strict=True):
-            moving.append(connections.start("recv", peer, _FRAMES_TAG, frame))
-            moving.append(connections.start("recv", peer, _BUCKETS_TAG, tensor))
+            moving.append((peer, connected[peer].start("recv", peer, tag ^ _FRAMES, frame)))
+            moving.append((peer, connected[peer].start("recv", peer, tag ^ _BUCKETS, tensor)))
         for peer, tensor in outgoing:
-            moving.append(connections.start("send", peer, _FRAMES_TAG, self._frame_before(tensor)))
-            moving.append(connections.start("send", peer, _BUCKETS_TAG, tensor))
+            moving.append((peer, connected[peer].start("send", peer, tag ^ _FRAMES, self._frame_before(tensor))))
+            moving.append((peer, connected[peer].start("send", peer, tag ^ _BUCKETS, tensor)))
             operation.cost.payload_nbytes_sent += tensor.numel()
-        for each in moving:
-            connections.finish(each, operation.timeout_seconds, operation.note_progress)
+        for peer, each in moving:
+            connected[peer].finish(each, operation.timeout_seconds, partial(operation.note_piece, peer))
+        self._generation = None
         for (sender, tensor), frame in zip(incoming, frames, strict=True):
             if bytes(frame.numpy()) != self._frame_before(tensor):
-                raise ExchangeError(
+                damage = ExchangeError(
                     f"what rank {sender} sent in {operation.phase!r} arrived damaged at rank {self._rank}: load again, "
                     "and suspect the network between them if that repeats",
                     phase=operation.phase,
                     ranks=[sender],
                 )
+                raise damage if self._is_last else Broken(damage.message)
 
     def _frame_before(self, tensor: torch.Tensor) -> bytes:
         crc32 = isal_zlib.crc32(tensor.numpy())
         return self._operation.stamped(Frame(Kind.RELAY, payload_nbytes=tensor.numel(), payload_crc32=crc32)).encode()
 
-    def _connected(self, peers: set[int]) -> Connections:
+    def _connect(self, peer: int) -> Connections:
         operation = self._operation
-        if self._connections is None:
-            self._connections = operation.link.connections_for(f"relay {operation.key} {operation.n_exchanges}")
         until = time.monotonic() + operation.timeout_seconds
-        for peer in sorted(peers):
 
-            def look(peer: int = peer) -> None:
-                operation.stop_if_announced()
-                if self._is_dropped or time.monotonic() > until:
-                    raise Broken(f"rank {peer} did not come to connect")
+        def is_over() -> bool:
+            operation.stop_if_announced()
+            return time.monotonic() > until
 
-            self._connections.connect(peer, look)
-        return self._connections
+        self._generation, connections = operation.link.connect(peer, is_over)
+        return connections
 
-    def drop(self) -> None:
-        """End all waits, on this side and on the others."""
-        self._is_dropped = True
-        if self._connections is not None:
-            self._connections.drop()
+    def break_off(self) -> None:
+        """End all waits, here and on the other ranks: nothing else ends what gloo has begun."""
+        if self._generation is not None:
+            problem = Problem.of_lost({}, may_return=True)
+            self._operation.link.break_up(self._generation, problem, self._operation)
+            self._generation = None
