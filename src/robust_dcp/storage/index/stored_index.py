@@ -316,9 +316,9 @@ class StoredIndex:
         """Where a chunk begins in its tensor."""
         return self._size(self._chunk_offset[row])
 
-    def sizes(self, row: int) -> Size:
-        """The size of a chunk."""
-        return self._size(self._chunk_size[row])
+    def chunk(self, row: int) -> ChunkStorageMetadata:
+        """Where a chunk begins in its tensor, and its size."""
+        return ChunkStorageMetadata(self._size(self._chunk_offset[row]), self._size(self._chunk_size[row]))
 
     def chunk_numbers(self, first: int, end: int) -> tuple[bytes, bytes]:
         """The numbers of the offsets and of the sizes of the chunks in rows ``first`` to ``end``."""
@@ -377,10 +377,10 @@ class StoredIndex:
         place_of = dict(zip(keys, range(len(keys)), strict=True))
         fits_of = {}
         for key, place in place_of.items():
-            stored, at = self.stored(int(numbers[place])), int(row[place])
+            stored = self.stored(int(numbers[place]))
             if stored.size is not None:  # objects have no offsets
-                like = self.properties[stored.properties][0], stored.size, self.offsets(at), self.sizes(at)
-                fits_of[key] = kinds[key[0]][:4] == like
+                dtype, chunk = self.properties[stored.properties][0], self.chunk(int(row[place]))
+                fits_of[key] = kinds[key[0]][:4] == (dtype, stored.size, chunk.offsets, chunk.sizes)
         fits = np.array([fits_of.get(key, False) for key in keys], dtype=np.bool_)
         fits &= (self._chunk_start.at(row) >= 0) & (self._chunk_nbytes.at(row) >= 0)
         return asked[fits], (row - first)[fits], self.places(row[fits])
@@ -563,15 +563,12 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
         if self._all is not None:
             return self._all[place]
         rows = range(self.first, self.end)[place]
-        return self._chunk(rows) if isinstance(rows, int) else list(map(self._chunk, rows))
+        return self._index.chunk(rows) if isinstance(rows, int) else list(map(self._index.chunk, rows))
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
         if self._all is None:
             self._all = self[:]
         return iter(self._all)
-
-    def _chunk(self, row: int) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=self._index.offsets(row), sizes=self._index.sizes(row))
 
     def overlap(self, box: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[Int64, list[ChunkKind]]:
         """The chunks that overlap with a box of ``lengths`` at ``box``.

@@ -36,11 +36,11 @@ def item_id(name: str, offsets: Sequence[int]) -> int:
         name: the FQN.
         offsets: where the chunk begins in its tensor; ``()`` for an object.
     """
-    return crc32(name.encode(errors="surrogatepass"), seed_of(tuple(offsets)))
+    return crc32(name.encode(errors="surrogatepass"), _seed_of(tuple(offsets)))
 
 
 @lru_cache(maxsize=4096)
-def seed_of(offsets: tuple[int, ...]) -> int:
+def _seed_of(offsets: tuple[int, ...]) -> int:
     """The part of :func:`item_id` that the items of many names share."""
     return crc32(struct.pack(f"<{len(offsets)}q", *offsets))
 

@@ -33,7 +33,7 @@ from robust_dcp.staging.blocks import Block, BlockLease, DeviceCopies, copy_each
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind
-from robust_dcp.storage.layouts.footer import item_id, seed_of
+from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Places
 from robust_dcp.storage.options import ReadOptions
 from robust_dcp.storage.reading.data_file import DataFile
@@ -172,9 +172,8 @@ class ItemReader:
     def _item_ids(self) -> Int64:
         """int64: for each read its :func:`~robust_dcp.storage.layouts.footer.item_id`. Only files of ours need them."""
         items = self._items
-        seeds = [seed_of(tuple(kind.offsets)) for kind in items.kinds]
-        kind_of = zip(items.names, items.kind_of.tolist(), strict=True)
-        ids = [crc32(name.encode(errors="surrogatepass"), seeds[kind]) for name, kind in kind_of]
+        in_columns = zip(items.names, items.kind_of.tolist(), strict=True)
+        ids = [item_id(name, items.kinds[kind].offsets) for name, kind in in_columns]
         ids += [item_id(read.item.storage_index.fqn, read.item.storage_index.offset or ()) for read in self._others]
         return np.array(ids, dtype=np.int64)[self._order]
 
