@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
@@ -49,7 +48,7 @@ from robust_dcp.stateful import StandIn, stand_ins_for
 from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of, place_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.metadata_source import overwritten
+from robust_dcp.storage.reading.metadata_source import StoredMetadata, overwritten
 from robust_dcp.storage.reading.reads import PlannedItems, may_ask_early
 from robust_dcp.storage.remote import filesystem_of
 from robust_dcp.storage.writer import RobustWriter
@@ -203,18 +202,6 @@ def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str,
     return planner.describe(session.channel)
 
 
-class _StoredMetadata(msgspec.Struct, frozen=True):
-    """Where the ranks of a load get the metadata from.
-
-    Attributes:
-        index: the index to use, if the coordinator found one that fits. Each rank opens it by itself.
-        file: otherwise the bytes of ``.metadata``, which the coordinator read.
-    """
-
-    index: bytes = b""
-    file: bytes = b""
-
-
 @entry_point
 def load(
     state_dict: dict[str, Any],
@@ -338,15 +325,10 @@ class _Load(msgspec.Struct, eq=False):
     def agree_on_reads(self, leader: Channel, *, by_index: bool) -> Agreement:
         """Let the coordinator of ``leader`` find the index or ``.metadata`` for all, and make this rank's plan. Other
         readers than ours look for themselves."""
-        self.shared, stored = None, _StoredMetadata()
+        self.shared, stored = None, StoredMetadata()
         if self.robust is not None:
-            source = self.robust.source
-
-            def find() -> _StoredMetadata:
-                index = source.find_index() if by_index else b""
-                return _StoredMetadata(index, b"" if index else source.metadata_bytes())
-
-            stored = leader.broadcast(f"{leader.operation}: metadata", find, _StoredMetadata)
+            find = partial(self.robust.source.find, by_index=by_index)
+            stored = leader.broadcast(f"{leader.operation}: metadata", find, StoredMetadata)
         phase = "plan" if by_index else "plan by .metadata"
         agreement = self.channel.agree(f"{leader.operation}: {phase}", partial(self._plan_own, stored))
         n_plans = sum(map(agreement.count, WISHES.values()))
@@ -354,15 +336,10 @@ class _Load(msgspec.Struct, eq=False):
             return self.agree_on_reads(leader, by_index=False)  # some ranks see another directory, say on a local disk
         return agreement
 
-    def _plan_own(self, stored: _StoredMetadata) -> Offer:
+    def _plan_own(self, stored: StoredMetadata) -> Offer:
         """Make this rank's plan, and say what it reads."""
         reader, channel = self.robust, self.channel
-        if reader is None:
-            metadata: Metadata | None = self.reader.read_metadata()
-        elif stored.index:
-            metadata = reader.source.indexed_metadata(stored.index)
-        else:
-            metadata = reader.source.decode_metadata(stored.file)
+        metadata = self.reader.read_metadata() if reader is None else reader.source.open(stored)
         if metadata is None:
             return Offer()  # this rank does not see the coordinator's index
         self.stand_ins, values = stand_ins_for(self.state_dict, metadata.state_dict_metadata)

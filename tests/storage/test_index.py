@@ -77,8 +77,8 @@ def put(directory: Path, content: Content, meta: StorageMeta | None = META) -> t
 def lazy(directory: Path, disk: Disk | None = None) -> Metadata | None:
     """What the index there says; ``None`` if it is not used."""
     reader = RobustReader(directory, disk=disk)
-    identity = reader.source.find_index()
-    metadata = reader.source.indexed_metadata(identity) if identity else None
+    found = reader.source.find()
+    metadata = reader.source.open(found) if found.index else None
     if metadata is not None and metadata.storage_meta is not None:
         metadata.storage_meta.load_id = None  # the reader's own
     return metadata
@@ -197,8 +197,8 @@ def test_what_is_read_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
                 nbytes[0] += len(buffer)
                 return super().pread_into(file, buffer, offset)
 
-        identity = RobustReader(directory).source.find_index()
-        metadata = RobustReader(directory, disk=Counting()).source.indexed_metadata(identity)
+        found = RobustReader(directory).source.find()
+        metadata = RobustReader(directory, disk=Counting()).source.open(found)
         assert metadata is not None
         index: Any = index_of(metadata)
         index.find_all(["layer.0007.w"])
@@ -315,9 +315,9 @@ def test_what_another_rank_finds_damaged_is_an_error_that_says_what_to_do(
     """The coordinator has checked all of it. It is read and not mapped, so no damage ends the process."""
     monkeypatch.setattr(form, "_FIRST_READ_NBYTES", HEAD_NBYTES)  # as if it were a large one
     _, index = put(tmp_path, CONTENT)
-    identity = RobustReader(tmp_path).source.find_index()
-    metadata = RobustReader(tmp_path).source.indexed_metadata(identity)
-    assert identity and metadata is not None
+    found = RobustReader(tmp_path).source.find()
+    metadata = RobustReader(tmp_path).source.open(found)
+    assert found.index and metadata is not None
     os.truncate(index, HEAD_NBYTES)
     with pytest.raises(DamagedIndex, match=r"it ends after .* remove this file, and load again"):
         everything(metadata)

@@ -141,11 +141,9 @@ class RobustReader(StorageReader):
         """
         rank = kwargs.get("rank")
         if rank is None:
-            identity = self.source.find_index()
-            indexed = self.source.indexed_metadata(identity) if identity else None
-            if indexed is not None:
-                return indexed
-        if rank is None or self.source.is_there(rank):
+            found = self.source.open(self.source.find())
+            return found or self.source.decode_metadata(self.source.metadata_bytes())
+        if self.source.is_there(rank):
             return self.source.decode_metadata(self.source.metadata_bytes(rank), rank)
         try:
             return self.source.decode_metadata(self.source.metadata_bytes())

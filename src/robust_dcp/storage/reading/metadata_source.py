@@ -38,6 +38,18 @@ def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
     )
 
 
+class StoredMetadata(msgspec.Struct, frozen=True):
+    """Where the ranks of a load get the metadata from.
+
+    Attributes:
+        index: the identity of the index to use, 32 bytes, by which each rank recognises it. It is empty without one.
+        file: otherwise the bytes of ``.metadata``.
+    """
+
+    index: bytes = b""
+    file: bytes = b""
+
+
 class MetadataSource(msgspec.Struct, eq=False):
     """Where the metadata of a checkpoint comes from.
 
@@ -97,36 +109,42 @@ class MetadataSource(msgspec.Struct, eq=False):
         self._are_marked = files_are_marked(data)
         return decode_metadata(data, self.path_of_metadata(rank))
 
-    def find_index(self) -> bytes:
-        """Look for an index that fits the ``.metadata`` beside it, and check all of it.
+    def find(self, *, by_index: bool = True) -> StoredMetadata:
+        """Look for an index that fits the ``.metadata`` beside it, and check all of it. Without one, which is logged if
+        it is damaged, read ``.metadata``.
 
-        Returns:
-            an identity by which other ranks recognise the index. It is empty if there is no index, or if it is damaged,
-            which is logged.
+        Args:
+            by_index: whether an index may be used.
+
+        Raises:
+            StorageError: as :meth:`metadata_bytes`.
         """
-        index: StoredIndex | None = None
         try:
-            index = open_index(self.disk, self.path)
-            if index is not None:
-                index.file.check_all()
+            self._index = open_index(self.disk, self.path) if by_index else None
+            if self._index is not None:
+                self._index.file.check_all()
+                self._was_read = None, self._index.file.fit
+                return StoredMetadata(index=self._index.file.identity)
         except (DamagedIndex, StorageError) as error:
             logger.warning("%s; .metadata is read instead", error.message)
-            index = None
-        self._index = index
-        self._was_read = None if index is None else (None, index.file.fit)
-        return b"" if index is None else index.file.identity
+            self._index = None
+        return StoredMetadata(file=self.metadata_bytes())
 
-    def indexed_metadata(self, identity: bytes) -> Metadata | None:
-        """The metadata from the index that :meth:`find_index` has found, on this rank or another.
-
-        Its mappings look up an entry when it is asked for.
+    def open(self, stored: StoredMetadata) -> Metadata | None:
+        """The metadata that :meth:`find` has found, on this rank or another. Those of an index look up an entry when it
+        is asked for.
 
         Returns:
-            ``None`` if the file in the directory is another one on this rank, or cannot be opened, which is logged.
+            ``None`` if the index in the directory is another one on this rank, or cannot be opened, which is logged.
+
+        Raises:
+            CorruptCheckpoint, UnsafeCheckpoint: as :meth:`decode_metadata`.
         """
+        if not stored.index:
+            return self.decode_metadata(stored.file)
         try:
-            if self._index is None or self._index.file.identity != identity:
-                self._index = open_index(self.disk, self.path, identity=identity)
+            if self._index is None or self._index.file.identity != stored.index:
+                self._index = open_index(self.disk, self.path, identity=stored.index)
             if self._index is None:
                 return None
             self._are_marked = True  # a version that writes an index also writes marks
