@@ -25,22 +25,12 @@ if TYPE_CHECKING:
     from robust_dcp import errors as errors
     from robust_dcp.installation import install as install
     from robust_dcp.installation import uninstall as uninstall
-    from robust_dcp.manager.manager import CheckpointManager as CheckpointManager
-    from robust_dcp.manager.series import Checkpoint as Checkpoint
-    from robust_dcp.manager.series import KeepBest as KeepBest
-    from robust_dcp.manager.series import KeepEvery as KeepEvery
-    from robust_dcp.manager.series import KeepLast as KeepLast
-    from robust_dcp.manager.series import KeepPolicy as KeepPolicy
     from robust_dcp.public import *  # noqa: F403
 else:
     errors = _Errors()
 
-_ROOMS = {
-    **dict.fromkeys(("install", "uninstall"), "installation"),
-    **dict.fromkeys(("Checkpoint", "KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"), "manager.series"),
-    "CheckpointManager": "manager.manager",
-}
-"""The other public names, and the module of each, which is imported when the name is used."""
+_SWITCH = ("install", "uninstall")
+"""The public names that need no torch, which need not be imported yet when ``install`` is called."""
 
 
 def _public() -> dict[str, Any]:
@@ -53,14 +43,14 @@ def _public() -> dict[str, Any]:
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_ROOMS, *_public()])
+    return sorted(["__version__", *_SWITCH, *_public()])
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
-    if name in _ROOMS:  # torch need not be imported yet when `install` is called
-        return getattr(import_module(f"robust_dcp.{_ROOMS[name]}"), name)
+    if name in _SWITCH:
+        return getattr(import_module("robust_dcp.installation"), name)
     if not name.startswith("_"):
         if find_spec(f"robust_dcp.{name}"):
             return import_module(f"robust_dcp.{name}")  # robust_dcp.storage, as if the package had imported it

@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from textwrap import indent
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import msgspec
@@ -120,11 +121,11 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
         lines = []
         is_own = (first.type_name, first.message) == (type(self).__name__, self.message)
         if not is_own and _type_and_message(first) not in self.message:
-            lines.append(_indented(2, f"{where}{same}: {_type_and_message(first)}"))
+            lines.append(indent(f"{where}{same}: {_type_and_message(first)}", "  "))
         elif where not in self.message:
             lines.append(f"  raised on {where}{same}")
         if first.traceback_text:
-            lines.append(_indented(4, first.traceback_text.rstrip()))
+            lines.append(indent(first.traceback_text.rstrip(), "    "))
         return lines
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -245,10 +246,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 def _type_and_message(failure: RankFailure) -> str:
     return f"{failure.type_name}: {failure.message}" if failure.message else failure.type_name
-
-
-def _indented(n_spaces: int, text: str) -> str:
-    return "\n".join(" " * n_spaces + line for line in text.splitlines())
 
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:

@@ -21,6 +21,12 @@ from robust_dcp.errors import StructureChanged as StructureChanged
 from robust_dcp.errors import UnsafeCheckpoint as UnsafeCheckpoint
 from robust_dcp.events import Event as Event
 from robust_dcp.events import on_event as on_event
+from robust_dcp.manager.manager import CheckpointManager as CheckpointManager
+from robust_dcp.manager.series import Checkpoint as Checkpoint
+from robust_dcp.manager.series import KeepBest as KeepBest
+from robust_dcp.manager.series import KeepEvery as KeepEvery
+from robust_dcp.manager.series import KeepLast as KeepLast
+from robust_dcp.manager.series import KeepPolicy as KeepPolicy
 from robust_dcp.plan.load_planner import RobustLoadPlanner as RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner as RobustPlanner
 from robust_dcp.plan.state_dict import StructureSignature as StructureSignature
