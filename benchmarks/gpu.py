@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.staging import StagingOptions
 import robust_dcp
 from benchmarks.async_save import Save, at_once, nothing, ours, stock
 from benchmarks.measuring import Row, raw_seconds, show, write_json
-from robust_dcp.staging.blocks import Block, DeviceCopies
+from robust_dcp.staging.blocks import Block, BlockLease
 from robust_dcp.storage.options import BLOCK_NBYTES
 
 __all__ = ["main"]
@@ -124,12 +124,13 @@ def measure_copies(limits: list[Row]) -> list[Row]:
             shutil.rmtree(f"{directory}/{number}")
     staging = _nbytes(state_dict) / next(phase.seconds for phase in report.phases if phase.name == "stage")
     targets = [tensor.view(-1).view(torch.uint8) for tensor in state_dict.values() if tensor.dtype == torch.bfloat16]
-    copies, blocks = DeviceCopies(), [Block(BLOCK_NBYTES) for _ in range(4)]
+    lease = BlockLease(BLOCK_NBYTES, 4, of_load=True)
+    blocks = [lease.take() for _ in range(lease.n_blocks)]
 
     def fill(thread: int) -> None:
         for target in targets[thread :: len(blocks)]:
             for at in range(0, len(target), BLOCK_NBYTES):
-                copies.fill(target[at : at + BLOCK_NBYTES], blocks[thread], 0)
+                lease.fill(target[at : at + BLOCK_NBYTES], blocks[thread], 0)
 
     with ThreadPoolExecutor(len(blocks)) as pool:
         loading = sum(map(len, targets)) / _seconds(lambda: list(pool.map(fill, range(len(blocks)))))

@@ -258,7 +258,7 @@ def test_where_direct_io_is_refused_on_the_way_the_page_cache_is_used_and_the_re
     assert not (tmp_path / "insisted").exists()
 
 
-class _RunAhead(blocks.DeviceCopies):
+class _RunAhead(blocks.BlockLease):
     """Copies that go on by themselves, as those of a device do: in threads."""
 
     def can_run_ahead(self, data: Any) -> bool:
@@ -274,7 +274,7 @@ class _RunAhead(blocks.DeviceCopies):
 def test_copies_that_run_while_earlier_blocks_are_written(
     options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "DeviceCopies", _RunAhead)
+    monkeypatch.setattr(engine, "BlockLease", _RunAhead)
     monkeypatch.setattr(blocks, "host_address", lambda tensor: None)
     robust_dcp.save(dict(MIX), storage_writer=RobustWriter(tmp_path, **options), no_dist=True)
     check_mix(tmp_path)

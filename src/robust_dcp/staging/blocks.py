@@ -125,7 +125,12 @@ _KEPT_LOCK: Final = threading.Lock()
 
 
 class BlockLease(msgspec.Struct, eq=False):
-    """The blocks of one save or load, until it is closed. Several threads may call its methods.
+    """The blocks of one save or load, until it is closed, and the copies between them and a device, for which all its
+    threads share one stream. Several threads may call its methods.
+
+    Work that was queued on the current stream when this object is made comes before the copies: they have the contents
+    of that moment. Later work does not wait for them. If a planner computes a tensor in one thread, it is ready when
+    another thread copies it.
 
     Args:
         block_nbytes: the size of each block.
@@ -135,14 +140,22 @@ class BlockLease(msgspec.Struct, eq=False):
 
     Attributes:
         used_nbytes: the most memory that it had at any time.
+        how: remarks for the report, if copies were slower than they could be.
     """
 
     block_nbytes: int
     n_blocks: int
     of_load: bool = False
     used_nbytes: int = 0
+    how: tuple[str, ...] = ()
     _free: list[Block] = []
     _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
+    _stream: torch.cuda.Stream | None = None
+
+    def __post_init__(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
 
     def take(self) -> Block:
         """Take a block.
@@ -185,6 +198,48 @@ class BlockLease(msgspec.Struct, eq=False):
             release_blocks(keep=self._free)
         self._free = []
 
+    def in_this_thread(self) -> AbstractContextManager[object]:
+        """A ``with`` block in which the calling thread uses the stream of the copies."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def can_run_ahead(self, data: TensorBytes | torch.Tensor) -> bool:
+        """Whether a copy of ``data``, or to it, runs by itself once it has begun."""
+        return self._stream is not None and data.device == self._stream.device
+
+    def begin(self, data: TensorBytes, begin: int, end: int, block: Block, at: int) -> Callable[[], None]:
+        """Begin to copy bytes ``begin`` to ``end`` of ``data`` to ``at`` in ``block``.
+
+        Returns:
+            A function that waits for the copy. Call it before you read the block.
+        """
+        if self._stream is None or not self.can_run_ahead(data):
+            data.copy(begin, end, block, at)
+            return lambda: None
+        block.pin()
+        if not block.is_pinned:
+            self.how = (NOT_PINNED,)
+        data.copy(begin, end, block, at, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(self._stream)
+        return copied.synchronize
+
+    def fill(self, target: torch.Tensor, block: Block, at: int) -> None:
+        """Fill ``target``, uint8 ``[n]``, from ``block`` at ``at``. The copy is done when this returns, so the block is
+        free.
+
+        Other threads may read and copy meanwhile: this thread waits only for its own copy, without the GIL.
+        """
+        source = block.tensor[at : at + len(target)]
+        if self._stream is None or not self.can_run_ahead(target):
+            target.copy_(source)
+            return
+        block.pin()
+        copied = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            copied.record(self._stream)
+        copied.synchronize()
+
 
 def release_blocks(keep: Sequence[Block] = ()) -> None:
     """Give the memory that is kept for the next save back to the system.
@@ -214,7 +269,7 @@ def _forget_error() -> None:
         torch.zeros(1, device="cuda")
 
 
-# The bytes of tensors, and copies of them that run beside other work.
+# The bytes of tensors.
 
 PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 """Only these classes are known to be nothing but their data."""
@@ -408,64 +463,3 @@ def to_host_together(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for place, copy in zip(places, copies, strict=True):
             on_host[place] = copy
     return on_host
-
-
-class DeviceCopies:
-    """The copies of one save or load. All its threads share one stream.
-
-    Work that was queued on the current stream when this object is made comes before the copies: they have the contents
-    of that moment. Later work does not wait for them. If a planner computes a tensor in one thread, it is ready when
-    another thread copies it.
-
-    Attributes:
-        how: remarks for the report, if copies were slower than they could be.
-    """
-
-    def __init__(self) -> None:
-        self.how: tuple[str, ...] = ()
-        self._stream: torch.cuda.Stream | None = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-
-    def in_this_thread(self) -> AbstractContextManager[object]:
-        """A ``with`` block in which the calling thread uses the stream of the copies."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def can_run_ahead(self, data: TensorBytes | torch.Tensor) -> bool:
-        """Whether a copy of ``data``, or to it, runs by itself once it has begun."""
-        return self._stream is not None and data.device == self._stream.device
-
-    def begin(self, data: TensorBytes, begin: int, end: int, block: Block, at: int) -> Callable[[], None]:
-        """Begin to copy bytes ``begin`` to ``end`` of ``data`` to ``at`` in ``block``.
-
-        Returns:
-            A function that waits for the copy. Call it before you read the block.
-        """
-        if self._stream is None or not self.can_run_ahead(data):
-            data.copy(begin, end, block, at)
-            return lambda: None
-        block.pin()
-        if not block.is_pinned:
-            self.how = (NOT_PINNED,)
-        data.copy(begin, end, block, at, non_blocking=True)
-        copied = torch.cuda.Event(blocking=True)
-        copied.record(self._stream)
-        return copied.synchronize
-
-    def fill(self, target: torch.Tensor, block: Block, at: int) -> None:
-        """Fill ``target``, uint8 ``[n]``, from ``block`` at ``at``. The copy is done when this returns, so the block is
-        free.
-
-        Other threads may read and copy meanwhile: this thread waits only for its own copy, without the GIL.
-        """
-        source = block.tensor[at : at + len(target)]
-        if self._stream is None or not self.can_run_ahead(target):
-            target.copy_(source)
-            return
-        block.pin()
-        copied = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            copied.record(self._stream)
-        copied.synchronize()

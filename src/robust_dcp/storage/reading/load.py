@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, StorageError
-from robust_dcp.staging.blocks import Block, BlockLease, DeviceCopies, copy_each
+from robust_dcp.staging.blocks import Block, BlockLease, copy_each
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind
@@ -119,7 +119,6 @@ class ItemReader:
         self._mark = mark
         self.verification = Verification(options.verify_checksums)
         self._targets_first = may_ask_early(planner)
-        self._copies = DeviceCopies()
         self._n_threads, self._block_nbytes = options.fitted()
         # A direct read takes whole pages, so it may need one more page at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
@@ -340,7 +339,7 @@ class ItemReader:
         return self._read_share(box, first)
 
     def _read_share(self, box: BoxRead, share: Sequence[int]) -> Any:
-        return box.tensor() if box.read(share, self._blocks, self._copies) else _NOT_ALL
+        return box.tensor() if box.read(share, self._blocks) else _NOT_ALL
 
     # --- what was read is handed over
 

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.staging.blocks import BlockLease, DeviceCopies, memory_at
+from robust_dcp.staging.blocks import BlockLease, memory_at
 from robust_dcp.storage.layouts.footer import BlockSums
 from robust_dcp.storage.options import Verify
 from robust_dcp.storage.reading.data_file import DataFile
@@ -380,13 +380,12 @@ class BoxRead:
         self._lock = threading.Lock()
         return shares
 
-    def read(self, share: Sequence[int], blocks: BlockLease, copies: DeviceCopies) -> bool:
+    def read(self, share: Sequence[int], blocks: BlockLease) -> bool:
         """Read some pieces.
 
         Args:
             blocks: memory for bytes that cannot be read into the tensor itself. Each block holds a piece, wherever it
                 begins in the file.
-            copies: copies to devices.
 
         Returns:
             whether these were the last ones: then :meth:`tensor` has the box.
@@ -410,7 +409,7 @@ class BoxRead:
                     item.check_found(offset, nbytes, found)
                     crc = crc32(block.view[at : at + nbytes]) if needed else 0
                     if is_wanted:
-                        copies.fill(self._flat[start : start + nbytes], block, at)
+                        blocks.fill(self._flat[start : start + nbytes], block, at)
             self._crc32s[number] = crc
         with self._lock:
             self._shares_left -= 1

@@ -28,7 +28,6 @@ from robust_dcp.errors import StorageError
 from robust_dcp.staging.blocks import Block as Memory
 from robust_dcp.staging.blocks import (
     BlockLease,
-    DeviceCopies,
     TensorBytes,
     copy_bytes,
     flat_bytes,
@@ -94,9 +93,8 @@ class WriteContext(msgspec.Struct, eq=False):
     Args:
         files: the files, and how they are written.
         source: the items.
-        lease: lends blocks of memory.
+        lease: lends blocks of memory, and copies into them from a device.
         page_nbytes: the unit of writes.
-        copies: copies from a device.
         note_progress: is told the bytes written so far, and the bytes of all items of fixed size. It raises if the save
             has been given up elsewhere.
 
@@ -111,7 +109,6 @@ class WriteContext(msgspec.Struct, eq=False):
     source: ItemSource
     lease: BlockLease
     page_nbytes: int
-    copies: DeviceCopies
     note_progress: Callable[[int, int], None]
     failed: threading.Event = msgspec.field(default_factory=threading.Event)
     packing: threading.Lock = msgspec.field(default_factory=threading.Lock)
@@ -383,9 +380,9 @@ class Emission(msgspec.Struct, eq=False):
                 place = piece.place
                 data = self._data[place] = self.file.data_of(piece)
                 begin, end = piece.data_range
-                if begin < end and context.copies.can_run_ahead(data):
+                if begin < end and context.lease.can_run_ahead(data):
                     at = piece.start + piece.record.data_offset + begin - block.offset
-                    self._waits[place] = context.copies.begin(data, begin, end, memory, at)
+                    self._waits[place] = context.lease.begin(data, begin, end, memory, at)
         except Exception as error:
             raise_named(error, context.source, place)
         return bool(self._waits)

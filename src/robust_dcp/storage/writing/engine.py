@@ -24,7 +24,7 @@ import torch
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
-from robust_dcp.staging.blocks import BlockLease, DeviceCopies
+from robust_dcp.staging.blocks import BlockLease
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import uncommitted_name
@@ -97,7 +97,7 @@ def write_files(
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = file_orders(files.placements, source, block_nbytes, page_nbytes)
         with contextlib.closing(BlockLease(block_nbytes, threads * BLOCKS_PER_THREAD)) as lease:
-            context = WriteContext(files, source, lease, page_nbytes, DeviceCopies(), check_stop)
+            context = WriteContext(files, source, lease, page_nbytes, check_stop)
             emitters = []
             for file, order, nbytes in zip(made, orders, file_nbytes, strict=True):
                 disk.preallocate(file, -(-nbytes // page_nbytes) * page_nbytes)
@@ -122,7 +122,7 @@ def write_files(
         variable_places=np.array(sorted(context.appended), dtype=np.int64).reshape(-1, 3)[:, 1:],
         names=tuple(files.names),
         nbytes=sum(emitter.nbytes for emitter in emitters),
-        how=(*sorted({emitter.how for emitter in emitters}), *context.copies.how),
+        how=(*sorted({emitter.how for emitter in emitters}), *lease.how),
         peak_buffer_nbytes=lease.used_nbytes,
     )
 
@@ -151,7 +151,7 @@ def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> No
     def write_blocks() -> None:
         """Write block after block. While a block is written, the copy from a device into the next one runs."""
         pending: list[Emission] = []
-        with torch.no_grad(), context.copies.in_this_thread():  # each thread has its own grad mode and its own stream
+        with torch.no_grad(), context.lease.in_this_thread():  # each thread has its own grad mode and its own stream
             try:
                 while True:
                     context.check_stop()
