@@ -122,7 +122,7 @@ class StoredIndex:
         file: the open index.
         meta: the fields of ``Metadata`` other than its items.
         properties: the distinct combinations of dtype, layout and ``requires_grad``.
-        n_rows: number of chunks and objects.
+        n_names, n_rows: the number of names, and of their chunks and objects.
 
     Raises:
         DamagedIndex: something is not what was written, or refers to what does not exist. All methods raise it, too.
@@ -142,7 +142,7 @@ class StoredIndex:
         self._variable_rows = Column(file, "variable_rows")
         self._variable_places = Column(file, "variable_places")
         self._file_ends = Column(file, "file_ends")
-        self.n_rows = len(self._chunk_offset)
+        self.n_names, self.n_rows = len(self._name_ends), len(self._chunk_offset)
         meta, properties = Column(file, "meta").rows().tobytes(), Column(file, "properties").rows().tobytes()
         self.properties: list[tuple[torch.dtype, torch.layout, bool]] = []
         try:
@@ -167,9 +167,9 @@ class StoredIndex:
             raise file.damaged(f"it has {len(self._sizes)} numbers in its sizes, and says otherwise")
         of_names = (self._name_chunks, self._name_properties, self._name_size, self._name_reach)
         of_rows = (self._chunk_size, self._chunk_file, self._chunk_start, self._chunk_nbytes)
-        if {*map(len, of_names)} != {len(self)} or {*map(len, of_rows)} != {self.n_rows}:
+        if {*map(len, of_names)} != {self.n_names} or {*map(len, of_rows)} != {self.n_rows}:
             raise file.damaged("its columns are not of one length")
-        if len(self._path_ends) != (len(self) if self.meta.has_paths else 0):
+        if len(self._path_ends) != (self.n_names if self.meta.has_paths else 0):
             raise file.damaged("its paths are not one for each name")
         if len(self._variable_places) != 2 * len(self._variable_rows):
             raise file.damaged("its items of variable size have no places")
@@ -179,9 +179,6 @@ class StoredIndex:
         self._known_sizes: dict[int, Size] = {}
         self._known_files: dict[int, str] = {}
         self.known_parts: dict[Any, tuple[Int64, list[ChunkKind]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._name_ends)
 
     def number(self, name: Any) -> int | None:
         """The number of a stored name."""
@@ -199,7 +196,7 @@ class StoredIndex:
         known = self._numbers
         wanted = set(names).difference(known)
         known.update(dict.fromkeys(wanted, -1))
-        if _FEW * len(wanted) >= len(self):
+        if _FEW * len(wanted) >= self.n_names:
             for number, name in enumerate(self.names()):
                 if name in wanted:
                     known[name] = number
@@ -207,17 +204,17 @@ class StoredIndex:
             at = 0
             for name in sorted(wanted):
                 encoded = name.encode("utf-8", "surrogatepass")
-                at = bisect_left(range(len(self)), encoded, at, key=self._name_bytes)
-                if at < len(self) and self._name_bytes(at) == encoded:
+                at = bisect_left(range(self.n_names), encoded, at, key=self._name_bytes)
+                if at < self.n_names and self._name_bytes(at) == encoded:
                     known[name] = at
         return np.fromiter(map(known.__getitem__, names), dtype=np.int64, count=len(names))
 
     def names(self) -> Iterator[str]:
         """All names, ascending."""
         before = [""]
-        for first in range(0, len(self), _NAMES_AT_ONCE):
+        for first in range(0, self.n_names, _NAMES_AT_ONCE):
             start = self._name_ends[first - 1] if first else 0
-            ends = [start, *self._name_ends.rows(first, min(first + _NAMES_AT_ONCE, len(self))).tolist()]
+            ends = [start, *self._name_ends.rows(first, min(first + _NAMES_AT_ONCE, self.n_names)).tolist()]
             if ends != sorted(ends):
                 raise self.file.damaged("its names do not ascend")
             data = self._names.rows(start, ends[-1]).tobytes()
@@ -470,8 +467,8 @@ def lazy_metadata(index: StoredIndex) -> Metadata:
     """
     meta = index.meta.storage_meta
     metadata = Metadata(
-        state_dict_metadata=_OnDemand(index, index.entry, index.names, len(index)),  # type: ignore[arg-type]
-        planner_data=_OnDemand(index, index.path, index.names, len(index)) if index.meta.has_paths else None,
+        state_dict_metadata=_OnDemand(index, index.entry, index.names, index.n_names),  # type: ignore[arg-type]
+        planner_data=_OnDemand(index, index.path, index.names, index.n_names) if index.meta.has_paths else None,
         storage_data=_OnDemand(index, index.info, index.items, index.n_rows),
         storage_meta=None
         if meta is None
