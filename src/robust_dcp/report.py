@@ -31,7 +31,7 @@ MAX_NBYTES: Final = 64 << 20
 MAX_RANKS: Final = 1_000_000
 
 _LENGTH: Final = 300
-"""How long a key or text in the file may be."""
+"""How long a text in the file may be, where nothing else is said. Keys are whole."""
 
 _Count = Annotated[int, Meta(ge=0, le=10**18)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e18)]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.items import Form, Items
-from robust_dcp.report import StructureDiff, shortened
+from robust_dcp.report import StructureDiff
 
 Rows = npt.NDArray[np.intp]
 
@@ -45,10 +45,9 @@ def diff_items(old_of_ranks: Sequence[Items], new_of_ranks: Sequence[Items]) -> 
 
 
 def bounded(diff: StructureDiff) -> StructureDiff:
-    """The first keys of each kind, with keys and texts that are not long."""
-    changed = {shortened(key): shortened(how) for key, how in list(diff.changed.items())[:_MAX_KEYS]}
-    added, removed = (tuple(map(shortened, keys[:_MAX_KEYS])) for keys in (diff.added, diff.removed))
-    return StructureDiff(added, removed, changed)
+    """The first keys of each kind."""
+    changed = dict(list(diff.changed.items())[:_MAX_KEYS])
+    return StructureDiff(diff.added[:_MAX_KEYS], diff.removed[:_MAX_KEYS], changed)
 
 
 def _hashes_of_names(items: Items) -> npt.NDArray[np.uint64]:
