@@ -73,6 +73,9 @@ class ModuleStates:
         key: the prefix of their names in the checkpoint.
         modules: one module, or the pipeline stages that this rank holds.
         stored: the names in the checkpoint to load; ``None`` for a save.
+
+    Raises:
+        PlanConflict: in a load, a module is on the meta device.
     """
 
     def __init__(self, key: str, modules: list[nn.Module], stored: Container[str] | None = None) -> None:
@@ -83,7 +86,16 @@ class ModuleStates:
         for state in states:
             _add(self.values, key, state, stored)
         self._is_as_held = False
-        if stored is None or all(f"{key}.{name}" in stored for name in _leaf_names(self.values)):
+        if stored is None:
+            return
+        for name, value in self.values.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:  # torch would only warn, and load nothing
+                raise PlanConflict(
+                    f"'{key}.{name}' cannot be loaded into: its module is on the meta device; call "
+                    "module.to_empty(device=...) first",
+                    key=f"{key}.{name}",
+                )
+        if all(f"{key}.{name}" in stored for name in _leaf_names(self.values)):
             return
         as_held = {name: value for module in modules for name, value in module.state_dict().items()}
         # Stock's save({"model": DDP(model)}) names a parameter "module.weight"; of a compiled part, only some are such.
@@ -347,7 +359,8 @@ def stand_ins_for(state_dict: StateDict, stored: Collection[str] | None = None) 
     Raises:
         RobustCheckpointError: the state dict is something else than a dict; or there are several optimizers under a
             key, and no module has the parameters of one, or torch cannot name the states of one.
-        PlanConflict: two modules or two optimizers under a key hold different values of one name.
+        PlanConflict: two modules or two optimizers under a key hold different values of one name, or a module to load
+            into is on the meta device.
     """
     if not isinstance(state_dict, Mapping):
         what_to_do = 'give it a name, {"name": value}'

@@ -175,21 +175,21 @@ def test_an_optimizer_whose_module_is_not_there_has_stocks_names(tmp_path: Path)
         assert held(other, its_optimizer) == held(model, optimizer)
 
 
-def test_what_has_no_name_or_one_name_with_another_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_has_no_name_or_no_memory_or_one_name_with_another_is_refused_by_name(tmp_path: Path) -> None:
     (model, optimizer), (other, its_optimizer) = built("plain", seed=1), built("plain", seed=2)
     loose, no_step = AdamW([nn.Parameter(torch.ones(2))]), torch.optim.LBFGS(model.parameters())
     both = {"model": model, "other": other}
     for state, words in (
         ({"model": model, "optimizers": [optimizer, loose]}, r"optimizers\[1\] has parameters that are in no module"),
-        (
-            {"model": model, "optimizers": no_step},
-            "the states of 'optimizers' have no names: .* LBFGS raises TypeError",
-        ),
+        ({"model": model, "optimizers": no_step}, "'optimizers' have no names: .* LBFGS raises TypeError"),
         ({"models": [model, other]}, r"two values that flatten to the name 'models\.0\.weight'"),
         (both | {"optimizers": [optimizer, its_optimizer]}, r"to the name 'optimizers\.state\.0\.weight'"),
     ):
         with pytest.raises(RobustCheckpointError, match=words):
             robust_dcp.save(state, checkpoint_id=tmp_path)
+    robust_dcp.save({"model": model}, checkpoint_id=tmp_path)
+    with pytest.raises(robust_dcp.PlanConflict, match=r"'model\.0\.weight' cannot be loaded into"):
+        robust_dcp.load({"model": model.to("meta")}, checkpoint_id=tmp_path)
 
 
 class WithNamesOfItsOwn(AdamW):
