@@ -89,12 +89,14 @@ def _different_values(
     from robust_dcp.comparison import compare_objects, compare_tensors
 
     with Output.progress("compare") as progress:
-        tensors = [
-            {"name": name, **msgspec.structs.asdict(difference)}
-            for name, difference in compare_tensors(first, second, names, progress=progress)
-            if difference.differing and (difference.max_absolute is None or difference.max_absolute > tolerance)
-        ]
-    objects = [dict(zip(_OBJECT, each, strict=True)) for each in compare_objects(first, second, names)]
+        compared = dict(compare_tensors(first, second, names, progress=progress))
+    tensors = [
+        {"name": name, **msgspec.structs.asdict(difference)}
+        for name, difference in compared.items()
+        if difference.differing and (difference.max_absolute is None or difference.max_absolute > tolerance)
+    ]
+    others = [name for name in names if name not in compared]
+    objects = [dict(zip(_OBJECT, each, strict=True)) for each in compare_objects(first, second, others)]
     if tensors:
         columns = ("name", "differing", "of", "max absolute", "max relative", "NaN", "infinite")
         rows = [

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.reader import RobustReader
 
 
@@ -142,6 +143,9 @@ class PieceReader:
     @cached_property
     def tensors(self) -> dict[str, NamedTensor]:
         """The tensors of the checkpoint that :func:`is_plain`, by name, in the order of the metadata."""
+        index = index_of(self.metadata)
+        if index is not None:
+            index.find_all(self.metadata.state_dict_metadata)  # at once: to find one after the other takes log n each
         return {
             name: NamedTensor(name, entry.properties.dtype, tuple(entry.size))
             for name, entry in self.metadata.state_dict_metadata.items()
