@@ -121,7 +121,7 @@ def test_what_a_load_would_refuse_is_told_by_the_save_once_for_all_ranks(mode: s
     (told, verdict), (by_other, other) = on_ranks(2, save_unloadable, str(tmp_path / "c"), mode)
     assert by_other == [] and len(told) == (2 if mode == "warn" else 0)
     for message in told:
-        for word in ("3 object(s)", "'own 0'", "'own 1'", "'common'", "Own", "rank 1", "add_safe_globals"):
+        for word in ("3 object(s)", "'own 0'", "'own 1'", "'common'", "Own", "rank 1", "the top", "add_safe"):
             assert word in message
         assert "'plain'" not in message
     assert (verdict.type_name == "UnsafeCheckpoint" and "Own" in verdict.message) is (mode == "error")

@@ -110,8 +110,9 @@ def _in_words(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
         for key, (why, ranks) in sorted(found.items())
     ]
     return (
-        f"a load refuses {len(found)} object(s) of it: {listed(shown, between='; ')}. Save plain values in their place "
-        "(numbers, text, lists, dicts, tensors), register the classes with torch.serialization.add_safe_globals([...]) "
-        "in the program that saves and in the one that loads, or load with trusted=True, which runs whatever code a "
-        "checkpoint names"
+        f"a load refuses {len(found)} object(s) of it: {listed(shown, between='; ')}. Give what has a state_dict "
+        "(modules, optimizers, schedulers) a key of its own at the top of the state dict. Save plain values (numbers, "
+        "text, lists, dicts, tensors) in place of other objects, register their classes with "
+        "torch.serialization.add_safe_globals([...]) in the program that saves and in the one that loads, or load with "
+        "trusted=True, which runs whatever code a checkpoint names"
     )
