@@ -65,9 +65,12 @@ def test_prune_asks_in_a_terminal_and_removes_what_was_agreed_to(originals: Path
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [("inspect {} --table | true", 0), ("inspect {} <&- >&- 2>&-", 0), ("ls {} --json >/dev/full", 2), ("--help", 0)],
+    [
+        *(("inspect {} --table | true", 0), ("inspect {} <&- >&- 2>&-", 0), ("ls {} --json >/dev/full", 2)),
+        *(("--help | true", 0), ("diff {0} {0}/../megatron 2>&1 | true", 1)),
+    ],
 )
-def test_an_output_that_is_closed_full_or_lacks_letters_is_no_finding(words: str, code: int, originals: Path) -> None:
+def test_an_output_that_is_closed_full_or_lacks_letters_hides_nothing(words: str, code: int, originals: Path) -> None:
     line = f"set -o pipefail; {sys.executable} -m robust_dcp.cli {words.format(originals / 'ours')}"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)

@@ -52,7 +52,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         code = _failed("stopped", _STOPPED)
     except BrokenPipeError:
-        os._exit(0)  # as of `robust-dcp inspect … | head`. Python would try to flush stdout, and say that it cannot
+        os._exit(0)  # as of `robust-dcp --help | head`. Python would try to flush stdout, and say that it cannot
     except CommandFailed as error:
         print("" if Output.as_json else error.usage, end="", file=sys.stderr)
         code = _failed(str(error))

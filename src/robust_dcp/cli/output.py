@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TextIO
 
 import msgspec
 
@@ -66,19 +67,19 @@ class Output:
         if cls.as_json:
             # In names of files that are no UTF-8, bytes stand as "\udcff". msgspec would refuse them.
             plain = _without_nan(msgspec.to_builtins(value, enc_hook=str))
-            print(json.dumps({"version": _JSON_VERSION, **plain}, indent=2), flush=True)
+            _print(json.dumps({"version": _JSON_VERSION, **plain}, indent=2))
 
     @classmethod
     def say(cls, text: str = "") -> None:
         """Print a line, at once."""
         if not cls.as_json:
-            print(safe_text(text), flush=True)
+            _print(safe_text(text))
 
     @classmethod
     def note(cls, text: str) -> None:
         """Print a line for people. Where another program reads the output, it goes to stderr, beside the data."""
         if not cls.as_json:
-            print(safe_text(text), file=sys.stdout if sys.stdout.isatty() else sys.stderr, flush=True)
+            _print(safe_text(text), sys.stdout if sys.stdout.isatty() else sys.stderr)
 
     @classmethod
     @contextmanager
@@ -108,13 +109,25 @@ class Output:
             return
         lines = [[*columns], *([safe_text("" if value is None else str(value)) for value in row] for row in rows)]
         if not sys.stdout.isatty():
-            print("\n".join(map("\t".join, lines)))
+            _print("\n".join(map("\t".join, lines)))
             return
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             cells = zip(line, widths, columns, strict=True)
             aligned = (text.rjust(width) if name in right else text.ljust(width) for text, width, name in cells)
-            print("  ".join(aligned).rstrip())
+            _print("  ".join(aligned).rstrip())
+
+
+def _print(text: str, stream: TextIO | None = None) -> None:
+    """Print at once, to stdout by default. If nobody reads on, as in ``robust-dcp verify … | head``, the command goes
+    on without a word: its exit code still says what it has found."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _without_nan(value: Any) -> Any:
