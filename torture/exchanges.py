@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
-from robust_dcp.comm import Channel, Offer, combined_signature
+from robust_dcp.comm import Bucket, Channel, Offer, Relay, combined_signature
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.tree import Tree
@@ -28,12 +29,12 @@ from torture.trials import Result, Trial, main
 __all__ = ["KINDS", "make_trials"]
 
 KINDS = ("harmless", "killed", "cut", "frozen", "anything")
-VERBS = ("agree", "barrier", "gather", "broadcast", "scatter", "all_gather")
+VERBS = ("agree", "barrier", "gather", "broadcast", "scatter", "all_gather", "relay")
 
 _REPAIRED = (FaultKind.DAMAGE_FRAME, FaultKind.DAMAGE_PAYLOAD)
 _TIMEOUT_SECONDS = 30.0
 _SHORT_TIMEOUT_SECONDS = 0.6
-_KILL_TIMEOUT_SECONDS = 3.0
+_KILL_TIMEOUT_SECONDS = 6.0
 """If a rank dies before it has connected, the others notice only after this time."""
 
 _LIMIT_SECONDS = 60.0
@@ -244,7 +245,27 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
             return [text(each) if each % 3 else None for each in range(size)]
 
         return channel.scatter(phase, all_texts, Text), text(rank) if rank % 3 else None
+    if step.verb == "relay":
+        return _relay(channel, step, own_work)
     return channel.all_gather(phase, own, Text), [*map(text, range(size))]
+
+
+def _relay(channel: Channel, step: Step, own_work: Callable[[], None]) -> tuple[object, object]:
+    """Each rank passes on a bucket to all others, in a round of its own. Returns what came from whom, and should."""
+    rank, size = channel.rank, channel.size
+    buckets = [Bucket(of, (of, *(each for each in range(size) if each != of)), 1 + step.nbytes) for of in range(size)]
+    found: dict[int, int] = {}
+
+    def outgoing(of: int) -> torch.Tensor:
+        own_work()
+        return torch.full((buckets[of].nbytes,), of, dtype=torch.uint8)
+
+    def arrived(of: int, tensor: torch.Tensor) -> None:
+        found[of] = int(tensor.min()) if tensor.min() == tensor.max() else -1
+
+    incoming = partial(torch.empty, dtype=torch.uint8)
+    channel.relay(f"relay {step.nbytes}", Relay(buckets, outgoing, lambda of: incoming(buckets[of].nbytes), arrived))
+    return found, {of: of for of in range(size) if of != rank}
 
 
 def complaints(schedule: Schedule, outcomes: list[Outcome], network: SimulatedNetwork) -> list[str]:

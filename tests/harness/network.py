@@ -105,8 +105,14 @@ class _SimulatedConnections(Connections):
         """There is none."""
 
     def start(self, verb: str, peer: int, tag: int, data: Any) -> Moving:
-        self._network.send(self._place, self._rank, peer, tag, bytes(data))
-        return Moving(data, torch.empty(0), [])
+        if verb == "send":
+            content = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
+            self._network.send(self._place, self._rank, peer, tag, content)
+        return Moving(data, torch.empty(0), [] if verb == "send" else [(peer, tag)])
+
+    def finish(self, moving: Moving, seconds: float | None = None, *_: Any, **__: Any) -> None:
+        for peer, tag in moving.works:
+            moving.data[:] = torch.frombuffer(self.receive(peer, tag, 0, seconds), dtype=torch.uint8)  # type: ignore[index]
 
     def receive(self, peer: int, tag: int, nbytes: int, seconds: float | None = None, *_: Any, **__: Any) -> bytearray:
         return bytearray(self._network.receive(self._place, self._rank, peer, tag, seconds))
@@ -323,7 +329,7 @@ def quick() -> Iterator[None]:
     """
     seconds_of = {"BEAT": 0.05, "TICK": 0.01, "GONE": 0.005, "STORE_ANSWER": 20.0}
     # Who is alive has to come back and to answer, also where 72 ranks share a core.
-    seconds_of |= {"RECONNECT": 3.0, "ROLL_CALL": 3.0, "VERDICT": 8.0}
+    seconds_of |= {"RECONNECT": 6.0, "ROLL_CALL": 3.0, "VERDICT": 8.0}
     with contextlib.ExitStack() as stack:
         for name, seconds in seconds_of.items():
             stack.enter_context(mock.patch.object(patience, f"{name}_SECONDS", seconds))

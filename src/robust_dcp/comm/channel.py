@@ -27,7 +27,7 @@ from robust_dcp.events import LISTENERS, Event, tell
 M = TypeVar("M", bound=msgspec.Struct)
 T = TypeVar("T")
 
-_MAX_TRIES = 3
+_MAX_TRIES = 4
 """How often ranks try to pass on tensors."""
 
 

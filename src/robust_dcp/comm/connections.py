@@ -156,7 +156,7 @@ class Connections:
         """Wait until ``peer`` has come, however long that takes, and make sure that it is a rank of the group.
 
         Args:
-            look: is called between two looks at the store. It raises to end the wait.
+            look: is called again and again while this rank waits. It raises to end the wait.
             announced: is called once ``peer`` can find this rank.
 
         Raises:
@@ -166,7 +166,9 @@ class Connections:
         """
         with self._changed:
             turn = self._turns.setdefault(peer, threading.Lock())
-        with turn:  # several operations may need this connection
+        while not turn.acquire(timeout=_LAST_POLL_SECONDS):  # several operations may need this connection
+            look()
+        try:
             if peer in self.peers:
                 return
             look()
@@ -185,6 +187,8 @@ class Connections:
             if answer != self._greeting:
                 raise Broken(f"{CONNECTING_FAILED}: whoever answered is not {there.process}")
             self.peers[peer] = there.process
+        finally:
+            turn.release()
 
     def _greet(self, peer: int) -> None:
         """Connect: gloo does that when it has something to send."""

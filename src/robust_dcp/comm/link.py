@@ -84,6 +84,7 @@ class Link:
         generation: how many generations of connections have ended.
         gone: ranks that seem to have ended, each with the reason. They are named soon unless they connect again.
         threads: those that may be in gloo.
+        breaking: is held while a generation ends. Nobody can come back meanwhile.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Link:
         self._notes = Notes(dist.HashStore(), "one") if notes is None else notes
         self._make_connections = make_connections
         self._lock = threading.RLock()
-        self._breaking = threading.Lock()
+        self.breaking = threading.Lock()
         self._making = threading.Lock()
         self._dropped = -1  # the latest generation that was dropped
         self._first = 0  # the first generation of this life of the group
@@ -241,7 +242,7 @@ class Link:
 
         Afterwards each operation of this rank has ended, or goes on over the next generation.
         """
-        with self._breaking:
+        with self.breaking:
             if self._is_closed:
                 operation.end(end_of_leaving(operation.key))
             if self._is_closed or generation != self.generation:
@@ -438,7 +439,7 @@ def _link_in(parent: Any, rank: int, ranks: tuple[int, ...]) -> Link:
 
     @cache
     def here() -> Whereabouts:  # in an exchange, so that all ranks hear of an error
-        # A tree needs two connections for each of its levels at most, and a relay some for each of its steps.
+        # A tree needs two connections for each of its levels at most, and a relay a few for each of its steps.
         network.ensure_open_files(8 + 8 * len(ranks).bit_length())
         process = f"host {socket.gethostname()[:64]}, pid {os.getpid()}"
         return Whereabouts(process, network.listening_address(store), network.network_id())

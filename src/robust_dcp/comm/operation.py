@@ -195,7 +195,7 @@ class _Exchange:
         self.failure: str | None = None
         self.interrupt: Callable[[], None] | None = None
         self.problem: Problem | None = None
-        self.is_working = True
+        self.is_working, self.is_waiting = True, False
         self.heard: dict[int, float] = {}
         self.absent: tuple[int, ...] = ()
         self.stood_still_seconds = 0.0
@@ -271,7 +271,7 @@ class _Exchange:
             beats.append(
                 Beat(
                     silent_rank=self.tree.rank,
-                    silent_seconds=now - self.moved_seconds,
+                    silent_seconds=0.0 if self.is_waiting else now - self.moved_seconds,
                     n_at_work=1,
                     slow_rank=self.tree.rank if self.total_nbytes > 0 else _NOBODY,
                     slow_done_nbytes=self.done_nbytes,
@@ -515,10 +515,14 @@ class Operation:
 
     def note_piece(self, peer: int) -> None:
         """A piece of what passes between this rank and ``peer`` in its own work has arrived, or has left."""
-        exchange = self._exchange
-        if exchange is not None:
-            exchange.moved_seconds = time.monotonic()
-            exchange.note_heard(peer)
+        if self._exchange is not None:
+            self._exchange.note_heard(peer)
+
+    def note_waiting(self, is_waiting: bool) -> None:
+        """Record whether this rank waits for others in its own work. Then it is not the one that does not get on."""
+        self.note_progress()
+        if self._exchange is not None:
+            self._exchange.is_waiting = is_waiting
 
     def announce(self, text: str) -> None:
         """Let all ranks leave their own work in this exchange. ``text`` says why."""
@@ -947,7 +951,7 @@ class Operation:
             if exchange is None or self._end_message is not None:
                 return
             exchange.catching_up_seconds()
-            if exchange.is_working and exchange.problem is None:
+            if exchange.is_working and exchange.problem is None and not self.link.breaking.locked():
                 try:
                     for peer in exchange.tree.neighbours:  # it waits for nobody, and would not notice
                         exchange.refuse(peer, peer, exchange.silence_of(peer, now))

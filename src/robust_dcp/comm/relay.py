@@ -26,7 +26,7 @@ import torch
 from isal import isal_zlib
 
 from robust_dcp.comm.combine import Offer
-from robust_dcp.comm.connections import Broken, Connections
+from robust_dcp.comm.connections import Broken, Connections, Moving
 from robust_dcp.comm.endings import Problem, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind
 from robust_dcp.comm.operation import Operation
@@ -86,6 +86,7 @@ class Passing:
         self._first_round = first_round
         self._is_last = is_last
         self._generation: int | None = None  # of the connections over which something is on its way
+        self._moving: list[tuple[int, Moving]] = []  # what that is, and the other rank
 
     def run(self) -> Offer:
         """Move buckets until all rounds are done, or this rank has to stop.
@@ -102,7 +103,6 @@ class Passing:
             for in_round in [list(pairs) for _, pairs in groupby(left, key=lambda pair: pair[1].round)]:
                 reached = in_round[0][1].round
                 self._move_round(in_round)
-                operation.note_progress()
             reached = ALL_ROUNDS
         except Stopped:
             pass
@@ -111,6 +111,7 @@ class Passing:
             operation.announce(f"rank {self._rank} stops: {error}")
         finally:
             self.break_off()
+            self._moving = []  # not before, or gloo would end the process
         return Offer(value=1 + reached)
 
     def _move_round(self, in_round: Sequence[tuple[int, Bucket]]) -> None:
@@ -138,9 +139,10 @@ class Passing:
         """Move tensors to and from other ranks at once. No piece of them may take longer than the timeout."""
         operation = self._operation
         operation.stop_if_announced()
+        operation.note_waiting(True)
         connected = {peer: self._connect(peer) for peer in sorted({peer for peer, _ in (*outgoing, *incoming)})}
         frames = [torch.empty(FRAME_NBYTES, dtype=torch.uint8) for _ in incoming]
-        moving = []
+        self._moving = moving = []
         tag = operation.tag(operation.n_exchanges)
         for (peer, tensor), frame in zip(incoming, frames, strict=True):
             moving.append((peer, connected[peer].start("recv", peer, tag ^ _FRAMES, frame)))
@@ -151,6 +153,7 @@ class Passing:
             operation.cost.payload_nbytes_sent += tensor.numel()
         for peer, each in moving:
             connected[peer].finish(each, operation.timeout_seconds, partial(operation.note_piece, peer))
+        operation.note_waiting(False)
         self._generation = None
         for (sender, tensor), frame in zip(incoming, frames, strict=True):
             if bytes(frame.numpy()) != self._frame_before(tensor):
