@@ -96,7 +96,11 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         self.missing_keys, self._spelt = (), {}
         with without_garbage_collection():
-            flat, mappings = flatten_state_dict(state_dict) if self.flatten_state_dict else (state_dict, None)
+            flat, mappings = state_dict, None
+            if self.flatten_state_dict:
+                made, mappings = flatten_state_dict(state_dict)
+                flat = dict(made)
+                made.clear()  # torch 2.7 leaves it to the garbage collector, which training loops switch off
             # Stock allocates tensors that are on the meta device, and takes lists and shards apart.
             if (
                 mappings is None

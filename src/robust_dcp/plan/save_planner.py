@@ -294,7 +294,9 @@ class RobustPlanner(DefaultSavePlanner):
             # it makes dicts within of other classes, and text of their keys.
             kinds = set[type[Any]]()
             if self.flatten_state_dict:
-                flat, mappings = flatten_state_dict(state_dict)
+                made, mappings = flatten_state_dict(state_dict)
+                flat = dict(made)
+                made.clear()  # torch 2.7 leaves it to the garbage collector, which training loops switch off
                 kinds.update(map(type, flat.values()))
             else:
                 flat, mappings = {str(key): value for key, value in state_dict.items()}, {}
