@@ -112,7 +112,7 @@ class _SimulatedConnections(Connections):
 
     def finish(self, moving: Moving, seconds: float | None = None, *_: Any, **__: Any) -> None:
         for peer, tag in moving.works:
-            moving.data[:] = torch.frombuffer(self.receive(peer, tag, 0, seconds), dtype=torch.uint8)  # type: ignore[index]
+            moving.data[:] = torch.frombuffer(self.receive(peer, tag, 0, seconds), dtype=torch.uint8)
 
     def receive(self, peer: int, tag: int, nbytes: int, seconds: float | None = None, *_: Any, **__: Any) -> bytearray:
         return bytearray(self._network.receive(self._place, self._rank, peer, tag, seconds))
