@@ -74,8 +74,8 @@ def relay_with_faults(fault: str, n_faults: int) -> bool:
     boxes, struck = Boxes(channel.rank), list[str]()
     finish = Connections.finish
 
-    def finish_and_fail(self: Connections, moving: Moving, *args: Any) -> None:
-        finish(self, moving, *args)
+    def finish_and_fail(self: Connections, moving: Moving, *args: Any, **named: Any) -> None:
+        finish(self, moving, *args, **named)
         is_hit = isinstance(moving.data, torch.Tensor) and moving.data.numel() == BUCKETS[3].nbytes
         if is_hit and channel.rank == 3 and len(struck) < n_faults:
             struck.append(fault)

@@ -515,6 +515,7 @@ class Operation:
 
     def note_piece(self, peer: int) -> None:
         """A piece of what passes between this rank and ``peer`` in its own work has arrived, or has left."""
+        self.note_progress()
         if self._exchange is not None:
             self._exchange.note_heard(peer)
 
@@ -523,6 +524,12 @@ class Operation:
         self.note_progress()
         if self._exchange is not None:
             self._exchange.is_waiting = is_waiting
+
+    def waits_in_vain(self) -> bool:
+        """Whether this rank has waited for others in its own work for so long that one which is silent, or does not
+        get on, would have been named."""
+        exchange, limit = self._exchange, self.timeout_seconds + 3 * patience.BEAT_SECONDS
+        return exchange is not None and exchange.is_waiting and time.monotonic() - exchange.moved_seconds > limit
 
     def announce(self, text: str) -> None:
         """Let all ranks leave their own work in this exchange. ``text`` says why."""
@@ -960,6 +967,9 @@ class Operation:
                     exchange.failure = "; ".join(problem.missing.values())
                     self._announce_failure(exchange, exchange.failure)
                     self._interrupt_work(exchange)
+            if self.waits_in_vain():
+                exchange.is_waiting = False
+                self._interrupt_work(exchange)
             if now - self._last_beat < min(patience.BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now

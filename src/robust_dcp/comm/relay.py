@@ -16,7 +16,6 @@ go on there in the next exchange.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
@@ -136,7 +135,7 @@ class Passing:
                 relay.arrived(number, tensor)
 
     def _move(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Move tensors to and from other ranks at once. No piece of them may take longer than the timeout."""
+        """Move tensors to and from other ranks at once."""
         operation = self._operation
         operation.stop_if_announced()
         operation.note_waiting(True)
@@ -152,7 +151,7 @@ class Passing:
             moving.append((peer, connected[peer].start("send", peer, tag ^ _BUCKETS, tensor)))
             operation.cost.payload_nbytes_sent += tensor.numel()
         for peer, each in moving:
-            connected[peer].finish(each, operation.timeout_seconds, partial(operation.note_piece, peer))
+            connected[peer].finish(each, note_piece=partial(operation.note_piece, peer))
         operation.note_waiting(False)
         self._generation = None
         for (sender, tensor), frame in zip(incoming, frames, strict=True):
@@ -171,11 +170,10 @@ class Passing:
 
     def _connect(self, peer: int) -> Connections:
         operation = self._operation
-        until = time.monotonic() + operation.timeout_seconds
 
         def is_over() -> bool:
             operation.stop_if_announced()
-            return time.monotonic() > until
+            return operation.waits_in_vain()
 
         self._generation, connections = operation.link.connect(peer, is_over)
         return connections
