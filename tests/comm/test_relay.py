@@ -23,13 +23,11 @@ BUCKETS = (
 )
 
 
-def contents(bucket: Bucket, number: int) -> torch.Tensor:
+def contents(number: int, bucket: Bucket) -> torch.Tensor:
     return (torch.arange(bucket.nbytes) * 7 + number + bucket.ranks[0]).to(torch.uint8)
 
 
 class Boxes:
-    """The buckets of one rank."""
-
     def __init__(self, rank: int) -> None:
         self.mine = [(number, bucket) for number, bucket in enumerate(BUCKETS) if rank in bucket.ranks]
         self.found: dict[int, torch.Tensor] = {}
@@ -38,8 +36,7 @@ class Boxes:
         return Relay([bucket for _, bucket in self.mine], self.outgoing, self.incoming, self.arrived)
 
     def outgoing(self, number: int) -> torch.Tensor:
-        whole, bucket = self.mine[number]
-        return contents(bucket, whole)
+        return contents(*self.mine[number])
 
     def incoming(self, number: int) -> torch.Tensor:
         return torch.zeros(self.mine[number][1].nbytes, dtype=torch.uint8)
@@ -50,7 +47,7 @@ class Boxes:
     def check(self, rank: int) -> None:
         assert sorted(self.found) == [number for number, bucket in self.mine if bucket.ranks[0] != rank]
         for number, received in self.found.items():
-            assert torch.equal(received, contents(BUCKETS[number], number))
+            assert torch.equal(received, contents(number, BUCKETS[number]))
 
 
 def relay_all() -> int:
