@@ -170,6 +170,7 @@ class _Exchange:
         sent: for each neighbour what it has to get, so that it can be sent again.
         announced: the neighbours that find in the store where this rank listens.
         damaged: the neighbours from which something damaged has come.
+        is_waiting: this rank waits for others in its own work.
         may_be_unread: some neighbour may never read what was sent to it, because it has that already or is silent.
         heard: the neighbours from which something has come, each with the time of the latest (``time.monotonic()``).
         absent: the neighbours that this rank waits for.
