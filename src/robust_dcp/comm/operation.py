@@ -969,7 +969,7 @@ class Operation:
                     self._announce_failure(exchange, exchange.failure)
                     self._interrupt_work(exchange)
             if self.waits_in_vain():
-                exchange.is_waiting = False
+                self.note_waiting(False)  # or the others would take it for the one that does not get on
                 self._interrupt_work(exchange)
             if now - self._last_beat < min(patience.BEAT_SECONDS, self.timeout_seconds / 4):
                 return
