@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, local_tensors, plan_reads, unusable_targets, whole_tensors
-from robust_dcp.plan.state_dict import global_size
+from robust_dcp.plan.state_dict import flattened, global_size
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems
@@ -96,11 +95,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         self.missing_keys, self._spelt = (), {}
         with without_garbage_collection():
-            flat, mappings = state_dict, None
-            if self.flatten_state_dict:
-                made, mappings = flatten_state_dict(state_dict)
-                flat = dict(made)
-                made.clear()  # torch 2.7 leaves it to the garbage collector, which training loops switch off
+            flat, mappings = flattened(state_dict) if self.flatten_state_dict else (state_dict, None)
             # Stock allocates tensors that are on the meta device, and takes lists and shards apart.
             if (
                 mappings is None

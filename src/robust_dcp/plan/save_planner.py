@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -39,6 +38,7 @@ from robust_dcp.plan.state_dict import (
     describe_items,
     digest_of,
     encode_context,
+    flattened,
     holds_shards,
     structure_of,
 )
@@ -294,9 +294,7 @@ class RobustPlanner(DefaultSavePlanner):
             # it makes dicts within of other classes, and text of their keys.
             kinds = set[type[Any]]()
             if self.flatten_state_dict:
-                made, mappings = flatten_state_dict(state_dict)
-                flat = dict(made)
-                made.clear()  # torch 2.7 leaves it to the garbage collector, which training loops switch off
+                flat, mappings = flattened(state_dict)
                 kinds.update(map(type, flat.values()))
             else:
                 flat, mappings = {str(key): value for key, value in state_dict.items()}, {}

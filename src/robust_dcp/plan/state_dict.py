@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -34,6 +35,22 @@ from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.record import framed_record, is_fixed_size, is_plain
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import Cache
+
+
+def flattened(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a state dict by their names in a checkpoint, and the path of each, as stock's planners flatten it.
+
+    torch 2.7 leaves the dict that it makes to the garbage collector, which training loops switch off. So the values go
+    into another one.
+
+    Raises:
+        ValueError: two values have one name.
+    """
+    made, paths = flatten_state_dict(state_dict)
+    flat = dict(made)
+    made.clear()
+    return flat, paths
+
 
 # What each item is.
 
