@@ -36,11 +36,10 @@ def _all_of(value: Any, kind: type[Any]) -> list[Any]:
     There are none if one has a ``state_dict`` of its own. It has its own names, which we keep.
     """
     values = value if isinstance(value, list | tuple) else [value]
-    has_torchs = all(
-        isinstance(each, kind) and type(each).state_dict is kind.state_dict and "state_dict" not in vars(each)
-        for each in values
-    )
-    return list(values) if has_torchs else []
+    for each in values:
+        if not isinstance(each, kind) or type(each).state_dict is not kind.state_dict or "state_dict" in vars(each):
+            return []
+    return list(values)
 
 
 def _add(values: StateDict, prefix: str, more: Mapping[str, Any], stored: Container[str] | None) -> None:
