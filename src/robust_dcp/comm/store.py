@@ -1,8 +1,7 @@
 """The store of a process group, in which ranks meet, and tell each other what happened when an exchange fails.
 
 Each question to it has a deadline. A frozen host accepts connections and never answers, and torch waits for ever then.
-So we ask over a client of our own, whose socket has a timeout: torch ends a call that takes longer. After that the
-client is useless, because an answer may still come, and the next question makes another one.
+So a thread asks, over a client of our own, and whoever waits for the answer gives up in time.
 
 A store can outlive a process group, and a new group may get the same name. So the ranks of a group meet under its
 *life*, a random word. The first rank that comes draws it, and the first one that leaves the group takes it away. A life
@@ -22,8 +21,12 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -32,8 +35,8 @@ from robust_dcp.comm import patience
 
 T = TypeVar("T")
 
-_WAIT_TIMEOUT = datetime.timedelta(seconds=10)
-"""How long gloo waits for a key, which is there already."""
+_TIMEOUT = datetime.timedelta(seconds=10)
+"""How long torch tries to connect to the store, which is there, and gloo waits for a key, which is there as well."""
 
 _PAUSE_SECONDS = 0.05
 CLOCKS_APART_SECONDS = 10.0
@@ -68,15 +71,17 @@ class Notes:
     def __init__(self, store: Any, name: str) -> None:
         self._store_of_group = store
         self._name = name
-        self._lock = threading.Lock()
-        self._store: Any = None
-        self._socket_name = ""
-        self._answer_seconds = 0.0  # how long its socket waits for an answer
+        self._host, self._port = host_of(store)
+        self._store: Any = None if self._host else store
         self._prefix = ""
+        self._lock = threading.RLock()  # the garbage collector may end another group meanwhile
+        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._lost = StoreLost()
         self._lost_until = 0.0
         self.life = ""
         self.has_begun_anew = False
+        weakref.finalize(self, self._questions.put, None).atexit = False
 
     def ask(self, place: str, question: Callable[[Any], T], look: Callable[[], None] | None = None) -> T:
         """What ``question`` returns. It gets the store for the keys of ``place`` in this life of the group.
@@ -107,27 +112,39 @@ class Notes:
                 time.sleep(_PAUSE_SECONDS)
 
     def _ask(self, place: str, question: Callable[[Any], T], seconds: float) -> T:
-        if not self._lock.acquire(timeout=2 * patience.STORE_ANSWER_SECONDS):
-            raise StoreSilent("other questions wait for an answer")
+        answer: Future[T] = Future()
+
+        def find() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question(self._under(place, seconds)))
+                except BaseException as error:
+                    if self._host:
+                        self._store = None
+                    answer.set_exception(error)
+
+        with self._lock:
+            if not self._host or threading.current_thread() is self._thread:
+                find()
+            else:
+                if self._thread is None:
+                    args = (self._questions,)
+                    self._thread = threading.Thread(target=_find_all, args=args, name="robust_dcp: store", daemon=True)
+                    self._thread.start()
+                self._questions.put(find)
         try:
-            return question(self._under(place, seconds))
+            return answer.result(seconds)
+        except NoAnswer:
+            answer.cancel()
+            raise StoreSilent(f"no answer within {seconds:g} seconds") from None
         except RuntimeError as error:
-            self._close()
             text = short(str(error) or type(error).__name__)
             raise (StoreSilent if "timeout" in text.lower() or "timed out" in text else StoreLost)(text) from None
-        finally:
-            self._lock.release()
 
     def _under(self, place: str, seconds: float) -> Any:
         if self._store is None:
-            self._store = self._open(seconds)
+            self._store = self._client(seconds)
         store = self._store
-        if self._socket_name and seconds != self._answer_seconds:
-            with socket.socket(fileno=os.dup(_sockets()[self._socket_name])) as connection:
-                timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-                connection.setblocking(True)  # whatever ``socket.setdefaulttimeout`` says
-            self._answer_seconds = seconds
         if not self.life:
             key, drawn = f"{self._name}/life", f"{int(1000 * time.time()):x} {secrets.token_hex(8)}"
             self.life = compare_set(store, key, "", drawn).decode()
@@ -136,29 +153,26 @@ class Notes:
             self.has_begun_anew = False
         return dist.PrefixStore(f"{self._name}/{self.life}/{place}", store)
 
-    def _open(self, seconds: float) -> Any:
-        """Make a client of our own, if the store is a ``TCPStore``.
+    def _client(self, seconds: float) -> Any:
+        """A client of our own. A client serves one call at a time, and that of the group may wait for a key.
 
         It lacks the prefixes of the group's store, which torch does not tell: torchelastic had a new one for each
-        restart. So the ranks agree on one of ours, and that is all that we ask the client of the group. A client serves
-        one call at a time, so another thread that waits for a key would block us.
+        restart. So the ranks agree on one of ours, and that is all that we ask the client of the group.
+
+        Raises:
+            RuntimeError: the host of the store is gone, or does not answer within ``seconds``.
         """
-        host, port = host_of(self._store_of_group)
-        if not host:
-            return self._store_of_group
-        self._socket_name, client = _client_of(host, port, seconds)
+        try:
+            with socket.create_connection((self._host, self._port), timeout=seconds) as probe:
+                probe.sendall(_QUESTION)
+                probe.recv(1)  # torch would print pages while it tries again and again
+        except OSError as error:
+            raise RuntimeError(f"connecting to it fails: {error}") from None
+        client = dist.TCPStore(self._host, self._port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
         if not self._prefix:
             drawn = secrets.token_hex(8)
             self._prefix = compare_set(self._store_of_group, f"{self._name}/place", "", drawn).decode()
         return dist.PrefixStore(self._prefix, client)
-
-    def _close(self) -> None:
-        """Break off the connection, so that gloo does not take a late answer for another one."""
-        fd = _sockets().get(self._socket_name)
-        if fd is not None:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-        self._store, self._socket_name, self._answer_seconds = None, "", 0.0
 
     def is_pointless(self, place: str) -> bool:
         """Whether the other ranks do not meet in ``place`` any more. See :meth:`ask`."""
@@ -179,6 +193,7 @@ class Notes:
     def forget(self) -> None:
         """Let go of the store, which this process may host."""
         self._store, self._store_of_group = None, dist.HashStore()
+        self._questions.put(None)
 
 
 def _process_start_seconds() -> float:
@@ -187,48 +202,10 @@ def _process_start_seconds() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _client_of(host: str, port: int, seconds: float) -> tuple[str, Any]:
-    """A new client of a ``TCPStore``, which has to answer it within ``seconds``, and the name of its socket.
-
-    Raises:
-        RuntimeError: the host of the store is gone, or does not answer.
-    """
-    # If the store accepts us and does not answer, torch takes up to thrice that time.
-    connect_timeout = datetime.timedelta(seconds=seconds / 2)
-    try:
-        with socket.create_connection((host, port), timeout=seconds) as probe:
-            probe.sendall(_QUESTION)
-            probe.recv(1)  # torch would wait for this without end
-    except OSError as error:
-        raise RuntimeError(f"connecting to it fails: {error}") from None
-    for _ in range(100):
-        before = _sockets().keys()
-        client = dist.TCPStore(host, port, is_master=False, timeout=connect_timeout, wait_for_workers=False)
-        client.set_timeout(_WAIT_TIMEOUT)
-        ours = [name for name in _sockets() if name not in before and _is_connected_to(name, port)]
-        if len(ours) == 1:
-            return ours[0], client
-        time.sleep(random.random() / 100)  # another thread has connected to it at the same time
-    raise RuntimeError("this process makes connections to it all the time")
-
-
-def _is_connected_to(name: str, port: int) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(_sockets()[name])) as connection:
-            return bool(connection.getpeername()[1:2] == (port,))
-    except (OSError, KeyError):  # it is closed, or not connected
-        return False
-
-
-def _sockets() -> dict[str, int]:
-    """The names and the file descriptors of all sockets of this process."""
-    found = {}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it is closed
-            name = os.readlink(f"/proc/self/fd/{fd}")
-            if name.startswith("socket:"):
-                found[name] = int(fd)
-    return found
+def _find_all(questions: SimpleQueue[Callable[[], None] | None]) -> None:
+    for find in iter(questions.get, None):
+        find()
+        del find  # it holds the notes, whose end is that of this thread
 
 
 def store_host(parent: Any) -> int | None:
