@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from robust_dcp.report import SaveReport
 from robust_dcp.save_queue import SaveFuture
 from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
-from robust_dcp.writer_process import living_writer, write_in_process
+from robust_dcp.writer_process import write_in_process
 
 Staging = Literal["full", "lazy"]
 Executor = Literal["thread", "process"]
@@ -162,9 +162,6 @@ def async_save(
         deadline_seconds=deadline_seconds,
         kind=kind,
     )
-    if executor == "process":
-        with suppress(OSError):  # it is ready when it is needed; if this fails, the save will raise that on all ranks
-            living_writer()
     queue = session.queues[0]
     queue.wait(below=max_in_flight)
     with session.channel.together(), session.clock.telling_failures():

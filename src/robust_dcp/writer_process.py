@@ -241,6 +241,7 @@ def run(fd: int, parent_pid: int) -> NoReturn:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent_pid,), name="robust_dcp-parent", daemon=True).start()
     connection = Connection(fd)
+    gc.freeze()  # what was imported stays, so a collection has only the rest to look at
     with suppress(EOFError, OSError):
         while True:
             job: _Job = connection.recv()
