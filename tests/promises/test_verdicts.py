@@ -289,7 +289,7 @@ def test_an_unknown_option_is_refused_with_those_that_exist(wrong: str) -> None:
 def saved_state() -> StateDict:
     return {
         "weight": torch.arange(400_000, dtype=torch.float32),
-        "nested": {"bias": torch.arange(7, dtype=torch.int32), "lr": 0.5},
+        "nested": {"bias": torch.arange(7, dtype=torch.int32), "lr": [0.5, {"range": range(3)}]},
         f"own{dist.get_rank()}": torch.full((100,), float(dist.get_rank())),
         "text": "saved",
     }
@@ -349,10 +349,10 @@ def load_with_options(directory: str) -> None:
     state_dict: StateDict = {"weight": torch.zeros(400_000, dtype=torch.float64)}
     robust_dcp.load(state_dict, checkpoint_id=directory, planner=RobustLoadPlanner(on_dtype_mismatch="cast"))
     assert torch.equal(state_dict["weight"], torch.arange(400_000, dtype=torch.float64))
-    state_dict = {"new": torch.full((2,), 3.0), "text": "", "new object": "kept"}
+    state_dict = {"new": torch.full((2,), 3.0), "text": "", "new object": Path("kept")}
     report = robust_dcp.load(state_dict, checkpoint_id=directory, planner=RobustLoadPlanner(allow_partial_load=True))
     assert state_dict["new"].tolist() == [3.0, 3.0]
-    assert state_dict["text"] == "saved" and state_dict["new object"] == "kept"
+    assert state_dict["text"] == "saved" and state_dict["new object"] == Path("kept")
     assert report.missing_keys == ("new", "new object")
     assert "weight" in report.unread_keys and report.items == 1
 

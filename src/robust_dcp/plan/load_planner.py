@@ -15,14 +15,16 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, local_tensors, plan_reads, unusable_targets, whole_tensors
-from robust_dcp.plan.state_dict import flattened, global_size
+from robust_dcp.plan.state_dict import flattened, global_size, holds_shards
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems
@@ -40,7 +42,6 @@ _PROTOCOL = (
     "commit_tensor",
 )
 """If a subclass overrides none of these, a plan may be carried out without asking it about each tensor."""
-_FLAT = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, bool, int, float, str, bytes, type(None)})
 
 
 class RobustLoadPlanner(DefaultLoadPlanner):
@@ -94,19 +95,24 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self.missing_keys, self._spelt = (), {}
-        with without_garbage_collection():
-            flat, mappings = flattened(state_dict) if self.flatten_state_dict else (state_dict, None)
-            # Stock allocates tensors that are on the meta device, and takes lists and shards apart.
-            if (
-                mappings is None
-                or not _FLAT.issuperset(map(type, flat.values()))
-                or any(value.is_meta for value in flat.values() if isinstance(value, torch.Tensor))
-                or any(type(part) is int for path in mappings.values() if len(path) > 1 for part in path)
-            ):
-                super().set_up_planner(state_dict, metadata, is_coordinator)
-                return
         self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-        self.state_dict, self.mappings = flat, mappings
+        # Stock's set_up_planner puts None in the place of objects that it does not know. It does so before it finds
+        # that something does not fit, and for keys that the checkpoint does not have.
+        with without_garbage_collection():
+            self._flatten(state_dict)
+            if self.flatten_sharded_tensors and any(map(holds_shards, {*map(type, self.state_dict.values())})):
+                self._flatten(_flatten_sharded_tensors(state_dict))
+            tensors = ((name, value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor))
+            on_meta = {name: value for name, value in tensors if value.device.type == "meta"}
+            _init_state_dict(on_meta)  # allocates them
+            for name, value in on_meta.items():
+                self._put(name, value)
+
+    def _flatten(self, state_dict: dict[str, Any]) -> None:
+        if self.flatten_state_dict:
+            self.state_dict, self.mappings = flattened(state_dict)
+        else:
+            self.state_dict = {str(key): value for key, value in state_dict.items()}
 
     @entry_point
     def create_local_plan(self) -> LoadPlan:
@@ -218,16 +224,17 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             loaded = torch.load(value, weights_only=False)
         except Exception as error:  # torch raises almost anything for bytes that torch.save did not write
             raise not_an_object(error, file=file, item=name) from error
-        # DefaultLoadPlanner does not find keys that are no text, and without flatten_state_dict it puts the object only
-        # into the copy of the state dict that flatten_sharded_tensors made.
+        self._put(name, loaded)
+
+    def _put(self, name: str, value: Any) -> None:
+        """Put a value into the state dict that was passed, and into the flattened one."""
+        # DefaultLoadPlanner does not find keys that are no text.
         container: Any = self.original_state_dict
-        if not self.flatten_state_dict:
-            self.state_dict[name] = container[self._key(container, name)] = loaded
-            return
-        *parts, last = self.mappings[name]
+        self.state_dict[name] = value
+        *parts, last = self.mappings[name] if self.flatten_state_dict else (name,)
         for part in parts:
             container = container[self._key(container, part)]
-        container[self._key(container, last)] = loaded
+        container[self._key(container, last)] = value
 
     def _key(self, container: Any, part: str | int) -> Any:
         """The key of a dict, or the index into a list, that is spelt ``part`` in the path of a flattened name."""
