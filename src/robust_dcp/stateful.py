@@ -89,8 +89,8 @@ class ModuleStates:
             return
         # torch would only warn, and load nothing. That of 2.7 leaves what is on the meta device out of the state dict.
         on_meta = [module for module in modules if any(parameter.is_meta for parameter in module.parameters())]
-        as_held = {name: value for module in on_meta for name, value in module.state_dict().items()}
-        for name, value in (self.values | as_held).items():
+        held = {n.replace("_orig_mod.", ""): value for each in on_meta for n, value in each.state_dict().items()}
+        for name, value in (self.values | held).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise PlanConflict(
                     f"'{key}.{name}' cannot be loaded into: its module is on the meta device; call "

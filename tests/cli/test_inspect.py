@@ -79,8 +79,8 @@ def test_only_items_that_fit_a_pattern_are_shown(sharded: Path) -> None:
     rows = shell("inspect", sharded, "model.layers.0.*", "step", "--table").rows
     assert shell("inspect", sharded, "--table", "--depth", 2).code == 2
     assert sorted(row[0] for row in rows) == ["model.layers.0.bias", "model.layers.0.weight", "step"]
-    ended = shell("inspect", sharded, "nothing.*")
-    assert ended.code == 1 and ended.out == "" and "No item has such a name: nothing.*" in ended.err
+    ended = shell("inspect", sharded, "--", "-nothing.*")
+    assert ended.code == 1 and ended.out == "" and "No item has such a name: -nothing.*" in ended.err
 
 
 def test_files_are_shown_with_their_sizes_and_what_is_wrong_with_them(sharded: Path, tmp_path: Path) -> None:

@@ -77,14 +77,14 @@ def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path)
         assert shell(*words).code == 0
     assert names_in(run) == ["step_2", "step_3", "step_4"]  # the best, the latest, the newest
     (run / "latest").unlink()
+    (run / "latest").symlink_to("latest")
     os.truncate(run / "step_4" / ".metadata", 100)
     assert shell("prune", run, "--keep-last", 1, "--yes", "--json").json["removed"] == [str(run / "step_2")]
     assert names_in(run) == ["step_3", "step_4"]  # of these two the newer one is damaged
 
 
 def test_prune_leaves_what_is_being_loaded_or_saved(run: Path) -> None:
-    disk = Disk()
-    with claimed(disk, str(run / "step_2")), needed_for_a_load(disk, str(run / "step_1")):
+    with claimed(Disk(), str(run / "step_2")), needed_for_a_load(Disk(), str(run / "step_1")):
         ended = shell("prune", run, "--keep-last", 1, "--yes", "--json")
     assert sorted(ended.json["in_use"]) == [str(run / "step_1"), str(run / "step_2")]
     assert {"step_1", "step_2"} < set(names_in(run))

@@ -80,7 +80,8 @@ def parse(words: Sequence[str]) -> tuple[Callable[[Namespace], int | None], Name
         parser = _Parser(f"robust-dcp {name}", command.__doc__ or "")
         command.declare(parser)
         parser.add_argument("--json", action="store_true", help="Print one JSON object, sizes in bytes.")
-        return command.run, parser.parse_intermixed_args(words[1:])
+        # Options may stand between paths and patterns, but not where there is a `--`: Python would lose it.
+        return command.run, (parser.parse_args if "--" in words else parser.parse_intermixed_args)(words[1:])
     summaries = "\n".join(f"  {each:<10}{(_module(each).__doc__ or '').partition(chr(10))[0]}" for each in COMMANDS)
     parser = _Parser(
         "robust-dcp",

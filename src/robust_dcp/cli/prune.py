@@ -70,7 +70,7 @@ def run(options: Namespace) -> int:
     Output.note(f"{root}: {number(len(decided), 'checkpoint')}, of which {len(doomed)} would be removed")
     what = {None: "remove", "": "keep"}
     rows = [(each.step, each.name, age(each.saved_seconds), what.get(why, f"keep, {why}")) for each, why in decided]
-    left = [(series.step_of(name), name, None, f"remove, {CRASHED}") for name in map(os.path.basename, crashed)]
+    left = [(series.step_of(name), name, None, "remove crash leftovers") for name in map(os.path.basename, crashed)]
     Output.table(("step", "name", "age", "what"), [*left, *rows], right=("step",))
     report: dict[str, Any] = {
         "root": root,

@@ -138,10 +138,10 @@ class Beat(NamedTuple):
     def __str__(self) -> str:
         """For people: which rank the others wait for, how far it has come, and how fast it is."""
         if self.slow_rank < 0:
-            return f"{self.n_at_work} ranks are at work; rank {self.silent_rank} for {self.silent_seconds:.0f} seconds"
+            return f"{self.n_at_work} ranks not done; rank {self.silent_rank} silent for {self.silent_seconds:.0f} s"
         rate = self.slow_done_nbytes / max(self.slow_seconds, 1e-3)
         return (
-            f"{self.n_at_work} ranks are at work; the slowest is rank {self.slow_rank}: "
+            f"{self.n_at_work} ranks not done; the slowest is rank {self.slow_rank}: "
             f"{100 * self.part_done:.0f} % of {self.slow_total_nbytes / 2**30:.2f} GiB, {rate / 2**20:.1f} MiB/s"
         )
 

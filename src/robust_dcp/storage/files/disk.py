@@ -325,13 +325,13 @@ class Disk:
         return sorted(_call("list", path, os.listdir, path))
 
     def exists(self, path: str) -> bool:
-        """Whether ``path`` exists. ``False`` for a symbolic link if its target is missing."""
+        """Whether ``path`` exists. ``False`` for a symbolic link that leads nowhere, or to itself."""
         try:
             os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:  # if we may not look, something may still be there
-            raise storage_error("look at", path, error) from error
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return False
+            raise storage_error("look at", path, error) from error  # if we may not look, something may still be there
         return True
 
     def room(self, path: str) -> tuple[int, int]:
