@@ -32,7 +32,7 @@ from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_o
 from robust_dcp.staging.blocks import PLAIN, on_cpu
 from robust_dcp.staging.staging_buffers import TensorForm
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.record import framed_record, is_fixed_size, is_plain
+from robust_dcp.storage.records.record import bytes_of, framed_record, is_fixed_size, is_plain
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import Cache
 
@@ -555,5 +555,4 @@ def digest_of(data: torch.Tensor | io.BytesIO) -> int:
         return int.from_bytes(hashlib.blake2b(data.getbuffer(), digest_size=8).digest(), "little") or 1
     if not is_plain(data) or data.is_meta:
         return 0
-    values = on_cpu(data.detach()).reshape(-1).contiguous().view(torch.uint8)
-    return 1 << 32 | crc32(values.numpy().data)
+    return 1 << 32 | crc32(bytes_of(on_cpu(data.detach()).contiguous()))
