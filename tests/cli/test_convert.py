@@ -130,20 +130,20 @@ def save_shards(path: str) -> dict[str, torch.Tensor]:
     }
     for layout in LAYOUTS.values():
         robust_dcp.save(state_dict, storage_writer=RobustWriter(f"{path}/{layout.name}", layout=layout.name))
+        if dist.get_rank() == 0:
+            convert(f"{path}/{layout.name}", f"{path}/dcp {layout.name}", form="dcp")
+            convert(f"{path}/dcp {layout.name}", f"{path}/{layout.name}.hf", form="safetensors", buffer_nbytes=1 << 15)
     return {**whole, "b": whole["b"].bfloat16(), "plain": torch.ones(5)}
 
 
 def test_what_ranks_hold_in_shards_becomes_whole_tensors_and_stocks_own_tool_consolidates_them(tmp_path: Path) -> None:
     expected, *_ = values(run_ranks(4, save_shards, str(tmp_path)))
     for layout in LAYOUTS.values():
-        model = tmp_path / f"model {layout.name}"
-        convert(tmp_path / layout.name, model, form="safetensors", buffer_nbytes=1 << 15)
-        assert differences(expected, tensors_of(model)) == []
+        assert differences(expected, tensors_of(tmp_path / f"{layout.name}.hf")) == []
     stocks = pytest.importorskip("torch.distributed.checkpoint._consolidate_hf_safetensors")  # not in torch 2.7
-    (tmp_path / "model").mkdir()
-    places = str(tmp_path / "safetensors"), str(tmp_path / "model")
+    places = str(tmp_path / "safetensors"), str(tmp_path)
     stocks.consolidate_safetensors_files(*places, fqn_to_index_mapping=dict.fromkeys(expected, 1))
-    assert differences(expected, load_file(tmp_path / "model" / "model-00001-of-00001.safetensors")) == []
+    assert differences(expected, load_file(tmp_path / "model-00001-of-00001.safetensors")) == []
 
 
 def test_names_and_dtypes_change_as_asked(source: Path, tmp_path: Path) -> None:

@@ -194,7 +194,8 @@ def convert(
                 options: Any = {"layout": layout, "files_per_rank": 1, "report": False}
                 writer = RobustWriter(made, **options, buffer_bytes=max(buffer_nbytes // 2, 1 << 20), disk=disk)
                 writer.checkpoint_id = path
-                save(state_dict, storage_writer=writer, planner=RobustPlanner(on_structure_change="quiet"))
+                planner = RobustPlanner(on_structure_change="quiet", no_dist=True)
+                save(state_dict, storage_writer=writer, planner=planner)
             else:
                 _write_file(state_dict, made)
         progress(plan.nbytes, plan.nbytes)
