@@ -281,7 +281,7 @@ def _user_stack(error: BaseException) -> str:
     lines: list[str] = []
     text, how, each = _one_line(error), "", error
     for _ in range(_MAX_CAUSES):
-        frames = [frame for frame in traceback.extract_tb(each.__traceback__) if _is_user_code(frame.filename)]
+        frames = user_frames(each)
         if not frames and each is error and not isinstance(each, RobustCheckpointError):
             frames = list(traceback.extract_tb(each.__traceback__))
         what = _one_line(each)
@@ -302,6 +302,11 @@ def _user_stack(error: BaseException) -> str:
         else:
             break
     return "\n".join(lines)
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of user code that ``error`` has passed, the outermost first."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
 
 
 def _one_line(error: BaseException) -> str:

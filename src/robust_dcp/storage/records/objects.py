@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, UnsafeCheckpoint, user_frames
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.kinds import Malformed, NotAPickle, NotData, check_depth, expect
 from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, zip_members
@@ -107,8 +107,8 @@ def refusal_of(data: bytes | io.BytesIO) -> NotData | None:
         cause = error.__cause__
         what, why = (cause.what, cause.why) if isinstance(cause, NotData) else (str(error.what), error.message)
         return NotData(what, why)  # a new one, without the frames of the load
-    except CorruptCheckpoint as error:
-        return NotData("what was pickled", str(error.found))
+    except RobustCheckpointError as error:
+        return NotData("what was pickled", repr(error.__cause__))
     return None
 
 
@@ -130,9 +130,11 @@ def is_program(data: bytes) -> bool:
     return _TORCHSCRIPT_MEMBER in data
 
 
-def not_an_object(error: Exception, *, file: str, item: str) -> CorruptCheckpoint:
-    """The error for bytes that are not an object. ``error`` says why."""
+def not_an_object(error: Exception, *, file: str, item: str) -> RobustCheckpointError:
+    """The error for bytes that are not an object, or whose class has raised ``error``, which says why."""
     found = f"{type(error).__name__}: {error!s:.300}"
+    if user_frames(error):
+        return RobustCheckpointError(f"item {item!r} in {file} cannot be rebuilt, as its class raised {found}")
     return CorruptCheckpoint(
         f"item {item!r} in {file} cannot be unpickled: {found}",
         file=file,
