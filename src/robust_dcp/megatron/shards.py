@@ -29,7 +29,7 @@ from robust_dcp.errors import PlanConflict
 from robust_dcp.items import Form, ItemKind, ItemStructure, Replica
 from robust_dcp.megatron.versions import to_dcp_values
 from robust_dcp.plan.save_planner import RobustPlanner
-from robust_dcp.plan.state_dict import DescribedItems, describe_items
+from robust_dcp.plan.state_dict import DescribedItems, describe_items, overridden
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.records.record import is_fixed_size
 from robust_dcp.structure_cache import Cache
@@ -371,7 +371,7 @@ class MegatronPlanner(RobustPlanner):
 
     def items_of_state_dict(self, *, is_coordinator: bool) -> DescribedItems:
         """The described shards. A planner that looks values up in its own way goes through stock's methods instead."""
-        if self._shard_items is None or self._overrides("lookup_object"):
+        if self._shard_items is None or overridden(self, RobustPlanner, ("lookup_object",)):
             return super().items_of_state_dict(is_coordinator=is_coordinator)
         return self._shard_items
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, local_tensors, plan_reads, unusable_targets, whole_tensors
-from robust_dcp.plan.state_dict import flattened, global_size, holds_shards
+from robust_dcp.plan.state_dict import flattened, global_size, holds_shards, overridden
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems
@@ -56,12 +56,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     Raises:
         PlanConflict: (from ``create_local_plan``) keys are missing, shapes or dtypes differ, or one side has a tensor
-            and the other an object.
+            and the other an object, which may only take the place of a tensor without dimensions.
         CorruptCheckpoint: the saved chunks do not fill a tensor that is asked for.
     """
-
-    takes_objects_for_tensors = False
-    """Whether a saved object may take the place of a tensor, as in stock: for example a learning rate."""
 
     missing_keys: tuple[str, ...] = ()
     """Keys of the state dict that the checkpoint does not have. ``create_local_plan`` finds them."""
@@ -121,7 +118,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         with torch.no_grad(), without_garbage_collection():  # with gradients, `to_local` makes a tensor each time
             whole, index, plan = PlannedItems(), index_of(self.metadata), None
             saved = self.metadata.state_dict_metadata
-            answers_as_stock = not any(map(self._overrides, _PROTOCOL))
+            answers_as_stock = not overridden(self, RobustLoadPlanner, _PROTOCOL)
             if index is None and self._may_have_old_names():
                 # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
                 with suppress(RuntimeError, ValueError):
@@ -160,10 +157,6 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         is_list = not planned.names or not answers_as_stock
         return LoadPlan(list(planned) if is_list else planned)  # type: ignore[arg-type]  # no list, but as good
 
-    def _overrides(self, method: str) -> bool:
-        """Whether a subclass overrides this method of :class:`RobustLoadPlanner`."""
-        return getattr(getattr(self, method), "__func__", None) is not getattr(RobustLoadPlanner, method)
-
     def _may_have_old_names(self) -> bool:
         """Whether saved keys that are not asked for may be older names of keys that are asked for, in a checkpoint
         without an index: one with an index is too young for them. Only keys with a list on their path have any."""
@@ -191,7 +184,8 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     def _mismatch(self, key: str, value: Any, saved: Any) -> list[str]:
         if not isinstance(saved, TensorStorageMetadata):
-            if isinstance(value, torch.Tensor) and not self.takes_objects_for_tensors:
+            # A learning rate may be a tensor or a number. As in stock, what was saved takes the place of the tensor.
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
                 return [f"{key!r} is a tensor here and an object in the checkpoint"]
             return []
         if not isinstance(value, torch.Tensor) and not hasattr(value, "__create_chunk_list__"):

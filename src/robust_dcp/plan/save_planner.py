@@ -40,6 +40,7 @@ from robust_dcp.plan.state_dict import (
     encode_context,
     flattened,
     holds_shards,
+    overridden,
     structure_of,
 )
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
@@ -211,7 +212,7 @@ class RobustPlanner(DefaultSavePlanner):
             self.state_dict,
             self.lookup_object,
             is_coordinator=is_coordinator,
-            by_lookup=self._overrides("lookup_object"),
+            by_lookup=bool(overridden(self, RobustPlanner, ("lookup_object",))),
         )
 
     def source(self, session: SaveSession) -> ItemSource:
@@ -221,7 +222,7 @@ class RobustPlanner(DefaultSavePlanner):
         item.
         """
         resolve = partial(session.unloadable.resolve, self.resolve_data)
-        if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
+        if overridden(self, RobustPlanner, ("lookup_object", "resolve_data", "transform_object")):
             return WriteItemSource(self.kept_items(session), resolve)
 
         def lookup(index: MetadataIndex) -> Any:
@@ -257,11 +258,7 @@ class RobustPlanner(DefaultSavePlanner):
     @property
     def hooks_of_stock(self) -> list[str]:
         """The hooks that a subclass overrides, and that only stock ``torch.distributed.checkpoint.save`` calls."""
-        return [hook for hook in ("create_local_plan", "create_global_plan", "finish_plan") if self._overrides(hook)]
-
-    def _overrides(self, hook: str) -> bool:
-        """Whether a subclass overrides this method of :class:`RobustPlanner`."""
-        return getattr(getattr(self, hook), "__func__", None) is not getattr(RobustPlanner, hook)
+        return overridden(self, RobustPlanner, ("create_local_plan", "create_global_plan", "finish_plan"))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """What is written for a value: for a tensor the tensor itself, for an object its bytes."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -70,6 +70,11 @@ ItemData = torch.Tensor | MetadataIndex
 Lookup = Callable[[MetadataIndex], Any]
 
 _OBJECT = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE)
+
+
+def overridden(planner: Any, base: type, hooks: Iterable[str]) -> list[str]:
+    """Those of the ``hooks`` that ``planner`` does not have from ``base``, a class that it derives from."""
+    return [hook for hook in hooks if getattr(getattr(planner, hook), "__func__", None) is not getattr(base, hook)]
 
 
 class DescribedItems(msgspec.Struct, frozen=True, eq=False):

@@ -254,14 +254,12 @@ def _directory(path: Any) -> Any:
 def _load_planner(planner: Any, *, trusted: bool) -> Any:
     """Ours with the options of stock's own planner. Any other planner is kept, and is asked for each item, as in stock.
 
-    As in stock, tensors of another dtype are converted, and a saved object takes the place of a tensor.
+    As in stock, tensors of another dtype are converted.
     """
     if planner is not None and type(planner) is not DefaultLoadPlanner:
         return planner
     options = {} if planner is None else {name: getattr(planner, name) for name in _LOAD_OPTIONS}
-    ours = RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
-    ours.takes_objects_for_tensors = True
-    return ours
+    return RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
 
 
 _LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
