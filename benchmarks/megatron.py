@@ -35,10 +35,10 @@ _COLUMNS = {
 }
 
 
-def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) -> dict[str, Any]:
+def _timed(what: str, who: str, call: Callable[[], Any], links: list[Any]) -> dict[str, Any]:
     """Make a call, and return the row of this rank for the table."""
     dist.barrier()
-    before = _sent(channels)
+    before = _sent(links)
     with counted_collectives() as calls:
         started = time.perf_counter()
         call()
@@ -50,16 +50,16 @@ def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) ->
         "seconds": seconds,
         "object_collectives": sum(calls[name] for name in OBJECT_COLLECTIVES),
         "collectives": calls.total() - 1,  # the barrier at the end belongs to this benchmark
-        **{name: after - before[name] for name, after in _sent(channels).items()},
+        **{name: after - before[name] for name, after in _sent(links).items()},
     }
 
 
-def _sent(channels: list[Any]) -> dict[str, int]:
+def _sent(links: list[Any]) -> dict[str, int]:
     """What this rank has sent so far to the ranks of all these groups."""
     return {
-        "exchanges": sum(channel.stats.exchanges for channel in channels),
-        "header_nbytes": sum(channel.stats.header_nbytes_sent for channel in channels),
-        "payload_nbytes": sum(channel.stats.payload_nbytes_sent for channel in channels),
+        "exchanges": sum(link.stats.exchanges for link in links),
+        "header_nbytes": sum(link.stats.header_nbytes_sent for link in links),
+        "payload_nbytes": sum(link.stats.payload_nbytes_sent for link in links),
     }
 
 
@@ -80,11 +80,11 @@ def measure(directory: str, layers: int, hidden_size: int) -> list[dict[str, Any
 
     import robust_dcp.megatron
     from demo.megatron_model import SAVED_LAYOUT, Trainer
-    from robust_dcp.comm import Channel
+    from robust_dcp.comm.link import link_for
 
     trainer = Trainer(SAVED_LAYOUT, seed=1, n_layers=layers, hidden_size=hidden_size)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    channels = [Channel.for_group(), Channel.for_group(group)]
+    links = [link_for(dist.group.WORLD), link_for(group)]
     rows = []
     for who in ("stock", "ours"):
         if who == "ours":
@@ -102,7 +102,7 @@ def measure(directory: str, layers: int, hidden_size: int) -> list[dict[str, Any
             def save(path: str = path, state: Any = state, is_first: bool = is_first, strategy: Any = strategy) -> None:
                 dist_checkpointing.save(state, path, strategy, validate_access_integrity=is_first)
 
-            rows.append(_timed(what, who, save, channels))
+            rows.append(_timed(what, who, save, links))
         reader = fully_parallel.FullyParallelLoadStrategyWrapper(strategies.TorchDistLoadShardedStrategy(), group)
         for what, load_strategy in (("load, first", None), ("load, second", None), ("load, fully parallel", reader)):
             template = trainer.sharded_state_dict(is_loading=True)
@@ -110,7 +110,7 @@ def measure(directory: str, layers: int, hidden_size: int) -> list[dict[str, Any
             def load(template: Any = template, load_strategy: Any = load_strategy, path: str = path) -> None:
                 dist_checkpointing.load(template, path, load_strategy)
 
-            rows.append(_timed(what, who, load, channels))
+            rows.append(_timed(what, who, load, links))
     robust_dcp.megatron.uninstall()
     return rows
 

@@ -111,7 +111,7 @@ class SimulatedOperation:
         self.tree = Tree(self.link.rank, self.link.size, COORDINATOR)
         self.name, self.timeout_seconds = "simulated", 300.0
         self.stragglers: list[str] = []
-        self.recordings: list[ExchangeStats] = []
+        self.stats = ExchangeStats()
 
     def stopped(self) -> None:
         """Report nothing: no rank fails here."""

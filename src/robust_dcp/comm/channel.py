@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm.combine import Agreement, Offer
-from robust_dcp.comm.link import ExchangeStats, Link, link_for
+from robust_dcp.comm.link import Link, link_for
 from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.relay import ALL_ROUNDS, Passing, Relay
@@ -52,6 +52,7 @@ class Channel:
         timeout_seconds: how long a rank may be silent.
         stragglers: on the coordinator, the log lines that say which ranks the others waited for, and how far those
             were.
+        stats: what the exchanges of the operation have cost this rank so far.
         last_agreement: the combined offers of all ranks from the last exchange of this object.
     """
 
@@ -64,7 +65,7 @@ class Channel:
         self.is_coordinator = self.rank == coordinator_rank
         self.operation = operation.name
         self.timeout_seconds = operation.timeout_seconds
-        self.stragglers = operation.stragglers
+        self.stragglers, self.stats = operation.stragglers, operation.stats
 
     @classmethod
     def for_group(
@@ -105,21 +106,6 @@ class Channel:
     def led_by(self, coordinator_rank: int) -> Channel:
         """This channel with another coordinator. It belongs to the same operation and reuses the connections."""
         return self if coordinator_rank == self.coordinator_rank else Channel(self._operation, coordinator_rank)
-
-    @property
-    def stats(self) -> ExchangeStats:
-        """What all exchanges of this group have cost this rank so far, over all operations."""
-        return self._operation.link.stats
-
-    @contextmanager
-    def recording(self) -> Iterator[ExchangeStats]:
-        """``with channel.recording() as stats:`` counts the exchanges of this operation that end within the block."""
-        stats = ExchangeStats()
-        self._operation.recordings.append(stats)
-        try:
-            yield stats
-        finally:
-            self._operation.recordings.pop()
 
     def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
         """Combine the offers of all ranks, and return the result on every rank.

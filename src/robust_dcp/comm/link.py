@@ -63,11 +63,6 @@ class ExchangeStats(msgspec.Struct):
     header_nbytes_sent: int = 0
     payload_nbytes_sent: int = 0
 
-    def add(self, other: ExchangeStats) -> None:
-        """Add what ``other`` has counted."""
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
 
 class Link:
     """The connections of one rank to other ranks of its group. Each is made when it is first needed.
@@ -81,6 +76,7 @@ class Link:
         store_host: the rank whose process hosts the store; ``None`` if no rank of the group does.
 
     Attributes:
+        stats: what all exchanges have cost this rank so far, over all operations.
         generation: how many generations of connections have ended.
         gone: ranks that seem to have ended, each with the reason. They are named soon unless they connect again.
         threads: those that may be in gloo.

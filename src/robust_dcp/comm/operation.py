@@ -385,8 +385,7 @@ class Operation:
         what, phase: the current or latest exchange: its full description, and the caller's name for it.
         stragglers: on the root, the log lines about ranks that the others waited for.
         n_exchanges: how many exchanges have ended well.
-        cost: what the current or latest exchange has cost this rank.
-        recordings: where it is counted what the exchanges have cost this rank.
+        stats: what the exchanges have cost this rank so far.
     """
 
     key = OperationKey(0, 0)
@@ -399,7 +398,7 @@ class Operation:
         self.what = self.phase = ""
         self.stragglers: list[str] = []
         self.n_exchanges = 0
-        self.recordings = [link.stats]
+        self.stats = ExchangeStats()
         self._busy = threading.Lock()
         self._changed = threading.Condition()
         self._end_message: bytes | None = None  # until the caller has seen the end
@@ -412,7 +411,6 @@ class Operation:
         self._heard: set[int] = set()  # the ranks that have come to this operation
         self._raised: BaseException | None = None
         self._own_error: BaseException | None = None
-        self.cost = ExchangeStats()
 
     # What the channel calls.
 
@@ -438,7 +436,9 @@ class Operation:
                 f"{phase} was called within the work of another exchange of the same channel: "
                 "finish that one first, or use a channel of another operation"
             )
-        self.cost, self._own_error = ExchangeStats(exchanges=1), None
+        self._own_error = None
+        for stats in (self.stats, self.link.stats):
+            stats.exchanges += 1
         try:
             exchange = self._start(verb, phase, root)
             exchange.interrupt = work.interrupt
@@ -475,8 +475,6 @@ class Operation:
                     for connections in over.open.values():
                         connections.kept.pop(over, None)  # all of it has arrived
             _CLOCK.discard(self)
-            for stats in self.recordings:
-                stats.add(self.cost)
             self._busy.release()
         if isinstance(self._own_error, KeyboardInterrupt | SystemExit | GeneratorExit):
             self._raised = self._own_error  # this rank raises that, whatever the others raise
@@ -658,7 +656,14 @@ class Operation:
             self._post(exchange, peer, frame, payload)
             if frame.kind == Kind.DOWN:
                 exchange.closed.add(peer)
-            self.cost.add(ExchangeStats(0, 1 + bool(payload), FRAME_NBYTES, len(payload)))
+            self.count_sent(len(payload))
+
+    def count_sent(self, payload_nbytes: int) -> None:
+        """Count a message of one frame and this many bytes."""
+        for stats in (self.stats, self.link.stats):
+            stats.messages_sent += 1 + bool(payload_nbytes)
+            stats.header_nbytes_sent += FRAME_NBYTES
+            stats.payload_nbytes_sent += payload_nbytes
 
     def _post(self, exchange: _Exchange, peer: int, frame: Frame, payload: Payload = b"") -> Moving | None:
         """Start to send, if ``peer`` is connected. Called with the lock."""

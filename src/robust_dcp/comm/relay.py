@@ -149,7 +149,7 @@ class Passing:
         for peer, tensor in outgoing:
             moving.append((peer, connected[peer].start("send", peer, tag ^ _FRAMES, self._frame_before(tensor))))
             moving.append((peer, connected[peer].start("send", peer, tag ^ _BUCKETS, tensor)))
-            operation.cost.payload_nbytes_sent += tensor.numel()
+            operation.count_sent(tensor.numel())
         for peer, each in moving:
             connected[peer].finish(each, note_piece=partial(operation.note_piece, peer))
         operation.note_waiting(False)

@@ -21,7 +21,8 @@ pytest.importorskip("megatron.core")
 from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 
 from benchmarks.collectives import counted_collectives
-from robust_dcp import Channel, PlanConflict
+from robust_dcp import PlanConflict
+from robust_dcp.comm.link import link_for
 from tests.megatron.torch_dist import Scenarios, chosen
 from tests.megatron.uneven_cases import uneven
 
@@ -124,7 +125,7 @@ def collectives_of_stock_grow_with_the_tensors_and_ours_do_not(_: Path) -> None:
     called = split()
     assert (called["all_gather_object"], called["all_reduce"]) == (3 * _TENSORS, _TENSORS)
     with chosen(timeout_seconds=60):
-        stats = Channel.for_group().stats
+        stats = link_for(dist.group.WORLD).stats
         before = stats.exchanges
         assert (split(), stats.exchanges - before) == ({}, 3)  # who holds what, and where it begins
 
