@@ -96,20 +96,19 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         # Stock's set_up_planner puts None in the place of objects that it does not know. It does so before it finds
         # that something does not fit, and for keys that the checkpoint does not have.
         with without_garbage_collection():
-            self._flatten(state_dict)
+            if self.flatten_state_dict:
+                self.state_dict, self.mappings = flattened(state_dict)
+            else:
+                self.state_dict = {str(key): value for key, value in state_dict.items()}
             if self.flatten_sharded_tensors and any(map(holds_shards, {*map(type, self.state_dict.values())})):
-                self._flatten(_flatten_sharded_tensors(state_dict))
+                # By name, as in a save: in a list, torch puts None in the place of a tensor of which this rank has no
+                # shard. In a dict it leaves that out, and would take the checkpoint for one with old names.
+                self.state_dict = {**self.state_dict, **_flatten_sharded_tensors(self.state_dict)}
             tensors = ((name, value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor))
             on_meta = {name: value for name, value in tensors if value.device.type == "meta"}
             _init_state_dict(on_meta)  # allocates them
             for name, value in on_meta.items():
                 self._put(name, value)
-
-    def _flatten(self, state_dict: dict[str, Any]) -> None:
-        if self.flatten_state_dict:
-            self.state_dict, self.mappings = flattened(state_dict)
-        else:
-            self.state_dict = {str(key): value for key, value in state_dict.items()}
 
     @entry_point
     def create_local_plan(self) -> LoadPlan:
