@@ -183,7 +183,7 @@ class StagedSource(HeldItems):
         self.how = (*self.how, how)
         if (kind := how.partition(":")[0]) not in _LOGGED:
             _LOGGED.add(kind)
-            logger.warning("an async save has not gone as it should; said once: %s", how)
+            logger.warning("an async save takes longer than it could (said once): %s", how)
 
     def stream(self) -> AbstractContextManager[object]:
         """A ``with`` block for work on the device. It runs after all work that was queued when this object was made."""
