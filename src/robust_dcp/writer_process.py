@@ -46,14 +46,16 @@ _PROGRESS_SECONDS: Final = 0.1
 """The least time between two messages about the progress of a job."""
 
 _SEND_SECONDS: Final = 120
-"""How long a writer process may take to accept a job. A new one has to import torch first; others accept at once."""
+"""How long a writer process may take to accept the job that it has asked for."""
 
 _END_SECONDS: Final = 10.0
 """How long a writer process may take to end. It may be waiting for a disk that hangs."""
 
-# Only the rank handles an interrupt. The search path is that of this process, not that of the environment.
+# The search path is that of this process, not that of the environment. Only the rank reacts to an interrupt, or to a
+# launcher that ends all processes. It finishes the save or ends us.
 _START: Final = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[3:]; "
+    "import sys; sys.path[:] = sys.argv[3:]; import signal; "
+    "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
     "from robust_dcp.writer_process import run; run(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
@@ -124,13 +126,14 @@ class WriterProcess:
             RobustCheckpointError: the process could not write, or has ended during the job.
         """
         try:
-            self._connection.send_bytes(pickle.dumps(job))
-            send_handle(self._connection, fd, self.process.pid)
-            message: tuple[int, int] | WrittenFiles | RobustCheckpointError = (0, 0)
-            while isinstance(message, tuple):
+            message: tuple[int, int] | WrittenFiles | RobustCheckpointError | None = None
+            while message is None or isinstance(message, tuple):
                 if self._connection.poll(_LOOK_SECONDS):
                     message = self._connection.recv()
-                    if isinstance(message, tuple):
+                    if message is None:  # it asks for a job: a new one has imported torch
+                        self._connection.send_bytes(pickle.dumps(job))
+                        send_handle(self._connection, fd, self.process.pid)
+                    elif isinstance(message, tuple):
                         note_progress(*message)
                 elif not self.is_alive:
                     raise EOFError
@@ -186,6 +189,7 @@ def _forget_in_child() -> None:
     for writer in _WRITER:
         writer.process.returncode = writer.process.returncode or 0
     _WRITER.clear()
+    _LOCK.release()
 
 
 def write_in_process(
@@ -222,7 +226,8 @@ def write_in_process(
 
 
 atexit.register(_end_at_exit)  # at that time the async saves are over
-os.register_at_fork(after_in_child=_forget_in_child)
+# No fork while another thread starts a writer process: the child would find the lock taken.
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_forget_in_child)
 
 
 # The other side: what runs in the writer process.
@@ -235,15 +240,13 @@ def run(fd: int, parent_pid: int) -> NoReturn:
         fd: the file descriptor of this end of the connection.
         parent_pid: the process id of the rank.
     """
-    # Only the rank reacts to an interrupt, or to a launcher that ends all processes. It finishes the save or ends us.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent_pid,), name="robust_dcp-parent", daemon=True).start()
     connection = Connection(fd)
     gc.freeze()  # what was imported stays, so a collection has only the rest to look at
     with suppress(EOFError, OSError):
         while True:
+            connection.send(None)
             job: _Job = connection.recv()
             connection.send(_do(connection, job, recv_handle(connection)))
             clear_caches()  # the order of writes is kept for placements that never come again
@@ -259,9 +262,10 @@ def _end_with(parent_pid: int) -> None:
     """
     with suppress(OSError):
         poll = select.poll()
-        poll.register(os.pidfd_open(parent_pid), select.POLLIN)
-        if os.getppid() == parent_pid:
-            poll.poll()
+        with suppress(ProcessLookupError):  # it has ended already
+            poll.register(os.pidfd_open(parent_pid), select.POLLIN)
+            if os.getppid() == parent_pid:
+                poll.poll()
         os._exit(0)
 
 

@@ -158,8 +158,11 @@ class StagingBuffers:
             buffer.release()
 
     def forget_all(self) -> None:
-        """Drop the buffers in a forked process, which does not have their memory."""
+        """Drop the buffers in a forked process. It does not have their memory, and must not keep their files open."""
         self._lock = threading.Lock()
+        for buffer in self._free:
+            if buffer.fd is not None:
+                os.close(buffer.fd)
         self._free = []
 
 
