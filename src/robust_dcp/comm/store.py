@@ -21,12 +21,11 @@ import socket
 import struct
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -75,13 +74,12 @@ class Notes:
         self._store: Any = None if self._host else store
         self._prefix = ""
         self._lock = threading.RLock()  # the garbage collector may end another group meanwhile
-        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._questions: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._lost = StoreLost()
         self._lost_until = 0.0
         self.life = ""
         self.has_begun_anew = False
-        weakref.finalize(self, self._questions.put, None).atexit = False
 
     def ask(self, place: str, question: Callable[[Any], T], look: Callable[[], None] | None = None) -> T:
         """What ``question`` returns. It gets the store for the keys of ``place`` in this life of the group.
@@ -127,11 +125,11 @@ class Notes:
             if not self._host or threading.current_thread() is self._thread:
                 find()
             else:
+                self._questions.append(find)
                 if self._thread is None:
-                    args = (self._questions,)
-                    self._thread = threading.Thread(target=_find_all, args=args, name="robust_dcp: store", daemon=True)
-                    self._thread.start()
-                self._questions.put(find)
+                    thread = threading.Thread(target=self._find_all, name="robust_dcp: store", daemon=True)
+                    thread.start()
+                    self._thread = thread
         try:
             return answer.result(seconds)
         except NoAnswer:
@@ -140,6 +138,16 @@ class Notes:
         except RuntimeError as error:
             text = short(str(error) or type(error).__name__)
             raise (StoreSilent if "timeout" in text.lower() or "timed out" in text else StoreLost)(text) from None
+
+    def _find_all(self) -> None:
+        """In the thread that asks: find answers until there are no questions."""
+        while True:
+            with self._lock:
+                if not self._questions:
+                    self._thread = None
+                    return
+                find = self._questions.popleft()
+            find()
 
     def _under(self, place: str, seconds: float) -> Any:
         if self._store is None:
@@ -193,19 +201,12 @@ class Notes:
     def forget(self) -> None:
         """Let go of the store, which this process may host."""
         self._store, self._store_of_group = None, dist.HashStore()
-        self._questions.put(None)
 
 
 def _process_start_seconds() -> float:
     """When this process started, in seconds since the epoch."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine booted
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _find_all(questions: SimpleQueue[Callable[[], None] | None]) -> None:
-    for find in iter(questions.get, None):
-        find()
-        del find  # it holds the notes, whose end is that of this thread
 
 
 def store_host(parent: Any) -> int | None:
