@@ -69,7 +69,7 @@ def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(origi
     os.truncate(max(data_files(tmp_path / "step_1"), key=os.path.getsize), 100)
     ended = shell("verify", tmp_path, "--json")
     assert ended.code == 1 and [each["is_whole"] for each in ended.json["checkpoints"]] == [True, False, True]
-    assert "1 of 3 checkpoints is broken" in shell("verify", tmp_path).err
+    assert "3 checkpoints: 1 broken" in shell("verify", tmp_path).err
     path = tmp_path / "step_1"
     changes: list[tuple[str, Any, int, str]] = [
         ("open:.metadata", OSError(errno.EACCES, ""), 2, "step_1/.metadata: Permission denied"),
@@ -80,7 +80,7 @@ def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(origi
         with FaultDisk(path, on={call: change}):
             ended = shell("verify", tmp_path)
         assert ended.code == code and said in ended.err and ended.err.count("whole: ") == 2
-        assert ("0 of 3 checkpoints are broken, and 1 could not be verified" in ended.err) is (code == 2)
+        assert ("3 checkpoints: 0 broken, and 1 could not be verified" in ended.err) is (code == 2)
 
 
 @pytest.mark.parametrize("kind", OURS)

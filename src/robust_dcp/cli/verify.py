@@ -58,7 +58,7 @@ def run(options: Namespace) -> int:
     Output.put({"root": path, "is_whole": not (n_broken or failed), "checkpoints": all_verified, "failed": failed})
     not_verified = f", and {len(failed)} could not be verified" if failed else ""
     of_all = number(len(all_verified) + len(failed), "checkpoint")
-    Output.note(f"{n_broken} of {of_all} {'is' if n_broken == 1 else 'are'} broken{not_verified}")
+    Output.note(f"{of_all}: {n_broken} broken{not_verified}")
     return FOUND if n_broken else CANNOT if failed else 0
 
 
