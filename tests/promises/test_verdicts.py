@@ -302,7 +302,7 @@ def misfit(state_dict: StateDict, kind: str) -> None:
     if kind in ("other dtype", "many"):
         state_dict["weight"] = torch.zeros(400_000, dtype=torch.float64)
     if kind == "missing key":
-        state_dict["nested"]["biass"] = torch.zeros(7, dtype=torch.int32)
+        state_dict["net"] = state_dict.pop("nested")
     if kind == "tensor for object":
         state_dict["text"] = torch.zeros(2)
     if kind == "object for tensor":
@@ -314,7 +314,7 @@ def misfit(state_dict: StateDict, kind: str) -> None:
 MISFITS = {
     "other shape": ["nested.bias", "[8]", "[7]"],
     "other dtype": ["weight", "float64", "float32", "cast"],
-    "missing key": ["nested.biass", "Missing key in checkpoint", "the checkpoint has"],
+    "missing key": ["Missing key in checkpoint: 'net.bias'", "with 'nested.' in place of 'net.'", "the checkpoint has"],
     "tensor for object": ["text", "tensor", "object"],
     "object for tensor": ["weight", "str", "tensor"],
     "many": ["new0", "32 problem", "more"],
