@@ -140,7 +140,7 @@ class WriterProcess:
                 look()
         except (EOFError, OSError) as error:
             raise RobustCheckpointError(
-                f"the writer process of rank {job.files.rank} (pid {self.process.pid}) died while it wrote "
+                f"the writer process of rank {job.files.rank} (pid {self.process.pid}) died before it had written "
                 f"{job.files.directory}: {self.end(within_seconds=1.0)}. Nothing of this save is committed, and the "
                 "checkpoint before it is still there; the next save starts another process"
             ) from error
