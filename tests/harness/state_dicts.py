@@ -97,7 +97,7 @@ def views(seed: int) -> StateDict:
         "every second": base[:, ::2],
         "channels last": pattern("nchw", (2, 3, 4, 4), torch.float32, seed).to(memory_format=torch.channels_last),
         "shared, first": shared,
-        "shared, second": shared[:32],
+        "shared, second": shared[32:],
         "parameter": nn.Parameter(pattern("parameter", (6,), torch.float32, seed)),
         "requires_grad": pattern("leaf", (6,), torch.float32, seed).requires_grad_(),
     }

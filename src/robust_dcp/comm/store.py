@@ -1,7 +1,8 @@
 """The store of a process group, in which ranks meet, and tell each other what happened when an exchange fails.
 
 Each question to it has a deadline. A frozen host accepts connections and never answers, and torch waits for ever then.
-So a thread asks, over a client of our own, and whoever waits for the answer gives up in time.
+So a thread asks, over a client of our own, and whoever waits for the answer gives up in time. The next question gets
+another thread and another client, as a firewall may have forgotten the connection.
 
 A store can outlive a process group, and a new group may get the same name. So the ranks of a group meet under its
 *life*, a random word. The first rank that comes draws it, and the first one that leaves the group takes it away. A life
@@ -133,16 +134,21 @@ class Notes:
         try:
             return answer.result(seconds)
         except NoAnswer:
-            answer.cancel()
             raise StoreSilent(f"no answer within {seconds:g} seconds") from None
         except RuntimeError as error:
             text = short(str(error) or type(error).__name__)
             raise (StoreSilent if "timeout" in text.lower() or "timed out" in text else StoreLost)(text) from None
+        finally:
+            if not answer.done() and not answer.cancel():  # the thread hangs in it
+                with self._lock:
+                    self._thread = self._store = None
 
     def _find_all(self) -> None:
-        """In the thread that asks: find answers until there are no questions."""
+        """In the thread that asks: find answers until there are no questions, or another thread asks."""
         while True:
             with self._lock:
+                if self._thread is not threading.current_thread():
+                    return
                 if not self._questions:
                     self._thread = None
                     return
