@@ -40,10 +40,6 @@ def _joint(errors: dict[int, BaseException], phase: str = "save /ckpt: write") -
     return FailuresBelow(tuple(sorted(errors)), told).joint_error(phase)
 
 
-def _printed(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
-
-
 def test_ranks_that_fail_alike_are_one_sentence_and_those_that_fail_differently_a_line_each() -> None:
     text = str(_joint({rank: _full(rank) for rank in range(64)}))
     assert text.splitlines() == [_full(0).message, "  raised on ranks 0-63, as rank 0 words it"]
@@ -158,7 +154,7 @@ def test_our_errors_leave_an_entry_point_without_our_stack_and_without_a_chain()
         raise PlanConflict("key 'w' is missing", key="w") from cause
 
     error = _caught(lambda: entry_point(deep)(5))
-    text = _printed(error)
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     assert text.count("Traceback") == 1 and "in deep" not in text and "lost" not in text
     assert text.count("robust_dcp/errors.py") == 1
     assert error.__context__ is cause  # for a debugger

@@ -19,13 +19,9 @@ from tests.comm.messages import Note
 from tests.harness.network import GlooNetwork, SimulatedNetwork, run_channels
 
 
-def _random_bytes(rank: int, nbytes: int) -> bytes:
-    return random.Random(rank).randbytes(nbytes)
-
-
 def _all_verbs(channel: Channel, nbytes: int) -> dict[str, Any]:
     rank, size = channel.rank, channel.size
-    own = Note(rank, _random_bytes(rank, nbytes))
+    own = Note(rank, random.Random(rank).randbytes(nbytes))
     agreement = channel.agree(
         "agree", lambda: Offer(bytes([rank]) * 16, bytes([rank]) * 16, (rank + 1) << 40, rank % 2)
     )
@@ -37,7 +33,7 @@ def _all_verbs(channel: Channel, nbytes: int) -> dict[str, Any]:
     silent = channel.gather("silent", lambda: None, Note)
     told = channel.led_by(size // 3).broadcast("broadcast", lambda: own, Note)
     part = channel.scatter(
-        "scatter", lambda: [Note(r, _random_bytes(r, nbytes)) if r != 1 else None for r in range(size)], Note
+        "scatter", lambda: [Note(r, random.Random(r).randbytes(nbytes)) if r != 1 else None for r in range(size)], Note
     )
     nothing = channel.scatter("nothing", lambda: [None] * size, Note)
     everything = channel.all_gather("all_gather", lambda: own, Note)
@@ -64,7 +60,7 @@ def test_every_verb_delivers_what_was_sent_and_to_whom(
     monkeypatch.setattr(connections, "PIECE_NBYTES", piece_nbytes)
     network = GlooNetwork(world_size)
     seen_by_ranks = run_channels(network, lambda channel: _all_verbs(channel, nbytes), timeout_seconds=120)
-    notes = [Note(rank, _random_bytes(rank, nbytes)) for rank in range(world_size)]
+    notes = [Note(rank, random.Random(rank).randbytes(nbytes)) for rank in range(world_size)]
     for rank, seen in enumerate(seen_by_ranks):
         agreement = seen["agreement"]
         assert agreement.signature == combined_signature([bytes([r]) * 16 for r in range(world_size)])
@@ -85,7 +81,7 @@ def _cost_of_verbs(channel: Channel) -> dict[tuple[str, int], ExchangeStats]:
     channel.barrier("connect")
     costs = {}
     for nbytes in (10, 100_000):
-        note = partial(Note, 0, _random_bytes(0, nbytes))
+        note = partial(Note, 0, random.Random(0).randbytes(nbytes))
         verbs: dict[str, Callable[[], object]] = {
             "agree": lambda: channel.agree("agree", partial(Offer, value=nbytes)),  # noqa: B023
             "gather": lambda: channel.gather("gather", note, Note),  # noqa: B023

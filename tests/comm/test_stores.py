@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp.comm import Channel, connections
+from robust_dcp.comm.store import Notes, StoreSilent
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError
 from tests.comm.messages import Note
 from tests.harness.ranks import run_ranks, values, with_store_of_rank_0
@@ -95,6 +96,13 @@ def test_ranks_save_and_load_with_a_store_of_another_kind(kind: str, tmp_path: P
         run_ranks(2, save_and_load, str(tmp_path), port, kind, True, init=False)
     found = run_ranks(2, save_and_load, str(tmp_path), port, kind, init=False)
     assert values(found) == [2.0, 1.0]
+
+
+def test_a_question_that_is_never_answered_does_not_hold_up_the_next_one() -> None:
+    notes = Notes(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "a group")
+    with pytest.raises(StoreSilent):
+        notes.ask("", lambda _: time.sleep(20))
+    assert notes.ask("", lambda store: store.add("n", 1), look=lambda: pytest.fail("it waits for the first")) == 1
 
 
 def _frozen(frozen: int, trains: bool) -> tuple[list[int] | None, float, str]:
