@@ -76,6 +76,7 @@ class Link:
         store_host: the rank whose process hosts the store; ``None`` if no rank of the group does.
 
     Attributes:
+        secret: 64 bits that only ranks of the group know, once the store was asked.
         stats: what all exchanges have cost this rank so far, over all operations.
         generation: how many generations of connections have ended.
         gone: ranks that seem to have ended, each with the reason. They are named soon unless they connect again.
@@ -95,6 +96,7 @@ class Link:
         self.ranks = ranks
         self.size = len(ranks)
         self.store_host = store_host
+        self.secret = 0
         self.stats = ExchangeStats()
         self.generation = 0
         self.gone: dict[int, str] = {}
@@ -112,11 +114,6 @@ class Link:
         self._occurrences: dict[int, int] = defaultdict(int)
         self._ended_before: dict[OperationKey, bytes] = {}
         self._is_closed = False
-
-    @property
-    def secret(self) -> int:
-        """64 bits that only ranks of the group know."""
-        return int(self._notes.life[-16:] or "0", 16)
 
     def begin(self, name: str, operation: Any) -> None:
         """Number ``operation``. If the others have given up on it already, it is ended at once.
@@ -182,7 +179,7 @@ class Link:
             if generation == self._dropped:  # the ranks have not agreed yet how it ended
                 raise Broken("the connections were dropped")
             if connections is None:
-                self._notes.ask("", lambda store: None, look)  # afterwards the life of the group is known
+                self.secret = int(self._notes.ask("", lambda store: self._notes.life, look)[-16:], 16)
                 if self._make_connections is None:
                     raise ValueError("a group of one has nobody to connect to")
                 place = self._place(generation)

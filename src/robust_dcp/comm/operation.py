@@ -26,7 +26,6 @@ bytes, however many ranks these are. What a payload means is known to the channe
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import math
@@ -144,6 +143,10 @@ class Beat(NamedTuple):
             f"{self.n_at_work} ranks not done; the slowest is rank {self.slow_rank}: "
             f"{100 * self.part_done:.0f} % of {self.slow_total_nbytes / 2**30:.2f} GiB, {rate / 2**20:.1f} MiB/s"
         )
+
+
+_HAS_COME = Frame(Kind.BEAT, body=Beat().encode())
+"""The first beat in an operation. It says that the rank has come, and the next one says more."""
 
 
 class Message(NamedTuple):
@@ -474,7 +477,7 @@ class Operation:
                 if over is not None and not over.may_be_unread:
                     for connections in over.open.values():
                         connections.kept.pop(over, None)  # all of it has arrived
-            _CLOCK.discard(self)
+            _beating.discard(self)
             self._busy.release()
         if isinstance(self._own_error, KeyboardInterrupt | SystemExit | GeneratorExit):
             self._raised = self._own_error  # this rank raises that, whatever the others raise
@@ -563,7 +566,7 @@ class Operation:
             # If this process ends in its own work, the others notice that nobody listens there any more.
             self._changed.wait_for(lambda: exchange.announced.issuperset(new), patience.ANNOUNCE_SECONDS)
         if self.link.size > 1:
-            _CLOCK.add(self)
+            _begin_beats(self)
         return exchange
 
     def _failed(self, exchange: _Exchange, error: BaseException) -> FailuresBelow:
@@ -762,8 +765,8 @@ class Operation:
                     return
                 exchange.may_be_unread |= peer in exchange.open
                 exchange.open[peer] = connections
-                if exchange.number == 0 and peer not in exchange.closed:  # so that the others know that this rank came
-                    self._post(exchange, peer, Frame(Kind.BEAT, body=exchange.beat_for(peer).encode()))
+                if exchange.number == 0 and peer not in exchange.closed:
+                    self._post(exchange, peer, _HAS_COME)
                 exchanges, last = [exchange], self._last
                 if last is not None and last.open.get(peer) is not connections:
                     last.open[peer] = connections
@@ -1026,52 +1029,48 @@ class Operation:
             return {} if self._exchange is None else self._exchange.missing()
 
 
-class _Clock:
-    """One thread that sends the beats of all exchanges of this process. It ends when there are none."""
+_beating: set[Operation] = set()
+"""The operations of this process that are in an exchange. One thread sends the beats of all of them. It ends when there
+are none. At the end of the process nobody waits for it: once the link has ended an operation, it sends no beats.
+"""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._operations: set[Operation] = set()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-
-    def add(self, operation: Operation) -> None:
-        with self._lock:
-            self._operations.add(operation)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="robust_dcp: beats", daemon=True)
-                self._thread.start()
-
-    def discard(self, operation: Operation) -> None:
-        with self._lock:
-            self._operations.discard(operation)
-
-    def _run(self) -> None:
-        """Let each exchange send its beats when it is time, as long as there are any."""
-        while not self._is_closed:
-            with self._lock:
-                left = list(self._operations)
-                if not left:
-                    self._thread = None
-                    return
-            while left:
-                operation = left.pop()
-                try:
-                    operation.beat()
-                except Exception:  # the beats of other operations go on, and this one may succeed next time
-                    with contextlib.suppress(Exception):  # it may be a log handler that raises
-                        logger.exception("a beat of %s fails", operation.name)
-                del operation  # it may be over before the next beat
-            time.sleep(patience.TICK_SECONDS)
-
-    def close(self) -> None:
-        """At the end of the process, before Python ends the thread in the midst of gloo."""
-        self._is_closed = True
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience.EXIT_SECONDS)
+_beating_lock = threading.Lock()
+_beats_threads: list[threading.Thread] = []
 
 
-_CLOCK = _Clock()
-atexit.register(_CLOCK.close)
-os.register_at_fork(after_in_child=_CLOCK.__init__)  # type: ignore[misc]
+def _begin_beats(operation: Operation) -> None:
+    with _beating_lock:
+        _beating.add(operation)
+        if not _beats_threads:
+            thread = threading.Thread(target=_send_beats, name="robust_dcp: beats", daemon=True)
+            thread.start()
+            _beats_threads.append(thread)
+
+
+def _send_beats() -> None:
+    """Let each exchange send its beats when it is time."""
+    while True:
+        with _beating_lock:
+            left = list(_beating)
+            if not left:
+                _beats_threads.clear()
+                return
+        while left:
+            operation = left.pop()
+            try:
+                operation.beat()
+            except Exception:  # the beats of other operations go on, and this one may succeed next time
+                with contextlib.suppress(Exception):  # it may be a log handler that raises
+                    logger.exception("a beat of %s fails", operation.name)
+            del operation  # it may be over before the next beat
+        time.sleep(patience.TICK_SECONDS)
+
+
+def _forget_beats() -> None:
+    """In a forked child: the operations are the parent's, and the thread does not exist here."""
+    _beating.clear()
+    _beats_threads.clear()
+    _beating_lock.release()
+
+
+os.register_at_fork(before=_beating_lock.acquire, after_in_parent=_beating_lock.release, after_in_child=_forget_beats)

@@ -104,8 +104,11 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 # By name, as in a save: in a list, torch puts None in the place of a tensor of which this rank has no
                 # shard. In a dict it leaves that out, and would take the checkpoint for one with old names.
                 self.state_dict = {**self.state_dict, **_flatten_sharded_tensors(self.state_dict)}
-            tensors = ((name, value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor))
-            on_meta = {name: value for name, value in tensors if value.device.type == "meta"}
+            on_meta = {
+                name: value
+                for name, value in self.state_dict.items()
+                if isinstance(value, torch.Tensor) and value.device.type == "meta"
+            }
             _init_state_dict(on_meta)  # allocates them
             for name, value in on_meta.items():
                 self._put(name, value)
