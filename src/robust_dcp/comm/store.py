@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from robust_dcp.comm import patience
+from robust_dcp.environment import boot_id
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ class Notes:
         name: the name of the group, the same on all ranks. No other group that uses the store has it.
 
     Attributes:
-        life: the word, once it is known: when it was drawn, and 64 random bits.
+        life: the word, once it is known: when and on which machine it was drawn, and 64 random bits.
         has_begun_anew: the ranks of a later group of this name meet under another life.
     """
 
@@ -158,14 +159,15 @@ class Notes:
     def _under(self, place: str, seconds: float) -> Any:
         if self._store is None:
             self._store = self._client(seconds)
-        store = self._store
         if not self.life:
-            key, drawn = f"{self._name}/life", f"{int(1000 * time.time()):x} {secrets.token_hex(8)}"
-            self.life = compare_set(store, key, "", drawn).decode()
-            if int(self.life.split()[0], 16) / 1000 + CLOCKS_APART_SECONDS < _process_start_seconds():
-                self.life = compare_set(store, key, self.life, drawn).decode()
+            machine = boot_id()
+            drawn = f"{time.time()} {machine} {secrets.token_hex(8)}"
+            self.life = compare_set(self._store, f"{self._name}/life", "", drawn).decode()
+            at, drawn_on, _ = self.life.split(" ")
+            if float(at) + (0 if drawn_on == machine else CLOCKS_APART_SECONDS) < _process_start_seconds():
+                self.life = compare_set(self._store, f"{self._name}/life", self.life, drawn).decode()
             self.has_begun_anew = False
-        return dist.PrefixStore(f"{self._name}/{self.life}/{place}", store)
+        return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
 
     def _client(self, seconds: float) -> Any:
         """A client of our own. A client serves one call at a time, and that of the group may wait for a key.
@@ -192,10 +194,9 @@ class Notes:
         """Whether the other ranks do not meet in ``place`` any more. See :meth:`ask`."""
 
         def look(store: Any) -> bool:
-            if value_of(self._store, f"{self._name}/life") != self.life.encode():
-                self.life, self.has_begun_anew = "", True
-                return True
-            return bool(store.check(["end"]))
+            self.has_begun_anew = value_of(self._store, f"{self._name}/life") != self.life.encode()
+            self.life = "" if self.has_begun_anew else self.life
+            return self.has_begun_anew or bool(store.check(["end"]))
 
         return self.ask(place, look)
 
