@@ -103,6 +103,8 @@ class WriterProcess:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, **_ENVIRONMENT},
+                    # If the working directory was removed: torch cannot be imported there.
+                    cwd=None if os.path.exists(os.readlink("/proc/self/cwd")) else os.sep,
                 )
             except BaseException:
                 self._connection.close()
@@ -247,8 +249,7 @@ def run(fd: int, parent_pid: int) -> NoReturn:
     with suppress(EOFError, OSError):
         while True:
             connection.send(None)
-            job: _Job = connection.recv()
-            connection.send(_do(connection, job, recv_handle(connection)))
+            connection.send(_do(connection, connection.recv(), recv_handle(connection)))
             clear_caches()  # the order of writes is kept for placements that never come again
             gc.collect()  # unfinished steps form reference cycles, which keep the rank's memory mapped
     os._exit(0)

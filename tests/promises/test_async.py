@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -270,14 +271,15 @@ def test_a_synchronous_save_comes_after_the_async_ones_and_raises_their_error(tm
 
 
 def save_often_in_a_process(directory: str) -> tuple[int, int]:
-    """The writer's memory after a few saves and after many, in bytes."""
+    """The writer's memory after a few saves and after many, in bytes. Nobody has kept the working directory."""
+    os.chdir(tempfile.mkdtemp())
+    os.rmdir(os.getcwd())
     state = {f"layers.{number}.weight": torch.full((16,), float(number)) for number in range(4_000)}
     nbytes = []
     for _ in range(14):
         robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result(timeout=120)
         (writer,) = writer_pids()
-        pages = Path(f"/proc/{writer}/statm").read_text().split()[1]
-        nbytes.append(int(pages) * resource.getpagesize())
+        nbytes.append(int(Path(f"/proc/{writer}/statm").read_text().split()[1]) * resource.getpagesize())
     return nbytes[3], nbytes[-1]
 
 
@@ -324,8 +326,7 @@ def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) 
 def test_a_writer_process_that_does_not_stop_does_not_hold_up_its_rank(tmp_path: Path) -> None:
     with Job(2) as job:
         for can_be_killed in (True, False):
-            checkpoint = str(tmp_path / str(can_be_killed))
-            for told in job.run(fail_beside_a_writer_that_stands_still, checkpoint, can_be_killed):
+            for told in job.run(fail_beside_a_writer_that_stands_still, f"{tmp_path}/{can_be_killed}", can_be_killed):
                 assert "rank 1" in told and "File too large" in told
 
 

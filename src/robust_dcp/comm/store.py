@@ -268,5 +268,4 @@ def compare_set(store: Any, key: str, expected: str | bytes, desired: str | byte
 def short(text: str) -> str:
     """The useful part of torch's message, without the place in its source code and without its advice."""
     line = text.partition("\n")[0]
-    line = re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". This is typically")[0]
-    return line[:300]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". This is typically")[0][:300]
