@@ -24,7 +24,7 @@ from robust_dcp.comm.frames import (
     operation_id,
     phase_id,
 )
-from robust_dcp.comm.messages import decode, encode
+from robust_dcp.comm.messages import Bundle, decode, encode
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from tests.comm.messages import Note
 from tests.harness.network import SimulatedNetwork, run_channels
@@ -125,9 +125,9 @@ def test_garbage_is_an_exchange_error_and_nothing_else(garbage: bytes) -> None:
 
 def test_a_size_above_the_bound_is_refused_before_inflating() -> None:
     with pytest.raises(ExchangeError, match=r"announce \d+ bytes once inflated, more than 1000"):
-        decode(encode(LARGE), Structure, max_nbytes=1000)
+        Bundle.of(Structure, {0: LARGE}).open(Structure, max_nbytes=1000)
     with pytest.raises(ExchangeError, match="more than 10"):
-        decode(encode(Structure(("a long name",), b"")), Structure, max_nbytes=10)
+        Bundle.of(Structure, {0: Structure(("a long name",), b"")}).open(Structure, max_nbytes=10)
 
 
 def test_a_bomb_that_lies_about_its_size_is_refused_before_inflating() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm.combine import Agreement, Offer
 from robust_dcp.comm.link import Link, link_for
-from robust_dcp.comm.messages import Bundler, Payload, Shares, decode, encode
+from robust_dcp.comm.messages import Bundle, Payload, decode, encode
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.relay import ALL_ROUNDS, Passing, Relay
 from robust_dcp.comm.tree import Tree
@@ -163,7 +163,7 @@ class Channel:
             return b"" if own is None and not below else self._merged(phase, own, below, message_type).encode()
 
         def open_all(own: M | None, below: list[Payload]) -> None:
-            found = self._merged(phase, None, below, message_type).open() if below else {}
+            found = self._merged(phase, None, below, message_type).open(message_type) if below else {}
             gathered.extend(map(found.get, range(self.size)))
             gathered[self.rank] = own
             if then is not None:
@@ -204,18 +204,22 @@ class Channel:
         def reply(made: Sequence[M | None], below: list[Payload]) -> Payload:
             if len(made) != self.size:
                 raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
-            return Shares.to(1, [made[rank] for rank in tree.ranks_by_place[1:]]).encode()
+            others = {rank: message for rank, message in enumerate(made) if rank != self.rank}
+            return Bundle.of(message_type, others).encode()
 
         def share(payload: Payload, child: int) -> Payload:
-            return Shares.decode(payload).of(tree.places_below(child)).encode()
+            below = tree.places_below(child)
+            return Bundle.decode(payload).of_ranks({*tree.ranks_by_place[below.start : below.stop]}).encode()
+
+        def take(payload: Payload) -> M | None:
+            return Bundle.decode(payload, message_type).of_ranks([self.rank]).open(message_type).get(self.rank)
 
         work = Work(produce if self.is_coordinator else lambda: None, reply=reply, share=share)
         self.last_agreement, made, payload = self._operation.run("scatter", phase, self.coordinator_rank, work)
         if self.is_coordinator:
             own: M | None = made[self.rank]
             return own
-        mine = Shares.decode(payload).first() if payload else b""
-        return self._decoded(phase, lambda: decode(mine, message_type)) if mine else None
+        return self._decoded(phase, lambda: take(payload)) if payload else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
         """Return every rank's message, in rank order, on every rank. Use it for small messages: each rank gets all.
@@ -231,7 +235,7 @@ class Channel:
         self.last_agreement, own, payload = self._operation.run("all_gather", phase, self.coordinator_rank, work)
         if self.size == 1:
             return [own]
-        found = self._decoded(phase, lambda: self._merged(phase, None, [payload], message_type).open())
+        found = self._decoded(phase, lambda: Bundle.decode(payload, message_type).open(message_type))
         return [found[rank] for rank in range(self.size)]
 
     def relay(self, phase: str, relayed: Relay) -> None:
@@ -291,17 +295,13 @@ class Channel:
         self.note_progress(done_nbytes, total_nbytes)
         self._operation.stop_if_announced()
 
-    def _merged(self, phase: str, own: M | None, below: list[Payload], message_type: type[M]) -> Bundler[M]:
+    def _merged(self, phase: str, own: M | None, below: list[Payload], message_type: type[M]) -> Bundle:
         """This rank's message, if there is one, and the bundles of its children."""
-        bundler = Bundler(message_type)
-        if own is not None:
-            bundler.add(self.rank, own)
         try:
-            for bundle in below:
-                bundler.add_bundle(bundle)
+            children = [Bundle.decode(payload, message_type) for payload in below]
+            return Bundle.merged([Bundle.of(message_type, {self.rank: own}), *children])
         except ExchangeError as error:
             raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
-        return bundler
 
     def _decoded(self, phase: str, decode_all: Callable[[], T]) -> T:
         """Decode a reply from the coordinator. If this rank cannot decode it, the operation ends on all ranks."""

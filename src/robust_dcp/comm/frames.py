@@ -18,7 +18,7 @@ MAX_PAYLOAD_NBYTES = 8 << 30
 """The largest payload that a rank may announce. A receiver allocates what a frame announces, so it needs a bound."""
 
 MAGIC = b"RDCP"
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 # Magic, version, and the fields of a frame in their order; then the CRC-32 of all that. Magic and CRC have the same
 # place in every version, so that we can tell damage from another version.

@@ -1,18 +1,19 @@
 """Messages between ranks: msgspec structs as msgpack, compressed if that pays, and checked before they are used.
 
-Decoding never runs code from the message and never allocates more than it is allowed to. On the way up the tree the
-messages of several ranks become one bundle. For each field it stores the distinct values, and which rank has which.
-Replicas send the same columns, so their bundle is hardly larger than one message. Each rank merges the bundles of its
-children with its own message without decoding their values; the root decodes them. On the way down each rank takes its
-own message from the shares, and passes on those of the ranks below it.
+Decoding never runs code from the message and never allocates more than it is allowed to. Messages for several ranks, or
+from several ranks, travel as one :class:`Bundle`. It holds the values of all their fields, each distinct value once.
+Replicas send the same columns, so their bundle is hardly larger than one message. On the way up the tree each rank
+merges its own message with the bundles of its children; on the way down it passes on what the ranks below it get. For
+both it compares values, or copies them, as they are encoded. Only the rank that a message is for decodes it.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Container, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
 
 import msgspec
 from isal import isal_zlib
@@ -34,6 +35,10 @@ _LEVEL = 1
 _RAW = 1
 _DEFLATED = 3  # 2 were messages by zstandard
 _DEFLATED_PREFIX = struct.Struct("<BQ")
+
+_PARTS = tuple[bytes, ...]
+_MALFORMED = (msgspec.MsgspecError, RecursionError, ValueError)
+"""msgspec raises a plain ValueError for text that is not UTF-8."""
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _decoders_lock = threading.Lock()
@@ -57,9 +62,13 @@ def encode(message: msgspec.Struct) -> bytes:
         TypeError: msgpack cannot encode the value of a field.
         ExchangeError: the message is larger than any receiver accepts.
     """
-    body = msgspec.msgpack.encode(message)
+    return _packed(msgspec.msgpack.encode(message), type(message).__name__)
+
+
+def _packed(body: bytes, what: str) -> bytes:
+    """``body`` as it travels. ``what`` names it for people."""
     if len(body) > MAX_MESSAGE_NBYTES:
-        raise ExchangeError(f"a {type(message).__name__} of {len(body)} bytes is larger than {MAX_MESSAGE_NBYTES}")
+        raise ExchangeError(f"a {what} of {len(body)} bytes is larger than {MAX_MESSAGE_NBYTES}")
     if len(body) > COMPRESS_ABOVE_NBYTES:
         compressed = isal_zlib.compress(body, _LEVEL)
         if len(compressed) + _DEFLATED_PREFIX.size < len(body):
@@ -67,33 +76,30 @@ def encode(message: msgspec.Struct) -> bytes:
     return bytes([_RAW]) + body
 
 
-def decode(payload: Payload, message_type: type[M], *, max_nbytes: int | None = None) -> M:
+def decode(payload: Payload, message_type: type[M]) -> M:
     """Decode the one message of type ``message_type`` that ``payload`` holds.
 
     Args:
         payload: what :func:`encode` returned.
         message_type: the type of the message. msgspec checks the fields.
-        max_nbytes: how large the inflated message may be; ``MAX_MESSAGE_NBYTES`` if not given. A larger one is refused
-            before it is inflated.
 
     Raises:
         ExchangeError: ``payload`` is of another type, malformed, too large, or has bytes left over.
     """
     view = memoryview(payload)
     try:
-        body = _inflated(view, MAX_MESSAGE_NBYTES if max_nbytes is None else max_nbytes)
+        body = _unpacked(view, MAX_MESSAGE_NBYTES)
     except ValueError as error:
         raise ExchangeError(f"{len(view)} bytes are no message: {error}") from None
     try:
         message: M = _decoder_of(message_type).decode(body)
         return message
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        # msgspec raises a plain ValueError for text that is not UTF-8.
+    except _MALFORMED as error:
         raise ExchangeError(f"{len(body)} bytes are no {message_type.__name__}: {error}") from None
 
 
-def _inflated(view: memoryview, max_nbytes: int) -> memoryview | bytes:
-    """The msgpack in ``view``, which is not checked yet."""
+def _unpacked(view: memoryview, max_nbytes: int) -> memoryview | bytes:
+    """The bytes that :func:`_packed` got. It refuses more than ``max_nbytes`` before it inflates them."""
     if len(view) == 0:
         raise ValueError("they are empty")
     if view[0] == _RAW:
@@ -117,185 +123,142 @@ def _inflated(view: memoryview, max_nbytes: int) -> memoryview | bytes:
     return body
 
 
-class Shares(msgspec.Struct, array_like=True):
-    """The encoded messages for consecutive places of the tree. It encodes to no bytes if there are none.
+class Bundle(msgspec.Struct, array_like=True, frozen=True):
+    """Messages of one type, each from one rank or for one rank. What several of them hold is kept and sent once.
 
-    A message for several ranks is held and sent once. So ``.metadata`` for the first rank of each node takes no more
-    memory on the coordinator with 256 nodes than with two.
+    A field of type ``tuple[bytes, ...]`` has any number of values, and any other field has one.
 
     Attributes:
-        first_place: the first of these places.
-        numbers: for each place the place of its message in ``payloads``; -1 if it gets none.
-        payloads: the encoded messages.
+        fields: the names of the fields, in the order of the message type.
+        messages: for each rank, and then for each field, the places of the values in ``values``.
+        values: compressed if that pays. ``bytes`` are held as they are, all else as msgpack.
     """
 
-    first_place: int
-    numbers: list[int]
-    payloads: list[memoryview]
+    fields: tuple[str, ...]
+    messages: dict[int, tuple[tuple[int, ...], ...]]
+    values: list[memoryview]
 
     @classmethod
-    def to(cls, first_place: int, messages: Sequence[msgspec.Struct | None]) -> Shares:
-        """Encode one message for each place. The same object for several places is one message."""
-        number_of: dict[int, int] = {}
-        payloads: list[memoryview] = []
-        for message in messages:
-            if message is not None and id(message) not in number_of:
-                number_of[id(message)] = len(payloads)
-                payloads.append(memoryview(encode(message)))
-        return cls(first_place, [-1 if each is None else number_of[id(each)] for each in messages], payloads)
+    def of(cls, message_type: type[M], messages: Mapping[int, M | None]) -> Bundle:
+        """The bundle of ``messages``, by rank. A rank with ``None`` has no message.
 
-    def of(self, places: range) -> Shares:
-        """The messages for ``places``."""
-        numbers = self.numbers[places.start - self.first_place : places.stop - self.first_place]
-        kept = [number for number in dict.fromkeys(numbers) if number >= 0]
-        new = {number: place for place, number in enumerate(kept)}
-        return Shares(places.start, [new.get(number, -1) for number in numbers], [self.payloads[each] for each in kept])
+        Raises:
+            TypeError: msgpack cannot encode the value of a field.
+            ExchangeError: a value is larger than any receiver accepts.
+        """
+        places: dict[bytes, int] = {}
+        rows: dict[int, tuple[tuple[int, ...], ...]] = {}
+        fields = _fields_of(message_type)
+        for message in messages.values():
+            if message is None or id(message) in rows:  # several ranks may have the same object
+                continue
+            row = []
+            for name, kind, has_parts in fields:
+                value = getattr(message, name)
+                parts = value if has_parts else (value if kind is bytes else msgspec.msgpack.encode(value),)
+                row.append(tuple([places.setdefault(part, len(places)) for part in parts]))
+            rows[id(message)] = tuple(row)
+        of_ranks = {rank: rows[id(message)] for rank, message in messages.items() if message is not None}
+        values = [memoryview(_packed(value, message_type.__name__)) for value in places]
+        return cls(message_type.__struct_fields__, of_ranks, values)
 
-    def first(self) -> Payload:
-        """The message for the first place; no bytes if it gets none."""
-        return self.payloads[self.numbers[0]] if self.numbers[0] >= 0 else b""
+    @classmethod
+    def merged(cls, bundles: Sequence[Bundle]) -> Bundle:
+        """All messages of ``bundles``, at least one, which have the same fields."""
+        places: dict[bytes, int] = {}
+        messages = {}
+        for bundle in bundles:
+            moved = [places.setdefault(bytes(value), len(places)) for value in bundle.values]
+            for rank, row in bundle.messages.items():
+                messages[rank] = tuple([tuple([moved[place] for place in parts]) for parts in row])
+        return cls(bundles[0].fields, messages, [memoryview(value) for value in places])
+
+    def of_ranks(self, ranks: Container[int]) -> Bundle:
+        """The messages for ``ranks``."""
+        places: dict[int, int] = {}
+        messages = {
+            rank: tuple([tuple([places.setdefault(place, len(places)) for place in parts]) for parts in row])
+            for rank, row in self.messages.items()
+            if rank in ranks
+        }
+        return Bundle(self.fields, messages, [self.values[place] for place in places])
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self) if self.payloads else b""
+        """Encode the bundle. No messages are no bytes."""
+        return msgspec.msgpack.encode(self) if self.messages else b""
 
     @staticmethod
-    def decode(payload: Payload) -> Shares:
-        shares: Shares = _decoder_of(Shares).decode(payload)
-        return shares
+    def decode(payload: Payload, message_type: type[msgspec.Struct] | None = None) -> Bundle:
+        """Decode what :meth:`encode` made. The values stay encoded.
 
-
-class Column(msgspec.Struct, array_like=True, frozen=True):
-    """One field. For each rank of the bundle, ``which`` holds the indices in ``values`` of the parts of its value. A
-    ``tuple[bytes, ...]`` has any number of parts, and another value is one part."""
-
-    values: tuple[msgspec.Raw, ...]
-    which: tuple[tuple[int, ...], ...]
-
-
-class Bundle(msgspec.Struct, array_like=True, frozen=True):
-    """All fields of the message type, in its order, for the ranks in ``ranks``."""
-
-    ranks: tuple[int, ...]
-    fields: tuple[str, ...]
-    columns: tuple[Column, ...]
-
-
-class _Merged(msgspec.Struct, eq=False):
-    """A field of the messages that are merged.
-
-    Attributes:
-        name, kind: its name and type.
-        has_parts: whether a value has any number of parts, as in :class:`Column`.
-        places: the values, or parts of values, each with its place among them.
-        which: for each rank the places of the parts of its value.
-    """
-
-    name: str
-    kind: Any
-    has_parts: bool
-    places: dict[bytes, int] = {}
-    which: list[tuple[int, ...]] = []
-
-
-class Bundler(Generic[M]):
-    """Merges messages and bundles of one type, and stores each distinct value, or part of a value, once.
-
-        bundler = Bundler(Sizes)
-        bundler.add(8, sizes_of_rank_8)
-        bundler.add_bundle(payload_from_rank_9)
-        payload = bundler.encode()
-
-    Bundles are compressed like other messages. We measured other settings on the structures of 8 ranks with 20,000
-    items each. Long distance matching gains nothing and takes twice the time, because equal values already stand side
-    by side. Level 6 saves 10 to 15 % in four times the time.
-    """
-
-    def __init__(self, message_type: type[M]) -> None:
-        self._message_type = message_type
-        self._names = message_type.__struct_fields__
-        fields = msgspec.structs.fields(message_type)
-        self._fields = [_Merged(field.name, field.type, field.type == tuple[bytes, ...]) for field in fields]
-        self._encoded: dict[bytes, bytes] = {}  # of parts, which ranks share
-        self._ranks: list[int] = []
-
-    def add(self, rank: int, message: M) -> None:
-        """Merge the message of ``rank``."""
-        self._ranks.append(rank)
-        for field in self._fields:
-            value, places = getattr(message, field.name), field.places
-            if field.has_parts:
-                self._encoded.update(
-                    (part, msgspec.msgpack.encode(part)) for part in value if part not in self._encoded
-                )
-                encoded = [self._encoded[part] for part in value]
-            else:
-                encoded = [msgspec.msgpack.encode(value)]
-            field.which.append(tuple([places.setdefault(part, len(places)) for part in encoded]))
-
-    def add_bundle(self, payload: Payload, *, max_nbytes: int | None = None) -> None:
-        """Merge the bundle of other ranks; see :func:`decode` for ``max_nbytes``.
+        Args:
+            message_type: of which type the messages have to be. A rank that only passes them on does not ask.
 
         Raises:
-            ExchangeError: ``payload`` is not a bundle of this type.
+            ExchangeError: the messages have other fields, or the bundle is malformed.
         """
-        bundle = decode(payload, Bundle, max_nbytes=max_nbytes)
-        ranks = list(bundle.ranks)
-        if bundle.fields != self._names or len(bundle.columns) != len(self._names):
+        try:
+            bundle: Bundle = _decoder_of(Bundle).decode(payload) if payload else Bundle((), {}, [])
+        except _MALFORMED as error:
+            raise ExchangeError(f"{len(payload)} bytes are no Bundle: {error}") from None
+        if message_type is None or not payload:
+            return bundle
+        fields, names = _fields_of(message_type), message_type.__struct_fields__
+        ranks, n_values = list(bundle.messages), len(bundle.values)
+        if bundle.fields != names:
             raise ExchangeError(
-                f"the messages of {_some(ranks)} have the fields {list(bundle.fields)}, not {list(self._names)}: the "
-                "ranks run different versions of the package, or are in different operations",
+                f"the messages of {_some(ranks)} have the fields {list(bundle.fields)}, not {list(names)}: the ranks "
+                "run different versions of the package, or are in different operations",
                 ranks=ranks,
             )
-        self._ranks += ranks
-        for field, column in zip(self._fields, bundle.columns, strict=True):
-            n_values, is_whole = len(column.values), len(column.which) == len(ranks)
-            is_whole = is_whole and (field.has_parts or all(len(parts) == 1 for parts in column.which))
-            if not is_whole or not all(0 <= place < n_values for parts in column.which for place in parts):
-                raise ExchangeError(f"the bundle of {_some(ranks)} is malformed at {field.name!r}", ranks=ranks)
-            places = field.places
-            moved = [places.setdefault(bytes(value), len(places)) for value in column.values]
-            field.which += [tuple([moved[place] for place in parts]) for parts in column.which]
+        for rank, row in bundle.messages.items():
+            fits = len(row) == len(fields) and all(
+                has_parts or len(parts) == 1 for (_, _, has_parts), parts in zip(fields, row, strict=True)
+            )
+            if not fits or not all(0 <= place < n_values for place in chain.from_iterable(row)):
+                raise ExchangeError(f"the bundle of {_some(ranks)} is malformed at rank {rank}", ranks=ranks)
+        return bundle
 
-    def encode(self) -> bytes:
-        """Encode the bundle of everything that was added.
+    def open(self, message_type: type[M], *, max_nbytes: int = MAX_MESSAGE_NBYTES) -> dict[int, M]:
+        """Return the messages by rank. Those with equal values share the same objects, so do not modify them.
 
-        Raises:
-            ExchangeError: the bundle is larger than any receiver accepts.
-        """
-        columns = tuple(Column(tuple(map(msgspec.Raw, each.places)), tuple(each.which)) for each in self._fields)
-        return encode(Bundle(tuple(self._ranks), self._names, columns))
-
-    def open(self) -> dict[int, M]:
-        """Return all messages that were added, by rank. Each distinct value is decoded and checked once.
-
-        Messages share equal values, so do not modify them.
+        Args:
+            message_type: the type that the bundle was decoded for.
+            max_nbytes: how large all values may be together. More are refused before they are inflated.
 
         Raises:
             ExchangeError: some messages are not of this type. The error names their ranks.
         """
         columns: list[list[Any]] = []
-        for field in self._fields:
-            decoder = _decoder_of(bytes if field.has_parts else field.kind)
-            decoded: list[Any] = []
-            try:
-                decoded.extend(map(decoder.decode, field.places))
-            except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-                ranks = [rank for rank, parts in zip(self._ranks, field.which, strict=True) if len(decoded) in parts]
-                raise self._wrong_type_error(ranks, f"{field.name!r}: {error}") from None
-            if field.has_parts:
-                columns.append([tuple([decoded[place] for place in parts]) for parts in field.which])
-            else:
-                columns.append([decoded[place] for (place,) in field.which])
+        for number, (name, kind, has_parts) in enumerate(_fields_of(message_type)):
+            rows = [row[number] for row in self.messages.values()]
+            opened: dict[int, Any] = {}
+            for place in dict.fromkeys(chain.from_iterable(rows)):
+                try:
+                    body = _unpacked(self.values[place], max_nbytes)
+                    opened[place] = bytes(body) if kind is bytes else _decoder_of(kind).decode(body)
+                except _MALFORMED as error:
+                    ranks = [rank for rank, row in self.messages.items() if place in row[number]]
+                    raise _wrong_type_error(ranks, message_type, f"{name!r}: {error}") from None
+                max_nbytes -= len(body)
+            columns.append([tuple([opened[each] for each in row]) if has_parts else opened[row[0]] for row in rows])
         messages: dict[int, M] = {}
         try:
-            for rank, *values in zip(self._ranks, *columns, strict=True):
-                messages[rank] = self._message_type(**dict(zip(self._names, values, strict=True)))
+            for rank, *values in zip(self.messages, *columns, strict=True):
+                messages[rank] = message_type(*values)
         except (TypeError, ValueError) as error:  # a check of the message type failed
-            raise self._wrong_type_error([self._ranks[len(messages)]], str(error)) from None
+            raise _wrong_type_error([list(self.messages)[len(messages)]], message_type, str(error)) from None
         return messages
 
-    def _wrong_type_error(self, ranks: list[int], detail: str) -> ExchangeError:
-        return ExchangeError(f"what {_some(ranks)} sent is no {self._message_type.__name__}: {detail}", ranks=ranks)
+
+def _fields_of(message_type: type[msgspec.Struct]) -> list[tuple[str, Any, bool]]:
+    """For each field its name, the type of its values, and whether it has any number of them."""
+    fields = msgspec.structs.fields(message_type)
+    return [(each.name, bytes if each.type == _PARTS else each.type, each.type == _PARTS) for each in fields]
+
+
+def _wrong_type_error(ranks: list[int], message_type: type[msgspec.Struct], detail: str) -> ExchangeError:
+    return ExchangeError(f"what {_some(ranks)} sent is no {message_type.__name__}: {detail}", ranks=ranks)
 
 
 def _some(ranks: Sequence[int]) -> str:

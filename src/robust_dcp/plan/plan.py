@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from robust_dcp.comm.messages import Bundler
+from robust_dcp.comm.messages import Bundle
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import ItemKind, Items, ItemsDecoder, ItemsMessage, distinct
 from robust_dcp.plan.conflicts import is_compared
@@ -195,16 +195,14 @@ class Plan(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def sections(self) -> Mapping[str, Section]:
         """The sections that hold this plan in the index of each checkpoint that is saved by it."""
-        bundler = Bundler(ItemsMessage)
-        for rank, items in enumerate(self.items):
-            bundler.add(rank, ItemsMessage.of(items, self.context, signature=b""))
+        messages = [ItemsMessage.of(items, self.context, signature=b"") for items in self.items]
         shares = [msgspec.msgpack.encode(share) for share in self.shares]
         values: dict[str, Any] = {
             "ranks": np.array(self.group, dtype=np.int64),
             "signatures": b"".join(self.signatures),
             "shares": b"".join(shares),
             "share_ends": np.cumsum(list(map(len, shares)), dtype=np.int64),
-            "structures": bundler.encode(),
+            "structures": Bundle.of(ItemsMessage, dict(enumerate(messages))).encode(),
         }
         return {name: Section.of(name, each) for name, each in values.items()}
 
@@ -299,9 +297,7 @@ def stored_plan(
     bundle = Column(file, "structures").rows().tobytes()
     # Compressed data may be a bomb. So it may announce no more than this many ranks can need.
     max_nbytes = max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (n_items + 1_000))
-    bundler = Bundler(ItemsMessage)
-    bundler.add_bundle(bundle, max_nbytes=max_nbytes)
-    messages = bundler.open()
+    messages = Bundle.decode(bundle, ItemsMessage).open(ItemsMessage, max_nbytes=max_nbytes)
     if sorted(messages) != list(range(n_ranks)):
         raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = ItemsDecoder()
