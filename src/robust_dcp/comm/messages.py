@@ -25,7 +25,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 Payload = bytes | bytearray | memoryview
 
 MAX_MESSAGE_NBYTES = 4 << 30
-COMPRESS_ABOVE_NBYTES = 1024
+COMPRESS_ABOVE_NBYTES = 128
 
 # Measured: ISA-L at level 1 compresses the structure of 20,000 items from 1.5 MB to 248 kB in 1.7 ms. zlib at level 1
 # takes 10 ms for 240 kB, zstandard at level 3 takes 4 ms for 171 kB.
@@ -33,7 +33,7 @@ _LEVEL = 1
 
 # The first byte says how to read the rest. If it is compressed, the inflated size follows, so that it is checked first.
 _RAW = 1
-_DEFLATED = 3  # 2 were messages by zstandard
+_DEFLATED = 2
 _DEFLATED_PREFIX = struct.Struct("<BQ")
 
 _PARTS = tuple[bytes, ...]
