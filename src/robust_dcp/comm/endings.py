@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from robust_dcp.comm.connections import INTERFACE
-from robust_dcp.comm.messages import encode
 from robust_dcp.errors import (
     ExchangeError,
     ExchangeTimeout,
@@ -370,7 +369,7 @@ def _changed(error: RobustCheckpointError, **changes: Any) -> RobustCheckpointEr
     return error_from_fields(type(error).__name__, {**error.to_fields(), **changes}, error.rank_failures)
 
 
-def end_of_leaving(key: OperationKey) -> bytes:
+def end_of_leaving(key: OperationKey) -> EndMessage:
     """The end of an operation on a rank whose group was destroyed, or whose process ends."""
     error = ExchangeError("this rank leaves: its process group was destroyed, or its process ends")
-    return encode(EndMessage((key,), ErrorMessage.of(error)))
+    return EndMessage((key,), ErrorMessage.of(error))

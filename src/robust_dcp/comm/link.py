@@ -112,7 +112,7 @@ class Link:
         self._unsettled: tuple[str, bytes] | None = None
         self._operations: weakref.WeakValueDictionary[OperationKey, Any] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
-        self._ended_before: dict[OperationKey, bytes] = {}
+        self._ended_before: dict[OperationKey, EndMessage] = {}
         self._is_closed = False
 
     def begin(self, name: str, operation: Any) -> None:
@@ -246,17 +246,19 @@ class Link:
                 return verdict(problem, operation, self.size, self._answer(problem), answers)
 
             if self._notes.has_begun_anew:
-                end_message = encode(EndMessage((), verdict_on([]).error))
+                end_message = EndMessage((), verdict_on([]).error)
                 self._first = generation + 1
             else:
                 try:
-                    end_message = self._agree_on_end(place, problem, verdict_on)
+                    told = self._end_of(place) or self._call_roll(place, problem, verdict_on)
+                    self._notes.ask(place, lambda store: store.add("heard", 1))
+                    end_message = decode(told, EndMessage)
                 except StoreLost as lost:
                     problem.is_loss = False  # the lost ranks cannot say that they are alive
                     host = self.store_host
-                    ended = end_without_store(verdict_on([]), operation.what, self.size, str(lost), host, self.rank)
-                    end_message = encode(ended)
-                    self._unsettled = place, end_message
+                    alone = verdict_on([])
+                    end_message = end_without_store(alone, operation.what, self.size, str(lost), host, self.rank)
+                    self._unsettled = place, encode(end_message)
             self._drop(problem)
             self._wait_until_heard(place, end_message)
             self._apply(end_message)
@@ -271,18 +273,11 @@ class Link:
         apart = {rank: detail for rank, detail in self.gone.items() if network.has_timed_out(detail)}
         return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed, apart)
 
-    def _agree_on_end(
-        self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
-    ) -> bytes:
-        """The end message that counts for all ranks."""
-        end_message = self._end_of(place) or self._call_roll(place, problem, verdict_on)
-        self._notes.ask(place, lambda store: store.add("heard", 1))
-        return end_message
-
     def _end_of(self, place: str) -> bytes:
         return self._notes.ask(place, lambda store: value_of(store, "end"))
 
     def _call_roll(self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]) -> bytes:
+        """Agree with the other ranks on the end message that counts for all of them."""
         awaited: list[int] = []
         if self._connections is not None and problem.missing and not problem.is_loss:
             awaited = self._connections.awaited()
@@ -335,16 +330,15 @@ class Link:
         if connections is not None:
             connections.drop()
 
-    def _apply(self, end_message: bytes) -> None:
-        """End the operations that ``end_message`` (an :class:`EndMessage`) names. All others go on.
+    def _apply(self, end_message: EndMessage) -> None:
+        """End the operations that ``end_message`` names. All others go on.
 
         An end message with several operations means that their ranks waited for each other. A rank that is not in one
         of these operations skips it, so that operations have the same numbers on all ranks afterwards.
         """
-        ended = decode(end_message, EndMessage)
-        keys = [OperationKey(*key) for key in ended.operations]
+        keys = [OperationKey(*key) for key in end_message.operations]
         with self._lock:
-            self.gone.update(dict.fromkeys(ended.gone, "and it does not answer"))
+            self.gone.update(dict.fromkeys(end_message.gone, "and it does not answer"))
             self.generation += 1
             ending = [self._operations.pop(key) for key in keys if key in self._operations]
             for key in keys:
@@ -359,13 +353,12 @@ class Link:
         for operation in others:
             operation.resume()
 
-    def _wait_until_heard(self, place: str, end_message: bytes) -> None:
+    def _wait_until_heard(self, place: str, end_message: EndMessage) -> None:
         """If the store is in this process, wait until the others have read the end message: when an operation ends, the
         caller may end the process at once."""
-        ended = decode(end_message, EndMessage)
-        if self.store_host != self.rank or not ended.operations:
+        if self.store_host != self.rank or not end_message.operations:
             return
-        n_missing = len((ended.error.fields or {}).get("missing_ranks") or ())
+        n_missing = len((end_message.error.fields or {}).get("missing_ranks") or ())
         until = time.monotonic() + patience.HEARD_SECONDS
         with contextlib.suppress(StoreLost):
             while time.monotonic() < until:

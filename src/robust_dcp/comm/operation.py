@@ -157,7 +157,7 @@ class Message(NamedTuple):
 
 
 class _Ended(Exception):
-    """The operation has ended on all ranks."""
+    """The operation has ended on all ranks, as its argument says: an :class:`EndMessage`."""
 
 
 class _Exchange:
@@ -323,15 +323,6 @@ class _Exchange:
         if silence >= self._timeout_seconds:
             raise Problem.of_silent(rank, self._timeout_seconds, self.words_for_silent(rank, silence))
 
-    def missing(self) -> dict[int, str]:
-        """Neighbours that are silent for most of the timeout, and what this rank knows of each."""
-        now, found = time.monotonic(), {}
-        for peer in self.absent:
-            silence, rank = self.silence_behind(peer, now)
-            if rank == peer and silence > _MISSED_AFTER * self._timeout_seconds:
-                found[peer] = self.words_for_silent(peer, silence)
-        return found
-
     def late(self) -> dict[int, str]:
         """The ranks that this rank waits for, and what it knows of each.
 
@@ -404,7 +395,7 @@ class Operation:
         self.stats = ExchangeStats()
         self._busy = threading.Lock()
         self._changed = threading.Condition()
-        self._end_message: bytes | None = None  # until the caller has seen the end
+        self._end_message: EndMessage | None = None  # until the caller has seen the end
         self._has_begun = False
         self._until = math.inf
         self._last_beat = 0.0
@@ -460,8 +451,8 @@ class Operation:
             with self._changed:
                 self.n_exchanges += 1
                 self._last = exchange
-        except _Ended:
-            error = as_told_to(self.link.rank, self._end().error.to_error())
+        except _Ended as ended:
+            error = as_told_to(self.link.rank, ended.args[0].error.to_error())
             self._end_message = None
         except BaseException as interrupt:
             if self._exchange is not None:
@@ -497,8 +488,8 @@ class Operation:
             Stopped: let it leave the work. The exchange then raises the failure that was announced.
             ExchangeTimeout: the deadline has passed.
         """
-        if self._end_message is not None:
-            raise Stopped(self._end().error.to_error().message)
+        if (ended := self._end_message) is not None:
+            raise Stopped(ended.error.to_error().message)
         exchange = self._exchange
         if exchange is not None and exchange.failure is not None:
             raise Stopped(exchange.failure)
@@ -555,7 +546,7 @@ class Operation:
             with self._changed:
                 self._has_begun = self._end_message is None  # not before, or Ctrl-C would end what is not there
         if self._end_message is not None:
-            raise _Ended  # the operation ended for all ranks while this one was between two exchanges
+            raise _Ended(self._end_message)  # it ended while this rank was between two exchanges
         tree = Tree(self.link.rank, self.link.size, root)
         exchange = _Exchange(self.n_exchanges, self.what, tree, self.link, self.timeout_seconds)
         with self._changed:
@@ -648,7 +639,7 @@ class Operation:
                 self._changed.wait(max(0.001, min(patience.BEAT_SECONDS, until - now)))
         exchange.may_be_unread = True
         if exchange.tree.parent is None and exchange.lacking(children, Kind.HEARD) == children:
-            raise _Ended  # the others had given up on this rank before it sent the result
+            raise _Ended(self._end_message)  # the others had given up on this rank before it sent the result
 
     # Sending.
 
@@ -941,7 +932,7 @@ class Operation:
             _Ended: the operation has ended on all ranks.
         """
         if self._end_message is not None:
-            raise _Ended
+            raise _Ended(self._end_message)
         catching_up = exchange.catching_up_seconds()
         if catching_up:
             self._changed.wait(catching_up)
@@ -999,7 +990,7 @@ class Operation:
             self.link.break_up(self.link.generation, problem, self)
         self._end_message = None
 
-    def end(self, end_message: bytes) -> None:
+    def end(self, end_message: EndMessage) -> None:
         """The operation is over on all ranks; ``end_message`` says why. The link calls this."""
         with self._changed:
             self._end_message = end_message
@@ -1007,9 +998,6 @@ class Operation:
             if self._exchange is not None:
                 self._interrupt_work(self._exchange)
             self._changed.notify_all()
-
-    def _end(self) -> EndMessage:
-        return decode(self._end_message or b"", EndMessage)
 
     def _interrupt_work(self, exchange: _Exchange) -> None:
         if exchange.interrupt is not None and exchange.is_working:
@@ -1025,8 +1013,14 @@ class Operation:
 
     def missing(self) -> dict[int, str]:
         """The neighbours that this rank did not hear for most of the timeout, and what it knows of each."""
+        now, found = time.monotonic(), {}
         with self._changed:
-            return {} if self._exchange is None else self._exchange.missing()
+            if self._exchange is not None:
+                for peer in self._exchange.absent:
+                    silence, rank = self._exchange.silence_behind(peer, now)
+                    if rank == peer and silence > _MISSED_AFTER * self.timeout_seconds:
+                        found[peer] = self._exchange.words_for_silent(peer, silence)
+        return found
 
 
 _beating: set[Operation] = set()
