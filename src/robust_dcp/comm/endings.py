@@ -229,7 +229,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
     rank: int
     doing: str
-    inside: tuple[tuple[int, int], ...]
+    inside: tuple[OperationKey, ...]
     missing: dict[int, str]
     closed: dict[int, str] = {}
     apart: dict[int, str] = {}
@@ -239,13 +239,12 @@ class EndMessage(msgspec.Struct, array_like=True, frozen=True):
     """The end message: how operations ended out of step, the same for all ranks.
 
     Attributes:
-        operations: the operations that end, as ``OperationKey``. There are several if their ranks waited for each
-            other.
+        operations: the operations that end. There are several if their ranks waited for each other.
         error: the exception that all ranks in these operations raise.
         gone: ranks that closed their connections and did not answer the roll call.
     """
 
-    operations: tuple[tuple[int, int], ...]
+    operations: tuple[OperationKey, ...]
     error: ErrorMessage
     gone: tuple[int, ...] = ()
 
@@ -277,7 +276,7 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         for (own_rank, rank), detail in tried.items()
         if own_rank < rank and (rank, own_rank) in tried
     }
-    ending: set[tuple[int, int]] = {key}
+    ending: set[OperationKey] = {key}
     error: RobustCheckpointError
     if problem.cause is not None:
         failures = [failure_of(own.rank, problem.cause)]

@@ -336,14 +336,13 @@ class Link:
         An end message with several operations means that their ranks waited for each other. A rank that is not in one
         of these operations skips it, so that operations have the same numbers on all ranks afterwards.
         """
-        keys = [OperationKey(*key) for key in end_message.operations]
         with self._lock:
             self.gone.update(dict.fromkeys(end_message.gone, "and it does not answer"))
             self.generation += 1
-            ending = [self._operations.pop(key) for key in keys if key in self._operations]
-            for key in keys:
+            ending = [self._operations.pop(key) for key in end_message.operations if key in self._operations]
+            for key in end_message.operations:
                 if key.occurrence >= self._occurrences[key.operation]:
-                    if len(keys) > 1 and ending:
+                    if len(end_message.operations) > 1 and ending:
                         self._occurrences[key.operation] = key.occurrence + 1
                     else:
                         self._ended_before[key] = end_message
