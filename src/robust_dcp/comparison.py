@@ -61,15 +61,15 @@ class TensorDifference(msgspec.Struct, frozen=True):
 
 def compare_tensors(
     first: str, second: str, names: Sequence[str], *, progress: Callable[[int, int], object]
-) -> Iterator[tuple[str, TensorDifference]]:
+) -> dict[str, TensorDifference]:
     """Compare the tensors among the items ``names``, which have one dtype and shape in both checkpoints.
 
     Args:
         first, second: the checkpoints' directories.
         progress: called with the bytes of the first checkpoint that were compared so far, and those of all.
 
-    Yields:
-        The name and the difference of each tensor.
+    Returns:
+        The difference of each tensor, by its name.
 
     Raises:
         CorruptCheckpoint, StorageError: something cannot be read.
@@ -85,9 +85,7 @@ def compare_tensors(
             totals[piece.tensor.name] += _difference(one, other)
         done_nbytes += sum(piece.nbytes for piece in batch)
         progress(done_nbytes, total_nbytes)
-        for piece in batch:
-            if piece.is_last:
-                yield piece.tensor.name, totals.pop(piece.tensor.name)
+    return totals
 
 
 def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -100,8 +98,7 @@ def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[t
         CorruptCheckpoint, StorageError: something cannot be read.
     """
     sides = [PieceReader(path, buffer_nbytes=_MEMORY_NBYTES) for path in (first, second)]
-    for name in names:
-        one, other = (side.object_bytes(name) for side in sides)
+    for (name, one), (_, other) in zip(*(side.objects(names) for side in sides), strict=True):
         if one == other:
             continue
         try:
@@ -165,6 +162,9 @@ def _of_floats(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
         for each in (first, second)
     ]
     one, other = sides
+    if torch.equal(one, other):  # as most are in two checkpoints of a run, where scalars and biases are many
+        n_infinite = int(one.isinf().any(dim=1).sum())
+        return TensorDifference(first.numel(), infinite=(n_infinite, n_infinite))
     nan = [int(each.isnan().any(dim=1).sum()) for each in sides]
     infinite = [int(each.isinf().any(dim=1).sum()) for each in sides]
     apart = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)  # two infinities, for example

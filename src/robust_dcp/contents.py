@@ -12,8 +12,9 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -32,7 +33,7 @@ from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.options import ReadOptions
-from robust_dcp.storage.pieces import is_plain
+from robust_dcp.storage.pieces import in_batches, is_plain
 from robust_dcp.storage.reading.load import ItemReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.reads import PlannedItems
@@ -41,8 +42,13 @@ _NUMBER: Final = re.compile(r"([0-9]{1,18})")
 
 
 def fits(name: str, globs: Sequence[str]) -> bool:
-    """Whether one of the patterns fits a name."""
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+    """Whether one of the patterns fits a name, or is that name, which may hold brackets."""
+    return name in globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def fit_nothing(globs: Iterable[str], names: Collection[str]) -> list[str]:
+    """The patterns that fit none of the names: somebody has mistyped them."""
+    return [glob for glob in globs if not any(fits(name, (glob,)) for name in names)]
 
 
 class Chunk(NamedTuple):
@@ -444,15 +450,9 @@ class _Load(msgspec.Struct):
                 index = MetadataIndex(item.name, at, number)
                 wanted.append(_Wanted(file, start, stored_nbytes, index, kind, nbytes))
         wanted.sort(key=lambda each: (each.kind is None, each.file, each.start))
-        batch: list[_Wanted] = []
-        filled = 0
-        for each in wanted:
-            if batch and (filled + each.nbytes > _BATCH_NBYTES or (batch[-1].kind is None) != (each.kind is None)):
+        for _, alike in groupby(wanted, lambda each: each.kind is None):
+            for batch in in_batches(alike, _BATCH_NBYTES, lambda each: each.nbytes):
                 self.read(batch, metadata, self.contents.mark)
-                batch, filled = [], 0
-            batch.append(each)
-            filled += each.nbytes
-        self.read(batch, metadata, self.contents.mark)
 
     def read(self, batch: Sequence[_Wanted], metadata: Metadata, mark: str | None) -> None:
         """Read some chunks, all in columns or all as bytes. If that fails, each half by itself."""

@@ -34,6 +34,7 @@ def test_equal_checkpoints_of_ours_and_stock_are_equal(tmp_path: Path) -> None:
     dcp.save(state(), checkpoint_id=tmp_path / "stock", no_dist=True)
     code, found = diff(tmp_path / "ours", tmp_path / "stock", "--values")
     assert (code, found["are_equal"], found["compared"]) == (0, True, 5)
+    assert diff(tmp_path / "flat", tmp_path / "stock", "model.*", "modle.*")[0] == 2
     code, found = diff(tmp_path / "flat", tmp_path / "stock", "model.*", "--values")
     assert (code, found["compared"]) == (0, 2)
 

@@ -90,8 +90,7 @@ class TestATargetThatHoldsSomethingElse:
         for value in (2.0, 3.0):  # the second save into a directory gives names that no other has
             save(tmp_path / "again", value)
         copy_checkpoint(tmp_path / "again", tmp_path / "target")
-        assert loaded(tmp_path / "target") == 3.0
-        assert half - files_of(tmp_path / "target") == set()
+        assert loaded(tmp_path / "target") == 3.0 and half - files_of(tmp_path / "target") == set()
 
     def test_half_a_copy_of_files_with_the_same_names_is_refused_and_named(self, tmp_path: Path) -> None:
         for name in ("one", "two"):
@@ -130,8 +129,7 @@ def test_of_copies_to_one_place_at_the_same_time_one_is_found_whole(target: str,
 
     with ThreadPoolExecutor(len(names)) as threads:
         outcomes = list(threads.map(copy, names))
-    assert None in outcomes
-    assert loaded(place) in (1.0, 2.0)
+    assert None in outcomes and loaded(place) in (1.0, 2.0)
 
 
 def test_a_copy_does_not_remove_the_files_of_another_one_that_commits_at_the_same_moment(tmp_path: Path) -> None:

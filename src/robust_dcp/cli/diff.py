@@ -38,11 +38,13 @@ def run(options: Namespace) -> int:
     if options.tolerance and not options.values:
         raise CommandFailed("--tolerance says which values count as equal: compare them with --values")
     both, pattern = (open_checkpoint(options.first), open_checkpoint(options.second)), options.pattern
+    from robust_dcp.contents import fit_nothing
+
     for each in both:
         Output.note(summary(each))
     before, after = ({item.name: item for item in each.items_that_fit(pattern)} for each in both)
-    if pattern and not before and not after:
-        raise CommandFailed(f"no item of either checkpoint has such a name: {' '.join(pattern)}")
+    if mistyped := fit_nothing(pattern, before.keys() | after.keys()):
+        raise CommandFailed(f"no item of either checkpoint has such a name: {' '.join(mistyped)}")
     removed = [{"name": name, "is": item.words} for name, item in before.items() if name not in after]
     added = [{"name": name, "is": item.words} for name, item in after.items() if name not in before]
     common = [name for name in before if name in after and before[name].words == after[name].words]
@@ -89,7 +91,7 @@ def _different_values(
     from robust_dcp.comparison import compare_objects, compare_tensors
 
     with Output.progress("compare") as progress:
-        compared = dict(compare_tensors(first, second, names, progress=progress))
+        compared = compare_tensors(first, second, names, progress=progress)
     tensors = [
         {"name": name, **msgspec.structs.asdict(difference)}
         for name, difference in compared.items()

@@ -36,6 +36,8 @@ def declare(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Print what a checkpoint holds."""
     contents, pattern = open_checkpoint(options.path), options.pattern
+    from robust_dcp.contents import fit_nothing
+
     Output.note(summary(contents))
     items = contents.items_that_fit(pattern)
     if Output.as_json:
@@ -51,10 +53,10 @@ def run(options: Namespace) -> int:
         Output.table(columns, map(_row, items), right=("chunks", "size"))
     else:
         _show_tree(items, options.depth)
-    if pattern and not items:
-        Output.note(f"No item has such a name: {' '.join(pattern)}")
-        return FOUND
-    return 0
+    mistyped = fit_nothing(pattern, [item.name for item in items])
+    if mistyped:
+        Output.note(f"No item has such a name: {' '.join(mistyped)}")
+    return FOUND if mistyped else 0
 
 
 def _row(item: Item) -> tuple[Any, ...]:

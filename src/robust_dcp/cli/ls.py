@@ -25,7 +25,7 @@ from robust_dcp.cli.output import Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, parse_name, series_in
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import COPYING_PREFIX, METADATA_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
 
 _THREADS: Final = 8  # a network file system answers several at once
@@ -137,6 +137,8 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
         return f"committed, {saves_of_ours}".removesuffix(", ")
     if saves_of_ours or not names:
         return saves_of_ours or "empty"
+    if any(name.startswith(COPYING_PREFIX) for name in names):
+        return "copying or half a copy"
     return _UNKNOWN if is_recent() else "not committed"  # stock leaves no file that tells
 
 

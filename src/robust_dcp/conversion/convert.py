@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,10 +22,11 @@ import msgspec
 import torch
 
 from robust_dcp.api import save
-from robust_dcp.contents import fits
+from robust_dcp.contents import fit_nothing, fits
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
-from robust_dcp.errors import StorageError, UnsafeCheckpoint, entry_point
+from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
+from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, directory_path
@@ -48,6 +49,7 @@ _OF_A_MODEL: Final = (
 )
 """What lies beside the weights of a Hugging Face model, and is copied with ``config``."""
 
+_SHOWN: Final = 5
 _SMALL_NBYTES: Final = 1 << 20
 
 
@@ -73,20 +75,30 @@ class Rules(msgspec.Struct, frozen=True):
             if left.count("*") < right.count("*"):
                 raise ValueError(f"--rename {left}={right}: the right side has more * than the left side")
 
-    def names(self, names: Iterable[str]) -> dict[str, str]:
+    def names(self, names: Collection[str]) -> dict[str, str]:
         """The old names by the new ones, in the order of ``names``.
 
         Raises:
-            ValueError: two items would get one name.
+            ValueError: two items would get one name, or a pattern fits no item.
         """
         found: dict[str, str] = {}
-        for name in names:
-            if (self.select and not fits(name, self.select)) or fits(name, self.exclude):
-                continue
+        selected = [name for name in names if not self.select or fits(name, self.select)]
+        taken = [name for name in selected if not fits(name, self.exclude)]
+        for name in taken:
             new = self.renamed(name)
             if new in found:
                 raise ValueError(f"{found[new]!r} and {name!r} would both be called {new!r}; change --rename")
             found[new] = name
+        lefts = [left for left, _ in self.rename if not any(map(_pattern(left).fullmatch, taken))]
+        for option, mistyped, among in (
+            ("--select", fit_nothing(self.select, names), names),
+            ("--exclude", fit_nothing(self.exclude, names), names),
+            ("--rename", lefts, taken),
+            ("--dtype", fit_nothing([glob for glob, _ in self.dtypes], found), found),
+        ):
+            if mistyped and among:
+                shown = listed(map(repr, among), _SHOWN)
+                raise ValueError(f"{option}: no item has a name that {mistyped[0]!r} fits; the names are {shown}")
         return found
 
     def renamed(self, name: str) -> str:
@@ -189,7 +201,7 @@ def convert(
                 shutil.copy(each, made)
         else:
             paths = {new: plan.path_of(new, flat=flat and form == "torch") for new in plan.names}
-            state_dict = _nested(paths, lambda name: plan.value(name, os.path.dirname(made)))
+            state_dict = _nested(paths, lambda: plan.values(os.path.dirname(made)))
             if form == "dcp":
                 options: Any = {"layout": layout, "files_per_rank": 1, "report": False}
                 writer = RobustWriter(made, **options, buffer_bytes=max(buffer_nbytes // 2, 1 << 20), disk=disk)
@@ -261,27 +273,20 @@ class _Plan:
         self._done_nbytes += sum(piece.nbytes for piece in pieces)
         return [value.to(piece.tensor.dtype).contiguous() for value, piece in zip(values, pieces, strict=True)]
 
-    def value(self, name: str, directory: str) -> Any:
-        """An item as a whole value, which takes little memory: a large tensor that is not mapped already is read piece
+    def values(self, directory: str) -> dict[str, Any]:
+        """All items as whole values, which take little memory: a large tensor that is not mapped already is read piece
         by piece into a file in ``directory`` that nobody else sees, and is mapped."""
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            try:
-                return self.source.load(self.names[name])
-            except UnsafeCheckpoint as error:
-                error.message = f"{error.message}. Or leave it out: --exclude {self.names[name]!r}"
-                raise
-        mapped = self.source.mapped.get(self.names[name])
-        if mapped is not None and mapped.dtype == tensor.dtype:
-            return mapped
-        value = _empty(tensor, directory)
-        for batch in batches_of([tensor], self._piece_nbytes):
+        mapped = {new: self.source.mapped.get(self.names[new]) for new in self.tensors}
+        unread = [each for new, each in self.tensors.items() if getattr(mapped[new], "dtype", None) != each.dtype]
+        values: dict[str, Any] = mapped | {each.name: _empty(each, directory) for each in unread}
+        for batch in batches_of(unread, self._piece_nbytes):
             for piece, data in zip(batch, self.read(batch), strict=True):
-                box_of(value, piece).copy_(data)
-        return value
+                box_of(values[piece.tensor.name], piece).copy_(data)
+        objects = self.source.load([self.names[new] for new in self.objects])
+        return values | dict(zip(self.objects, objects, strict=True))
 
 
-def _nested(paths: Mapping[str, Path], value_of: Callable[[str], Any]) -> dict[str, Any]:
+def _nested(paths: Mapping[str, Path], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """The state dict with items at these paths. A dict by places is a list, unless a place is empty.
 
     Raises:
@@ -296,9 +301,11 @@ def _nested(paths: Mapping[str, Path], value_of: Callable[[str], Any]) -> dict[s
             raise ValueError(f"{name!r} stands where another item does, at {'.'.join(map(str, path))}; pass --flat")
         inside[path[-1]] = name
 
+    values_of = read()
+
     def filled(node: Any) -> Any:
         if isinstance(node, str):
-            return value_of(node)
+            return values_of[node]
         values = {key: filled(each) for key, each in node.items()}
         is_list = all(type(key) is int for key in values) and sorted(values) == list(range(len(values)))
         return [values[place] for place in range(len(values))] if is_list else values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -29,23 +29,17 @@ class Source(msgspec.Struct, frozen=True):
         tensors: by name, in order.
         objects: the names of other items.
         paths: the keys of items in the nested state dict, where they are known.
-        load: an object, by its name.
-        reader: reads pieces of tensors; ``None`` for a file of ``torch.save``.
+        load: gives objects by their names, in their order.
+        read: gives the data of pieces of tensors.
         mapped: the tensors that lie in a mapped file, so that they take no memory before they are used.
     """
 
     tensors: dict[str, NamedTensor]
     objects: tuple[str, ...]
     paths: dict[str, Path]
-    load: Callable[[str], Any]
-    reader: PieceReader | None
+    load: Callable[[Sequence[str]], Iterator[Any]]
+    read: Callable[[Sequence[Piece]], list[torch.Tensor]]
     mapped: dict[str, torch.Tensor]
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The data of pieces of tensors."""
-        if self.reader is not None:
-            return self.reader.read(pieces)
-        return [box_of(self.mapped[piece.tensor.name], piece) for piece in pieces]
 
 
 def box_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -68,12 +62,22 @@ def _checkpoint(path: str, buffer_nbytes: int) -> Source:
     reader = PieceReader(path, buffer_nbytes=buffer_nbytes)
     entries: dict[str, Any] = reader.metadata.state_dict_metadata
     paths = reader.metadata.planner_data or {}  # a dict, or an index, which looks paths up one by one
+
+    def load(names: Sequence[str]) -> Iterator[Any]:
+        for name, data in reader.objects(names):
+            try:
+                value = load_object(data, file=path, item=name)
+            except UnsafeCheckpoint as error:
+                error.message = f"{error.message}. Or leave it out: --exclude {name!r}"
+                raise
+            yield value
+
     return Source(
         tensors=reader.tensors,
         objects=tuple(name for name in entries if name not in reader.tensors),
         paths={name: paths[name] for name in entries if name in paths},
-        load=lambda name: load_object(reader.object_bytes(name), file=path, item=name),
-        reader=reader,
+        load=load,
+        read=reader.read,
         mapped={},
     )
 
@@ -94,8 +98,8 @@ def _file_of_torch_save(path: str) -> Source:
         tensors={name: NamedTensor(name, value.dtype, tuple(value.shape)) for name, value in mapped.items()},
         objects=tuple(name for name in values if name not in mapped),
         paths=dict(paths),
-        load=values.__getitem__,
-        reader=None,
+        load=lambda names: map(values.__getitem__, names),
+        read=lambda pieces: [box_of(mapped[piece.tensor.name], piece) for piece in pieces],
         mapped=mapped,
     )
 

@@ -38,6 +38,7 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
+    COPYING_PREFIX,
     METADATA_NAME,
     REMOVING_PREFIX,
     SAVING_PREFIX,
@@ -60,10 +61,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_CLAIM_PREFIX: Final = ".robust_dcp.copying."
-"""16 hexadecimal digits that tell the checkpoint from others follow. The file says that its copy is not over."""
-
-_NOT_COPIED: Final = (SAVING_PREFIX, _CLAIM_PREFIX, REMOVING_PREFIX, DRAIN_RECORD_NAME)
+_NOT_COPIED: Final = (SAVING_PREFIX, COPYING_PREFIX, REMOVING_PREFIX, DRAIN_RECORD_NAME)
 _CLAIM_TRIES: Final = 5
 _SHOWN: Final = 5
 
@@ -190,7 +188,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def _is_claim(name: str) -> bool:
-    return name.startswith(_CLAIM_PREFIX)
+    return name.startswith(COPYING_PREFIX)
 
 
 def _has_mark(name: str) -> bool:
@@ -328,7 +326,7 @@ class Copy:
         Returns:
             What is there.
         """
-        target, manifest, claim = self._target, self.manifest, _CLAIM_PREFIX + self.manifest.digest
+        target, manifest, claim = self._target, self.manifest, COPYING_PREFIX + self.manifest.digest
         others: list[str] = []
         for n_tries in range(_CLAIM_TRIES):
             there = target.files()
@@ -356,7 +354,7 @@ class Copy:
 
     def _claims_of_others(self, there: Collection[str]) -> list[str]:
         """The claims of copies that may still run. Those of what this checkpoint replaces are over."""
-        over = {_CLAIM_PREFIX + digest for digest in (self.manifest.digest, *self.record.replaces)}
+        over = {COPYING_PREFIX + digest for digest in (self.manifest.digest, *self.record.replaces)}
         return [name for name in there if _is_claim(name) and name not in over]
 
     def _metadata_at_target(self, there: Collection[str]) -> bytes | None:
@@ -367,7 +365,7 @@ class Copy:
         """
         data = self._target.read(METADATA_NAME) if METADATA_NAME in there else None
         # A store that writes bit by bit holds a part of it if this copy was killed meanwhile.
-        has_begun = _CLAIM_PREFIX + self.manifest.digest in there
+        has_begun = COPYING_PREFIX + self.manifest.digest in there
         is_ours = data == self.manifest.metadata or (has_begun and self.manifest.metadata.startswith(data or b""))
         if data is not None and not is_ours and digest_of(len(data), data) not in self.record.replaces:
             raise self._refused(

@@ -442,7 +442,7 @@ def _read_common(directory: str) -> _Opened:
     reader = PieceReader(directory, buffer_nbytes=_BUFFER_NBYTES)
     if key not in reader.metadata.state_dict_metadata:
         raise CheckpointingException(f"Common file {path} does not exist")
-    return _Opened("torch_dist", reader.object_bytes(key), is_file=False)
+    return _Opened("torch_dist", dict(reader.objects([key]))[key], is_file=False)
 
 
 def _decoded(opened: _Opened, directory: str) -> Any:

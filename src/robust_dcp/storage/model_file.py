@@ -24,7 +24,7 @@ from robust_dcp.storage.layouts.safetensors import (
     entry_nbytes,
     head_nbytes_for,
 )
-from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
+from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, in_batches, read_ahead
 from robust_dcp.storage.records.checksum import merged, sums_of
 from robust_dcp.storage.records.record import bytes_of
 
@@ -45,14 +45,7 @@ def in_shards(tensors: Sequence[NamedTensor], max_nbytes: int) -> dict[str, list
 
     Each file has at least one tensor, and there is at least one file.
     """
-    shards: list[list[NamedTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if shards[-1] and filled + tensor.nbytes > max_nbytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.nbytes
+    shards = [*in_batches(tensors, max_nbytes, lambda tensor: tensor.nbytes)] or [[]]
     return {
         f"model-{number:05d}-of-{len(shards):05d}{SAFETENSORS_SUFFIX}": shard for number, shard in enumerate(shards, 1)
     }

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain, pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -23,6 +24,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.reader import RobustReader
+
+T = TypeVar("T")
 
 
 class NamedTensor(NamedTuple):
@@ -43,36 +46,41 @@ class Piece(NamedTuple):
 
     Attributes:
         number: the number of the tensor among those that were cut.
-        is_last: whether no piece of the tensor follows.
     """
 
     number: int
     tensor: NamedTensor
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    is_last: bool
 
     @property
     def nbytes(self) -> int:
         return prod(self.lengths) * self.tensor.dtype.itemsize
 
 
-def batches_of(tensors: Iterable[NamedTensor], nbytes: int) -> Iterator[list[Piece]]:
-    """All pieces of some tensors, in order, as many at a time as fit into ``nbytes``."""
-    batch: list[Piece] = []
+def in_batches(values: Iterable[T], most_nbytes: int, nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """The values in order, as many at a time as fit into ``most_nbytes``, and at least one."""
+    batch: list[T] = []
     filled = 0
-    for number, tensor in enumerate(tensors):
-        left = prod(tensor.shape)
-        for offsets, lengths in boxes_of(tensor.shape, max(nbytes // tensor.dtype.itemsize, 1)):
-            left -= prod(lengths)
-            piece = Piece(number, tensor, offsets, lengths, left == 0)
-            if batch and filled + piece.nbytes > nbytes:
-                yield batch
-                batch, filled = [], 0
-            batch.append(piece)
-            filled += piece.nbytes
+    for each in values:
+        nbytes = nbytes_of(each)
+        if batch and filled + nbytes > most_nbytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(each)
+        filled += nbytes
     if batch:
         yield batch
+
+
+def batches_of(tensors: Iterable[NamedTensor], nbytes: int) -> Iterator[list[Piece]]:
+    """All pieces of some tensors, in order, as many at a time as fit into ``nbytes``."""
+    pieces = (
+        Piece(number, tensor, *box)
+        for number, tensor in enumerate(tensors)
+        for box in boxes_of(tensor.shape, max(nbytes // tensor.dtype.itemsize, 1))
+    )
+    return in_batches(pieces, nbytes, lambda piece: piece.nbytes)
 
 
 def read_ahead(
@@ -84,14 +92,9 @@ def read_ahead(
         read: gives the data of pieces. What it raises is passed on.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="robust_dcp-ahead") as thread:
-        before: tuple[list[Piece], Future[list[torch.Tensor]]] | None = None
-        for batch in batches:
-            current = batch, thread.submit(read, batch)
-            if before is not None:
-                yield before[0], before[1].result()
-            before = current
-        if before is not None:
-            yield before[0], before[1].result()
+        reads: Iterator[Any] = ((batch, thread.submit(read, batch)) for batch in batches)
+        for (batch, values), _ in pairwise(chain(reads, [None])):
+            yield batch, values.result()
 
 
 def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -136,6 +139,7 @@ class PieceReader:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, buffer_nbytes: int, disk: Disk | None = None) -> None:
+        self._buffer_nbytes = buffer_nbytes
         self._reader = RobustReader(path, buffer_bytes=buffer_nbytes, disk=disk)
         self.metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
@@ -152,8 +156,9 @@ class PieceReader:
             if isinstance(entry, TensorStorageMetadata) and is_plain(entry.properties)
         }
 
-    def read_into(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> None:
-        """Read each piece into a tensor of its dtype and shape."""
+    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """New tensors with the data of these pieces."""
+        targets = [torch.empty(piece.lengths, dtype=piece.tensor.dtype) for piece in pieces]
         items: list[ReadItem] = []
         for number, piece in enumerate(pieces):
             entry = self.metadata.state_dict_metadata[piece.tensor.name]
@@ -165,28 +170,25 @@ class PieceReader:
                 for item in create_read_items_for_chunk_list(piece.tensor.name, entry, [chunk])
             ]
         self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """New tensors with the data of these pieces."""
-        targets = [torch.empty(piece.lengths, dtype=piece.tensor.dtype) for piece in pieces]
-        self.read_into(pieces, targets)
         return targets
 
-    def object_bytes(self, name: str) -> bytes:
-        """The bytes of an object, or of a tensor that is one record, as ``torch.save`` wrote them."""
-        entry, nothing = self.metadata.state_dict_metadata[name], torch.Size((0,))
-        offsets = torch.Size([0] * len(entry.size)) if isinstance(entry, TensorStorageMetadata) else None
-        index = MetadataIndex(name, offsets)
-        planner = _Into(())
-        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        untrusted = self._reader.options
-        # Only the bytes are handed over. Whoever loads them decides how.
-        self._reader.options = replace(untrusted, trusted=True)
-        try:
-            self._reader.read_data(LoadPlan([item]), planner).wait()
-        finally:
-            self._reader.options = untrusted
-        return planner.objects[name]
+    def objects(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """The names of objects, or of tensors that are one record, with their bytes as ``torch.save`` wrote them."""
+        stored, untrusted, nothing = self.metadata.storage_data or {}, self._reader.options, torch.Size((0,))
+        at: list[MetadataIndex] = []
+        for name in names:
+            shape = getattr(self.metadata.state_dict_metadata[name], "size", None)
+            at.append(MetadataIndex(name, None if shape is None else torch.Size([0] * len(shape))))
+        for batch in in_batches(at, self._buffer_nbytes, lambda each: stored[each].length if each in stored else 0):
+            items = [ReadItem(LoadItemType.BYTE_IO, each, nothing, each, nothing, nothing) for each in batch]
+            planner = _Into(())
+            # Only the bytes are handed over. Whoever loads them decides how.
+            self._reader.options = replace(untrusted, trusted=True)
+            try:
+                self._reader.read_data(LoadPlan(items), planner).wait()
+            finally:
+                self._reader.options = untrusted
+            yield from ((each.fqn, planner.objects[each.fqn]) for each in batch)
 
 
 class _Into(DefaultLoadPlanner):

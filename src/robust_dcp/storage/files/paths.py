@@ -31,6 +31,9 @@ SAVING_PREFIX: Final = ".robust_dcp.saving."
 REMOVING_PREFIX: Final = ".robust_dcp.removing."
 """A checkpoint that is being removed has this before its name, so that nobody takes it for one."""
 
+COPYING_PREFIX: Final = ".robust_dcp.copying."
+"""16 hexadecimal digits that tell a checkpoint from others follow. The file says that its copy to here is not over."""
+
 _MARK: Final = r"(?:\.(?P<mark>[0-9a-f]{16}))?"
 
 # DCP's names are __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that, and we add a mark.

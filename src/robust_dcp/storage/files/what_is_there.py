@@ -38,7 +38,7 @@ def what_is_there(disk: Disk, path: str) -> str:
             if metadata_name(0) in names:
                 return "each rank has saved for itself: torch.distributed.checkpoint.load reads what such ranks saved"
             if any(map(is_data_file, names)):
-                return "there are data files, so a save was not finished, or its .metadata is lost"
+                return "there are data files, so a save or a copy was cut off, or .metadata is lost; start a copy again"
             return f"the directory is there, {_contents_of(disk, path, names)}"
         if is_url(path):  # whoever may read a checkpoint may not always look at what lies above it
             return "there is nothing whose name begins with that"
