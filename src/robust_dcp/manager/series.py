@@ -331,9 +331,11 @@ class Series:
     def latest_of(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
         """The one that is named as the latest; the one with the highest step if none is named, or it is gone.
 
-        One of ours with a higher step that was committed after the name was written is later: its save was killed
-        before it moved the name. Megatron's tracker comes first: each of our saves moves it too, and a job may have
-        gone on without us.
+        If a save was killed right after its commit, its checkpoint is later than the named one: it is ours, has no
+        record, and was committed after the name was written. Nothing else is taken for it, since a job may have gone
+        back, and a copy of the root may have other times.
+
+        Megatron's tracker comes first: each of our saves moves it too, and a job may have gone on without us.
 
         Args:
             checkpoints: those of the series, by step.
@@ -341,13 +343,16 @@ class Series:
         Raises:
             StorageError: the file that names it is there and cannot be read, or one that may be later.
         """
-        for file in filter(None, (self.tracker_name, self.latest_name)):
-            name = self._text(file)
-            written = math.inf if name is None else self.disk.modified_seconds(os.path.join(self.root, file))
+        iteration = self._text(self.tracker_name) if self.tracker_name else None
+        named = [each for each in checkpoints if str(each.step) == iteration]
+        name = None if named else self._text(self.latest_name)
+        if name is not None:
+            written = self.disk.modified_seconds(os.path.join(self.root, self.latest_name))
             for each in reversed(checkpoints):
-                if name in (each.name, str(each.step)) or (each.saved_seconds > written and self.is_ours(each.path)):
+                is_noted = each.saved_seconds <= written or self.disk.exists(os.path.join(each.path, RECORD_NAME))
+                if each.name == name or (not is_noted and self.is_ours(each.path)):
                     return each
-        return next(reversed(checkpoints), None)
+        return next(iter([*named, *checkpoints[-1:]]), None)
 
     def move_latest(self, path: str) -> None:
         """Name another checkpoint, durably. In Megatron's series its tracker is kept up too, where there is one.
