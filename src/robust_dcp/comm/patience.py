@@ -6,7 +6,7 @@ Write ``patience.BEAT_SECONDS`` in other modules, so that a test can set a short
 from __future__ import annotations
 
 TICK_SECONDS = 0.1
-"""How often the clock thread looks whether there is something to do."""
+"""How often the thread that sends beats looks whether there is something to do."""
 
 BEAT_SECONDS = 1.0
 """How often a rank that works or waits sends a beat."""
