@@ -46,7 +46,7 @@ _PROGRESS_SECONDS: Final = 0.1
 """The least time between two messages about the progress of a job."""
 
 _SEND_SECONDS: Final = 120
-"""How long a writer process may take to accept the job that it has asked for."""
+"""How long a writer process may take to start, and to accept the job that it has asked for."""
 
 _END_SECONDS: Final = 10.0
 """How long a writer process may take to end. It may be waiting for a disk that hangs."""
@@ -110,10 +110,6 @@ class WriterProcess:
                 self._connection.close()
                 raise
 
-    @property
-    def is_alive(self) -> bool:
-        return not self._connection.closed and self.process.poll() is None
-
     def write(
         self, job: _Job, fd: int, note_progress: Callable[[int, int], None], look: Callable[[], None]
     ) -> WrittenFiles:
@@ -127,18 +123,22 @@ class WriterProcess:
         Raises:
             RobustCheckpointError: the process could not write, or has ended during the job.
         """
+        starts_until_seconds = time.monotonic() + _SEND_SECONDS
         try:
             message: tuple[int, int] | WrittenFiles | RobustCheckpointError | None = None
             while message is None or isinstance(message, tuple):
                 if self._connection.poll(_LOOK_SECONDS):
                     message = self._connection.recv()
                     if message is None:  # it asks for a job: a new one has imported torch
+                        starts_until_seconds = 0.0
                         self._connection.send_bytes(pickle.dumps(job))
                         send_handle(self._connection, fd, self.process.pid)
                     elif isinstance(message, tuple):
                         note_progress(*message)
-                elif not self.is_alive:
+                elif self.process.poll() is not None:
                     raise EOFError
+                elif time.monotonic() < starts_until_seconds:
+                    note_progress(0, job.memory_nbytes)  # it gets on, and may need longer than the timeout
                 look()
         except (EOFError, OSError) as error:
             raise RobustCheckpointError(
@@ -176,7 +176,7 @@ _LOCK: Final = threading.Lock()
 def living_writer() -> WriterProcess:
     """The writer process. It is started if there is none."""
     with _LOCK:
-        if not _WRITER or not (_WRITER[0].job.locked() or _WRITER[0].is_alive):
+        if not _WRITER or not (_WRITER[0].job.locked() or _WRITER[0].process.poll() is None):
             _WRITER[:] = [WriterProcess()]
         return _WRITER[0]
 
@@ -276,9 +276,8 @@ def _do(connection: Connection, job: _Job, fd: int) -> WrittenFiles | RobustChec
 
     def tell(done_nbytes: int, total_nbytes: int) -> None:  # several threads call it
         with lock:
-            now = time.monotonic()
-            if now - told_at_seconds[0] >= _PROGRESS_SECONDS:
-                told_at_seconds[0] = now
+            if time.monotonic() - told_at_seconds[0] >= _PROGRESS_SECONDS:
+                told_at_seconds[0] = time.monotonic()
                 connection.send((done_nbytes, total_nbytes))
 
     try:
