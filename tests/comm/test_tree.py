@@ -24,9 +24,8 @@ def test_all_ranks_hang_on_the_root_and_those_below_a_rank_follow_it_child_by_ch
             depth, at = depth + 1, trees[at.parent]
         assert at.rank == root
         assert depth <= size.bit_length()
-        below = [place for child in tree.children for place in tree.places_below(child)]
-        assert list(tree.below) == [tree.below.start, *below]
-        assert tree.ranks_by_place[tree.below.start] == rank
+        assert tree.below == [rank, *(below for child in tree.children for below in tree.ranks_below(child))]
+    assert sorted(trees[root].below) == list(range(size))
 
 
 offers = st.builds(

@@ -208,8 +208,7 @@ class Channel:
             return Bundle.of(message_type, others).encode()
 
         def share(payload: Payload, child: int) -> Payload:
-            below = tree.places_below(child)
-            return Bundle.decode(payload).of_ranks({*tree.ranks_by_place[below.start : below.stop]}).encode()
+            return Bundle.decode(payload).of_ranks({*tree.ranks_below(child)}).encode()
 
         def take(payload: Payload) -> M | None:
             return Bundle.decode(payload, message_type).of_ranks([self.rank]).open(message_type).get(self.rank)

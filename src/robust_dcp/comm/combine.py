@@ -135,7 +135,7 @@ def combined_signature(signatures: Sequence[bytes], root: int = 0) -> bytes:
     It is a Merkle hash. For a rank with children in the tree it is BLAKE2b over its own signature and their hashes.
     """
     hashes = list(signatures)
-    for rank in reversed(Tree(root, len(hashes), root).ranks_by_place):
+    for rank in reversed(Tree(root, len(hashes), root).below):
         children = Tree(rank, len(hashes), root).children
         hashes[rank] = _combined([hashes[rank], *[hashes[child] for child in children]])
     return hashes[root]

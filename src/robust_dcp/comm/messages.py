@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 from isal import isal_zlib
 
-from robust_dcp.errors import ExchangeError
+from robust_dcp.errors import ExchangeError, ranks_in_words
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -207,8 +207,8 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
         ranks, n_values = list(bundle.messages), len(bundle.values)
         if bundle.fields != names:
             raise ExchangeError(
-                f"the messages of {_some(ranks)} have the fields {list(bundle.fields)}, not {list(names)}: the ranks "
-                "run different versions of the package, or are in different operations",
+                f"the messages of {ranks_in_words(ranks)} have the fields {list(bundle.fields)}, not {list(names)}: "
+                "the ranks run different versions of the package, or are in different operations",
                 ranks=ranks,
             )
         for rank, row in bundle.messages.items():
@@ -216,7 +216,7 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
                 has_parts or len(parts) == 1 for (_, _, has_parts), parts in zip(fields, row, strict=True)
             )
             if not fits or not all(0 <= place < n_values for place in chain.from_iterable(row)):
-                raise ExchangeError(f"the bundle of {_some(ranks)} is malformed at rank {rank}", ranks=ranks)
+                raise ExchangeError(f"the bundle of {ranks_in_words(ranks)} is malformed at rank {rank}", ranks=ranks)
         return bundle
 
     def open(self, message_type: type[M], *, max_nbytes: int = MAX_MESSAGE_NBYTES) -> dict[int, M]:
@@ -258,9 +258,4 @@ def _fields_of(message_type: type[msgspec.Struct]) -> list[tuple[str, Any, bool]
 
 
 def _wrong_type_error(ranks: list[int], message_type: type[msgspec.Struct], detail: str) -> ExchangeError:
-    return ExchangeError(f"what {_some(ranks)} sent is no {message_type.__name__}: {detail}", ranks=ranks)
-
-
-def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return ExchangeError(f"what {ranks_in_words(ranks)} sent is no {message_type.__name__}: {detail}", ranks=ranks)

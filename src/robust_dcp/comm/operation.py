@@ -286,7 +286,7 @@ class _Exchange:
         for peer in absent:
             if peer != receiver:
                 silence, rank = self.silence_behind(peer, now)
-                beat = self._beats.get(peer) or Beat(n_at_work=len(self.tree.places_below(peer)))
+                beat = self._beats.get(peer) or Beat(n_at_work=len(self.tree.ranks_below(peer)))
                 beats.append(beat._replace(silent_rank=rank, silent_seconds=silence))
         silent = max(beats, key=attrgetter("silent_seconds"), default=Beat())
         slow = min((beat for beat in beats if beat.slow_rank >= 0), key=attrgetter("part_done"), default=silent)

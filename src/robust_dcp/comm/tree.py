@@ -14,30 +14,28 @@ class Tree:
 
     >>> tree = Tree(rank=4, size=8)
     >>> tree.parent, tree.children, tree.below
-    (0, (5, 6), range(4, 8))
+    (0, (5, 6), [4, 5, 6, 7])
 
     Attributes:
         parent: the parent of this rank; ``None`` for the root.
         children: in the order of places. The ranks below the first come before those below the second.
         neighbours: the ranks that this one talks to.
-        below: the places of this rank and of all ranks below it. A place is the distance from the root, counted
-            upwards. After the last rank it goes on at rank 0.
     """
 
     def __init__(self, rank: int, size: int, root: int = 0) -> None:
         self.rank, self.size, self.root = rank, size, root
         place = (rank - root) % size
-        self.below = range(place, min(place + (place & -place or size), size))
+        self._places = range(place, min(place + (place & -place or size), size))
         self.parent = ((place & (place - 1)) + root) % size if place else None
-        steps = range((len(self.below) - 1).bit_length())
+        steps = range((len(self._places) - 1).bit_length())
         self.children = tuple([(place + (1 << step) + root) % size for step in steps])
         self.neighbours = self.children if self.parent is None else (self.parent, *self.children)
 
-    def places_below(self, child: int) -> range:
-        """The places of ``child`` and of all ranks below it."""
-        return Tree(child, self.size, self.root).below
-
     @property
-    def ranks_by_place(self) -> list[int]:
-        """All ranks of the group by their distance from the root."""
-        return [*range(self.root, self.size), *range(self.root)]
+    def below(self) -> list[int]:
+        """This rank and all ranks below it, by their distance from the root."""
+        return [(place + self.root) % self.size for place in self._places]
+
+    def ranks_below(self, child: int) -> list[int]:
+        """``child`` and all ranks below it."""
+        return Tree(child, self.size, self.root).below
