@@ -252,10 +252,24 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+_MASKS = threading.local()
+
+
+def _hold_sigterm() -> None:
+    """Python drops a signal that reaches a child right after the fork, if there is a handler for it. Nobody would end
+    that child: ``multiprocessing.Pool`` waits for it for ever."""
+    _MASKS.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _take_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _MASKS.before)
+
+
 def _forget_all() -> None:
     """A forked child has none of the threads."""
     _QUEUES.clear()
     _ENDS_AT.clear()
+    _take_sigterm()
 
 
 # What is registered later runs before: the writer processes have ended then.
@@ -263,4 +277,4 @@ atexit.register(_end_with_unreported)
 # A running save may still need to start threads, so this must run before concurrent.futures shuts down. `atexit` would
 # run after it, and there is no public way to run before it. Functions that are registered later run earlier.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(before=_hold_sigterm, after_in_parent=_take_sigterm, after_in_child=_forget_all)

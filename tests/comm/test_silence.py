@@ -15,7 +15,7 @@ from robust_dcp.comm import Channel, Offer, patience
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeTimeout
-from tests.harness.network import SimulatedNetwork, quick, run_threads
+from tests.harness.network import Fault, FaultKind, SimulatedNetwork, quick, run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -62,16 +62,18 @@ def test_an_exception_in_the_thread_of_the_beats_ends_no_beats() -> None:
     assert handler.n_raised > 0
 
 
-def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named() -> None:
+@pytest.mark.parametrize("kind", ["works without end", "freezes before it answers"])
+def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named(kind: str) -> None:
+    frozen = [Fault(FaultKind.FREEZE_RECEIVER, 4, 5, 1, seconds=6.0)] if kind.startswith("freezes") else []
+
     def save(link: Link) -> Any:
-        channel = channel_of(link)
-        channel.barrier("plan")
-        began = time.monotonic()
-        with pytest.raises(ExchangeTimeout) as caught:
+        channel, began = channel_of(link), time.monotonic()
+        with pytest.raises(ExchangeTimeout) as caught:  # noqa: PT012
+            channel.barrier("plan")
             channel.barrier("write", lambda: works_for(channel, 20, says_so=False) if link.rank == 5 else None)
         return caught.value.missing_ranks, "barrier 'write'" in str(caught.value), time.monotonic() - began
 
-    for missing, says_where, seconds in run_threads(SimulatedNetwork(9), save):
+    for missing, says_where, seconds in run_threads(SimulatedNetwork(9, frozen), save):
         assert missing == [5]
         assert says_where
         assert 1 < seconds < 18

@@ -643,7 +643,7 @@ class TestRemovals:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         save_steps(CheckpointManager(tmp_path), 20)
-        other, call = CheckpointManager(tmp_path, keep_last=1), "rename:step_10/.robust_dcp.step.json"
+        other, call = CheckpointManager(tmp_path, keep_last=1), "rename:latest"
         with FaultDisk(tmp_path, on={call: lambda rename: other.prune() and None}):
             save_steps(CheckpointManager(tmp_path), 10)
         assert "step_10 was removed right after its commit" in caplog.text
@@ -831,6 +831,10 @@ def test_ranks_that_ask_for_different_steps_are_told(tmp_path: Path) -> None:
 def use_workers(root: str) -> list[int]:
     """Workers of a DataLoader are forked, and ended by SIGTERM."""
     CheckpointManager(root).should_save(0)
+    for _ in range(20):
+        child = os.fork() or os._exit(time.sleep(60) or 0)  # type: ignore[func-returns-value]
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM, "a signal that comes right after the fork is lost"
     loader = DataLoader(list(range(8)), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
     found = [int(each) for each in loader]
     iterator = loader._iterator

@@ -612,8 +612,9 @@ class Operation:
         self, exchange: _Exchange, work: Work, has_failed: bool, agreement: Agreement, payload: Payload
     ) -> None:
         """Send the result to the children, and wait until they have heard it. Once another rank has heard it the result
-        stands. If the operation ends now, because a child is lost for example, that is a matter of the next
-        exchange."""
+        stands. If the operation ends now, because a child is lost for example, that is a matter of the next exchange.
+
+        It waits for half the timeout: others are in the next exchange, and hear nothing of this rank meanwhile."""
         children = exchange.tree.children
         for child in reversed(children):
             share = payload if has_failed or not payload or work.share is None else work.share(payload, child)
@@ -631,7 +632,7 @@ class Operation:
                 exchange.absent = tuple(
                     peer
                     for peer in exchange.lacking(children, Kind.HEARD)
-                    if peer not in gone and exchange.silence_of(peer, now) < self.timeout_seconds
+                    if peer not in gone and exchange.silence_of(peer, now) < self.timeout_seconds / 2
                 )
                 if not exchange.absent or now > until:
                     exchange.may_be_unread |= bool(exchange.lacking(children, Kind.HEARD))

@@ -300,14 +300,14 @@ class CheckpointManager:
         record = msgspec.json.encode(Checkpoint(operator.index(step), metrics=_noted(metrics or {})))
 
         def note() -> None:
+            if os.path.exists(path):
+                self._series.move_latest(path)  # first: what has a record counts as named
             try:
                 self._disk.replace_file(os.path.join(path, RECORD_NAME), record)
             except StorageError as error:
                 if error.errno != errno.ENOENT or os.path.exists(path):
                     raise
                 logger.warning("%s was removed right after its commit, by another manager of %s", path, self.root)
-            else:
-                self._series.move_latest(path)
 
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
         if self._drain_to is not None:
