@@ -178,13 +178,17 @@ class _Exchange:
         heard: the neighbours from which something has come, each with the time of the latest (``time.monotonic()``).
         absent: the neighbours that this rank waits for.
         waiting_since: silence before this time does not count.
+        unanswered: the children that had not answered in the exchange before, each with how long it was silent then.
         stood_still_seconds: for how long this process stood still in this exchange.
         began_seconds, moved_seconds: when this rank's own work began, and when it last advanced.
         done_nbytes, total_nbytes: how much of it is done, and how much there is to do; 0 while that is not known.
     """
 
-    def __init__(self, number: int, what: str, tree: Tree, link: Link, timeout_seconds: float) -> None:
+    def __init__(
+        self, number: int, what: str, tree: Tree, link: Link, timeout_seconds: float, unanswered: dict[int, float]
+    ) -> None:
         self.number = number
+        self.unanswered = unanswered
         self.what = what
         self.phase_id = phase_id(what)
         self.tree = tree
@@ -237,6 +241,7 @@ class _Exchange:
             self._beats.clear()
             gone = self._link.gone
             self._gone_since = {peer: at for peer, at in self._gone_since.items() if has_timed_out(gone.get(peer, ""))}
+            self.unanswered = {}
             self.waiting_since = self._last_look = time.monotonic()
 
     def catching_up_seconds(self) -> float:
@@ -247,6 +252,7 @@ class _Exchange:
         now = time.monotonic()
         if now - self._last_look > self._timeout_seconds / 2:
             self.stood_still_seconds = max(self.stood_still_seconds, now - self._last_look)
+            self.unanswered = {}
             self.waiting_since, self._catches_up_until = now, now + 2 * patience.BEAT_SECONDS
         self._last_look = now
         return max(0.0, self._catches_up_until - now)
@@ -255,7 +261,9 @@ class _Exchange:
 
     def silence_of(self, peer: int, now: float) -> float:
         """For how many seconds nothing has come from ``peer`` itself."""
-        return now - max(self.waiting_since, self.heard.get(peer, 0.0))
+        if peer in self.heard:
+            return now - max(self.waiting_since, self.heard[peer])
+        return now - self.waiting_since + self.unanswered.get(peer, 0.0)
 
     def silence_behind(self, peer: int, now: float) -> tuple[float, int]:
         """Among ``peer`` and the ranks behind it, find the longest time without a sign of progress, and which rank."""
@@ -548,7 +556,8 @@ class Operation:
         if self._end_message is not None:
             raise _Ended(self._end_message)  # it ended while this rank was between two exchanges
         tree = Tree(self.link.rank, self.link.size, root)
-        exchange = _Exchange(self.n_exchanges, self.what, tree, self.link, self.timeout_seconds)
+        unanswered = {} if self._last is None else self._last.unanswered
+        exchange = _Exchange(self.n_exchanges, self.what, tree, self.link, self.timeout_seconds, unanswered)
         with self._changed:
             self._last_beat, self._next_log_seconds = time.monotonic(), patience.LOG_SECONDS
             self._exchange = exchange
@@ -635,7 +644,9 @@ class Operation:
                     if peer not in gone and exchange.silence_of(peer, now) < self.timeout_seconds / 2
                 )
                 if not exchange.absent or now > until:
-                    exchange.may_be_unread |= bool(exchange.lacking(children, Kind.HEARD))
+                    lacking = exchange.lacking(children, Kind.HEARD)
+                    exchange.may_be_unread |= bool(lacking)
+                    exchange.unanswered = {peer: exchange.silence_of(peer, now) for peer in lacking}
                     return
                 self._changed.wait(max(0.001, min(patience.BEAT_SECONDS, until - now)))
         exchange.may_be_unread = True
