@@ -231,14 +231,15 @@ def _end_with_unreported() -> None:
 def end_well_on_sigterm() -> None:
     """Handle SIGTERM, unless somebody does already: running saves may end before the process does."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _on_sigterm)
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 _ENDS_AT: list[float] = []
 """Until when this process goes on with its saves, once it was told to end."""
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
+def on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Let running saves end, for a while, and then end the process."""
     _ENDS_AT.append(time.monotonic() + GRACE_SECONDS)  # a launcher may say it more than once: the first time counts
     for queue in _all_queues():
         if not queue.wait(timeout_seconds=max(0.0, _ENDS_AT[0] - time.monotonic())):
@@ -256,8 +257,9 @@ _MASKS = threading.local()
 
 
 def _hold_sigterm() -> None:
-    """Python drops a signal that reaches a child right after the fork, if there is a handler for it. Nobody would end
-    that child: ``multiprocessing.Pool`` waits for it for ever."""
+    """Before a fork. Python drops a signal that reaches the child right after it, if there is a handler, and nobody
+    would end that child: ``multiprocessing.Pool`` waits for it for ever. So the child gets it when its handler is gone.
+    """
     _MASKS.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
@@ -266,9 +268,11 @@ def _take_sigterm() -> None:
 
 
 def _forget_all() -> None:
-    """A forked child has none of the threads."""
+    """A forked child has none of the threads, and SIGTERM ends it as ever."""
     _QUEUES.clear()
     _ENDS_AT.clear()
+    if signal.getsignal(signal.SIGTERM) is on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _take_sigterm()
 
 

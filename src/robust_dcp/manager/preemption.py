@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError
-from robust_dcp.save_queue import end_well_on_sigterm
+from robust_dcp.save_queue import end_well_on_sigterm, on_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class _Signals:
         Raises:
             RuntimeError: this is not the main thread, and Python lets no other set handlers.
         """
-        if self._pid == os.getpid() and self._former:
+        if self._former:
             return
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("should_save has to be called from the main thread, which alone can note signals")
@@ -78,8 +78,16 @@ class _Signals:
         self._former.clear()
         os.kill(os.getpid(), number)
 
+    def forget(self) -> None:
+        """In a forked child: a signal that comes right before a call that waits has no effect if there is a handler."""
+        for each, former in self._former.items():
+            if signal.getsignal(each) == self._note:
+                signal.signal(each, signal.SIG_DFL if former is on_sigterm else former)
+        self._former.clear()
+
 
 _signals = _Signals()
+os.register_at_fork(after_in_child=_signals.forget)
 
 
 class Preemption:
