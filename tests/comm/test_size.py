@@ -16,14 +16,16 @@ from tests.harness.network import GlooNetwork, run_channels
 from tests.harness.torch_versions import needs_lazy_connections
 
 
-def n_sockets() -> int:
-    """The number of TCP sockets of this process."""
-    found = 0
+def sockets() -> set[str]:
+    """The TCP sockets of this process. Some of an earlier test may be closed at any time."""
+    found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(fd))) as each:
-                    found += each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6)
+                    if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
+                        found.add(name)
     return found
 
 
@@ -32,9 +34,9 @@ def n_sockets() -> int:
 def test_sockets_bytes_and_the_store_do_not_grow_with_the_group(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank that a busy machine holds up would tell the store where it waits.
     monkeypatch.setattr(patience, "ELSEWHERE_SECONDS", 120.0)
-    before, network, after_saves = n_sockets(), GlooNetwork(size), list[tuple[int, int]]()
+    before, network, after_saves = sockets(), GlooNetwork(size), list[tuple[int, int]]()
     all_have_saved = threading.Barrier(
-        size, action=lambda: after_saves.append((n_sockets() - before, network.store_nbytes))
+        size, action=lambda: after_saves.append((len(sockets() - before), network.store_nbytes))
     )
 
     def save_twice(channel: Channel) -> tuple[int, int]:

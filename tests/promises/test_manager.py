@@ -837,9 +837,7 @@ def use_workers(root: str) -> list[int]:
         assert os.waitpid(child, 0)[1] == signal.SIGTERM, "a signal that comes right after the fork is lost"
     loader = DataLoader(list(range(8)), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
     found = [int(each) for each in loader]
-    iterator = loader._iterator
-    assert iterator is not None
-    workers = list(iterator._workers)  # type: ignore[attr-defined]
+    workers = list(loader._iterator._workers)  # type: ignore[union-attr]
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
         worker.join(60)
