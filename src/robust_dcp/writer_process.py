@@ -249,7 +249,8 @@ def run(fd: int, parent_pid: int) -> NoReturn:
     with suppress(EOFError, OSError):
         while True:
             connection.send(None)
-            connection.send(_do(connection, connection.recv(), recv_handle(connection)))
+            job: _Job = connection.recv()
+            connection.send(_do(connection, job, recv_handle(connection)))
             clear_caches()  # the order of writes is kept for placements that never come again
             gc.collect()  # unfinished steps form reference cycles, which keep the rank's memory mapped
     os._exit(0)
@@ -276,8 +277,9 @@ def _do(connection: Connection, job: _Job, fd: int) -> WrittenFiles | RobustChec
 
     def tell(done_nbytes: int, total_nbytes: int) -> None:  # several threads call it
         with lock:
-            if time.monotonic() - told_at_seconds[0] >= _PROGRESS_SECONDS:
-                told_at_seconds[0] = time.monotonic()
+            now = time.monotonic()
+            if now - told_at_seconds[0] >= _PROGRESS_SECONDS:
+                told_at_seconds[0] = now
                 connection.send((done_nbytes, total_nbytes))
 
     try:

@@ -67,7 +67,7 @@ class _Signals:
         os.kill(os.getpid(), number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A forked child, such as a worker of a DataLoader, is ended by SIGTERM as ever.
+        # A forked child may have this handler for a moment, before `forget` has run there. It is ended as ever.
         if number not in self._delivered and self._pid == os.getpid():
             self.noted.append(number)
             return
@@ -79,7 +79,8 @@ class _Signals:
         os.kill(os.getpid(), number)
 
     def forget(self) -> None:
-        """In a forked child: a signal that comes right before a call that waits has no effect if there is a handler."""
+        """In a forked child, such as a worker of a DataLoader, signals do what they do without us. With a handler of
+        Python's, one that comes right before a call that waits would have no effect until that call is over."""
         for each, former in self._former.items():
             if signal.getsignal(each) == self._note:
                 signal.signal(each, signal.SIG_DFL if former is on_sigterm else former)
