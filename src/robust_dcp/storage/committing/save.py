@@ -221,8 +221,16 @@ class Save:
                 it holds files that may not lie beside those of the layout; the errno is EEXIST if another rank has
                 announced this save; or a call to the file system failed.
         """
-        if self._saving is not None:
-            return
+        n_tries_left = 3
+        while self._saving is None:
+            try:
+                self._announce()
+            except StorageError as error:  # noqa: PERF203 a try takes longer than that
+                n_tries_left -= 1
+                if error.errno != errno.ENOENT or not n_tries_left:  # else a manager has just removed the directory
+                    raise
+
+    def _announce(self) -> None:
         self._made += self._disk.mkdirs(self.path)
         self.names = tuple(self._disk.list_directory(self.path))
         if METADATA_NAME in self.names:
