@@ -163,17 +163,18 @@ class TestAManager:
         manager.prune()
         assert steps(manager) == [1, 2]
         durable.unlink()
+        robust_dcp.save(state_dict(3.0), checkpoint_id=manager.path_of(3))  # as if killed before it was noted
         manager = CheckpointManager(tmp_path / "local", keep_last=1, drain_to=f"file://{durable}")
-        manager.save(3, state_dict(3.0))
+        manager.save(4, state_dict(4.0))
         robust_dcp.finish_async_saves()
-        assert [loaded(durable / f"step_{step}") for step in (1, 2, 3)] == [1.0, 2.0, 3.0]
+        assert [loaded(durable / f"step_{step}") for step in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, 4.0]
         manager.prune()
-        assert steps(manager) == [3]
+        assert steps(manager) == [4]
 
     def test_a_step_that_is_saved_again_replaces_its_own_copy_and_no_other(self, tmp_path: Path) -> None:
         local, place = tmp_path / "root", tmp_path / "durable/step_1"
-        for value in (1.0, 2.0):
-            CheckpointManager(local, drain_to=tmp_path / "durable").save(1, state_dict(value))
+        for value, durable in ((1.0, place.parent), (2.0, place.parent.as_uri())):
+            CheckpointManager(local, drain_to=durable).save(1, state_dict(value))
             robust_dcp.finish_async_saves()
             assert loaded(place) == value
         names = {each.name for each in (local / "step_1").iterdir()}

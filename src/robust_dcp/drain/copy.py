@@ -45,8 +45,8 @@ from robust_dcp.storage.files.paths import (
     committed_name,
     holds_raw_bytes,
     is_data_file,
-    local_path_of,
     place_of,
+    real_place,
     writer_of,
 )
 from robust_dcp.storage.files.what_is_there import what_is_there
@@ -129,7 +129,7 @@ def copy_checkpoint(
     with needed_for_a_load(copy.source.disk, copy.source.url):
         with suppress(StorageError):
             awaited = awaited_copy(copy.source.disk, copy.source.url)
-            if awaited is not None and _real(awaited.target) == _real(copy.result.target):
+            if awaited is not None and real_place(awaited.target) == real_place(copy.result.target):
                 copy.record = awaited  # this is the copy that a drain has begun
         copy.begin()
         copy.send_data(copy.manifest.data)
@@ -242,7 +242,7 @@ class Copy:
         self.there: Mapping[str, int] = {}
         self.result = CopyResult(place_of(source), place_of(target))
         source_url, target_url = self.result.source, self.result.target
-        if os.path.join(_real(target_url), "").startswith(os.path.join(_real(source_url), "")):
+        if os.path.join(real_place(target_url), "").startswith(os.path.join(real_place(source_url), "")):
             raise ValueError(f"{source_url} cannot be copied to itself or to a place in itself: give another target")
         self._options = options
         self._progress = progress
@@ -552,9 +552,3 @@ def _damaged(path: str, expected: str, found: str) -> CorruptCheckpoint:
 def _corrupt(path: str, state: str, expected: str, found: str, advice: str) -> CorruptCheckpoint:
     message = f"{path} {state}: expected {expected}, found {found}; {advice}"
     return CorruptCheckpoint(message, file=path, expected=expected, found=found)
-
-
-def _real(place: str) -> str:
-    """The place, with the links of a path followed."""
-    path = local_path_of(place)
-    return place if path is None else os.path.realpath(path)

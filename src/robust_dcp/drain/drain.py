@@ -19,10 +19,9 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy, CopyResult
-from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, read_drain_record, write_drain_record
+from robust_dcp.drain.record import DrainRecord, announce_copy, digest_at, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.remote import CopyOptions
 
@@ -42,7 +41,7 @@ class Drain(msgspec.Struct, kw_only=True, eq=False):
     """One rank's part of the copy of a checkpoint.
 
     Attributes:
-        path, target: from where, and to where.
+        path, target: from where, and to where; both absolute.
         names: the data files that this rank has written.
         options: how to copy.
         open_channel: makes the channel for it, when its turn has come.
@@ -69,15 +68,8 @@ class Drain(msgspec.Struct, kw_only=True, eq=False):
         if not self.leads:
             return
         self._held.enter_context(needed_for_a_load(self.disk, self.path))
-        # Another process may read the record, in another working directory.
-        target = self.target if is_url(self.target) else os.path.abspath(self.target)
         try:
-            former = read_drain_record(self.disk, self.path)
-            replaces: tuple[str, ...] = ()
-            if former is not None and former.target == target:
-                replaces = (*(() if former.is_complete else former.replaces), former.digest)
-            self._record = DrainRecord(target, digest_at(self.disk, self.path), replaces=replaces)
-            write_drain_record(self.disk, self.path, self._record)
+            self._record = announce_copy(self.disk, self.path, self.target)
         except StorageError as error:
             logger.warning("%s: nobody will know where its copy is: %s", self.path, error.message)
 

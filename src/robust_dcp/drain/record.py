@@ -17,7 +17,7 @@ import msgspec
 
 from robust_dcp import errors
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.storage.files.paths import METADATA_NAME, real_place
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,23 @@ def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
         return None if data is None else msgspec.convert(json.loads(data), DrainRecord)
     except (errors.CorruptCheckpoint, msgspec.ValidationError, ValueError):
         return None
+
+
+def announce_copy(disk: Disk, path: str, target: str) -> DrainRecord:
+    """Note in a checkpoint that it will be copied to ``target``, an absolute place, unless its note is there already.
+
+    Raises:
+        StorageError: a call failed.
+    """
+    former, digest = read_drain_record(disk, path), digest_at(disk, path)
+    if former is not None and former.digest == digest:
+        return former
+    replaces: tuple[str, ...] = ()
+    if former is not None and real_place(former.target) == real_place(target):
+        replaces = (*(() if former.is_complete else former.replaces), former.digest)
+    record = DrainRecord(target, digest, replaces=replaces)
+    write_drain_record(disk, path, record)
+    return record
 
 
 def is_awaited(disk: Disk, path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import logging
@@ -22,14 +23,14 @@ from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import copy_checkpoint
-from robust_dcp.drain.record import awaited_copy, is_awaited
+from robust_dcp.drain.record import announce_copy, awaited_copy, digest_at, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import RECORD_NAME, Checkpoint, KeepPolicy, Series, policies_of, prune
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import absolute, directory_path, place_of
+from robust_dcp.storage.files.paths import absolute, directory_path, place_of, real_place
 from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
 from robust_dcp.storage.remote import CopyOptions
 from robust_dcp.storage.writer import RobustWriter
@@ -131,14 +132,14 @@ class CheckpointManager:
         self.root = self._series.root
         self.policies = policies_of(keep_last, keep_every, keep_best, keep)
         self._drain_to = None if drain_to is None else absolute(place_of(drain_to))
-        if self._drain_to is not None and os.path.realpath(self._drain_to) == os.path.realpath(self.root):
+        if self._drain_to is not None and real_place(self._drain_to) == real_place(self.root):
             raise ValueError(
                 f"drain_to is {self.root}, the manager's own root: checkpoints are copied to another place"
             )
         self._drain_options = drain_options or CopyOptions()
         self._group = process_group
         self._pruning = threading.Lock()
-        self._leads = False
+        self._leads = self._has_saved = False
         self._preemption = Preemption(process_group)
 
     def path_of(self, step: int) -> str:
@@ -216,7 +217,7 @@ class CheckpointManager:
         with self._preemption.saving() as ended:
             report = save(state_dict, **options)
             self._tidy_up(report, options["on_commit"])
-            ended(True)
+        ended(True)  # a handler that raises says nothing of the save
         return report
 
     @entry_point
@@ -297,13 +298,13 @@ class CheckpointManager:
         Earlier copies that were cut off go on.
         """
         path = self.path_of(step)
-        record = msgspec.json.encode(Checkpoint(operator.index(step), metrics=_noted(metrics or {})))
+        record = Checkpoint(operator.index(step), metrics=_noted(metrics or {}))
 
         def note() -> None:
-            if os.path.exists(path):
-                self._series.move_latest(path)  # first: what has a record counts as named
             try:
-                self._disk.replace_file(os.path.join(path, RECORD_NAME), record)
+                noted = msgspec.structs.replace(record, digest=digest_at(self._disk, path))
+                self._series.move_latest(path)  # first: what has a record counts as named
+                self._disk.replace_file(os.path.join(path, RECORD_NAME), msgspec.json.encode(noted))
             except StorageError as error:
                 if error.errno != errno.ENOENT or os.path.exists(path):
                     raise
@@ -311,15 +312,16 @@ class CheckpointManager:
 
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
         if self._drain_to is not None:
-            writer = options.get("storage_writer") or RobustWriter(path)
+            writer = copy.copy(options.get("storage_writer") or RobustWriter(path))  # another manager may use it, too
             writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
             writer.drain_options = self._drain_options
             options["storage_writer"] = writer
             if self._is_coordinator():
-                self._resume_drains()
+                self._resume_drains(self._drain_to)
+            self._has_saved = True
         return options
 
-    def _resume_drains(self) -> None:
+    def _resume_drains(self, drain_to: str) -> None:
         """Go on in the background with copies that were cut off: their job was killed, or the store failed.
 
         An error is logged, and the next save tries again: the checkpoint stays until its copy has arrived.
@@ -336,7 +338,11 @@ class CheckpointManager:
 
         queue = queue_of((os.getpid(),), "resumed drain")
         with suppress(StorageError):  # the save fails by it too, on all ranks, or it has passed by then
-            for each in self._series.look() if not queue.n_under_way else ():
+            checkpoints = self._series.look() if not queue.n_under_way else []
+            latest = self._series.latest_of(checkpoints)
+            if not self._has_saved and latest is not None and self._series.was_cut_off(latest.path):
+                announce_copy(self._disk, latest.path, os.path.join(drain_to, latest.name))  # killed before it could
+            for each in checkpoints:
                 if is_awaited(self._disk, each.path):
                     queue.submit(functools.partial(resume, each.path))
 

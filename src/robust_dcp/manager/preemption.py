@@ -72,18 +72,16 @@ class _Signals:
             self.noted.append(number)
             return
         self._delivered.clear()
-        for each, former in self._former.items():
-            if signal.getsignal(each) == self._note:  # else somebody has put another one there since
-                signal.signal(each, former)
-        self._former.clear()
+        self.forget()
         os.kill(os.getpid(), number)
 
     def forget(self) -> None:
-        """In a forked child, such as a worker of a DataLoader, signals do what they do without us. With a handler of
-        Python's, one that comes right before a call that waits would have no effect until that call is over."""
+        """Signals do what they do without us; also in a forked child, such as a worker of a DataLoader. There, with a
+        handler of Python's, one that comes right before a call that waits would have no effect until that is over."""
+        is_child = self._pid != os.getpid()
         for each, former in self._former.items():
-            if signal.getsignal(each) == self._note:
-                signal.signal(each, signal.SIG_DFL if former is on_sigterm else former)
+            if signal.getsignal(each) == self._note:  # else somebody has put another one there since
+                signal.signal(each, signal.SIG_DFL if is_child and former is on_sigterm else former)
         self._former.clear()
 
 

@@ -42,7 +42,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 import msgspec
 
 from robust_dcp import errors
-from robust_dcp.drain.record import is_awaited
+from robust_dcp.drain.record import digest_at, is_awaited
 from robust_dcp.report import REPORT_NAME
 from robust_dcp.storage.committing.saving_file import (
     claimed,
@@ -70,20 +70,23 @@ _MOST_RECORD_NBYTES: Final = 1 << 20
 
 
 class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """A committed checkpoint. ``.robust_dcp.step.json`` beside its ``.metadata`` holds step and metrics; a checkpoint
-    without that file loads like any other.
+    """A committed checkpoint. ``.robust_dcp.step.json`` beside its ``.metadata`` is its record. One without that file
+    loads like any other.
 
     Attributes:
         step: the number in its name.
         path: its directory.
         saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system.
         metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
+        digest: tells its save from others. A record of another save does not count: it is still there if a save into
+            the same directory was killed right after its commit. Empty in records of earlier versions.
     """
 
     step: int
     path: str = ""
     saved_seconds: float = 0.0
     metrics: dict[str, float] = {}
+    digest: str = ""
 
     @property
     def name(self) -> str:
@@ -183,9 +186,8 @@ def policies_of(
         TypeError: one of ``more`` has no method ``kept``.
         ValueError: a number is out of range.
     """
-    short: Sequence[tuple[Callable[[Any], KeepPolicy], Any]]
-    short = (KeepLast, keep_last), (KeepEvery, keep_every), (KeepBest, keep_best)
-    policies = [*more, *(policy(value) for policy, value in short if value is not None)]
+    short: dict[Callable[[Any], KeepPolicy], Any] = {KeepLast: keep_last, KeepEvery: keep_every, KeepBest: keep_best}
+    policies = [*more, *(policy(value) for policy, value in short.items() if value is not None)]
     for each in policies:
         if not callable(getattr(each, "kept", None)):
             raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
@@ -248,10 +250,12 @@ class Series:
         Raises:
             StorageError: the root cannot be looked at.
         """
-        if not self.disk.exists(self.root):
-            return []
-        names = [name for name in self.disk.list_directory(self.root) if self.step_of(name) is not None]
-        return [path for path in (os.path.join(self.root, name) for name in names) if os.path.isdir(path)]
+        return [path for path in self._paths() if os.path.isdir(path)]
+
+    def _paths(self) -> list[str]:
+        """The paths that have a name of this series, whatever is there."""
+        names = self.disk.list_directory(self.root) if self.disk.exists(self.root) else []
+        return [os.path.join(self.root, name) for name in names if self.step_of(name) is not None]
 
     def look(self, *, skips_unknown: bool = True, by_ranks: bool = False) -> list[Checkpoint]:
         """The committed checkpoints, by step, without those that vanish meanwhile.
@@ -264,7 +268,7 @@ class Series:
             StorageError: the root cannot be looked at, or a directory of a step, which may hold a checkpoint.
         """
         checkpoints: list[Checkpoint] = []
-        for path in self.directories():
+        for path in self._paths():  # whether it is a directory may not be known now
             metadata = os.path.join(path, METADATA_NAME)
             try:
                 if by_ranks and not self.disk.exists(metadata):
@@ -272,18 +276,27 @@ class Series:
                 if not self.disk.exists(metadata):  # not by an error, because our errors need torch
                     continue
                 saved_seconds = self.disk.modified_seconds(metadata)
-                data = self._small_file(os.path.join(path, RECORD_NAME), _MOST_RECORD_NBYTES)
+                record = self.record_at(path) or Checkpoint(0)
             except errors.StorageError as error:
                 if skips_unknown or error.errno in (ENOENT, ENOTDIR):
                     continue
                 raise
-            try:
-                record = Checkpoint(0) if data is None else _RECORDS.decode(data)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                record = Checkpoint(0)
             step = self.step_of(os.path.basename(path)) or 0
             checkpoints.append(msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds))
         return sorted(checkpoints)
+
+    def record_at(self, path: str) -> Checkpoint | None:
+        """The record of a checkpoint; ``None`` if it has none of its own, or it cannot be understood.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        data = self._small_file(os.path.join(path, RECORD_NAME), _MOST_RECORD_NBYTES)
+        try:
+            record = None if data is None else _RECORDS.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return record if record is None or record.digest in ("", digest_at(self.disk, path)) else None
 
     def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:
         """The checkpoints, by step, each with why it stays if no policy keeps it; ``None`` if it is to be removed.
@@ -317,6 +330,14 @@ class Series:
         """
         return files_are_marked(self.disk.read_end(os.path.join(path, METADATA_NAME), TRAILER_NBYTES)[1])
 
+    def was_cut_off(self, path: str) -> bool:
+        """Whether a checkpoint is ours, and its save was killed before it wrote the record.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return self.record_at(path) is None and self.is_ours(path)
+
     def _why_it_stays(self, path: str) -> str | None:
         """Why a checkpoint may not be removed although no policy keeps it."""
         try:
@@ -332,8 +353,8 @@ class Series:
         """The one that is named as the latest; the one with the highest step if none is named, or it is gone.
 
         If a save was killed right after its commit, its checkpoint is later than the named one: it is ours, has no
-        record, and was committed after the name was written. Nothing else is taken for it, since a job may have gone
-        back, and a copy of the root may have other times.
+        record of its own, and was committed after the name was written. Nothing else is taken for it, since a job may
+        have gone back, and a copy of the root may have other times.
 
         Megatron's tracker comes first: each of our saves moves it too, and a job may have gone on without us.
 
@@ -348,10 +369,9 @@ class Series:
         name = None if named else self._text(self.latest_name)
         if name is not None:
             written = self.disk.modified_seconds(os.path.join(self.root, self.latest_name))
-            for each in reversed(checkpoints):
-                is_noted = each.saved_seconds <= written or self.disk.exists(os.path.join(each.path, RECORD_NAME))
-                if each.name == name or (not is_noted and self.is_ours(each.path)):
-                    return each
+            by_time = sorted(checkpoints, key=lambda each: each.saved_seconds)
+            later = [each for each in by_time if each.saved_seconds > written and self.was_cut_off(each.path)]
+            named = later[-1:] or [each for each in checkpoints if each.name == name]
         return next(iter([*named, *checkpoints[-1:]]), None)
 
     def move_latest(self, path: str) -> None:

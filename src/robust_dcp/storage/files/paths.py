@@ -96,6 +96,12 @@ def local_path_of(place: str) -> str | None:
     return place[len("file://") :] if place.startswith("file://") else None
 
 
+def real_place(place: str) -> str:
+    """One name of a place that has several: an absolute path without links, or the URL as it is."""
+    path = local_path_of(place)
+    return place if path is None else os.path.realpath(path)
+
+
 def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
     """The name of a checkpoint in exchanges and messages. Ranks with another name are in another operation."""
     if checkpoint_id is None:
