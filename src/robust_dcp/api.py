@@ -28,7 +28,7 @@ from robust_dcp.hooks import watch_in_terminal
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
-from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.session import SaveSession
@@ -229,7 +229,8 @@ def load(
         checkpoint_id: the checkpoint's directory.
         storage_reader: a :class:`RobustReader`, to set its options, or another ``StorageReader``.
         planner: a :class:`RobustLoadPlanner`, to set its options, or another ``LoadPlanner``. Its
-            ``create_global_plan`` gets the plan of this rank only.
+            ``create_global_plan`` gets the plan of this rank only. A ``DefaultLoadPlanner`` stands for a
+            ``RobustLoadPlanner`` with its options that converts dtypes.
         process_group: the ranks that load together; ``None`` for all.
         no_dist: load into this process alone although ``torch.distributed`` is initialised.
         timeout_seconds: how long a rank may be silent before the others give up.
@@ -243,7 +244,7 @@ def load(
     watch_in_terminal()
     if storage_reader is None and checkpoint_id is None:
         raise ValueError("pass checkpoint_id, the directory to load from, or storage_reader=RobustReader(path)")
-    planner = RobustLoadPlanner() if planner is None else planner
+    planner = RobustLoadPlanner() if planner is None else robust_load_planner(planner)
     if storage_reader is None:
         reader: StorageReader = RobustReader(checkpoint_id or "", trusted=getattr(planner, "trusted", False))
     else:

@@ -391,7 +391,7 @@ def test_objects_are_loaded_without_flattening_and_streams_of_bytes_are_data(tmp
     state_dict = {"text": "saved", "nested": {"deep": (1, 2)}, "w": torch.ones(2), "extra": io.BytesIO(b"scales")}
     robust_dcp.save(state_dict, checkpoint_id=tmp_path, planner=RobustPlanner(flatten_state_dict=False))
     target = {"text": "", "nested": {"deep": ()}, "w": torch.zeros(2), "extra": io.BytesIO()}
-    robust_dcp.load(target, checkpoint_id=tmp_path, planner=RobustLoadPlanner(flatten_state_dict=False))
+    robust_dcp.load(target, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
     assert target["text"] == "saved" and target["nested"] == {"deep": (1, 2)} and target["w"].tolist() == [1, 1]
     assert target["extra"].getvalue() == b"scales"
 
@@ -531,12 +531,13 @@ def test_a_repeated_save_pickles_only_what_it_writes(tmp_path: Path) -> None:
 
 # --- what a load puts into --------------------------------------------------------------------------------------------
 
+Another: Any = type("Another", (dcp.DefaultLoadPlanner,), {})
 LOADERS: dict[str, Callable[[dict[Any, Any], Path | str], object]] = {
     "ours": lambda state, path: robust_dcp.load(state, checkpoint_id=path),
     "stock with our plugins": lambda state, path: dcp.load(
         state, storage_reader=RobustReader(path), planner=RobustLoadPlanner()
     ),
-    "another planner": lambda state, path: robust_dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner()),
+    "another planner": lambda state, path: robust_dcp.load(state, checkpoint_id=path, planner=Another()),
 }
 
 
@@ -581,10 +582,9 @@ TARGETS: dict[str, tuple[Callable[[str], torch.Tensor], str]] = {
 
 def load_into(path: str, how: str) -> list[Verdict]:
     """In a process of its own, which such a load would end."""
-    make, _ = TARGETS[how]
-    loaders = list(LOADERS.values()) if how == "freed" else [LOADERS["ours"], LOADERS["stock with our plugins"]]
-    robust_dcp.save({"target": torch.ones(make(path).shape)}, checkpoint_id=f"{path}/saved")
-    return [verdict_of(loader, {"target": make(path)}, f"{path}/saved") for loader in loaders]
+    robust_dcp.save({"target": torch.ones(TARGETS[how][0](path).shape)}, checkpoint_id=f"{path}/saved")
+    names = LOADERS if how == "freed" else ("ours", "stock with our plugins")
+    return [verdict_of(LOADERS[name], {"target": TARGETS[how][0](path)}, f"{path}/saved") for name in names]
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

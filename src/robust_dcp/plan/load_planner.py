@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -240,6 +240,17 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if spelt is None:
             spelt = self._spelt[id(container)] = {str(key): key for key in container}
         return spelt[str(part)]
+
+
+def robust_load_planner(planner: LoadPlanner) -> LoadPlanner:
+    """``planner`` itself, or ours with the options of stock's own planner, which loses objects if it does not flatten.
+
+    As in stock, tensors of another dtype are converted.
+    """
+    if type(planner) is not DefaultLoadPlanner:
+        return planner
+    options = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.allow_partial_load)
+    return RobustLoadPlanner(*options, on_dtype_mismatch="cast")
 
 
 def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: str = "the checkpoint") -> None:

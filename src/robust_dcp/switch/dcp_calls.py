@@ -22,7 +22,7 @@ from robust_dcp import api
 from robust_dcp.asynchronous import async_save as robust_async_save
 from robust_dcp.environment import value_of
 from robust_dcp.errors import StorageError
-from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.load_planner import robust_load_planner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import SaveReport
 from robust_dcp.stateful import NamesOfStock
@@ -91,7 +91,7 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
         arguments = {
             **_common(given),
             "storage_reader": _reader_for(reader, checkpoint_id, trusted=trusted),
-            "planner": _load_planner(planner, trusted=trusted),
+            "planner": robust_load_planner(DefaultLoadPlanner() if planner is None else planner),
         }
     except _StaysStock as why:
         log_left_to_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
@@ -249,20 +249,6 @@ def _directory(path: Any) -> Any:
         scheme = os.fsdecode(path).partition(":")[0]
         raise _StaysStock(f"{scheme}:// is no mounted file system; robust_dcp.save and robust_dcp.load take such URLs")
     return path
-
-
-def _load_planner(planner: Any, *, trusted: bool) -> Any:
-    """Ours with the options of stock's own planner. Any other planner is kept, and is asked for each item, as in stock.
-
-    As in stock, tensors of another dtype are converted.
-    """
-    if planner is not None and type(planner) is not DefaultLoadPlanner:
-        return planner
-    options = {} if planner is None else {name: getattr(planner, name) for name in _LOAD_OPTIONS}
-    return RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
-
-
-_LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
 
 
 def _metadata_for(given: Any) -> Callable[[SaveReport], Metadata]:
