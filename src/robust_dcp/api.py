@@ -249,7 +249,9 @@ def load(
         reader: StorageReader = RobustReader(checkpoint_id or "", trusted=getattr(planner, "trusted", False))
     else:
         reader = storage_reader
-        reader.reset(checkpoint_id)
+        # As in stock: a reader of torch.save files that is reset to no id forgets the path that it was made with.
+        if checkpoint_id is not None or isinstance(reader, RobustReader):
+            reader.reset(checkpoint_id)
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
     channel = Channel.for_group(
         process_group,

@@ -376,8 +376,8 @@ def test_a_load_from_nowhere_is_refused_and_the_error_of_a_reader_of_ones_own_is
 
 def load_torch_save_file(path: str) -> torch.Tensor:
     state = {"w": torch.zeros(4)}
-    reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
-    robust_dcp.load(state, storage_reader=reader, planner=planner, checkpoint_id=path)
+    for reader, place in ((BroadcastingTorchSaveReader(), path), (BroadcastingTorchSaveReader(path), None)):
+        robust_dcp.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), checkpoint_id=place)
     return state["w"]
 
 
