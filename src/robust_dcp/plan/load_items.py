@@ -55,6 +55,8 @@ def plan_reads(state_dict: dict[str, Any], metadata: Metadata, before: PlannedIt
         if isinstance(chunks, StoredChunks):
             structure = held.of(key, value)
             wanted = chunks_held(value) if structure is UNKNOWN else () if structure is None else (structure,)
+        if wanted and len(wanted) > 1 and len({chunk.offsets for chunk in wanted}) < len(wanted):
+            wanted = None  # of shards of one place (tied weights), only stock's read items say which of them to fill
         if wanted is None and saved is not None:
             others[key] = value
         for chunk in wanted or ():
