@@ -89,7 +89,7 @@ def check(environment: Mapping[str, str] = os.environ) -> None:
 def boot_id() -> str:
     """An id of this boot of this machine; empty if the system does not have one."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
     except OSError:  # only Linux has it
         return ""

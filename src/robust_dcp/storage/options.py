@@ -248,7 +248,7 @@ def _node_nbytes() -> int:
     """The memory that this process and the other ranks of its node may use."""
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+        with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
             limit = file.read().strip()
     except OSError:  # there are no control groups, or only version 1
         limit = ""
