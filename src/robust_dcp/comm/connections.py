@@ -182,6 +182,8 @@ class Connections:
                 self._greet(peer)
                 answer = self.receive(peer, GREETING_TAG, len(self._greeting), patience.GREETING_SECONDS)
             except Broken as error:
+                if self.is_dropped:  # by this rank, and no fault of the other one
+                    raise
                 self.drop()  # at once: gloo ends the process if that rank connects after all
                 raise Broken(f"{CONNECTING_FAILED}: {there.process}: {error}") from None
             if answer != self._greeting:
