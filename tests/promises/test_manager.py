@@ -281,8 +281,8 @@ class Roots(RuleBasedStateMachine):
             named = series.named
             series.committed(step, value)
             assert series.kept(step) <= steps <= before | {step}
-            if outcome.exitcode != 0 and series is self.series[2]:  # killed before it moved Megatron's tracker
-                series.named |= named
+            if outcome.exitcode != 0 and (series is self.series[2] or None in named):
+                series.named |= named  # killed before it moved Megatron's tracker, or wrote the first name
             series.pruned_to(steps)
         else:
             assert steps == before
