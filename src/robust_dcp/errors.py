@@ -83,6 +83,7 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
 
     field_names: ClassVar[tuple[str, ...]] = ()
     classes: ClassVar[dict[str, type[RobustCheckpointError]]] = {}
+    was_repeated = False  # whether the call that failed was made as often as it may be
 
     def __init_subclass__(cls) -> None:
         cls.field_names = (*cls.field_names, *inspect.get_annotations(cls))

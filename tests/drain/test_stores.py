@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import robust_dcp
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, copy_checkpoint
-from tests.drain.checkpoints import loaded, save
+from tests.drain.checkpoints import ONE_THREAD, loaded, save
 from tests.harness.damage import data_files
 from tests.harness.ranks import run_ranks, values
 
@@ -248,11 +248,14 @@ class TestSavesAndLoads:
         outcome = values(run_ranks(2, _save_and_load, url, timeout_seconds=120))
         assert outcome == [(f"{url}_async", 2 * (1000.0 + 3), []), (f"{url}_async", 2 * (2000.0 + 3), [])]
 
-    def test_a_save_whose_copy_has_failed_can_be_made_again(self, url: str, store: FaultyStore) -> None:
+    @pytest.mark.parametrize("how", [{}, {"layout": "safetensors"}, {"overwrite": False}])
+    def test_a_save_whose_copy_has_failed_can_be_made_again(self, how: Any, url: str, store: FaultyStore) -> None:
+        """What is staged there is nobody's checkpoint yet, so it gives way in either layout."""
         store.fail("403", "PUT", ".metadata", times=1)
+        writer = robust_dcp.RobustWriter("not used", **how)
         with pytest.raises(StorageError, match=r"\.metadata"):
-            robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url)
-        robust_dcp.save({"w": torch.full((3,), 2.0)}, checkpoint_id=url)
+            robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url, storage_writer=writer)
+        robust_dcp.save({"w": torch.full((3,), 2.0)}, checkpoint_id=url, storage_writer=writer)
         found = {"w": torch.zeros(3)}
         robust_dcp.load(found, checkpoint_id=url)
         assert found["w"].tolist() == [2.0] * 3
@@ -273,8 +276,25 @@ def _save_and_load(url: str) -> tuple[str, float, list[str]]:
     return report.checkpoint_id, total, os.listdir(os.environ["ROBUST_DCP_STAGING"])
 
 
-def half(data: bytes) -> bytes:
-    return data[: len(data) // 2]
+def test_what_a_store_does_not_list_is_not_taken_for_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists may be old. And fsspec's ``find`` gives none if one could not be had."""
+    url, lists, errors = f"memory://{tmp_path.name}/step_1", MemoryFileSystem.ls, [ConnectionError]
+    copied = copy_checkpoint(save(tmp_path / "source"), url)
+
+    def bad(*place: Any, **more: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return [each for each in lists(*place, **more) if ".metadata" not in each["name"]]
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", bad)
+    monkeypatch.setattr(MemoryFileSystem, "find", fsspec.spec.AbstractFileSystem.find)  # that of most stores
+    assert copy_checkpoint(url, tmp_path / "back").files == copied.files
+    with pytest.raises(StorageError, match="there is another checkpoint at memory://"):
+        copy_checkpoint(save(tmp_path / "another", 2.0), url)
+
+
+def refused(data: bytes) -> bytes:
+    raise ConnectionError
 
 
 def flipped(data: bytes) -> bytes:
@@ -286,20 +306,16 @@ def flipped(data: bytes) -> bytes:
     [
         ("__0_0", flipped, 2, r"\.distcp is not .* \d+ bytes with CRC-32 .*, found .*with CRC-32.*; it was sent"),
         ("__0_0", flipped, 1, None),
-        ("/.metadata", half, 1, r"\.metadata is not as it was sent: expected \d+ bytes"),
+        ("__0_0", refused, 2, r"send memory://.*ConnectionError.* after 2 tries"),
+        ("/.metadata", lambda data: data[:9], 1, r"\.metadata is not as it was sent: expected \d+ bytes"),
     ],
 )
 def test_a_file_that_arrives_otherwise_than_it_was_sent_is_sent_once_more_and_then_named(
-    part: str,
-    change: Callable[[bytes], bytes],
-    times: int,
-    expected: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    part: str, change: Callable[[bytes], bytes], times: int, expected: str | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """But for ``.metadata``, with which the copy would be committed. After all this it can be made again."""
-    source, url, changed = save(tmp_path / "source"), f"memory://{tmp_path.name}/step_1", []
-    works = MemoryFileSystem.pipe_file
+    source, url, changed = save(tmp_path / "source"), f"memory://{tmp_path.name}/step_1", list[str]()
+    works, kind = MemoryFileSystem.pipe_file, StorageError if change is refused else CorruptCheckpoint
 
     def disturbed(self: Any, path: str, data: bytes, **more: Any) -> None:
         is_changed = part in path and len(changed) < times
@@ -307,8 +323,8 @@ def test_a_file_that_arrives_otherwise_than_it_was_sent_is_sent_once_more_and_th
         works(self, path, change(data) if is_changed else data, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", disturbed)
-    with contextlib.nullcontext() if expected is None else pytest.raises(CorruptCheckpoint, match=expected):
-        copy_checkpoint(source, url)
+    with contextlib.nullcontext() if expected is None else pytest.raises(kind, match=expected):
+        copy_checkpoint(source, url, options=ONE_THREAD)
     assert len(changed) == times
     copy_checkpoint(source, url)
     assert loaded(url) == 1.0

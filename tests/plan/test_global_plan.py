@@ -17,18 +17,7 @@ from hypothesis import strategies as st
 from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.plan.conflicts import SMALL_NBYTES, find_differing
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
-from tests.plan.structures import (
-    Box,
-    Item,
-    World,
-    chunk,
-    obj,
-    partitions,
-    table,
-    tensor,
-    worlds,
-    written_items,
-)
+from tests.plan.structures import Box, Item, World, chunk, obj, partitions, table, tensor, worlds, written_items
 
 
 def _plan(*ranks: list[Item], lowest_rank: bool = False) -> GlobalPlan:

@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.storage.layouts.footer import SumColumns
-from robust_dcp.storage.layouts.places import (
-    LARGE_NBYTES,
-    PAGE_NBYTES,
-    RECORD_ALIGNMENT,
-    Placements,
-    place_records,
-)
+from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, RECORD_ALIGNMENT, Placements, place_records
 from robust_dcp.storage.layouts.safetensors import (
     DTYPES,
     LENGTH_NBYTES,

@@ -363,7 +363,7 @@ class Copy:
         Raises:
             StorageError: it is that of another checkpoint.
         """
-        data = self._target.read(METADATA_NAME) if METADATA_NAME in there else None
+        data = self._target.read(METADATA_NAME)  # also if it is not listed: lists of some stores are old
         # A store that writes bit by bit holds a part of it if this copy was killed meanwhile.
         has_begun = COPYING_PREFIX + self.manifest.digest in there
         is_ours = data == self.manifest.metadata or (has_begun and self.manifest.metadata.startswith(data or b""))

@@ -14,13 +14,13 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import is_data_file, local_path_of, locate
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.remote import Calls, RemoteDisk, filesystem_of
+from robust_dcp.storage.remote import Calls, RemoteDisk
 
 _MOST_METADATA_NBYTES: Final = 16 << 30
 _UNFINISHED: Final = re.compile(r".*\.[0-9a-f]{8}\.copying", re.DOTALL)
@@ -239,9 +239,9 @@ class _Store(Place):
     """An object is seen when the call that made it has returned, and is durable then."""
 
     def __init__(self, url: str, calls: Calls) -> None:
-        super().__init__(url, RemoteDisk(url, calls), calls)
-        self._filesystem, root = filesystem_of(url)
-        self._root = root.rstrip("/")
+        self._remote = RemoteDisk(url, calls)
+        super().__init__(url, self._remote, calls)
+        self._filesystem = self._remote.filesystem
         self.gives_etags = hasattr(self._filesystem, "call_s3")
 
     def sync(self) -> None:
@@ -251,42 +251,38 @@ class _Store(Place):
         """Nobody sees an object that is not finished."""
 
     def files(self) -> dict[str, int]:
-        def look() -> dict[str, int]:
-            self._filesystem.invalidate_cache()
+        sizes, directories = dict[str, int](), [""]
+        for directory in directories:  # not by fsspec's find, to which one that cannot be listed is empty
             try:
-                listed = self._filesystem.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
-            root = self._root.strip("/") + "/"
-            by_path = {str(path).strip("/"): int(info.get("size") or 0) for path, info in listed.items()}
-            return {path[len(root) :]: nbytes for path, nbytes in by_path.items() if path.startswith(root)}
-
-        return self._calls.run("list", self.url, look)
+                entries = self._remote.entries(self.path_of(directory).rstrip("/"))
+            except StorageError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                    raise
+                continue
+            for name, info in entries.items():
+                path = os.path.join(directory, name)
+                if info.get("type") == "directory":
+                    directories.append(path)
+                else:
+                    sizes[path] = int(info.get("size") or 0)
+        return sizes
 
     def proves(self, name: str, content: Content) -> bool:
-        def look() -> str:
-            self._filesystem.invalidate_cache()
-            return str(self._filesystem.info(self._path(name)).get("ETag", "")).strip('"')
-
         # Encryption by KMS gives ETags that are no MD5s.
-        return self.gives_etags and self._calls.run("look at", self.path_of(name), look) == content.etag
+        return self.gives_etags and content.etag == str(self._remote.info(self.path_of(name)).get("ETag")).strip('"')
 
     def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
-        path = self._path(name)
-
-        def call(operation: str, function: Callable[[], Any], retries: int | None = None) -> Any:
-            return self._calls.run(operation, self.path_of(name), function, retries=retries)
-
+        path, url = self._path(name), self.path_of(name)
         if nbytes <= part_nbytes:
             (data,) = parts()
-            call("send", lambda: self._filesystem.pipe_file(path, data))
+            self._calls.run("send", url, lambda: self._filesystem.pipe_file(path, data))
             return
-        file = call("create", lambda: self._filesystem.open(path, "wb", block_size=part_nbytes))
+        file = self._calls.run("create", url, lambda: self._filesystem.open(path, "wb", block_size=part_nbytes))
         try:
             for part in parts():
                 # A part that fails cannot be sent again, so the whole file is.
-                call("send", partial(file.write, part), retries=0)
-            call("send", file.close, retries=0)
+                self._calls.run("send", url, partial(file.write, part), retries=0)
+            self._calls.run("send", url, file.close, retries=0)
         except BaseException:
             with suppress(Exception):  # also where the copy was told to stop
                 Calls(retries=0).run("abandon", self.url, file.discard)
@@ -298,4 +294,4 @@ class _Store(Place):
         self._filesystem.rm_file(self._path(name))
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        return self._remote.path_of(self.path_of(name))

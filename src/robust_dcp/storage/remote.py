@@ -155,10 +155,8 @@ class Calls:
             try:
                 return self._within_limit(function)
             except Exception as error:
-                is_told = isinstance(error, RobustCheckpointError)  # by a disk
-                cause = error.__cause__ if is_told else error
-                if attempt >= allowed or cause is None or not can_get_better(cause):
-                    if is_told:
+                if attempt >= allowed or not can_get_better(error):
+                    if isinstance(error, RobustCheckpointError):  # told by a disk, or by a call within this one
                         raise
                     raise _told(operation, path, error, attempt + 1) from error
                 self._wait_after(operation, path, error, attempt)
@@ -170,7 +168,7 @@ class Calls:
         Args:
             attempt: how often that was done before.
         """
-        if attempt >= self._retries or error.__cause__ is None or not can_get_better(error.__cause__):
+        if attempt >= self._retries or not can_get_better(error):
             return False
         self._check_stop()
         self._wait_after(operation, path, error, attempt)
@@ -203,7 +201,11 @@ class Calls:
 
 
 def can_get_better(error: BaseException) -> bool:
-    """Whether the same call may succeed if it is made once more."""
+    """Whether the same call may succeed if it is made once more. One that was repeated in vain is not repeated again by
+    the call around it.
+    """
+    if isinstance(error, RobustCheckpointError):
+        return error.__cause__ is not None and not error.was_repeated and can_get_better(error.__cause__)
     status = _status_of(error)
     if status is not None and 400 <= status < 500:
         return status in _WORTH_A_RETRY
@@ -243,7 +245,9 @@ def _told(operation: str, path: str, error: Exception, attempts: int) -> Storage
     tries = f" after {attempts} tries" if attempts > 1 else ""
     advice = _ADVICE.get(number or 0, _AGAIN)
     message = f"{operation} {path}: {_words_of(error)}{tries}; {advice}"
-    return StorageError(message, path=path, errno=number, operation=operation)
+    told = StorageError(message, path=path, errno=number, operation=operation)
+    told.was_repeated = attempts > 1
+    return told
 
 
 # Copies.
@@ -331,14 +335,17 @@ class RemoteDisk(Disk):
     Args:
         url: of a checkpoint.
         calls: how calls are made, and repeated.
+
+    Attributes:
+        filesystem: that of fsspec.
     """
 
     def __init__(self, url: str, calls: Calls | None = None) -> None:
-        self._filesystem, _ = filesystem_of(url)
+        self.filesystem, _ = filesystem_of(url)
         self._calls = calls or Calls()
 
     def open_read(self, path: str, *, direct: bool = False, flags: int = os.O_RDONLY) -> OpenFile:
-        info = self._info(path)
+        info = self.info(path)
         if info.get("type") == "directory":
             raise StorageError(f"open {path}: it is a directory", path=path, errno=errno.EISDIR, operation="open")
         size = info.get("size")
@@ -377,7 +384,7 @@ class RemoteDisk(Disk):
 
     def _fetch(self, path: str, start: int, end: int) -> bytes:
         def fetch() -> bytes:
-            data: bytes = self._filesystem.cat_file(self._path(path), start=start, end=end)
+            data: bytes = self.filesystem.cat_file(self.path_of(path), start=start, end=end)
             if len(data) != end - start:  # a connection that was cut off, or a file that was replaced
                 raise ConnectionError(f"expected {end - start} bytes from byte {start} on, got {len(data)}")
             return data
@@ -385,11 +392,23 @@ class RemoteDisk(Disk):
         return self._calls.run("read", path, fetch)
 
     def list_directory(self, path: str) -> list[str]:
-        def look() -> list[str]:
-            self._filesystem.invalidate_cache()
-            directory = self._path(path).rstrip("/")
-            names = [str(each["name"]).rstrip("/") for each in self._filesystem.ls(directory, detail=True)]
-            return sorted({name.rpartition("/")[2] for name in names if name.strip("/") != directory.strip("/")})
+        return sorted(self.entries(path))
+
+    def entries(self, path: str) -> dict[str, Mapping[str, Any]]:
+        """What the store tells of each file and directory in a directory, by name.
+
+        Raises:
+            StorageError: it is no directory, or cannot be listed.
+        """
+
+        def look() -> dict[str, Mapping[str, Any]]:
+            self.filesystem.invalidate_cache()
+            directory = self.path_of(path).rstrip("/")
+            by_path = {str(info["name"]).strip("/"): info for info in self.filesystem.ls(directory, detail=True)}
+            itself = by_path.pop(directory.strip("/"), {})  # a marker of an empty directory, or a file
+            if not by_path and itself.get("type") == "file":
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            return {name.rpartition("/")[2]: info for name, info in by_path.items()}
 
         return self._calls.run("list", path, look)
 
@@ -398,7 +417,7 @@ class RemoteDisk(Disk):
 
     def fingerprint(self, path: str) -> Fingerprint | None:
         try:
-            info = self._info(path)
+            info = self.info(path)
         except StorageError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return None
@@ -406,7 +425,7 @@ class RemoteDisk(Disk):
         return 0, int(info.get("size") or 0), _version_of(info)
 
     def modified_seconds(self, path: str) -> float:
-        modified: Callable[[], float] = lambda: self._filesystem.modified(self._path(path)).timestamp()  # noqa: E731
+        modified: Callable[[], float] = lambda: self.filesystem.modified(self.path_of(path)).timestamp()  # noqa: E731
         return self._calls.run("look at", path, modified)
 
     def resolve(self, path: str) -> str:
@@ -427,16 +446,23 @@ class RemoteDisk(Disk):
     open_new = pwrite = preallocate = truncate = fsync = fsync_directory = rename = _READ_ONLY
     unlink = mkdirs = rmdir = room = _READ_ONLY
 
-    def _info(self, path: str) -> Mapping[str, Any]:
+    def info(self, path: str) -> Mapping[str, Any]:
+        """What the store tells of a file or directory.
+
+        Raises:
+            StorageError: it is not there, or the store does not answer.
+        """
+
         def look() -> Mapping[str, Any]:
-            self._filesystem.invalidate_cache()
-            info: Mapping[str, Any] = self._filesystem.info(self._path(path))
+            self.filesystem.invalidate_cache()
+            info: Mapping[str, Any] = self.filesystem.info(self.path_of(path))
             return info
 
         return self._calls.run("look at", path, look)
 
-    def _path(self, url: str) -> str:
-        return str(self._filesystem._strip_protocol(url))
+    def path_of(self, url: str) -> str:
+        """The path of a file in the file system."""
+        return str(self.filesystem._strip_protocol(url))
 
 
 def _version_of(info: Mapping[str, Any]) -> int:

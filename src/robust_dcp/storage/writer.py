@@ -120,8 +120,9 @@ class RobustWriter(StorageWriter):
     def directory(self) -> Save:
         """What this save has found and made in its directory."""
         if self._directory is None:
+            is_staged = is_url(self.checkpoint_id)
             self._directory = Save(
-                self.disk, self.path, save_id=self.save_id, layout=self.layout, overwrite=self.options.overwrite
+                self.disk, self.path, self.layout, self.save_id, overwrite=self.options.overwrite, is_staged=is_staged
             )
         return self._directory
 

@@ -175,9 +175,10 @@ class Save:
     Args:
         disk: the file system.
         path: the checkpoint's directory.
-        save_id: the id of the save, which ``.metadata`` will hold.
         layout: the layout of the data files.
+        save_id: the id of the save, which ``.metadata`` will hold.
         overwrite: whether a committed checkpoint in the directory may be replaced.
+        is_staged: whether it is moved to a URL. Then one that was not moved gives way, whatever its layout.
 
     Attributes:
         names: the names in the directory before this save wrote anything.
@@ -189,7 +190,9 @@ class Save:
         may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed.
     """
 
-    def __init__(self, disk: Disk, path: str, *, save_id: str, layout: Layout, overwrite: bool = True) -> None:
+    def __init__(
+        self, disk: Disk, path: str, layout: Layout, save_id: str, *, overwrite: bool, is_staged: bool
+    ) -> None:
         self.path = path
         self.save_id = save_id
         self.names: tuple[str, ...] = ()
@@ -201,7 +204,8 @@ class Save:
         self.may_be_committed = False
         self._disk = disk
         self._layout = layout
-        self._overwrite = overwrite
+        self._overwrite = overwrite or is_staged
+        self._may_share = layout.may_share_directory or is_staged
         self._made: list[str] = []
         self._saving: SavingFile | None = None
         self._beside: set[str] = set()  # the index and the like, as far as the new checkpoint has them
@@ -240,7 +244,7 @@ class Save:
                     path=self.path,
                     operation="begin",
                 )
-            if not self._layout.may_share_directory:
+            if not self._may_share:
                 raise self._cannot_share("a committed checkpoint")
             self.earlier = _committed_in(self._disk, self._path_of(METADATA_NAME))
         needed = frozenset() if self.earlier is None else self.earlier.files
@@ -251,7 +255,7 @@ class Save:
             if saves:
                 committed_by = None if self.earlier is None else self.earlier.save_id
                 self.left_overs = find_left_overs(self.names, needed, saves, committed_by)
-            if not self._layout.may_share_directory:
+            if not self._may_share:
                 for name in self.names:
                     if name.endswith(SAFETENSORS_SUFFIX) and name not in self.left_overs.files:
                         raise self._cannot_share(name)
