@@ -245,9 +245,10 @@ class Link:
             def verdict_on(answers: Sequence[Answer]) -> EndMessage:
                 return verdict(problem, operation, self.size, self._answer(problem), answers)
 
-            if self._notes.has_begun_anew:
+            if self._notes.life_over == self._notes.life != "":
                 end_message = EndMessage((), verdict_on([]).error)
-                self._first = generation + 1
+                # All at once: a rank that had the next life, and still counted from here, would meet nobody.
+                self._notes.life, self._first = "", generation + 1
             else:
                 try:
                     told = self._end_of(place) or self._call_roll(place, problem, verdict_on)

@@ -66,7 +66,7 @@ class Notes:
 
     Attributes:
         life: the word, once it is known: when and on which machine it was drawn, and 64 random bits.
-        has_begun_anew: the ranks of a later group of this name meet under another life.
+        life_over: the life that is over: the ranks of a later group of this name meet under another one.
     """
 
     def __init__(self, store: Any, name: str) -> None:
@@ -81,7 +81,7 @@ class Notes:
         self._lost = StoreLost()
         self._lost_until = 0.0
         self.life = ""
-        self.has_begun_anew = False
+        self.life_over = ""
 
     def ask(self, place: str, question: Callable[[Any], T], look: Callable[[], None] | None = None) -> T:
         """What ``question`` returns. It gets the store for the keys of ``place`` in this life of the group.
@@ -166,7 +166,6 @@ class Notes:
             at, drawn_on, _ = self.life.split(" ")
             if float(at) + (0 if drawn_on == machine else CLOCKS_APART_SECONDS) < _process_start_seconds():
                 self.life = compare_set(self._store, f"{self._name}/life", self.life, drawn).decode()
-            self.has_begun_anew = False
         return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
 
     def _client(self, seconds: float) -> Any:
@@ -194,9 +193,11 @@ class Notes:
         """Whether the other ranks do not meet in ``place`` any more. See :meth:`ask`."""
 
         def look(store: Any) -> bool:
-            self.has_begun_anew = value_of(self._store, f"{self._name}/life") != self.life.encode()
-            self.life = "" if self.has_begun_anew else self.life
-            return self.has_begun_anew or bool(store.check(["end"]))
+            life = self.life
+            # A rank that only leaves takes the life away, and draws none: those that are left go on under theirs.
+            if value_of(self._store, f"{self._name}/life") not in (b"", life.encode()):
+                self.life_over = life
+            return self.life_over == life or bool(store.check(["end"]))
 
         return self.ask(place, look)
 
