@@ -398,16 +398,14 @@ class RemoteDisk(Disk):
         """What the store tells of each file and directory in a directory, by name.
 
         Raises:
-            StorageError: it is no directory, or cannot be listed.
+            StorageError: it is not there, or cannot be listed.
         """
 
         def look() -> dict[str, Mapping[str, Any]]:
             self.filesystem.invalidate_cache()
             directory = self.path_of(path).rstrip("/")
             by_path = {str(info["name"]).strip("/"): info for info in self.filesystem.ls(directory, detail=True)}
-            itself = by_path.pop(directory.strip("/"), {})  # a marker of an empty directory, or a file
-            if not by_path and itself.get("type") == "file":
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            by_path.pop(directory.strip("/"), None)  # the marker of an empty directory, or a file
             return {name.rpartition("/")[2]: info for name, info in by_path.items()}
 
         return self._calls.run("list", path, look)
