@@ -104,6 +104,17 @@ def test_a_question_that_is_never_answered_does_not_hold_up_the_next_one() -> No
     assert notes.ask("", lambda store: store.add("n", 1), look=lambda: pytest.fail("it waits for the first")) == 1
 
 
+def test_who_leaves_a_group_takes_nobody_along_and_who_comes_after_meets_elsewhere() -> None:
+    store = dist.HashStore()
+    stays, leaves, comes = (Notes(store, "a group") for _ in range(3))
+    for each in (stays, leaves):
+        each.ask("0", lambda store: None)
+    leaves.leave()
+    assert not stays.is_pointless("0")
+    comes.ask("0", lambda store: None)
+    assert stays.is_pointless("0") and stays.is_pointless("0"), "each of its threads has to see it"
+
+
 def _frozen(frozen: int, trains: bool) -> tuple[list[int] | None, float, str]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -13,15 +13,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from robust_dcp.items import (
-    Form,
-    ItemKind,
-    Items,
-    ItemStructure,
-    Path,
-    items_of,
-    sorted_places,
-)
+from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.state_dict import OptionValue
 
@@ -103,11 +95,7 @@ def table(*items: Item, paths: Mapping[str, Path] | None = None) -> Items:
     """The columns of one rank that holds ``items``."""
     names, structures = [item.name for item in items], [item.structure for item in items]
     order = sorted_places(names, structures)
-    return items_of(
-        [names[place] for place in order],
-        [structures[place] for place in order],
-        paths,
-    )
+    return items_of([names[place] for place in order], [structures[place] for place in order], paths)
 
 
 CONTEXT: Mapping[str, OptionValue] = {
@@ -217,10 +205,7 @@ def _cut(draw: st.DrawFn, box: Box, depth: int) -> list[Box]:
     dim = draw(st.integers(0, len(size) - 1))
     at = draw(st.integers(0, size[dim]))
     left = (offset, (*size[:dim], at, *size[dim + 1 :]))
-    right = (
-        (*offset[:dim], offset[dim] + at, *offset[dim + 1 :]),
-        (*size[:dim], size[dim] - at, *size[dim + 1 :]),
-    )
+    right = ((*offset[:dim], offset[dim] + at, *offset[dim + 1 :]), (*size[:dim], size[dim] - at, *size[dim + 1 :]))
     return [*_cut(draw, left, depth - 1), *_cut(draw, right, depth - 1)]
 
 

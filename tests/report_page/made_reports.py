@@ -9,15 +9,7 @@ import msgspec
 import numpy as np
 
 from robust_dcp.plan.save_report import find_stragglers, module_sizes
-from robust_dcp.report import (
-    REPORT_NAME,
-    PhaseReport,
-    PlanReport,
-    Ranks,
-    SavedReport,
-    StructureDiff,
-    encode_report,
-)
+from robust_dcp.report import REPORT_NAME, PhaseReport, PlanReport, Ranks, SavedReport, StructureDiff, encode_report
 from robust_dcp.report_page.reading import FoundReport, Reports
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
