@@ -294,4 +294,4 @@ class _Store(Place):
         self._filesystem.rm_file(self._path(name))
 
     def _path(self, name: str) -> str:
-        return self._remote.path_of(self.path_of(name))
+        return self._remote.path_in_store(self.path_of(name))

@@ -384,7 +384,7 @@ class RemoteDisk(Disk):
 
     def _fetch(self, path: str, start: int, end: int) -> bytes:
         def fetch() -> bytes:
-            data: bytes = self.filesystem.cat_file(self.path_of(path), start=start, end=end)
+            data: bytes = self.filesystem.cat_file(self.path_in_store(path), start=start, end=end)
             if len(data) != end - start:  # a connection that was cut off, or a file that was replaced
                 raise ConnectionError(f"expected {end - start} bytes from byte {start} on, got {len(data)}")
             return data
@@ -403,7 +403,7 @@ class RemoteDisk(Disk):
 
         def look() -> dict[str, Mapping[str, Any]]:
             self.filesystem.invalidate_cache()
-            directory = self.path_of(path).rstrip("/")
+            directory = self.path_in_store(path).rstrip("/")
             by_path = {str(info["name"]).strip("/"): info for info in self.filesystem.ls(directory, detail=True)}
             by_path.pop(directory.strip("/"), None)  # the marker of an empty directory, or a file
             return {name.rpartition("/")[2]: info for name, info in by_path.items()}
@@ -423,7 +423,7 @@ class RemoteDisk(Disk):
         return 0, int(info.get("size") or 0), _version_of(info)
 
     def modified_seconds(self, path: str) -> float:
-        modified: Callable[[], float] = lambda: self.filesystem.modified(self.path_of(path)).timestamp()  # noqa: E731
+        modified: Callable[[], float] = lambda: self.filesystem.modified(self.path_in_store(path)).timestamp()  # noqa: E731
         return self._calls.run("look at", path, modified)
 
     def resolve(self, path: str) -> str:
@@ -453,12 +453,12 @@ class RemoteDisk(Disk):
 
         def look() -> Mapping[str, Any]:
             self.filesystem.invalidate_cache()
-            info: Mapping[str, Any] = self.filesystem.info(self.path_of(path))
+            info: Mapping[str, Any] = self.filesystem.info(self.path_in_store(path))
             return info
 
         return self._calls.run("look at", path, look)
 
-    def path_of(self, url: str) -> str:
+    def path_in_store(self, url: str) -> str:
         """The path of a file in the file system."""
         return str(self.filesystem._strip_protocol(url))
 
