@@ -98,7 +98,7 @@ def _state(rng: random.Random) -> dict[str, Any]:
 def _count(directory: str) -> dict[str, int]:
     """What there is on this rank and in its writer while no save is under way. Memory is in MiB."""
     for thread in threading.enumerate():
-        if thread.name == "robust_dcp: beats":  # it ends soon after the last exchange
+        if thread.name in ("robust_dcp: beats", "robust_dcp: gloo"):  # they end soon after the last exchange
             thread.join()
     STAGING.release()  # of a size that depends on the last saves
     SHARED_STAGING.release()

@@ -4,8 +4,9 @@ Connections come in generations. When something fails that ends an operation on 
 too: that is how all ranks hear of it at once. The ranks agree in the store how the generation ended. Then they make the
 next one, and operations that did not end go on over it.
 
-All channels of a group share one link. This module also owns the end of a process: it drops the connections and joins
-their threads before Python ends them in the midst of gloo. In a forked child it leaves everything alone.
+All channels of a group share one link. This module also owns the threads in gloo, and the end of a process: it drops
+the connections and waits for these threads before Python ends them in the midst of gloo. In a forked child it leaves
+everything alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import cache, partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -80,7 +83,6 @@ class Link:
         stats: what all exchanges have cost this rank so far, over all operations.
         generation: how many generations of connections have ended.
         gone: ranks that seem to have ended, each with the reason. They are named soon unless they connect again.
-        threads: those that may be in gloo.
         breaking: is held while a generation ends. Nobody can come back meanwhile.
     """
 
@@ -100,12 +102,12 @@ class Link:
         self.stats = ExchangeStats()
         self.generation = 0
         self.gone: dict[int, str] = {}
-        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._notes = Notes(dist.HashStore(), "one") if notes is None else notes
         self._make_connections = make_connections
         self._lock = threading.RLock()
         self.breaking = threading.Lock()
         self._making = threading.Lock()
+        self._in_gloo: dict[Future[None], threading.Thread | None] = {}
         self._dropped = -1  # the latest generation that was dropped
         self._first = 0  # the first generation of this life of the group
         self._connections: Connections | None = None
@@ -227,6 +229,23 @@ class Link:
         with contextlib.suppress(StoreLost):
             return self._notes.ask(self._place(generation), lambda store: value_of(store, f"{peer} waits")).decode()
         return ""
+
+    def in_thread(self, function: Callable[..., None], *args: Any) -> None:
+        """Call ``function(*args)``, which may wait in gloo, in another thread."""
+        done: Future[None] = Future()
+        self._in_gloo[done] = None
+
+        def call() -> None:
+            self._in_gloo[done] = threading.current_thread()
+            try:
+                function(*args)
+            finally:
+                del self._in_gloo[done]
+                done.set_result(None)
+
+        _calls.put(call)
+        if not _idle.acquire(blocking=False):
+            threading.Thread(target=_make_calls, name="robust_dcp: gloo", daemon=True).start()
 
     # Ending a generation.
 
@@ -385,12 +404,29 @@ class Link:
         self._drop()
         for operation in self.operations():
             operation.end(end_of_leaving(operation.key))
-        until = time.monotonic() + patience.EXIT_SECONDS
-        for thread in list(self.threads):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+        own = threading.current_thread()
+        wait([done for done, thread in list(self._in_gloo.items()) if thread is not own], patience.EXIT_SECONDS)
         self._make_connections = None
         self._notes.forget()
+
+
+_calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+_idle = threading.Semaphore(0)
+"""How many threads wait for a call. To start a thread for each exchange would cost more than the rest of it."""
+
+
+def _make_calls() -> None:
+    """In a thread: make calls until there are none for a while."""
+    while True:
+        try:
+            call = _calls.get(timeout=patience.IDLE_SECONDS)
+        except Empty:
+            if _idle.acquire(blocking=False):  # otherwise somebody counts on this thread
+                return
+            continue
+        call()
+        del call  # it keeps the link
+        _idle.release()
 
 
 _links: weakref.WeakKeyDictionary[Any, Link] = weakref.WeakKeyDictionary()
@@ -443,7 +479,9 @@ def _leave(link: weakref.ref[Link]) -> None:
 
 
 def _forget_all() -> None:
-    """In a forked child: the connections are the parent's, and gloo's threads do not exist here."""
+    """In a forked child: the connections are the parent's, and its threads do not exist here."""
+    global _calls, _idle
+    _calls, _idle = SimpleQueue(), threading.Semaphore(0)
     for kept in (*_all_links, *_links):
         # gloo joins the threads of a group that is freed. Whether Python frees it at its end depends on the order of
         # imports.

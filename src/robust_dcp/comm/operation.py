@@ -687,7 +687,7 @@ class Operation:
             if len(payload):
                 kept.append(connections.start("send", peer, frame.payload_tag, payload))
                 if len(kept[-1].works) > 1:
-                    self._start_thread(self._watch_leaving, exchange, peer, connections, kept[-1])
+                    self.link.in_thread(self._watch_leaving, exchange, peer, connections, kept[-1])
             return moving
         return None
 
@@ -742,16 +742,10 @@ class Operation:
         behind = () if last is None else last.lacking(last.tree.children, Kind.HEARD)
         for peer in {*exchange.tree.neighbours, *behind}:
             if peer not in exchange.done:
-                self._start_thread(self._read, exchange, peer)
-
-    def _start_thread(self, function: Callable[..., None], exchange: _Exchange, peer: int, *more: Any) -> None:
-        name = f"robust_dcp: {function.__name__.strip('_')} {peer}"
-        thread = threading.Thread(target=function, args=(exchange, peer, *more), name=name, daemon=True)
-        self.link.threads.add(thread)
-        thread.start()
+                self.link.in_thread(self._read, exchange, peer)
 
     def _read(self, exchange: _Exchange, peer: int) -> None:
-        """Take what ``peer`` sends in this exchange. A thread of its own runs this."""
+        """Take what ``peer`` sends in this exchange, in a thread of its own."""
 
         def note_announced() -> None:
             with self._changed:
@@ -1013,7 +1007,7 @@ class Operation:
 
     def _interrupt_work(self, exchange: _Exchange) -> None:
         if exchange.interrupt is not None and exchange.is_working:
-            threading.Thread(target=exchange.interrupt, name="robust_dcp: interrupt", daemon=True).start()
+            self.link.in_thread(exchange.interrupt)
 
     # What this rank tells others after a failure.
 

@@ -11,6 +11,9 @@ TICK_SECONDS = 0.1
 BEAT_SECONDS = 1.0
 """How often a rank that works or waits sends a beat."""
 
+IDLE_SECONDS = 1.0
+"""How long a thread that has waited in gloo stays for the next exchange."""
+
 LOG_SECONDS = 10.0
 """How long the others wait for a rank before the log names it. The next line comes after twice that time, and so on."""
 
