@@ -32,6 +32,23 @@ GRACE_SECONDS: Final = 20.0
 seconds."""
 
 
+def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
+    """Call ``function(*args)`` in a thread of ``pool``.
+
+    Once Python is about to end, and waits for a thread of the user, no pool takes calls. If that one saves or loads, it
+    makes them itself.
+    """
+    try:
+        return pool.submit(function, *args)
+    except RuntimeError:
+        future: Future[T] = Future()
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
 class SaveFuture(Future[T]):
     """The outcome of one save. If nobody asks this future for its outcome, the next save raises its error.
 
@@ -140,7 +157,7 @@ class SaveQueue:
         future.add_done_callback(self._tell_waiting)  # the first callback: nobody waits for those of the user
         end_well_on_sigterm()
         with self._changed:
-            self._pool.submit(self._run, run, future)
+            submit(self._pool, self._run, run, future)
             self._under_way.append(future)
         return future
 

@@ -32,18 +32,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-__all__ = [
-    "CHANGES",
-    "LONG_TESTS",
-    "Call",
-    "Fault",
-    "FaultDisk",
-    "Full",
-    "Gate",
-    "each_call",
-    "kill",
-    "short",
-]
+__all__ = ["CHANGES", "LONG_TESTS", "Call", "Fault", "FaultDisk", "Full", "Gate", "each_call", "kill", "short"]
 
 CHANGES: Final = frozenset({"create", "write", "truncate", "allocate", "fsync", "rename", "unlink", "mkdir", "rmdir"})
 """The operations that change what is there, or make it durable. Between two of them a kill leaves the same files."""

@@ -297,11 +297,7 @@ class Job:
 
 @contextlib.contextmanager
 def _tasks(
-    world_size: int,
-    timeout_seconds: float,
-    group_timeout_seconds: float,
-    init: bool,
-    env: Mapping[str, str | None],
+    world_size: int, timeout_seconds: float, group_timeout_seconds: float, init: bool, env: Mapping[str, str | None]
 ) -> Iterator[list[RankTask]]:
     """What each rank is to do. Their outputs and the store of their group last as long as the block."""
     fork_server()

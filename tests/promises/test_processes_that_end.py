@@ -111,6 +111,24 @@ def test_a_forked_child_that_runs_its_exit_handlers_disturbs_nothing(tmp_path: P
         assert each.exitcode == 0
 
 
+def test_a_thread_of_the_user_saves_and_loads_when_main_has_returned(tmp_path: Path) -> None:
+    script = """
+    import concurrent.futures, contextlib, threading
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    def save_and_load():
+        with contextlib.suppress(RuntimeError):  # raised once Python is about to end, and only waits for this thread
+            while pool.submit(int):
+                time.sleep(0.02)
+        robust_dcp.save(state(1), checkpoint_id=path, timeout_seconds=60)
+        robust_dcp.load(loaded := state(-1), checkpoint_id=path, timeout_seconds=60)
+        print("loaded", loaded["shared"][0].item(), flush=True)
+    dist.init_process_group("gloo")
+    threading.Thread(target=save_and_load).start()
+    """
+    for each in run_program(script, tmp_path, size=2, in_new_interpreter=True):
+        assert "loaded 1.0" in each.output and each.exitcode == 0, each.output
+
+
 def test_an_error_is_heard_at_once_though_children_that_the_ranks_forked_hold_the_connections(tmp_path: Path) -> None:
     script = """
     dist.init_process_group("gloo")

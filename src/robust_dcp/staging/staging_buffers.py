@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 
+from robust_dcp.save_queue import submit
 from robust_dcp.staging.blocks import Block
 
 TensorForm = tuple[torch.dtype, torch.Size]
@@ -246,4 +247,5 @@ def _run_near(cpus: frozenset[int], work: Callable[[int, int], Any], nbytes: int
     begins = range(0, nbytes, _TOUCHED_NBYTES)
     threads = max(min(len(begins), len(cpus), _THREADS), 1)
     with ThreadPoolExecutor(threads, "robust_dcp-touch", stay_near, (cpus,)) as pool:
-        list(pool.map(lambda begin: work(begin, min(begin + _TOUCHED_NBYTES, nbytes)), begins))
+        for done in [submit(pool, work, begin, min(begin + _TOUCHED_NBYTES, nbytes)) for begin in begins]:
+            done.result()

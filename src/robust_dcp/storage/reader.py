@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.save_queue import submit
 from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path, is_url, local_path_of, mark_of, place_of
@@ -229,7 +230,8 @@ class RobustReader(StorageReader):
 
         names = sorted(files)
         with ThreadPoolExecutor(_LOOK_THREADS, thread_name_prefix="robust_dcp-look") as pool:
-            return [name for name, found in zip(names, pool.map(is_here, names), strict=True) if not found]
+            found = [submit(pool, is_here, name) for name in names]
+            return [name for name, is_found in zip(names, found, strict=True) if not is_found.result()]
 
     def keys_in(self, files: Collection[str]) -> list[str]:
         """The keys that have a part in one of ``files``."""

@@ -31,6 +31,7 @@ import msgspec
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.report import REPORT_NAME, SavedReport, encode_report
+from robust_dcp.save_queue import submit
 from robust_dcp.storage.committing.saving_file import (
     LeftOvers,
     SavingFile,
@@ -316,7 +317,7 @@ class Save:
             are_there = list(map(self._disk.exists, paths))
         else:
             with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="robust_dcp-check") as pool:
-                are_there = list(pool.map(self._disk.exists, paths))
+                are_there = [each.result() for each in [submit(pool, self._disk.exists, path) for path in paths]]
         for path, is_there in zip(paths, are_there, strict=True):
             if not is_there:
                 raise self._interfered(f"{path}, which this save has written, is gone")

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, StorageError
+from robust_dcp.save_queue import submit
 from robust_dcp.staging.blocks import Block, BlockLease, copy_each
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
@@ -233,9 +234,9 @@ class ItemReader:
         if read is None:
             group.block = block = self._blocks.take()
             first = int(self._places.start[group.places[0]])
-            self._threads.submit(self._on_thread, group.result, file.read_block, block, first, group.end - first)
+            submit(self._threads, self._on_thread, group.result, file.read_block, block, first, group.end - first)
         else:
-            self._threads.submit(self._on_thread, group.result, self._read_alone, group, read, file)
+            submit(self._threads, self._on_thread, group.result, self._read_alone, group, read, file)
         self._pending.append(group)
         self._pending_nbytes += group.nbytes
         self._pending_blocks += group.block is not None
@@ -335,7 +336,7 @@ class ItemReader:
             return loaded_by_torch(item, trusted=self._options.trusted)
         first, *others = box.shares(self._block_nbytes)
         for share in others:
-            self._threads.submit(self._on_thread, group.result, self._read_share, box, share)
+            submit(self._threads, self._on_thread, group.result, self._read_share, box, share)
         return self._read_share(box, first)
 
     def _read_share(self, box: BoxRead, share: Sequence[int]) -> Any:

@@ -24,6 +24,7 @@ import torch
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
+from robust_dcp.save_queue import submit
 from robust_dcp.staging.blocks import BlockLease
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import OpenFile
@@ -108,7 +109,8 @@ def write_files(
                 source.give_back()
             _work(context, threads, _in_turn(emitters, borrowed, are_borrowed=False))
             with ThreadPoolExecutor(threads, thread_name_prefix="robust_dcp-write") as pool:
-                list(pool.map(FileEmitter.finish, emitters))
+                for finished in [submit(pool, emitter.finish) for emitter in emitters]:
+                    finished.result()
             context.check_unchanged(context.taken)
         disk.fsync_directory(files.directory)
     except BaseException:
@@ -175,7 +177,7 @@ def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> No
 
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
         try:
-            tasks = [pool.submit(write_blocks) for _ in range(threads)]
+            tasks = [submit(pool, write_blocks) for _ in range(threads)]
             errors = [error for task in tasks if (error := task.exception()) is not None]
         except BaseException:  # for example Ctrl-C: the threads end at their next block
             context.failed.set()
