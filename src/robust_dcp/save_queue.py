@@ -40,7 +40,9 @@ def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> 
     """
     try:
         return pool.submit(function, *args)
-    except RuntimeError:
+    except RuntimeError as error:
+        if "after interpreter shutdown" not in str(error):  # then the pool may have it, and lacks a thread
+            raise
         future: Future[T] = Future()
         try:
             future.set_result(function(*args))
@@ -157,7 +159,7 @@ class SaveQueue:
         future.add_done_callback(self._tell_waiting)  # the first callback: nobody waits for those of the user
         end_well_on_sigterm()
         with self._changed:
-            submit(self._pool, self._run, run, future)
+            self._pool.submit(self._run, run, future)
             self._under_way.append(future)
         return future
 

@@ -233,7 +233,6 @@ class Link:
     def in_thread(self, function: Callable[..., None], *args: Any) -> None:
         """Call ``function(*args)``, which may wait in gloo, in another thread."""
         done: Future[None] = Future()
-        self._in_gloo[done] = None
 
         def call() -> None:
             self._in_gloo[done] = threading.current_thread()
@@ -243,9 +242,10 @@ class Link:
                 del self._in_gloo[done]
                 done.set_result(None)
 
-        _calls.put(call)
         if not _idle.acquire(blocking=False):
             threading.Thread(target=_make_calls, name="robust_dcp: gloo", daemon=True).start()
+        self._in_gloo[done] = None
+        _calls.put(call)
 
     # Ending a generation.
 
