@@ -242,10 +242,13 @@ class Link:
                 del self._in_gloo[done]
                 done.set_result(None)
 
-        if not _idle.acquire(blocking=False):
-            threading.Thread(target=_make_calls, name="robust_dcp: gloo", daemon=True).start()
+        try:
+            calls = _idle.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            threading.Thread(target=_make_calls, args=(calls,), name="robust_dcp: gloo", daemon=True).start()
         self._in_gloo[done] = None
-        _calls.put(call)
+        calls.put(call)
 
     # Ending a generation.
 
@@ -410,23 +413,25 @@ class Link:
         self._notes.forget()
 
 
-_calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-_idle = threading.Semaphore(0)
-"""How many threads wait for a call. To start a thread for each exchange would cost more than the rest of it."""
+_idle: list[SimpleQueue[Callable[[], None]]] = []
+"""The threads that wait for a call, each by what it takes calls from. To start a thread for each neighbour would cost a
+third of an exchange."""
 
 
-def _make_calls() -> None:
+def _make_calls(calls: SimpleQueue[Callable[[], None]]) -> None:
     """In a thread: make calls until there are none for a while."""
     while True:
         try:
-            call = _calls.get(timeout=patience.IDLE_SECONDS)
+            call = calls.get(timeout=patience.IDLE_SECONDS)
         except Empty:
-            if _idle.acquire(blocking=False):  # otherwise somebody counts on this thread
-                return
-            continue
+            try:
+                _idle.remove(calls)
+            except ValueError:  # somebody has taken it, and is about to call
+                continue
+            return
         call()
         del call  # it keeps the link
-        _idle.release()
+        _idle.append(calls)
 
 
 _links: weakref.WeakKeyDictionary[Any, Link] = weakref.WeakKeyDictionary()
@@ -480,8 +485,7 @@ def _leave(link: weakref.ref[Link]) -> None:
 
 def _forget_all() -> None:
     """In a forked child: the connections are the parent's, and its threads do not exist here."""
-    global _calls, _idle
-    _calls, _idle = SimpleQueue(), threading.Semaphore(0)
+    _idle.clear()
     for kept in (*_all_links, *_links):
         # gloo joins the threads of a group that is freed. Whether Python frees it at its end depends on the order of
         # imports.
