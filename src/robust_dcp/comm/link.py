@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -501,6 +502,8 @@ def _close_all() -> None:
     """At the end of the process, before Python ends the threads."""
     for link in list(_all_links):
         link.close()
+    while _idle:
+        _idle.pop().put(sys.exit)
 
 
 os.register_at_fork(before=_links_lock.acquire, after_in_parent=_links_lock.release, after_in_child=_forget_all)
