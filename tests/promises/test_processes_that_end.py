@@ -111,7 +111,7 @@ def test_a_forked_child_that_runs_its_exit_handlers_disturbs_nothing(tmp_path: P
         assert each.exitcode == 0
 
 
-def test_a_thread_of_the_user_saves_and_loads_when_main_has_returned(tmp_path: Path) -> None:
+def test_a_thread_of_the_user_saves_loads_and_copies_when_main_has_returned(tmp_path: Path) -> None:
     script = """
     import concurrent.futures, contextlib, threading
     pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -121,6 +121,7 @@ def test_a_thread_of_the_user_saves_and_loads_when_main_has_returned(tmp_path: P
                 time.sleep(0.02)
         robust_dcp.save(state(1), checkpoint_id=path, timeout_seconds=60)
         robust_dcp.load(loaded := state(-1), checkpoint_id=path, timeout_seconds=60)
+        robust_dcp.copy_checkpoint(path, f"{path}.copy{rank}")
         print("loaded", loaded["shared"][0].item(), flush=True)
     dist.init_process_group("gloo")
     threading.Thread(target=save_and_load).start()

@@ -409,7 +409,7 @@ class Link:
         for operation in self.operations():
             operation.end(end_of_leaving(operation.key))
         own = threading.current_thread()
-        wait([done for done, thread in list(self._in_gloo.items()) if thread is not own], patience.EXIT_SECONDS)
+        wait([done for done, thread in self._in_gloo.copy().items() if thread is not own], patience.EXIT_SECONDS)
         self._make_connections = None
         self._notes.forget()
 

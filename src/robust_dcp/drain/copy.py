@@ -36,6 +36,7 @@ from robust_dcp.drain.places import Content, Place, open_place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME, DrainRecord, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.report import listed
+from robust_dcp.save_queue import submit
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     COPYING_PREFIX,
@@ -407,7 +408,7 @@ class Copy:
         n_threads = max(1, min(self._options.threads, len(names)))
         with ThreadPoolExecutor(n_threads, thread_name_prefix="robust_dcp-copy") as pool:
             try:
-                for each in as_completed([pool.submit(self._send, name) for name in sorted(names)]):
+                for each in as_completed([submit(pool, self._send, name) for name in sorted(names)]):
                     each.result()
             except BaseException as error:  # also Ctrl-C. The pool waits for the files that are under way
                 self._failed.set()

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from robust_dcp.save_queue import submit
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.reader import RobustReader
@@ -92,7 +93,7 @@ def read_ahead(
         read: gives the data of pieces. What it raises is passed on.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="robust_dcp-ahead") as thread:
-        reads: Iterator[Any] = ((batch, thread.submit(read, batch)) for batch in batches)
+        reads: Iterator[Any] = ((batch, submit(thread, read, batch)) for batch in batches)
         for (batch, values), _ in pairwise(chain(reads, [None])):
             yield batch, values.result()
 
