@@ -16,6 +16,10 @@ import zipfile
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from tests.storage import forged
 from tests.storage.forged import Call
@@ -26,6 +30,7 @@ __all__ = [
     "FORGED_METADATA",
     "LARGE",
     "LARGE_METADATA",
+    "REGISTERED",
     "archive",
     "framed",
     "metadata_with",
@@ -174,6 +179,14 @@ _CALLS: dict[str, Any] = {
     },
 }
 FORGED |= {name: _opcodes({"deep": [value]}) for name, value in _CALLS.items()}
+
+# These use names that torch registers as safe. What they may not do: change classes, join process groups.
+REGISTERED = (DeviceMesh, DTensorSpec, Shard, NestedTensor)
+FORGED |= {
+    f"{how} {value.__qualname__}": opcodes
+    for value in REGISTERED
+    for how, opcodes in forged.tries_with(value.__module__, value.__qualname__).items()
+}
 
 _MANY = 4 << 20
 LARGE: dict[str, bytes] = {

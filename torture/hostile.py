@@ -34,7 +34,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from robust_dcp.errors import RobustCheckpointError
-from torture.forged import CANARY
+from torture.forged import CANARY, REGISTERED
 from torture.inputs import Input, all_forged, random_inputs
 from torture.samples import WrongData, make_samples
 from torture.trials import Result, Trial, main
@@ -114,6 +114,7 @@ def _be_child(load: Callable[[], object], names: str, writer: int) -> None:
         with suppress(OSError):  # the output of libraries does not belong into the table
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _forget_the_parents_memory()
+        program = _program()
         before, begun = _most_rss_nbytes(), time.process_time()
         # With this limit an unlimited allocation fails, before it takes all memory of the machine.
         limit = _address_space_nbytes() + GROWTH_NBYTES + (2 << 30)
@@ -134,6 +135,8 @@ def _be_child(load: Callable[[], object], names: str, writer: int) -> None:
         gc.collect()  # the time to free the objects counts too
         grown = _most_rss_nbytes() - before
         used = time.process_time() - begun
+        if _program() != program:
+            verdict, text = LOST, f"has changed the program; {text}"
         if used > SECONDS:
             verdict, text = LOST, f"took {used:.1f} seconds; {text}"
         if grown > GROWTH_NBYTES:
@@ -143,6 +146,11 @@ def _be_child(load: Callable[[], object], names: str, writer: int) -> None:
             os.write(writer, f"{verdict}:{text}"[: _PIPE_NBYTES // 2].encode())
         sys.stdout.flush()
         os._exit(0)
+
+
+def _program() -> object:
+    """What no checkpoint may change: the classes that torch registers as safe, and whether there is a process group."""
+    return torch.distributed.is_initialized(), [dict(vars(kind)) for kind in REGISTERED]
 
 
 def _forget_the_parents_memory() -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import _utils as torch_utils
 from torch.storage import TypedStorage
 
-__all__ = ["MALFORMED", "MALFORMED_CLASSES", "NO_DATA", "NO_DATA_CLASSES", "TENSORS", "Call", "made"]
+__all__ = ["MALFORMED", "MALFORMED_CLASSES", "NO_DATA", "NO_DATA_CLASSES", "TENSORS", "Call", "made", "tries_with"]
 
 SOME_CODE = re.compile  # a function, which is no data
 RECONSTRUCT: Any = np.empty(0).__reduce__()[0]  # type: ignore[index]
@@ -61,6 +61,37 @@ class made(Call):  # noqa: N801
     @property
     def __class__(self) -> Any:  # pickle refuses to make an object of a class that it has not
         return self.call[1][0]
+
+
+def tries_with(module: str, name: str) -> dict[str, bytes]:
+    """Opcodes of all that a pickle may try with a name, without PROTO and STOP."""
+    named = b"c" + f"{module}\n{name}\n".encode()
+    attributes = b"}(X\x03\0\0\0dimK\x07X\x08\0\0\0__init__c_codecs\nencode\nu"
+    arguments = b"X\x03\0\0\0cpu]K\x00a"
+    slots = b"N" + attributes + b"\x86"
+    return {
+        "REDUCE": named + b")R",
+        "REDUCE with arguments": named + b"(" + arguments + b"tR",
+        "REDUCE of its member": b"cbuiltins\ngetattr\n" + named + b"X\x08\0\0\0__init__\x86R",
+        "NEWOBJ": named + b")\x81",
+        "NEWOBJ with arguments": named + b"(" + arguments + b"t\x81",
+        "NEWOBJ_EX": named + b")}\x92",
+        "BUILD with a dict": named + b")\x81" + attributes + b"b",
+        "BUILD with slots": named + b")\x81" + slots + b"b",
+        "BUILD of the class with a dict": named + attributes + b"b",
+        "BUILD of the class with slots": named + slots + b"b",
+        "INST": b"(" + arguments + b"i" + named[1:],
+        "OBJ": b"(" + named + arguments + b"o",
+        "APPENDS to the class": named + b"(K\x01e",
+        "SETITEMS of the class": named + b"(K\x01K\x02u",
+        "factory of a defaultdict": b"ccollections\ndefaultdict\n" + named + b"\x85R",
+        "class of a tensor": (
+            b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_meta_tensor_no_storage\n" + named
+            + b"(ctorch\nfloat32\n(K\x02t(K\x01t\x89t" + attributes + b"tR"
+        ),
+        "key of a dict": b"}" + named + b")\x81Ns",
+        "value": named,
+    }  # fmt: skip
 
 
 MALFORMED: dict[str, Call] = {

@@ -8,6 +8,7 @@ import pickle
 import sys
 import tempfile
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
@@ -125,6 +126,9 @@ def test_code_is_refused_and_not_run(tmp_path: Path) -> None:
 class PlannerExtra:
     value: int
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
 
 def test_a_class_of_the_users_planner_can_be_registered() -> None:
     metadata = metadata_of()
@@ -133,6 +137,18 @@ def test_a_class_of_the_users_planner_can_be_registered() -> None:
         decode_metadata(encode_metadata(metadata), ".metadata")
     with torch.serialization.safe_globals([PlannerExtra]):
         assert decode_metadata(encode_metadata(metadata), ".metadata") == metadata
+
+
+def test_what_is_not_regular_is_read_as_objects_are() -> None:
+    metadata = metadata_of()
+    extra = {"set": {1, 2}, "order": OrderedDict(a=1), (1, ("b",)): Chunk((0,), (1,), 0, (2, 3)), "array": np.arange(3)}
+    metadata.planner_data["extra"] = extra
+    for protocol in (2, 4, 5):
+        decoded = decode_metadata(pickle.dumps(metadata, protocol), ".metadata")
+        found = decoded.planner_data.pop("extra")
+        assert found.pop("array").tolist() == [0, 1, 2]
+        assert found == {key: value for key, value in extra.items() if key != "array"}
+        assert decoded == metadata_of()
 
 
 def test_a_pickle_cannot_change_the_classes_that_it_names() -> None:

@@ -578,5 +578,5 @@ def test_bytes_never_become_pointers_even_if_numpy_itself_is_registered_as_megat
         for value in (forged.array((4,), b"A" * 32, forged.dtype("O8")), forged.made(np.ndarray, (4,), np.object_)):
             with pytest.raises((CorruptCheckpoint, UnsafeCheckpoint)):
                 load(saved(value))
-            with pytest.raises(UnsafeCheckpoint, match="numpy"):
+            with pytest.raises((CorruptCheckpoint, UnsafeCheckpoint), match=r"numpy|dtype 'O8'"):
                 decode_metadata(pickle.dumps(value, 2), ".metadata")

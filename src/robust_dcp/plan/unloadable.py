@@ -21,7 +21,7 @@ from robust_dcp.report import listed
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.records.objects import pickle_of, refusal_of
 from robust_dcp.storage.records.record import is_fixed_size
-from robust_dcp.storage.records.unpickler import registered_by_user
+from robust_dcp.storage.records.trust import registered_by_user
 from robust_dcp.storage.writing.item_source import Resolve, saved_by_torch
 from robust_dcp.structure_cache import Cache
 

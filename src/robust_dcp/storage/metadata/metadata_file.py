@@ -11,13 +11,11 @@ a plain model of Hugging Face.
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import io
 import os
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from math import prod
-from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
 import torch
@@ -30,17 +28,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
 from robust_dcp.storage.layouts.safetensors import StoredTensor, check_model, read_head, unusable_file
 from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, without_garbage_collection
-from robust_dcp.storage.metadata.unpickling import all_of, unpickled
+from robust_dcp.storage.metadata.unpickling import unpickled
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.torch_kinds import constant, layout_named
-from robust_dcp.storage.records.unpickler import registered_by_user
 
 FORMAT_VERSION: Final = "1.0.0"
 """``filesystem.CURRENT_DCP_VERSION``: the version of DCP's file names and records, which we use as well."""
@@ -56,69 +51,6 @@ StorageInfo: Any = filesystem._StorageInfo
 
 The class is private in torch, but part of the file format: every ``.metadata`` since torch 2.0 names it.
 """
-
-_CLASSES: Final = (
-    all_of(
-        "torch.distributed.checkpoint.metadata",
-        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorStorageMetadata",
-    )
-    # Megatron-Core keeps the ranks' plans in the metadata to compare later saves with them.
-    | all_of(
-        "torch.distributed.checkpoint.planner",
-        "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
-    )
-    | all_of("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix")
-    | all_of("torch.distributed.checkpoint._hf_utils", "_HFStorageInfo")
-    | all_of("torch", "Size")
-)
-
-
-class _PortableTensorProperties(TensorProperties):
-    """Becomes a plain ``TensorProperties`` once it has its state, whatever the length of the state.
-
-    torch 2.14 and older write five values, later versions may write more, and each refuses the other's.
-    """
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state[:5]
-        for place, field in enumerate(dataclasses.fields(TensorProperties)[5:], start=5):
-            setattr(self, field.name, state[place] if place < len(state) else field.default)
-        self.__class__ = TensorProperties  # type: ignore[assignment]
-
-
-_MEMORY_FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
-"""The results of torch's ``_MEM_FORMAT_ENCODING``."""
-
-
-def _stand_in_for(kind: Any) -> Any:
-    """Stands in for a class of Megatron-Core in its older checkpoints: becomes a ``kind`` with more attributes."""
-
-    def set_state(self: Any, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        object.__setattr__(self, "__class__", kind)  # a SavePlan is frozen
-
-    return type(kind.__name__, (kind,), {"__setstate__": set_state})
-
-
-def _stand_ins() -> Mapping[tuple[str, str], Any]:
-    # The first home of TensorProperties, up to torch 2.2, and the present one.
-    homes = ("torch.distributed._shard.sharded_tensor.metadata", "torch.distributed.checkpoint.metadata")
-    megatron = "megatron.core.dist_checkpointing.strategies.torch"
-    # storage_meta holds the path that the writer was given. It says where the checkpoint once was, on any system, and
-    # nothing opens it. From Python 3.13 on, pathlib pickles its classes under another name.
-    paths: dict[str, type[PurePath]] = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
-    paths |= {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
-    return {
-        **{(home, "TensorProperties"): _PortableTensorProperties for home in homes},
-        **{(home, f"{mark}MEM_FORMAT_ENCODING"): _MEMORY_FORMATS.__getitem__ for home in homes for mark in ("", "_")},
-        ("torch.serialization", "_get_layout"): layout_named,
-        **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in paths.items()},
-        (megatron, "MCoreMetadata"): _stand_in_for(Metadata),
-        (megatron, "MCoreSavePlan"): _stand_in_for(SavePlan),
-    }
-
-
-_STAND_INS: Final = _stand_ins()
 
 
 def reduce_tensor_properties(properties: TensorProperties) -> tuple[Any, ...]:
@@ -154,14 +86,7 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
             A file by DCP has no checksum: if it is damaged and still a valid pickle, that may go unnoticed.
         UnsafeCheckpoint: the pickle names classes that do not belong into metadata, or a path leaves the directory.
     """
-    metadata = unpickled(
-        data,
-        file,
-        allowed=_CLASSES,
-        stand_ins=_STAND_INS,
-        registered=registered_by_user(),
-        other=constant,
-    )
+    metadata = unpickled(data, file)
     try:
         with without_garbage_collection():
             _validate(metadata, file)

@@ -7,10 +7,10 @@
 | Is this record like a known one, and what is its checksum? | ``Record.crc32_in_header``, ``record.known_record`` |
 | Where are the members of an archive? | ``record.zip_members`` |
 | Which value does a pickle hold, if it is data? | ``unpickler.Unpickler`` |
-| What does a name in it stand for, and what may be done with it? | ``unpickler``, with ``kinds`` and ``torch_kinds`` |
+| What does a name in it stand for, and what may be done with it? | ``trust``, from the tables of the three ``kinds`` |
 | Which object do the bytes of an item hold? | ``objects.load_object`` |
 | May ``torch.load`` have them? | ``objects.check_object`` |
 | Would a load refuse what was just pickled? | ``objects.refusal_of`` |
 
-``.metadata`` has its own unpickler, ``metadata.unpickling``, because it is long.
+``.metadata`` is long, so ``metadata.unpickling`` tries Python's own unpickler first. It asks the same ``trust``.
 """

@@ -36,6 +36,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 # --- limits
 
@@ -121,6 +122,30 @@ Builder = Callable[[tuple[Any, ...], Budget], Any]
 """Makes a value from the arguments that its pickle has. It takes exactly those that picklers write."""
 
 
+NO_DATA: Final = "which is not known to be plain data"
+
+
+class Trusted(msgspec.Struct, frozen=True, eq=False):
+    """What a pickle may do with a class or function that it names. What is ``None`` is refused.
+
+    Attributes:
+        call: makes a value from arguments (opcode REDUCE).
+        new: makes an object that gets its state later (NEWOBJ).
+        fill: gives an object of this class its state (BUILD).
+        why_not: why the rest is refused, for a message.
+        as_native: the class whose objects Python's own unpickler may make in the place of this one's, since all code of
+            it only sets attributes; ``None`` if there is none.
+        is_registered: the user has registered it. Its own code may take items, too (APPENDS, SETITEMS).
+    """
+
+    call: Builder | None = None
+    new: Builder | None = None
+    fill: Callable[[Any, Any], None] | None = None
+    why_not: str = NO_DATA
+    as_native: type | None = None
+    is_registered: bool = False
+
+
 class Pending(msgspec.Struct, eq=False):
     """Takes the place of a value on the stack until its state comes. Arrays, dtypes and UUIDs are pickled in two steps.
 
@@ -159,6 +184,10 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
     if kind is frozenset:  # its elements were checked when it was made, and it remembers its hash
         return nodes + len(key)
     if issubclass(kind, enum.Enum) and kind.__hash__ in (enum.Enum.__hash__, int.__hash__, str.__hash__):
+        return nodes
+    if kind is MetadataIndex:  # the keys of a .metadata
+        for value in vars(key).values():
+            nodes = _hashed_nodes(value, depth + 1, nodes)
         return nodes
     expect(kind.__hash__ is not None, f"a key is a {kind.__name__}, which cannot be hashed")
     raise NotData(name_of(key), "which is the key of a dict and hashes by code of its own")
@@ -373,12 +402,11 @@ _PYTHON_CALLS: Final[dict[Any, Builder]] = {
     **{kind: _path(kind) for kind in _PATHS.values()},
 }
 
-BUILT_BY_NEW: Final[dict[Any, Builder]] = {
+_NEW: Final[dict[Any, Builder]] = {
     **_BARE,
     uuid.UUID: exactly(lambda: Pending(_uuid), (), of="a UUID"),
     io.BytesIO: exactly(lambda: Pending(_stream), (), of="a BytesIO"),
 }
-"""The classes from which a pickle may make an empty object, which gets its state later (NEWOBJ)."""
 
 
 # --- arrays, scalars and dtypes of NumPy
@@ -511,7 +539,6 @@ _NUMPY_CALLS: Final[dict[Any, Builder]] = {
 
 # --- the program's enums, named tuples and dataclasses
 
-_NOT_DATA: Final = "which is not known to be plain data"
 _VALUE_TYPES: Final = frozenset({bool, bytes, float, int, str, type(None), tuple})
 
 
@@ -524,12 +551,12 @@ def imported_class(module: str, name: str) -> type:
     what = f"{module}.{name}"
     found: Any = sys.modules.get(module)
     if found is None:
-        raise NotData(what, f"{_NOT_DATA} (its module is not imported here)")
+        raise NotData(what, f"{NO_DATA} (its module is not imported here)")
     for part in name.split("."):
         # Look into the namespaces directly: getattr could run a module's __getattr__, or a descriptor.
         found = getattr(found, "__dict__", {}).get(part) if isinstance(found, (types.ModuleType, type)) else None
     if not isinstance(found, type):
-        raise NotData(what, f"{_NOT_DATA} ({'it is a function' if callable(found) else 'it is not a class here'})")
+        raise NotData(what, f"{NO_DATA} ({'it is a function' if callable(found) else 'it is not a class here'})")
     return found
 
 
@@ -538,11 +565,11 @@ def why_not(kind: type) -> str | None:
     if isinstance(kind, enum.EnumMeta):
         return None if type(kind) is enum.EnumMeta else "an enum with a metaclass of its own"
     if issubclass(kind, tuple):
-        return None if _is_named_tuple(kind) else f"{_NOT_DATA} (a tuple with code of its own)"
+        return None if _is_named_tuple(kind) else f"{NO_DATA} (a tuple with code of its own)"
     if dataclasses.is_dataclass(kind):
         own = _own_code(kind)
         return None if own is None else f"a dataclass that is not plain data (it has {own})"
-    return _NOT_DATA
+    return NO_DATA
 
 
 def _is_named_tuple(kind: type) -> bool:
@@ -668,8 +695,6 @@ def new_object(kind: type, arguments: tuple[Any, ...]) -> Any:
 def fill(target: Any, state: Any) -> None:
     """Give a dataclass its fields. A pickle holds them as :func:`set_attributes` takes them, or as a list of all."""
     kind = type(target)
-    if why_not(kind) is not None:
-        raise NotData(name_of(kind), "whose state is set by code of its own")
     if type(state) is list and _has_generated_state(kind):  # a frozen dataclass with slots
         names = [field.name for field in dataclasses.fields(kind)]
         expect(len(state) == len(names), f"{name_of(kind)} gets {len(state)} fields")
@@ -703,13 +728,34 @@ def set_attributes(target: Any, state: Any) -> None:
         slot.__set__(target, value)
 
 
-BUILT_BY_CALL: Final[dict[Any, Builder]] = {
+def of_program(kind: type) -> Trusted:
+    """What a pickle may do with a class of the program: make what is data, without code of the class."""
+    if issubclass(kind, enum.Enum):
+        return Trusted(call=lambda arguments, _: member_of(kind, arguments))
+    why = why_not(kind)
+    if why is not None:
+        return Trusted(why_not=why)
+    return Trusted(new=lambda arguments, _: new_object(kind, arguments), fill=fill)
+
+
+def _fill_dict(target: Any, state: Any) -> None:
+    target.__dict__.update(string_keys(state, of=f"a {type(target).__name__}"))
+
+
+_CALLS: Final[dict[Any, Builder]] = {
     **_PYTHON_CALLS,
     **_NUMPY_CALLS,
     getattr: _member_named,
     operator.or_: _combined_flags,
 }
-"""The functions and classes that a pickle may call (REDUCE)."""
+
+TRUSTED: Final[dict[Any, Trusted]] = {
+    object: Trusted(),
+    **{
+        value: Trusted(_CALLS.get(value), _NEW.get(value), _fill_dict if value in _BARE else None)
+        for value in {**_CALLS, **_NEW}
+    },
+}
 
 NAMED: Final[dict[tuple[str, str], Any]] = {
     **{(module, name): kind for module in ("pathlib", "pathlib._local") for name, kind in _PATHS.items()},

@@ -18,7 +18,16 @@ from torch import _utils as torch_utils
 from torch.serialization import StorageType, _get_layout
 from torch.storage import TypedStorage, UntypedStorage
 
-from robust_dcp.storage.records.kinds import Budget, Builder, Malformed, NotData, exactly, expect, set_attributes
+from robust_dcp.storage.records.kinds import (
+    Budget,
+    Builder,
+    Malformed,
+    NotData,
+    Trusted,
+    exactly,
+    expect,
+    set_attributes,
+)
 
 _CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _PLAIN_TYPES: Final = (bool, bytes, float, int, str, type(None), torch.Size, torch.device, *_CONSTANT_TYPES)
@@ -286,11 +295,13 @@ _TORCH_UTILS: Final[dict[str, Builder]] = {
     "_rebuild_wrapper_subclass": _wrapper,
 }
 
-BUILT_BY_CALL: Final[dict[Any, Builder]] = {
-    **{getattr(torch_utils, name): build for name, build in _TORCH_UTILS.items() if hasattr(torch_utils, name)},
-    torch.device: exactly(torch.device, (str,), (str, int)),
-    _get_layout: exactly(layout_named, (str,), of="a layout"),
-    torch.Size: _size,
+TRUSTED: Final[dict[Any, Trusted]] = {
+    **{
+        getattr(torch_utils, name): Trusted(build) for name, build in _TORCH_UTILS.items() if hasattr(torch_utils, name)
+    },
+    torch.device: Trusted(exactly(torch.device, (str,), (str, int))),
+    _get_layout: Trusted(exactly(layout_named, (str,), of="a layout")),
+    torch.Size: Trusted(_size, as_native=torch.Size),
 }
 
 NAMED: Final[dict[tuple[str, str], Any]] = {

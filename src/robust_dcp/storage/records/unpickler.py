@@ -1,8 +1,7 @@
 """The unpickler for objects in checkpoints. It runs the opcodes of a pickle on values that are data and nothing else.
 
-This module owns the stack and the memo, and decides which value may be put into which, and what a name in the pickle
-stands for. A name is looked up in this order: our tables of data; what the user has registered with torch; the
-program's enums, named tuples, dataclasses and subclasses of tensors. Everything else is refused.
+This module owns the stack and the memo, and decides which value may be put into which. What a name in the pickle stands
+for, and what may be done with it, ``trust`` decides.
 
 The readers and planners of DCP load the same pickle with Python's own unpickler. So an opcode does the same here as
 there, or raises. No pickle has one meaning here and another one there. Opcodes that only Python 2 or protocols 0 and 1
@@ -12,26 +11,20 @@ write are refused: ``torch.save`` has never written them in a checkpoint of DCP.
 from __future__ import annotations
 
 import _compat_pickle
-import argparse
 import collections
-import dataclasses
-import enum
 import pickle
 import pickletools
 import struct
-import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import numpy as np
 import torch
-from torch.serialization import get_safe_globals
 
-from robust_dcp.storage.records import kinds, torch_kinds
+from robust_dcp.storage.records import torch_kinds
 from robust_dcp.storage.records.kinds import (
+    NO_DATA,
     Budget,
-    Builder,
     Malformed,
     NotAPickle,
     NotData,
@@ -39,19 +32,9 @@ from robust_dcp.storage.records.kinds import (
     expect,
     name_of,
 )
+from robust_dcp.storage.records.trust import Trust
 
-# --- names
-
-_CALLS: Final = {**kinds.BUILT_BY_CALL, **torch_kinds.BUILT_BY_CALL}
-_BUILT_BY_CALL: Final[dict[int, Builder]] = {id(function): build for function, build in _CALLS.items()}
-_NAMED: Final[dict[tuple[str, str], Any]] = {
-    **{(found.__module__, found.__qualname__): found for found in (*_CALLS, *kinds.BUILT_BY_NEW, object)},
-    **kinds.NAMED,
-    **torch_kinds.NAMED,
-}
-_KNOWN: Final = set(map(id, _NAMED.values()))
 _REBUILD_FROM_TYPE: Final[Any] = torch._tensor._rebuild_from_type_v2
-_NO_CODE: Final = "which is not known to be plain data"
 
 
 def _first_attribute(state: Any) -> str:
@@ -60,41 +43,6 @@ def _first_attribute(state: Any) -> str:
         if type(part) is dict and part:
             return f".{next(iter(part))!s:.60}"
     return ""
-
-
-def _set_state_of_registered(target: Any, state: Any) -> None:
-    """Set the state as Python's unpickler does, for an object of a class that the user has registered."""
-    if hasattr(target, "__setstate__"):
-        target.__setstate__(state)
-        return
-    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
-    if attributes:
-        target.__dict__.update(attributes)
-    for name, value in (slots or {}).items():
-        setattr(target, name, value)
-
-
-_last_registered: list[tuple[list[Any], dict[str, Any]]] = []
-"""What torch last reported as registered, and what we made of it. It is kept alive, so that ids in it stay valid."""
-
-
-def registered_by_user() -> dict[str, Any]:
-    """What ``torch.serialization.add_safe_globals`` was given, by full name. Callers must not modify it.
-
-    Names that are data anyway are left out: Megatron-Core registers NumPy's own functions, and these believe what a
-    pickle says.
-    """
-    entries = get_safe_globals()
-    if _last_registered and set(map(id, entries)) == set(map(id, _last_registered[0][0])):
-        return _last_registered[0][1]
-    registered: dict[str, Any] = {}
-    for entry in entries:
-        found, path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
-        is_array = isinstance(found, type) and issubclass(found, (np.ndarray, np.dtype, np.generic))
-        if not is_array and id(found) not in _KNOWN:
-            registered[path] = found
-    _last_registered[:] = [(entries, registered)]
-    return registered
 
 
 # --- opcodes
@@ -117,14 +65,16 @@ class Unpickler:
     Args:
         data: begins with the pickle. More may follow it.
         persistent_load: returns the storage for a persistent id.
+
+    Attributes:
+        position: how many of the bytes have been read.
     """
 
     def __init__(self, data: bytes, persistent_load: Callable[[Any], Any] | None = None) -> None:
         self._data = data
-        self._at = 0
+        self.position = 0
         self._budget = Budget(len(data))
-        self._registered = registered_by_user()  # not what the user registers later
-        self._registered_ids = set(map(id, self._registered.values()))
+        self._trust = Trust()
         self._persistent_load = persistent_load
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
@@ -141,9 +91,9 @@ class Unpickler:
             Malformed, and nearly anything else: no writer makes such a pickle.
         """
         data, nbytes = self._data, len(self._data)
-        while self._at < nbytes:
-            code = data[self._at]
-            self._at += 1
+        while self.position < nbytes:
+            code = data[self.position]
+            self.position += 1
             value_of = _VALUES.get(code)
             if value_of is not None:
                 self._stack.append(value_of(self))
@@ -166,29 +116,29 @@ class Unpickler:
             needs_mark = pickletools.markobject in opcode.stack_before
             has_values = bool(self._marked) if needs_mark else len(self._stack) >= len(opcode.stack_before)
             is_text = opcode.arg is not None and opcode.arg.n == pickletools.UP_TO_NEWLINE
-            has_text = self._data.find(b"\n", self._at) >= 0 if is_text else True
-            is_quoted = opcode.name != "STRING" or self._data[self._at : self._at + 1] in (b"'", b'"')
+            has_text = self._data.find(b"\n", self.position) >= 0 if is_text else True
+            is_quoted = opcode.name != "STRING" or self._data[self.position : self.position + 1] in (b"'", b'"')
             if has_values and has_text and is_quoted:
                 raise NotData(f"opcode {opcode.name}", "which no writer of checkpoints uses")
-        raise NotAPickle(f"byte {self._at - 1} is not an opcode of a pickle that holds data")
+        raise NotAPickle(f"byte {self.position - 1} is not an opcode of a pickle that holds data")
 
     # The bytes of the pickle. Before anything is taken, every length is compared with the bytes that are left.
 
     def take(self, nbytes: int) -> bytes:
         """The next bytes."""
-        end = self._at + nbytes
+        end = self.position + nbytes
         if nbytes < 0 or end > len(self._data):
-            raise NotAPickle(f"an opcode asks for {nbytes} bytes where {len(self._data) - self._at} are left")
-        taken = self._data[self._at : end]
-        self._at = end
+            raise NotAPickle(f"an opcode asks for {nbytes} bytes where {len(self._data) - self.position} are left")
+        taken = self._data[self.position : end]
+        self.position = end
         return taken
 
     def number(self, form: struct.Struct) -> Any:
         """The next number, in this format."""
-        at, end = self._at, self._at + form.size
+        at, end = self.position, self.position + form.size
         if end > len(self._data):
             raise NotAPickle("the pickle ends within an opcode")
-        self._at = end
+        self.position = end
         return form.unpack_from(self._data, at)[0]
 
     def counted(self, form: struct.Struct) -> bytes:
@@ -200,11 +150,11 @@ class Unpickler:
         return str(self.counted(form), "utf-8", "surrogatepass")
 
     def _line(self) -> str:
-        end = self._data.find(b"\n", self._at)
+        end = self._data.find(b"\n", self.position)
         if end < 0:
             raise NotAPickle("a line of text in the pickle has no end")
-        line = self._data[self._at : end]
-        self._at = end + 1
+        line = self._data[self.position : end]
+        self.position = end + 1
         return line.decode()
 
     def _proto(self) -> None:
@@ -212,7 +162,7 @@ class Unpickler:
         expect(self._protocol <= pickle.HIGHEST_PROTOCOL, f"protocol {self._protocol} of pickles is not known")
 
     def _frame(self) -> None:
-        nbytes, left = self.number(_UINT64), len(self._data) - self._at
+        nbytes, left = self.number(_UINT64), len(self._data) - self.position
         expect(nbytes <= left, f"a frame of {nbytes} bytes begins where {left} are left")
 
     # The stack, and its containers.
@@ -267,7 +217,7 @@ class Unpickler:
         (target,) = self._last(1)
         kind = type(target)
         if kind is not list:
-            if kind is not collections.deque and not self._is_registered(kind):
+            if kind is not collections.deque and not self._trust.of(kind).is_registered:
                 raise NotData(name_of(kind), "to which a pickle of data appends nothing")
             self._budget.hold(items)
         target.extend(items)
@@ -275,7 +225,7 @@ class Unpickler:
     def _set(self, items: list[Any]) -> None:
         (target,) = self._last(1)
         kind = type(target)
-        if kind not in _DICTS and not self._is_registered(kind):
+        if kind not in _DICTS and not self._trust.of(kind).is_registered:
             raise NotData(name_of(kind), "into which a pickle of data puts no items")
         expect(len(items) % 2 == 0, "a dict gets a key without a value")
         if kind is collections.defaultdict:
@@ -321,34 +271,12 @@ class Unpickler:
                 module, name = _compat_pickle.NAME_MAPPING[module, name]
             else:
                 module = _compat_pickle.IMPORT_MAPPING.get(module, module)
-        return self._find(module, name)
+        return self._trust.named(module, name)
 
     def _stack_global(self) -> Any:
         module, name = self._pop(2)
         expect(type(name) is str and type(module) is str, "a name in the pickle is not a text")
-        return self._find(module, name)
-
-    def _find(self, module: str, name: str) -> Any:
-        """Find what ``module.name`` stands for.
-
-        Raises:
-            NotData: it is not known to be data.
-        """
-        found = _NAMED.get((module, name))
-        if found is None:
-            found = self._registered.get(f"{module}.{name}")
-        if found is None:
-            found = torch_kinds.constant(module, name)
-        if found is None:
-            found = kinds.imported_class(module, name)
-            why = torch_kinds.why_not(found) if torch_kinds.is_subclass(found) else kinds.why_not(found)
-            if why is not None:
-                raise NotData(f"{module}.{name}", why)
-        return found
-
-    def _is_registered(self, kind: Any) -> bool:
-        """Whether the user has registered ``kind``. If so, it may run any code."""
-        return id(kind) in self._registered_ids
+        return self._trust.named(module, name)
 
     def _called(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         """The result of ``function(*arguments)``.
@@ -357,53 +285,38 @@ class Unpickler:
             NotData: the function does not make data.
             Malformed: the function makes data, but not from such arguments.
         """
-        build = _BUILT_BY_CALL.get(id(function))
-        if build is not None:
-            return build(arguments, self._budget)
-        # An enum might hash and print nested values without end.
-        is_enum = isinstance(function, enum.EnumMeta)
-        is_plain = all(type(argument) in (bool, bytes, float, int, str, type(None)) for argument in arguments)
-        if self._is_registered(function) and (is_plain or not is_enum):
-            return function(*arguments)
+        trusted = self._trust.of(function)
+        if trusted.call is not None:
+            return trusted.call(arguments, self._budget)
         if function is _REBUILD_FROM_TYPE:
             return self._tensor_of_type(arguments)
-        if is_enum:
-            return kinds.member_of(cast("type[enum.Enum]", function), arguments)
-        raise NotData(name_of(function), _NO_CODE)
+        raise NotData(name_of(function), NO_DATA)
 
     def _tensor_of_type(self, arguments: tuple[Any, ...]) -> Any:
         valid = len(arguments) == 4 and type(arguments[2]) is tuple
         expect(valid, "the pickle makes a tensor with attributes from other arguments than torch.save writes")
         function, kind, of, state = arguments
         tensor = self._called(function, of)
-        if self._is_registered(kind):
+        if self._trust.of(kind).is_registered:
             return _REBUILD_FROM_TYPE(lambda: tensor, kind, (), state)
         return torch_kinds.rebuilt_with_attributes(tensor, kind, state)
 
     def _new(self, kind: type, arguments: tuple[Any, ...]) -> Any:
         """An object of ``kind`` without its state. Raises the same as :meth:`_called`."""
-        build = kinds.BUILT_BY_NEW.get(kind)
-        if build is not None:
-            return build(arguments, self._budget)
-        if self._is_registered(kind):
-            return kind.__new__(kind, *arguments)
-        if kinds.why_not(kind) is None:
-            return kinds.new_object(kind, arguments)
-        raise NotData(name_of(kind), _NO_CODE)
+        new = self._trust.of(kind).new
+        if new is None:
+            raise NotData(name_of(kind), NO_DATA)
+        return new(arguments, self._budget)
 
     def _set_state(self, target: Any, state: Any) -> None:
         """Give ``target`` the state that its pickle gives. Raises the same as :meth:`_called`."""
-        kind = type(target)
-        if self._is_registered(kind):
-            _set_state_of_registered(target, state)
-        elif kind in (collections.OrderedDict, argparse.Namespace, types.SimpleNamespace):
-            target.__dict__.update(kinds.string_keys(state, of=f"a {kind.__name__}"))
-        elif dataclasses.is_dataclass(kind):
-            kinds.fill(target, state)
+        fill = self._trust.of(type(target)).fill
+        if fill is not None:
+            fill(target, state)
         elif callable(target):
             raise NotData(f"{name_of(target)}{_first_attribute(state)}", "an attribute of a class or function itself")
         else:
-            raise NotData(name_of(kind), "whose state is set by code of its own")
+            raise NotData(name_of(type(target)), "whose state is set by code of its own")
 
     def _reduce(self) -> Any:
         function, arguments = self._pop(2)
