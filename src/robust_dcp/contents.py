@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from robust_dcp.coverage import Box, Coverage
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint
-from robust_dcp.plan.conflicts import first_overlap
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file, mark_of, metadata_name
 from robust_dcp.storage.index.form import IndexFile, fit_of_file
@@ -353,27 +353,21 @@ def _check_structure(contents: Contents, findings: Findings) -> None:
 
 
 def _check_cover(item: Item, home: str, findings: Findings) -> None:
-    """The chunks lie in the tensor, do not overlap, and have as many elements as the tensor: so they cover it once."""
-    rank, chunks = len(item.shape), sorted(chunk for chunk in item.chunks if 0 not in chunk.sizes)
-    for chunk in item.chunks:
-        sides = zip(chunk.offsets, chunk.sizes, item.shape, strict=False)
-        is_like = len(chunk.offsets) == len(chunk.sizes) == rank
-        if not is_like or any(min(offset, size) < 0 or offset + size > whole for offset, size, whole in sides):
-            found = f"a chunk {list(chunk.sizes)} at {list(chunk.offsets)}"
-            findings.broken(home, item.name, f"chunks within {list(item.shape)}", found)
+    """The chunks fill the tensor, each element once."""
+    boxes, shape = [Box(chunk.offsets, chunk.sizes) for chunk in item.chunks], item.shape
+    for box in boxes:
+        if len(box.offsets) != len(shape):
+            findings.broken(home, item.name, f"chunks within {list(shape)}", f"a chunk {box}")
             return
-    clash = next((at for at in range(1, len(chunks)) if chunks[at - 1].offsets == chunks[at].offsets), None)
-    pair = None if clash is None else (clash - 1, clash)
-    if pair is None and len(chunks) > 1:
-        boxes = (np.array([each[side] for each in chunks], dtype=np.int64) for side in (0, 1))
-        pair = first_overlap(np.zeros(len(chunks), dtype=np.int32), *boxes)
-    n_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
-    if pair is not None:
-        first, second = (f"{list(chunks[at].sizes)} at {list(chunks[at].offsets)}" for at in pair)
-        findings.broken(home, item.name, "chunks that do not overlap", f"{first} and {second}")
-    elif n_elements != math.prod(item.shape):
-        expected = f"chunks with all {math.prod(item.shape)} elements of {list(item.shape)}"
-        findings.broken(home, item.name, expected, f"chunks with {n_elements}")
+    offset, size = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, len(shape)).swapaxes(0, 1)
+    coverage = Coverage(np.zeros(len(boxes), dtype=np.intp), offset, size, np.array([shape], dtype=np.int64))
+    for place in coverage.outside:
+        findings.broken(home, item.name, f"chunks within {list(shape)}", f"a chunk {boxes[place]}")
+    for first, second in coverage.overlaps.values():
+        findings.broken(home, item.name, "chunks that do not overlap", f"{boxes[first]} and {boxes[second]}")
+    for _ in coverage.with_gaps:
+        expected = f"chunks with all {math.prod(shape)} elements of {list(shape)}"
+        findings.broken(home, item.name, expected, f"none that holds {coverage.gap(0)}")
 
 
 class _Wanted(NamedTuple):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
+from robust_dcp.coverage import columns_of
 from robust_dcp.errors import ExchangeError, PlanConflict
 
 T = TypeVar("T")
@@ -163,9 +164,12 @@ class Items(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def extents(self) -> Int64:
         """int64 ``[S, D]``: ``sizes``, filled up with 1. D is the largest number of dimensions."""
-        width = max(map(len, self.sizes), default=0)
-        rows = [(*size, *(1,) * (width - len(size))) for size in self.sizes]
-        return np.array(rows, dtype=np.int64).reshape(len(rows), width)
+        return columns_of(self.sizes, 1)
+
+    @cached_property
+    def begins(self) -> Int64:
+        """int64 ``[S, D]``: ``sizes`` as offsets, filled up with 0."""
+        return columns_of(self.sizes, 0)
 
     @cached_property
     def numel(self) -> Int64:
@@ -182,10 +186,9 @@ class Items(msgspec.Struct, frozen=True, eq=False, dict=True):
     def outside(self) -> Rows:
         """The rows of chunks that do not lie within their tensor."""
         is_outside = np.zeros(len(self), dtype=np.bool_)
-        ndims = np.array(list(map(len, self.sizes)), dtype=np.intp)
-        for dim, extents in enumerate(self.extents.T):
-            whole, begin, length = extents[self.shape], extents[self.offset], extents[self.size]
-            is_outside |= ((begin < 0) | (length < 0) | (length > whole - begin)) & (ndims > dim)[self.shape]
+        for begins, extents in zip(self.begins.T, self.extents.T, strict=True):
+            whole, begin, length = extents[self.shape], begins[self.offset], extents[self.size]
+            is_outside |= (begin < 0) | (length < 0) | (length > whole - begin)
         return np.flatnonzero(is_outside)
 
     def take(self, rows: Rows) -> Items:

@@ -242,10 +242,11 @@ def test_a_model_in_the_cache_of_hugging_face_is_loaded(tmp_path: Path) -> None:
     ("second", "offset", "wanted", "words"),
     [
         (torch.zeros(4), None, 4, "each chunk once"),
-        (torch.zeros(4), 9, 13, "expected 13 elements in the chunks, found 8"),
+        (torch.zeros(4), 9, 13, r"elements of \[13\], found none that holds \[5\] at \[4\]"),
+        (torch.zeros(4), 2, 6, r"expected chunks that do not overlap, found \[4\] at \[0\] and \[4\] at \[2\]"),
         (torch.arange(4), 4, 8, r"expected chunks of torch\.float32"),
     ],
-    ids=["a chunk twice", "a gap", "two dtypes"],
+    ids=["a chunk twice", "a gap", "an overlap", "two dtypes"],
 )
 def test_chunks_that_do_not_make_up_a_tensor_are_refused(
     second: torch.Tensor, offset: int | None, wanted: int, words: str, tmp_path: Path

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.coverage import Coverage
 from robust_dcp.errors import PlanConflict
 from robust_dcp.megatron.uneven_parts import NOT_SHARDED, PlacedOffsets, ShardColumns, Spread, SpreadColumns
-from robust_dcp.plan.conflicts import first_overlap
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -154,41 +154,23 @@ class _Table(msgspec.Struct, frozen=True):
 
 def _covered(table: _Table, offsets: Int64) -> Bool:
     """bool ``[tensors]``: whether the parts of each replica fill the tensor, with each element in exactly one part."""
-    spread, sizes = table.spread, table.sizes
-    filled = (sizes.prod(axis=-1) > 0) & table.present
-    inside = (offsets + sizes <= table.shapes).all(axis=-1)
-    whole_dims = [dim for dim in range(spread.ndim) if dim not in spread.shard_dims]
-    fits = inside & (sizes[..., whole_dims] == table.shapes[:, whole_dims]).all(axis=-1)
-    mesh_axes = tuple(range(len(spread.mesh_shape)))
-    cut_axes = tuple(axis for axis in mesh_axes if spread.shard_dims[axis] != NOT_SHARDED)
-    volume = np.where(filled, sizes.prod(axis=-1), 0).sum(axis=cut_axes, keepdims=True)
+    spread, ndim = table.spread, table.spread.ndim
+    mesh_axes = range(len(spread.mesh_shape))
+    cut_axes = [axis for axis in mesh_axes if spread.shard_dims[axis] != NOT_SHARDED]
+    replica_axes = [axis for axis in mesh_axes if axis not in cut_axes]
+    # Tensor by tensor, replica by replica, part by part.
+    order = (len(spread.mesh_shape), *replica_axes, *cut_axes)
+    n_replicas = int(np.prod([spread.mesh_shape[axis] for axis in replica_axes]))
+    begin, size = (np.moveaxis(each, order, range(len(order))).reshape(-1, ndim) for each in (offsets, table.sizes))
+    present = np.moveaxis(table.present, order, range(len(order))).reshape(len(table.keys) * n_replicas, -1)
+    replica = np.repeat(np.arange(len(present)), present.shape[1])
+    rows = np.flatnonzero(present)
+    coverage = Coverage(replica[rows], begin[rows], size[rows], np.repeat(table.shapes, n_replicas, axis=0))
+    covered = np.ones(len(present), dtype=np.bool_)
+    covered[[*coverage.overlaps, *replica[rows][coverage.outside], *coverage.with_gaps]] = False
     # A replica may be missing altogether. It counts only if some rank holds a part of it.
-    absent = ~table.present.any(axis=cut_axes, keepdims=True)
-    whole = absent | (volume == table.shapes.prod(axis=-1))
-    covered: Bool = ((~filled | fits) & whole).all(axis=mesh_axes)
-    # If one tensor dimension is cut, the parts lie one after the other. If several are cut, edges may not line up.
-    if len({spread.shard_dims[axis] for axis in cut_axes}) > 1:
-        _refuse_overlap(covered, offsets, sizes, cut_axes)
-    return covered
-
-
-def _refuse_overlap(covered: Bool, offsets: Int64, sizes: Int64, cut_axes: Sequence[int]) -> None:
-    """Look for two parts of one replica of a tensor that share an element. That tensor is not covered."""
-    n_axes, ndim = offsets.ndim - 2, offsets.shape[-1]
-    replica_axes = [axis for axis in range(n_axes) if axis not in cut_axes]
-    n_replicas = int(np.prod([offsets.shape[axis] for axis in replica_axes]))
-    n_groups = n_replicas * len(covered)
-    # Part by part, replica by replica, tensor by tensor.
-    order = (n_axes, *replica_axes, *cut_axes)
-    begin, size = (np.moveaxis(each, order, range(n_axes + 1)).reshape(-1, ndim) for each in (offsets, sizes))
-    group = np.repeat(np.arange(n_groups, dtype=np.int32), len(begin) // max(n_groups, 1))
-    kept = np.flatnonzero((size.prod(axis=-1) > 0) & covered[group // n_replicas])
-    kept = kept[np.lexsort((*begin[kept].T[::-1], group[kept]))]
-    begin, size, group = begin[kept], size[kept], group[kept]
-    twice = np.flatnonzero((group[1:] == group[:-1]) & (begin[1:] == begin[:-1]).all(axis=1))
-    clash = (twice[0], twice[0] + 1) if len(twice) else first_overlap(group, begin, size)
-    if clash is not None:
-        covered[group[clash[0]] // n_replicas] = False
+    covered |= ~present.any(axis=1)
+    return np.logical_and.reduce(covered.reshape(-1, n_replicas), axis=1)  # type: ignore[no-any-return]
 
 
 def _conflict(wrong: Sequence[tuple[_Table, int]]) -> PlanConflict:

@@ -3,11 +3,6 @@
 A name that means different things, and chunks that do not fill their tensor exactly, are a :class:`PlanConflict` that
 names the key, the ranks and what each of them holds.
 
-Chunks fill a tensor exactly if they are inside its bounds, do not overlap, and their volumes add up to that of the
-tensor. So overlap is the costly question. Tensors that are cut along one dimension are decided on the columns of all
-tensors at once. So are tensors with chunks that lie between the lines of a grid. Of the others all chunks are compared,
-tensor by tensor.
-
 Of values that differ under one name only one is saved, so somebody has to say so, in the save that makes the plan. With
 its structure each rank sends digests of its objects and of its small whole tensors. Large tensors are not compared:
 hashing them would take as long as writing them.
@@ -23,20 +18,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.coverage import Coverage
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import ItemKind, Items, Replica
 from robust_dcp.report import listed
 
 Rows = npt.NDArray[np.intp]
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
 
 SMALL_NBYTES: Final = 64 << 10
 """Chunks up to this size are compared, and written by the lowest rank that holds them."""
-
-_NO_LINE: Final = np.iinfo(np.int64).max
 
 
 def refuse_contradictions(items: Items) -> None:
@@ -106,28 +98,27 @@ def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
         PlanConflict: chunks overlap or leave gaps. The error names key and ranks.
     """
     rows = kept[items.kind[kept] != ItemKind.BYTES]
-    filled = rows[items.numel[rows] > 0]
-    columns = (items.offset[filled], items.size[filled])  # each dimension of the boxes is in one piece of memory
-    clash = first_overlap(items.name[filled], *(np.take(items.extents.T, each, axis=1).T for each in columns))
-    if clash is not None:
-        raise overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
-    if not complete or not len(rows):
+    is_first = np.diff(items.name[rows], prepend=-1) != 0
+    starts = np.flatnonzero(is_first)
+    # Each dimension of the boxes is in one piece of memory.
+    offset = np.take(items.begins.T, items.offset[rows], axis=1).T
+    size = np.take(items.extents.T, items.size[rows], axis=1).T
+    whole = items.extents[items.shape[rows[starts]]]
+    coverage = Coverage(np.cumsum(is_first) - 1, offset, size, whole)
+    for left, right in coverage.overlaps.values():
+        raise overlap(items, int(rows[left]), int(rows[right]))
+    short = coverage.with_gaps.tolist() if complete else []
+    if not short:
         return
-    starts = np.flatnonzero(np.diff(items.name[rows], prepend=-1))
-    volumes = np.add.reduceat(items.numel[rows], starts)
-    expected = items.extents.prod(axis=1)[items.shape[rows[starts]]]
-    short = np.flatnonzero(volumes != expected)
-    if not len(short):
-        return
-    worst = int(short[0])
-    end = starts[worst + 1] if worst + 1 < len(starts) else len(rows)
-    group = rows[starts[worst] : end]
-    key, ranks = items.names[items.name[group[0]]], sorted(set(items.rank[group].tolist()))
+    worst = short[0]
+    held = rows[starts[worst] : [*starts, len(rows)][worst + 1]]
+    key, ranks = items.names[items.name[held[0]]], sorted(set(items.rank[held].tolist()))
+    gap = coverage.gap(worst, len(items.sizes[items.shape[held[0]]]))
     more = f" ({len(short) - 1} more tensors have gaps too)" if len(short) > 1 else ""
     raise PlanConflict(
-        f"the chunks of {key!r} leave gaps: {volumes[worst]} of {expected[worst]} elements are there, from "
-        f"{ranks_in_words(ranks)}{more}. A rank of the group did not pass its shard: pass it, or save with the "
-        "process group that holds the whole tensor",
+        f"the chunks of {key!r} leave gaps: {coverage.volumes[worst]} of {whole[worst].prod()} elements are there, "
+        f"from {ranks_in_words(ranks)}{more}; the part {gap} is missing. A rank of the group did not pass its shard: "
+        "pass it, or save with the process group that holds the whole tensor",
         key=key,
         ranks=ranks,
     )
@@ -142,71 +133,6 @@ def overlap(items: Items, left: int, right: int) -> PlanConflict:
         key=key,
         ranks=sorted({int(items.rank[left]), int(items.rank[right])}),
     )
-
-
-def first_overlap(group: Int32, offset: Int64, size: Int64) -> tuple[int, int] | None:
-    """Two boxes of one group that overlap; ``None`` if there are none.
-
-    Args:
-        group: int32 ``[n]``, ascending.
-        offset, size: int64 ``[n, D]``; no size is 0. Within each group they are sorted by offsets, and no two offsets
-            are equal.
-
-    Returns:
-        The places of the two boxes, from the first group that has such boxes.
-    """
-    if not offset.size:
-        return None
-    same_group = group[1:] == group[:-1]
-    starts = np.append(0, np.flatnonzero(~same_group) + 1)
-    ends = np.append(starts[1:], len(group))
-    n_cut = np.zeros(len(starts), dtype=np.intp)  # along how many dimensions the boxes of a group differ
-    meets = same_group.copy()
-    for begin, length in zip(offset.T, size.T, strict=True):
-        differs = same_group & ((begin[1:] != begin[:-1]) | (length[1:] != length[:-1]))
-        n_cut += np.logical_or.reduceat(np.append(False, differs), starts)
-        meets &= begin[1:] < (begin + length)[:-1]
-    # In a group that is cut along one dimension, each box must end before the next begins. That is so most of the time.
-    is_suspect = np.append(False, meets)
-    rest = np.flatnonzero(np.repeat(n_cut > 1, ends - starts))
-    is_suspect[rest] = _crosses_a_line(group[rest], offset[rest], size[rest]) if len(rest) else False
-    suspects = np.searchsorted(starts, np.flatnonzero(is_suspect), side="right") - 1
-    for each in sorted(set(suspects.tolist())):
-        first, last = int(starts[each]), int(ends[each])
-        found = _first_pair(offset[first:last], size[first:last])
-        if found is not None:
-            return first + found[0], first + found[1]
-    return None
-
-
-def _crosses_a_line(group: Int32, offset: Int64, size: Int64) -> Bool:
-    """For each box, whether in some dimension it reaches beyond the next offset at which a box of its group begins.
-
-    Boxes that do not, and that have different offsets, cannot overlap. Each is a cell, or a part of a cell, of the grid
-    that all offsets form.
-    """
-    crosses = np.zeros(len(group), dtype=np.bool_)
-    for dim in range(offset.shape[1]):
-        order = np.lexsort((offset[:, dim], group))
-        of_group, begin = group[order], offset[order, dim]
-        # For each box, find the next line of its group, by looking from the back.
-        is_last_of_line = np.append((of_group[1:] != of_group[:-1]) | (begin[1:] != begin[:-1]), True)
-        last = np.flatnonzero(is_last_of_line)
-        following = np.append(begin[1:], _NO_LINE)
-        following[np.append(of_group[1:] != of_group[:-1], True)] = _NO_LINE
-        line = np.repeat(following[last], np.diff(np.append(-1, last)))
-        crosses[order] |= begin + size[order, dim] > line
-    return crosses
-
-
-def _first_pair(offset: Int64, size: Int64) -> tuple[int, int] | None:
-    """Two boxes that overlap."""
-    end = offset + size
-    for row in range(1, len(end)):
-        hit = ((offset[:row] < end[row]) & (offset[row] < end[:row])).all(axis=1)
-        if hit.any():
-            return int(hit.argmax()), row
-    return None
 
 
 class Differing(msgspec.Struct, frozen=True):

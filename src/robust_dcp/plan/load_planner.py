@@ -7,12 +7,12 @@ calls it, and stock ``torch.distributed.checkpoint.load`` calls its hooks.
 from __future__ import annotations
 
 import io
-import math
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
+from operator import add
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
+from robust_dcp.coverage import Box, Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.keys import renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import chunks_held, local_tensors, plan_reads, unusable_targets, whole_tensors
@@ -264,30 +265,62 @@ def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: 
     Raises:
         CorruptCheckpoint: the chunks that are read lack some of these elements.
     """
-    wanted = {key: local_numel(value) for key, value in tensors.items()}
-    filled: dict[str, int] = defaultdict(int)
-    numels, n_whole = [kind.nbytes // kind.dtype.itemsize for kind in planned.kinds], len(planned.targets)
-    for name, number in zip(planned.names[n_whole:], planned.kind_of[n_whole:].tolist(), strict=True):
-        filled[name] += numels[number]
+    keys, shapes = list[str](), list[tuple[int, ...]]()  # of each tensor in the memory of this rank
+    numbers: dict[tuple[str, Any], int] = {}  # of that of a key, or of its shard at a place or at some offsets
+    for key, value in tensors.items():
+        shards = _local_shapes(value)
+        for place, (offsets, shape) in enumerate(shards):
+            numbers[key, place if len(shards) > 1 else None] = len(keys)
+            numbers.setdefault((key, offsets), len(keys))
+            keys.append(key)
+            shapes.append(shape)
+    n_whole = len(planned.targets)
+    kinds = planned.kind_of[n_whole:].tolist()
+    tensor = [numbers.get((name, None), -1) for name in planned.names[n_whole:]]
+    for place, kind in enumerate(kinds) if -1 in tensor else ():
+        if tensor[place] < 0:
+            part = planned.kinds[kind].part
+            box = planned.kinds[kind].offsets if part is None else part.box
+            tensor[place] = numbers[planned.names[n_whole + place], box]
+    parts: list[tuple[Any, Any]] = [
+        (kind.part.in_box, kind.part.lengths) if kind.part else ((0,) * len(kind.lengths), kind.lengths)
+        for kind in planned.kinds
+    ]
     for item in planned.others:
         if item.type == LoadItemType.TENSOR:
-            filled[item.dest_index.fqn] += math.prod(item.lengths)
-    short = sorted(key for key, numel in wanted.items() if filled[key] < numel)
-    if short:
-        raise CorruptCheckpoint(
-            f"the chunks of {short[0]!r} in {checkpoint} fill {filled[short[0]]} of the {wanted[short[0]]} elements "
-            f"that this rank asks for ({len(short)} such tensors); the save that wrote it was incomplete",
-            file=".metadata",
-            item=short[0],
-            expected=f"{wanted[short[0]]} elements",
-            found=f"{filled[short[0]]} elements",
-        )
+            at = item.dest_index
+            number = numbers.get((at.fqn, None))
+            if number is None:
+                number = numbers.get((at.fqn, at.index), numbers.get((at.fqn, at.offset)))
+            if number is not None:
+                kinds.append(len(parts))
+                tensor.append(number)
+                parts.append((item.dest_offsets, item.lengths))
+    offsets, sizes = [offset for offset, _ in parts], [size for _, size in parts]
+    ndim = max({*map(len, shapes), *map(len, sizes)}, default=0)
+    offset, size = columns_of(offsets, 0, ndim)[kinds], columns_of(sizes, 1, ndim)[kinds]
+    coverage = Coverage(np.array(tensor, dtype=np.intp), offset, size, columns_of(shapes, 1, ndim))
+    short = coverage.with_gaps.tolist()
+    if not short:
+        return
+    first, key = short[0], keys[short[0]]
+    gap = coverage.gap(first, len(shapes[first])) or Box((), ())
+    chunk = (chunks_held(tensors[key]) or ())[first - keys.index(key)]
+    box = Box(tuple(map(add, chunk.offsets, gap.offsets)), gap.sizes)
+    more = f" ({len(short)} tensors have such parts)" if len(short) > 1 else ""
+    raise CorruptCheckpoint(
+        f"no chunk of {key!r} in {checkpoint} holds its part {box}, which this rank asks for{more}; the save that "
+        "wrote it was incomplete",
+        file=".metadata",
+        item=key,
+        expected=f"a chunk that holds {box}",
+        found="none",
+    )
 
 
-def local_numel(value: Any) -> int:
-    """How many elements this rank holds of ``value``; 0 if it is not a tensor."""
+def _local_shapes(value: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """Offsets and shape of each tensor that this rank holds of ``value``. A DTensor's offsets are left out: torch finds
+    them by an index for each row of the whole tensor."""
     if isinstance(value, DTensor):
-        # Do not ask torch for the chunks: that costs it an index for each row of the whole tensor.
-        in_mesh = value.device_mesh.get_coordinate() is not None
-        return int(value.to_local().numel()) if in_mesh else 0
-    return sum(math.prod(chunk.sizes) for chunk in chunks_held(value) or ())
+        return [] if value.device_mesh.get_coordinate() is None else [(None, tuple(value.to_local().shape))]
+    return [(chunk.offsets, tuple(chunk.sizes)) for chunk in chunks_held(value) or ()]

@@ -14,10 +14,10 @@ import copyreg
 import io
 import os
 import pickle
-from collections.abc import Collection
-from math import prod
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from robust_dcp.coverage import Box, Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
@@ -42,7 +43,8 @@ FORMAT_VERSION: Final = "1.0.0"
 
 _PROTOCOL: Final = 4  # pickle.dump's default on Python 3.8 to 3.13; all of them can read it
 
-_MAX_DIMENSIONS: Final = 64  # the most that torch allows
+_MAX_DIMENSIONS: Final = 64  # the most that torch allows, as are these numbers
+_MAX_NUMBER: Final = (1 << 63) - 1
 
 # The classes in a .metadata.
 
@@ -156,7 +158,7 @@ def _are_sizes(values: Collection[Any]) -> bool:
     if len(values) > _MAX_DIMENSIONS:
         return False
     for value in values:  # noqa: SIM110
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
             return False
     return True
 
@@ -215,10 +217,7 @@ def metadata_of_shards(disk: Disk, directory: str, files: list[str]) -> Metadata
                     directory, "each chunk once", f"it in {places[index].relative_path} and {file}", name
                 )
             places[index] = StorageInfo(file, stored.offset, stored.nbytes)
-    for name, tensor in tensors.items():
-        found = sum(prod(chunk.sizes) for chunk in tensor.chunks)
-        if found != prod(tensor.size):
-            raise unusable_file(directory, f"{prod(tensor.size)} elements in the chunks", f"{found}", name)
+    _check_coverage(tensors, directory)
     return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
 
 
@@ -234,3 +233,17 @@ def _add(tensors: dict[str, TensorStorageMetadata], name: str, stored: StoredTen
     tensor.size = torch.Size(map(max, tensor.size, end))
     tensor.chunks.append(ChunkStorageMetadata(offset, shape))
     return MetadataIndex(name, offset, len(tensor.chunks) - 1)
+
+
+def _check_coverage(tensors: Mapping[str, TensorStorageMetadata], directory: str) -> None:
+    names, boxes = [*tensors], [Box(chunk.offsets, chunk.sizes) for each in tensors.values() for chunk in each.chunks]
+    number_of = np.repeat(np.arange(len(names)), [len(each.chunks) for each in tensors.values()])
+    offset, size = columns_of([box.offsets for box in boxes], 0), columns_of([box.sizes for box in boxes], 1)
+    coverage = Coverage(number_of, offset, size, columns_of([each.size for each in tensors.values()], 1))
+    for number, (first, second) in coverage.overlaps.items():
+        found = f"{boxes[first]} and {boxes[second]}"
+        raise unusable_file(directory, "chunks that do not overlap", found, names[number])
+    for number in coverage.with_gaps.tolist():
+        whole = tensors[names[number]].size
+        found = f"none that holds {coverage.gap(number, len(whole))}"
+        raise unusable_file(directory, f"chunks with all elements of {list(whole)}", found, names[number])
