@@ -361,13 +361,9 @@ def _check_cover(item: Item, home: str, findings: Findings) -> None:
             return
     offset, size = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, len(shape)).swapaxes(0, 1)
     coverage = Coverage(np.zeros(len(boxes), dtype=np.intp), offset, size, np.array([shape], dtype=np.int64))
-    for place in coverage.outside:
-        findings.broken(home, item.name, f"chunks within {list(shape)}", f"a chunk {boxes[place]}")
-    for first, second in coverage.overlaps.values():
-        findings.broken(home, item.name, "chunks that do not overlap", f"{boxes[first]} and {boxes[second]}")
-    for _ in coverage.with_gaps:
-        expected = f"chunks with all {math.prod(shape)} elements of {list(shape)}"
-        findings.broken(home, item.name, expected, f"none that holds {coverage.gap(0)}")
+    problem = coverage.problem(0)
+    if problem is not None:
+        findings.broken(home, item.name, *problem)
 
 
 class _Wanted(NamedTuple):

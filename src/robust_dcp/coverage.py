@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ class Coverage:
     """
 
     def __init__(self, tensor: Numbers, offset: Int64, size: Int64, whole: Int64) -> None:
-        self._whole = whole
+        self._whole, self._tensors, self._boxes = whole, tensor, (offset, size)
         is_outside = np.zeros(len(tensor), dtype=np.bool_)
         is_filled = np.ones(len(tensor), dtype=np.bool_)
         for begin, length, sizes in zip(offset.T, size.T, whole.T, strict=True):
@@ -134,6 +135,25 @@ class Coverage:
                 low, high = low.copy(), high.copy()
                 low[dim], high[dim] = max(low[dim], begin[taken, dim]), min(high[dim], end[taken, dim])
         return None
+
+    def problem(self, tensor: int, ndim: int | None = None) -> tuple[str, str] | None:
+        """What is expected and what is there, in words, if the boxes do not fill a tensor, each element once."""
+        if not (len(self.outside) or self.overlaps or len(self.with_gaps)):
+            return None
+        shape = self._whole[tensor, :ndim].tolist()
+        outside = self.outside[self._tensors[self.outside] == tensor]
+        if len(outside):
+            return f"chunks within {shape}", f"a chunk {self._box(outside[0], ndim)}"
+        if tensor in self.overlaps:
+            first, second = (self._box(place, ndim) for place in self.overlaps[tensor])
+            return "chunks that do not overlap", f"{first} and {second}"
+        if tensor in self.with_gaps:
+            return f"chunks with all {prod(shape)} elements of {shape}", f"none that holds {self.gap(tensor, ndim)}"
+        return None
+
+    def _box(self, place: int, ndim: int | None) -> Box:
+        offset, size = (tuple(column[place, :ndim].tolist()) for column in self._boxes)
+        return Box(offset, size)
 
 
 def _order(tensor: Numbers, offset: Int64) -> Rows | None:

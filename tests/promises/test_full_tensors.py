@@ -87,5 +87,5 @@ def test_shards_without_metadata_make_up_each_tensor_once_or_are_refused(
         robust_dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
         assert torch.equal(state["w"], WHOLE)
     else:
-        with pytest.raises(CorruptCheckpoint, match=r"chunks that do not overlap|chunks with all elements"):
+        with pytest.raises(CorruptCheckpoint, match=r"chunks that do not overlap|chunks with all \d+ elements"):
             robust_dcp.load(state, checkpoint_id=tmp_path, no_dist=True)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from robust_dcp.coverage import Box, Coverage, columns_of
+from robust_dcp.coverage import Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
@@ -236,14 +236,11 @@ def _add(tensors: dict[str, TensorStorageMetadata], name: str, stored: StoredTen
 
 
 def _check_coverage(tensors: Mapping[str, TensorStorageMetadata], directory: str) -> None:
-    names, boxes = [*tensors], [Box(chunk.offsets, chunk.sizes) for each in tensors.values() for chunk in each.chunks]
-    number_of = np.repeat(np.arange(len(names)), [len(each.chunks) for each in tensors.values()])
-    offset, size = columns_of([box.offsets for box in boxes], 0), columns_of([box.sizes for box in boxes], 1)
-    coverage = Coverage(number_of, offset, size, columns_of([each.size for each in tensors.values()], 1))
-    for number, (first, second) in coverage.overlaps.items():
-        found = f"{boxes[first]} and {boxes[second]}"
-        raise unusable_file(directory, "chunks that do not overlap", found, names[number])
-    for number in coverage.with_gaps.tolist():
-        whole = tensors[names[number]].size
-        found = f"none that holds {coverage.gap(number, len(whole))}"
-        raise unusable_file(directory, f"chunks with all elements of {list(whole)}", found, names[number])
+    chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
+    number_of = np.repeat(np.arange(len(tensors)), [len(tensor.chunks) for tensor in tensors.values()])
+    offset, size = columns_of([each.offsets for each in chunks], 0), columns_of([each.sizes for each in chunks], 1)
+    coverage = Coverage(number_of, offset, size, columns_of([tensor.size for tensor in tensors.values()], 1))
+    for number, (name, tensor) in enumerate(tensors.items()):
+        problem = coverage.problem(number, len(tensor.size))
+        if problem is not None:
+            raise unusable_file(directory, *problem, name)

@@ -21,13 +21,12 @@ from robust_dcp.storage.records.kinds import Budget, Builder, Pending, Trusted, 
 
 _CLASSES: Final = {
     "torch.distributed.checkpoint.metadata": (
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        "TensorStorageMetadata",
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorStorageMetadata"
     ),
     # Megatron-Core keeps the ranks' plans in the metadata to compare later saves with them.
-    "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem"),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.distributed.checkpoint._hf_utils": ("_HFStorageInfo",),
+    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed.checkpoint._hf_utils": "_HFStorageInfo",
 }
 """Dataclasses of DCP, by their module. They have no code that runs when an object is made, except that torch 2.8 and
 newer give ``_StorageInfo`` a ``__getstate__`` for the way out."""
@@ -92,7 +91,7 @@ with suppress(ImportError):  # a torch that has no files of Hugging Face
 _OF_DCP: Final = {
     (module, name): vars(sys.modules[module])[name]
     for module, names in _CLASSES.items()
-    for name in names
+    for name in names.split()
     if name in vars(sys.modules.get(module, object))
 }
 

@@ -235,13 +235,8 @@ class Unpickler:
             self._budget.check_key(key, len(target))
             target[key] = next(values)
 
-    def _drop(self) -> None:
-        # If there is nothing after the last mark, Python's unpickler drops the mark.
-        for value in [self._stack.pop()] if self._stack else self._pop_mark():
-            expect(type(value) is not Pending, "a value is dropped before it is complete")
-
-    def _drop_to_mark(self) -> None:
-        for value in self._pop_mark():
+    def _drop(self, values: list[Any]) -> None:
+        for value in values:
             expect(type(value) is not Pending, "a value is dropped before it is complete")
 
     # The memo, which remembers values by number.
@@ -407,8 +402,9 @@ _OF_STEPS: Final[dict[bytes, Callable[[Unpickler], None]]] = {
     pickle.EMPTY_SET: Unpickler._empty_set,
     pickle.FROZENSET: Unpickler._frozen_set,
     pickle.ADDITEMS: Unpickler._add_items,
-    pickle.POP: Unpickler._drop,
-    pickle.POP_MARK: Unpickler._drop_to_mark,
+    # If there is nothing after the last mark, Python's unpickler drops the mark.
+    pickle.POP: lambda of: of._drop([of._stack.pop()] if of._stack else of._pop_mark()),
+    pickle.POP_MARK: lambda of: of._drop(of._pop_mark()),
     pickle.STACK_GLOBAL: _pushes(Unpickler._stack_global),
     pickle.REDUCE: _pushes(Unpickler._reduce),
     pickle.NEWOBJ: _pushes(Unpickler._new_object),
