@@ -151,14 +151,21 @@ def test_what_is_not_regular_is_read_as_objects_are() -> None:
         assert decoded == metadata_of()
 
 
-def test_a_pickle_cannot_change_the_classes_that_it_names() -> None:
-    class_name = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n"
-    state = pickle.NONE + b"}X\x0d\x00\x00\x00relative_pathX\x02\x00\x00\x00..s" + pickle.TUPLE2
-    attack = pickle.PROTO + b"\x04" + class_name + state + pickle.BUILD + pickle.STOP
-    before = dict(vars(filesystem._StorageInfo))
-    with pytest.raises(UnsafeCheckpoint, match=r"_StorageInfo\.relative_path"):
-        decode_metadata(attack, ".metadata")
-    assert dict(vars(filesystem._StorageInfo)) == before
+NAMED = ["MetadataIndex", "Metadata", "BytesStorageMetadata", "TensorProperties", "StorageMeta"]
+
+
+@pytest.mark.parametrize("attribute", ["__init__", "fqn", "__name__", "__qualname__", "__annotations__", "__bases__"])
+def test_a_pickle_cannot_change_the_classes_that_it_names(attribute: str) -> None:
+    """BUILD with a pair of states calls ``setattr``: here on the class itself."""
+    for name in NAMED:
+        kind = getattr(torch.distributed.checkpoint.metadata, name)
+        before = dict(vars(kind)), kind.__name__, kind.__qualname__, kind.__bases__
+        value = b"c_codecs\nencode\n\x85" if attribute == "__bases__" else b"X\x02\0\0\0.."
+        state = pickle.NONE + b"}X" + len(attribute).to_bytes(4, "little") + attribute.encode() + value + b"s\x86b"
+        attack = pickle.PROTO + b"\x04ctorch.distributed.checkpoint.metadata\n" + name.encode() + b"\n" + state + b"."
+        with pytest.raises(UnsafeCheckpoint, match=rf"{name}\.{attribute}"):
+            decode_metadata(attack, ".metadata")
+        assert (dict(vars(kind)), kind.__name__, kind.__qualname__, kind.__bases__) == before
 
 
 def broken(change: str) -> Metadata:

@@ -163,7 +163,7 @@ class _NativeUnpickler(pickle.Unpickler):
         value = self._trust.named(module, name)
         trusted = self._trust.of(value)
         if trusted.as_native is not None:
-            self._watched.setdefault(trusted.as_native, dict(vars(trusted.as_native)))
+            self._watched.setdefault(trusted.as_native, _attributes(trusted.as_native))
             return trusted.as_native
         if trusted.call is not None and not trusted.is_registered:  # the interpreter knows what registered code may do
             return _caller(trusted.call, self._budget)
@@ -175,9 +175,9 @@ class _NativeUnpickler(pickle.Unpickler):
         """Give the classes their attributes back, and raise :class:`_Irregular` if any had been changed."""
         is_changed = False
         for kind, before in self._watched.items():
-            now = dict(vars(kind))
-            for name in (before.keys() | now.keys()) - _INTERPRETER_CACHES:
-                if name not in before:
+            now = _attributes(kind)
+            for name in before.keys() | now.keys():
+                if name not in before:  # or a cache of Python's own (__slotnames__), which it makes anew
                     type.__delattr__(kind, name)
                 elif before[name] is not now.get(name, _ABSENT):
                     type.__setattr__(kind, name, before[name])
@@ -188,8 +188,11 @@ class _NativeUnpickler(pickle.Unpickler):
             raise _Irregular
 
 
-# Python adds these to a class when a thread first pickles an object of it or asks for its annotations.
-_INTERPRETER_CACHES: Final = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__"})
+def _attributes(kind: type) -> dict[str, Any]:
+    """All that can be set on a class."""
+    return {**vars(kind), **{name: getattr(kind, name) for name in ("__name__", "__qualname__", "__bases__")}}
+
+
 _ABSENT: Final = object()
 
 
