@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -159,8 +161,12 @@ class SaveQueue:
         future.add_done_callback(self._tell_waiting)  # the first callback: nobody waits for those of the user
         end_well_on_sigterm()
         with self._changed:
-            self._pool.submit(self._run, run, future)
             self._under_way.append(future)
+            try:
+                self._pool.submit(self._run, run, future)
+            except BaseException:  # the pool has the call all the same if it cannot start its thread
+                self._under_way.remove(future)
+                raise
         return future
 
     def _tell_waiting(self, _: Future[Any]) -> None:
@@ -168,6 +174,9 @@ class SaveQueue:
             self._changed.notify_all()
 
     def _run(self, run: Callable[[], T], future: SaveFuture[T]) -> None:
+        with self._changed:
+            if future not in self._under_way:  # it was refused
+                return
         self._thread = threading.get_ident()
         future.set_running_or_notify_cancel()
         try:
@@ -247,29 +256,99 @@ def _end_with_unreported() -> None:
     os._exit(1)  # nothing else sets the exit code once main has returned
 
 
+_ENDS_AT: list[float] = []
+"""Until when this process goes on with its saves, once it was told to end."""
+
+_ENDING = threading.Lock()
+"""Who ends the process, the main thread or the one that listens, holds this until it has ended."""
+
+
+def end_by_sigterm() -> None:
+    """Let running saves end, for a while, and then end the process, from any thread. Does not return."""
+    _ENDS_AT.append(time.monotonic() + GRACE_SECONDS)  # a launcher may say it more than once: the first time counts
+    with _ENDING:
+        for queue in _all_queues():
+            if not queue.wait(timeout_seconds=max(0.0, _ENDS_AT[0] - time.monotonic())):
+                logger.error(
+                    "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is "
+                    "still there",
+                    queue.what,
+                    GRACE_SECONDS,
+                )
+        while True:
+            ctypes.CDLL(None).signal(signal.SIGTERM, None)  # the default; Python lets only the main thread say it
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+
+def on_sigterm(number: int, frame: FrameType | None) -> None:
+    """What SIGTERM does in the main thread, if nobody else handles it."""
+    end_by_sigterm()
+
+
+class _Listener:
+    """Hears of SIGTERM while the main thread waits in C, where Python runs no handler before the call returns: a rank
+    in ``dist.recv`` would not end before its launcher kills it.
+
+    The C part of Python's handlers writes each signal's number into a socket, from which a thread reads
+    (``signal.set_wakeup_fd``). If the program uses that itself, nothing is heard here.
+    """
+
+    def __init__(self) -> None:
+        self._reactions: list[tuple[Any, Callable[[], object]]] = [(on_sigterm, end_by_sigterm)]
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
+
+    def react(self, handler: Any, reaction: Callable[[], object]) -> None:
+        """Call ``reaction`` in the thread when SIGTERM comes, as long as Python has this handler for it."""
+        self._reactions = [*(each for each in self._reactions if each[0] != handler), (handler, reaction)]
+
+    def start(self) -> None:
+        """Listen from now on. Only the main thread may call this."""
+        if self._sockets is not None:
+            return
+        reader, writer = self._sockets = socket.socketpair()
+        writer.setblocking(False)
+        former = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, args=(reader,), name="robust_dcp-signals", daemon=True)
+        try:
+            if former >= 0:
+                raise RuntimeError("the program listens itself")
+            self._thread.start()
+        except RuntimeError:  # or no thread can be started
+            signal.set_wakeup_fd(former)
+            self._thread = None
+
+    def _listen(self, reader: socket.socket) -> None:
+        while numbers := reader.recv(256):
+            handler = signal.getsignal(signal.SIGTERM)
+            for known, reaction in self._reactions if signal.SIGTERM in numbers else ():
+                if handler == known:
+                    reaction()
+
+    def stop(self) -> None:
+        """Listen no more: Python ends, or this is a forked child, which shares the sockets with its parent."""
+        if self._sockets is None:
+            return
+        (reader, writer), self._sockets = self._sockets, None
+        with contextlib.suppress(ValueError):  # not the main thread
+            former = signal.set_wakeup_fd(-1)
+            if former not in (-1, writer.fileno()):
+                signal.set_wakeup_fd(former)
+        writer.close()  # which ends the thread
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(1)
+        reader.close()
+
+
+LISTENER: Final = _Listener()
+
+
 def end_well_on_sigterm() -> None:
     """Handle SIGTERM, unless somebody does already: running saves may end before the process does."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, on_sigterm)
-
-
-_ENDS_AT: list[float] = []
-"""Until when this process goes on with its saves, once it was told to end."""
-
-
-def on_sigterm(number: int, frame: FrameType | None) -> None:
-    """Let running saves end, for a while, and then end the process."""
-    _ENDS_AT.append(time.monotonic() + GRACE_SECONDS)  # a launcher may say it more than once: the first time counts
-    for queue in _all_queues():
-        if not queue.wait(timeout_seconds=max(0.0, _ENDS_AT[0] - time.monotonic())):
-            logger.error(
-                "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is still "
-                "there",
-                queue.what,
-                GRACE_SECONDS,
-            )
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
+        LISTENER.start()
 
 
 _MASKS = threading.local()
@@ -290,12 +369,14 @@ def _forget_all() -> None:
     """A forked child has none of the threads, and SIGTERM ends it as ever."""
     _QUEUES.clear()
     _ENDS_AT.clear()
+    LISTENER.stop()
     if signal.getsignal(signal.SIGTERM) is on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _take_sigterm()
 
 
 # What is registered later runs before: the writer processes have ended then.
+atexit.register(LISTENER.stop)
 atexit.register(_end_with_unreported)
 # A running save may still need to start threads, so this must run before concurrent.futures shuts down. `atexit` would
 # run after it, and there is no public way to run before it. Functions that are registered later run earlier.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import robust_dcp
 from tests.faults.disk import LONG_TESTS
-from tests.harness.ranks import run_program
+from tests.harness.ranks import run_program, run_ranks, values
 from tests.harness.torch_versions import needs_lazy_connections
 
 _SAVE_AND_DIE = """
@@ -317,3 +319,76 @@ def test_ranks_whose_store_is_frozen_give_up_in_time_and_end_at_once(tmp_path: P
         assert "named [0] after" in each.output and each.exitcode == 1
         named, ended = (float(each.output.partition(f"{word} after ")[2].split()[0]) for word in ("[0]", "ended"))
         assert ended - named < 11, "EXIT_SECONDS had to end it"
+
+
+_WAITS_IN_C = """
+import pathlib
+
+dist.init_process_group("gloo")
+if WATCHES:
+    robust_dcp.CheckpointManager(path).should_save(1)
+saving = robust_dcp.async_save(state(1, 10 if IS_OVER else 4_000_000), checkpoint_id=f"{path}/1")
+if IS_OVER:
+    saving.result()
+pid = torch.tensor([os.getpid()])
+dist.broadcast(pid, src=0)
+if rank == 0:
+    dist.recv(torch.zeros(3), src=1)  # rank 1 sends nothing, so this returns only when rank 1 has ended
+    print("returned")
+else:
+    time.sleep(0.5)  # rank 0 is about to wait. If it does not yet, it ends all the same
+    for seconds in SIGNALS:
+        os.kill(pid.item(), signal.SIGTERM)
+        time.sleep(seconds)
+    status, ends_at = pathlib.Path(f"/proc/{pid.item()}/status"), time.monotonic() + 60
+    while status.exists() and "(zombie)" not in status.read_text() and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    saving.exception()
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_over", "watches", "signals"),
+    [(True, False, [0]), (False, False, [0]), (True, True, [1.5, 0])],
+    ids=["no save is under way", "a save is under way", "the second signal, with should_save"],
+)
+def test_sigterm_ends_a_rank_that_waits_in_a_collective(
+    is_over: bool, watches: bool, signals: list[float], tmp_path: Path
+) -> None:
+    """Python's own handlers run when the call in C returns. A save that is under way is finished before."""
+    script = _WAITS_IN_C.replace("WATCHES", str(watches)).replace("IS_OVER", str(is_over))
+    ended, _ = run_program(script.replace("SIGNALS", str(signals)), tmp_path, size=2)
+    assert ended.exitcode == -signal.SIGTERM and "returned" not in ended.output
+    wanted = {"shared": torch.zeros(10 if is_over else 4_000_000)}
+    robust_dcp.load(wanted, checkpoint_id=tmp_path / "checkpoint/1", no_dist=True)
+    assert wanted["shared"].unique().tolist() == [1.0]
+
+
+def save_where_no_thread_starts_once(path: str) -> list[str]:
+    """Rank 1 refuses its first async save. What it holds then is never written."""
+    start, refused = threading.Thread.start, []
+
+    def start_once(thread: threading.Thread) -> None:
+        if dist.get_rank() == 1 and thread.name.startswith("robust_dcp-async-save") and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    outcomes = []
+    threading.Thread.start = start_once  # type: ignore[method-assign]
+    for version in range(1, 4):
+        state = {f"own{dist.get_rank()}": torch.full((9,), float(version))}
+        try:
+            robust_dcp.async_save(state, checkpoint_id=path, timeout_seconds=60).result()
+            outcomes.append("saved")
+        except RuntimeError:
+            outcomes.append("refused")
+    return outcomes
+
+
+def test_a_save_that_was_refused_is_not_written_later(tmp_path: Path) -> None:
+    saved = values(run_ranks(2, save_where_no_thread_starts_once, str(tmp_path / "c")))
+    assert saved == [["refused", "saved", "saved"]] * 2
+    wanted = {"own0": torch.zeros(9), "own1": torch.zeros(9)}
+    robust_dcp.load(wanted, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert [tensor.unique().tolist() for tensor in wanted.values()] == [[3.0], [3.0]]

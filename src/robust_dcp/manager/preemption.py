@@ -22,12 +22,15 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError
-from robust_dcp.save_queue import end_well_on_sigterm, on_sigterm
+from robust_dcp.save_queue import LISTENER, end_by_sigterm, end_well_on_sigterm, on_sigterm
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _SLOW_SECONDS: Final = 1.0
+_MOMENT_SECONDS: Final = 1.0
+"""Launchers say SIGTERM more than once, to a rank and to its group."""
+
 _FEWER: Final = 8
 
 
@@ -43,6 +46,8 @@ class _Signals:
         self._delivered: list[int] = []
         self._former: dict[int, Any] = {}
         self._pid = 0
+        self._heard_seconds = math.inf  # of one that is not noted
+        self._noted_seconds = -math.inf
 
     def watch(self) -> None:
         """Note signals from now on, instead of what they would do.
@@ -60,6 +65,19 @@ class _Signals:
             # A handler that is not Python's own is given as None, and cannot be put back.
             self._former[number] = signal.getsignal(number) or signal.SIG_DFL
             signal.signal(number, self._note)
+        LISTENER.react(self._note, self._hear)
+
+    def _hear(self) -> None:
+        """SIGTERM has come. If it is the second, and the main thread has noted neither, that waits in C, where nobody
+        can ask it to save. So the process ends as without us."""
+        now_seconds, first_seconds = time.monotonic(), self._heard_seconds
+        if first_seconds == math.inf:
+            if now_seconds - self._noted_seconds > _MOMENT_SECONDS:  # else it was noted before it was heard
+                self._heard_seconds = now_seconds
+        elif now_seconds - first_seconds > _MOMENT_SECONDS and self._former.get(signal.SIGTERM) is on_sigterm:
+            time.sleep(_MOMENT_SECONDS)
+            if self._heard_seconds == first_seconds:
+                end_by_sigterm()
 
     def deliver(self, number: int) -> None:
         """Let a signal do what it would have done. Any thread may call this; handlers run in the main thread."""
@@ -67,6 +85,7 @@ class _Signals:
         os.kill(os.getpid(), number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted_seconds, self._heard_seconds = time.monotonic(), math.inf
         # A forked child may have this handler for a moment, before `forget` has run there. It is ended as ever.
         if number not in self._delivered and self._pid == os.getpid():
             self.noted.append(number)
