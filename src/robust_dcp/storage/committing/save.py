@@ -25,10 +25,12 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
 
+from robust_dcp.decoding import from_json
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.report import REPORT_NAME, SavedReport, encode_report
 from robust_dcp.save_queue import submit
@@ -52,6 +54,7 @@ from robust_dcp.storage.files.paths import (
     mark_of,
     uncommitted_name,
 )
+from robust_dcp.storage.files.small_files import read_hint
 from robust_dcp.storage.layouts.places import Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.structure_cache import Cache
@@ -138,19 +141,16 @@ class NodeOfSave(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-# Made once, here: msgspec crashes if two threads meet a type at the same time.
-_NODES: Final = msgspec.json.Decoder(dict[str, tuple[NodeOfSave, ...]])
-
-
 def read_nodes(disk: Disk, directory: str, save_id: str) -> tuple[NodeOfSave, ...]:
     """The nodes of a save, by its mark in the file ``.robust_dcp.nodes``; empty if that is not there, is damaged, or is
     of another save. It is advice for errors: where a file that is missing here can be found.
     """
+    path, decode = os.path.join(directory, NODES_NAME), partial(from_json, kind=dict[str, tuple[NodeOfSave, ...]])
     try:
-        data = disk.read_file(os.path.join(directory, NODES_NAME), _MAX_NODES_NBYTES) or b"{}"
-        return _NODES.decode(data).get(mark_of(save_id), ())
-    except (RobustCheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
+        nodes = read_hint(disk, path, decode, what="the nodes of a save", at_most=_MAX_NODES_NBYTES)
+    except StorageError:
         return ()
+    return (nodes or {}).get(mark_of(save_id), ())
 
 
 def not_one_directory(path: str, who: str, what: str) -> StorageError:

@@ -26,6 +26,7 @@ from typing import Final
 import msgspec
 
 from robust_dcp import errors
+from robust_dcp.decoding import Undecodable, from_json
 from robust_dcp.environment import boot_id
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, OpenFile
@@ -74,10 +75,6 @@ def saving_files_in(names: Iterable[str]) -> list[str]:
 
 def _path(directory: str, save_id: str) -> str:
     return os.path.join(directory, SAVING_PREFIX + mark_of(save_id))
-
-
-# Made once, here: msgspec crashes if two threads meet a type at the same time.
-_RECORDS: Final = msgspec.json.Decoder(SavingRecord)
 
 
 class SavingFile:
@@ -182,8 +179,8 @@ class OtherSave(msgspec.Struct, frozen=True):
                 is_free = disk.lock(file, shared=True)
                 data = disk.read(file, 0, min(file.nbytes, _MAX_NBYTES))
             try:
-                record: SavingRecord | None = _RECORDS.decode(data)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+                record: SavingRecord | None = from_json(data, SavingRecord)
+            except Undecodable:
                 record = None
             is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == boot_id()
             if is_free is not None and (is_of_this_boot or disk.is_of_this_machine(path)):
