@@ -50,6 +50,7 @@ from robust_dcp.storage.files.paths import (
     METADATA_NAME,
     NODES_NAME,
     SAFETENSORS_SUFFIX,
+    STAGING_PREFIX,
     is_data_file,
     mark_of,
     uncommitted_name,
@@ -179,7 +180,8 @@ class Save:
         layout: the layout of the data files.
         save_id: the id of the save, which ``.metadata`` will hold.
         overwrite: whether a committed checkpoint in the directory may be replaced.
-        is_staged: whether it is moved to a URL. Then one that was not moved gives way, whatever its layout.
+        is_staged: whether it is moved to a URL. Then one that was not moved gives way, whatever its layout, and the
+            directory is this user's alone.
 
     Attributes:
         names: the names in the directory before this save wrote anything.
@@ -207,6 +209,7 @@ class Save:
         self._layout = layout
         self._overwrite = overwrite or is_staged
         self._may_share = layout.may_share_directory or is_staged
+        self._is_staged = is_staged
         self._made: list[str] = []
         self._saving: SavingFile | None = None
         self._beside: set[str] = set()  # the index and the like, as far as the new checkpoint has them
@@ -236,7 +239,13 @@ class Save:
                     raise
 
     def _announce(self) -> None:
-        self._made += self._disk.mkdirs(self.path)
+        if self._is_staged:
+            above = os.path.dirname(self.path)
+            if os.path.basename(above).startswith(STAGING_PREFIX):  # it is ours too, and not one that the user has set
+                self._made += self._disk.private_directory(above)
+            self._made += self._disk.private_directory(self.path)
+        else:
+            self._made += self._disk.mkdirs(self.path)
         self.names = tuple(self._disk.list_directory(self.path))
         if METADATA_NAME in self.names:
             if not self._overwrite:

@@ -38,6 +38,7 @@ from robust_dcp.storage.files.paths import (
     mark_of,
     writer_of,
 )
+from robust_dcp.storage.files.small_files import NO_REGULAR_FILE, pass_over
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class OtherSave(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, disk: Disk, directory: str, name: str, *, now_seconds: float) -> OtherSave | None:
-        """Find out about the save of a file; ``None`` if the file has just been removed.
+        """Find out about the save of a file; ``None`` if the file has just been removed, or no save has made it.
 
         Args:
             now_seconds: the time by the clock of the file system.
@@ -175,7 +176,7 @@ class OtherSave(msgspec.Struct, frozen=True):
         """
         path = os.path.join(directory, name)
         try:
-            with disk.reading(path) as file:
+            with disk.reading(path, flags=os.O_RDONLY | os.O_NOFOLLOW) as file:
                 is_free = disk.lock(file, shared=True)
                 data = disk.read(file, 0, min(file.nbytes, _MAX_NBYTES))
             try:
@@ -188,9 +189,11 @@ class OtherSave(msgspec.Struct, frozen=True):
             is_old = now_seconds - disk.modified_seconds(path) > _OVER_AFTER_SECONDS
             return cls(name, record, True if is_old and is_free is not False else None)
         except errors.StorageError as error:
-            if error.errno == errno.ENOENT:
-                return None
-            raise
+            if error.errno in NO_REGULAR_FILE:
+                pass_over(path, "a save makes a regular file of this name, and this is none")
+            elif error.errno != errno.ENOENT:
+                raise
+            return None
 
 
 def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]:

@@ -34,6 +34,9 @@ REMOVING_PREFIX: Final = ".robust_dcp.removing."
 COPYING_PREFIX: Final = ".robust_dcp.copying."
 """16 hexadecimal digits that tell a checkpoint from others follow. The file says that its copy to here is not over."""
 
+STAGING_PREFIX: Final = "robust_dcp-"
+"""The directories that saves to URLs are made in have this before their names, and so has the one that they lie in."""
+
 _MARK: Final = r"(?:\.(?P<mark>[0-9a-f]{16}))?"
 
 # DCP's names are __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that, and we add a mark.

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NO_REGULAR_FILE: Final = (errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.ELOOP)
+NO_REGULAR_FILE: Final = (errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.ELOOP)
+"""What the system says of a directory, a FIFO, a device, a socket, and of a link that is not followed."""
 
 
 def read_small_file(disk: Disk, path: str, decode: Callable[[bytes], T], *, what: str, at_most: int) -> T | None:
@@ -40,7 +41,7 @@ def read_small_file(disk: Disk, path: str, decode: Callable[[bytes], T], *, what
     try:
         data = disk.read_file(path, at_most)
     except errors.StorageError as error:
-        if error.errno not in _NO_REGULAR_FILE:
+        if error.errno not in NO_REGULAR_FILE:
             raise
     else:
         try:
