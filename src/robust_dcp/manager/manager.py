@@ -26,11 +26,11 @@ from robust_dcp.drain.copy import copy_checkpoint
 from robust_dcp.drain.record import announce_copy, digest_at, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.preemption import Preemption
-from robust_dcp.manager.series import RECORD_NAME, Checkpoint, KeepPolicy, Series, policies_of, prune
+from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, policies_of, prune
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import absolute, directory_path, place_of, real_place
+from robust_dcp.storage.files.paths import RECORD_NAME, absolute, directory_path, place_of, real_place
 from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
 from robust_dcp.storage.remote import CopyOptions
 from robust_dcp.storage.writer import RobustWriter

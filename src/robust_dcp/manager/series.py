@@ -54,7 +54,7 @@ from robust_dcp.storage.committing.saving_file import (
     saving_files_in,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, RECORD_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.small_files import pass_over, read_hint
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
@@ -67,7 +67,6 @@ T = TypeVar("T")
 _DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-9]{1,18})")
 LATEST_NAME: Final = "latest"
 _LATEST: Final = re.compile(r"(?P<digest>[0-9a-f]{16}) (?P<name>.+)", re.DOTALL)
-RECORD_NAME: Final = ".robust_dcp.step.json"
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
