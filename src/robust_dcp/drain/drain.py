@@ -1,7 +1,7 @@
 """The copy of a checkpoint by the ranks that have saved it: each sends its own files, and the coordinator commits.
 
-``plan.session`` calls it: at once for a save to a URL, which is made in a local directory first, and on a thread beside
-training for ``RobustWriter(path, drain_to=…)``.
+A save to a URL is made in a local directory first, and copied before it ends. With ``RobustWriter(path, drain_to=…)``
+the copy is made on a thread beside training.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Drain(msgspec.Struct, kw_only=True, eq=False):
     def announce(self) -> None:
         """Note in the checkpoint that it will be copied, and keep it from being removed until that is done.
 
-        Called right after the commit, on all ranks.
+        It comes right after the commit, on all ranks.
         """
         if not self.leads:
             return

@@ -2,7 +2,7 @@
 
 After a save each rank hashes the files that it wrote, and the coordinator hashes the files that no rank of this save
 wrote. Before a load each rank hashes its share of all files. In stock, rank 0 hashes everything. With a large
-checkpoint the other ranks would then wait longer than the timeout of an exchange. Called by ``saving`` and ``loading``.
+checkpoint the other ranks would then wait longer than the timeout of an exchange.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``RobustPlanner``: DCP's ``SavePlanner``, implemented with ``plan``.
 
 This module translates between DCP's hooks and a :class:`~robust_dcp.plan.session.SaveSession`. It decides nothing about
-plans itself. ``api.save`` calls it, and stock ``torch.distributed.checkpoint.save`` calls its hooks.
+plans itself.
 """
 
 from __future__ import annotations
