@@ -168,6 +168,19 @@ def test_each_flipped_bit_of_latest_leaves_the_newest_the_latest(runs: Path, tmp
     assert latest is not None and latest.step == 1
 
 
+def test_a_tracker_that_names_an_earlier_checkpoint_than_latest_counts_and_that_is_said(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, name="iter_{step:07d}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    for step in (4, 5):
+        manager.save(step, state(step))
+    lines = lines_of_the_log()
+    assert [each.step for each in (manager.latest(),) if each] == [5] and lines == []
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")  # by hand, or one flipped bit
+    assert [each.step for each in (manager.latest(), manager.latest()) if each] == [4, 4]
+    (line,) = lines
+    assert line.endswith("names iter_0000005, and latest_checkpointed_iteration.txt an earlier one, iter_0000004")
+
+
 class TestNotesOfCopies:
     """What a note says of places is never where something goes, and what it says of earlier copies counts at home."""
 
