@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from typing import Any, Final, TypeVar
 
@@ -22,7 +23,12 @@ _NO_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[]{}'))
 _AS_BRACKETS: Final = bytes.maketrans(b"{}", b"[]")
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-_decoders_lock = threading.Lock()
+
+_TYPES: Final = threading.Lock()
+"""msgspec inspects a type when it first meets it, and crashes if two threads do that at once."""
+
+# No fork while another thread has it: the child would find it taken.
+os.register_at_fork(before=_TYPES.acquire, after_in_parent=_TYPES.release, after_in_child=_TYPES.release)
 
 
 class Undecodable(ValueError):
@@ -39,8 +45,21 @@ def from_json(data: str | bytes, kind: type[T]) -> T:
         _check_depth(data.encode(errors="surrogatepass") if isinstance(data, str) else data)
         text = data if isinstance(data, str) else data.decode()
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-        return msgspec.convert(value, kind)
-    except (ValueError, RecursionError, msgspec.MsgspecError) as error:  # a number of thousands of digits is no value
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+        raise Undecodable(f"{error}") from None
+    return converted(value, kind)
+
+
+def converted(value: object, kind: type[T]) -> T:
+    """A value that was decoded, or a part of one, as a value of ``kind``.
+
+    Raises:
+        Undecodable: it is of another kind.
+    """
+    try:
+        with _TYPES:
+            return msgspec.convert(value, kind)
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise Undecodable(f"{error}") from None
 
 
@@ -50,7 +69,7 @@ def from_msgpack(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     Raises:
         Undecodable: it is of another kind, malformed, or has bytes left over.
     """
-    with _decoders_lock:  # msgspec inspects a type when it first meets it, and crashes if two threads do that at once
+    with _TYPES:
         if kind not in _decoders:
             _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.decoding import Undecodable, from_json
+from robust_dcp.decoding import Undecodable, converted, from_json
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.items import Items
 from robust_dcp.report import listed
@@ -517,8 +517,8 @@ def _object_in(text: str | bytes, what: str, file: str) -> dict[str, Any]:
 def _checked(value: Any, kind: Any, expected: str, file: str, name: str | None = None) -> Any:
     """``value`` as a value of ``kind``."""
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+        return converted(value, kind)
+    except Undecodable as error:
         raise unusable_file(file, expected, f"{value!r:.200}: {error}", name) from error
 
 
