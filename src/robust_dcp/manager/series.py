@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
 from functools import partial
+from operator import ne
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
@@ -66,7 +67,7 @@ T = TypeVar("T")
 # No hidden name, and no digit right before the step: "run2_10" is step 10 of "run2_", and never step 2.
 _DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-9]{1,18})")
 LATEST_NAME: Final = "latest"
-_LATEST: Final = re.compile(r"(?P<digest>[0-9a-f]{16}) (?P<name>.+)", re.DOTALL)
+_DIGEST_LENGTH: Final = 16
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
@@ -361,7 +362,7 @@ class Series:
             StorageError: the file that names it is there and cannot be read, or one that may be later.
         """
         iteration = self._text(self.tracker_name) if self.tracker_name else None
-        tracked = next((each for each in checkpoints if str(each.step) == iteration), None)
+        tracked = next((each for each in checkpoints if iteration and str(each.step) == iteration.strip()), None)
         latest_path = os.path.join(self.root, self.latest_name)
         text = self._text(self.latest_name) if checkpoints else None
         named = None if text is None else self._named_by(text, checkpoints)
@@ -382,12 +383,21 @@ class Series:
     def _named_by(self, latest: str, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
         """The checkpoint that ``latest`` names: the digest of its save, and its name. A person may give the name alone.
 
-        One flipped bit in a name may make that of another checkpoint, whose digest differs.
+        One flipped bit in a name may make that of another checkpoint, whose digest differs. One in the digest leaves
+        all but one of its digits. Two saves never have that much in common.
         """
-        is_whole = _LATEST.fullmatch(latest)
-        digest, name = (is_whole["digest"], is_whole["name"]) if is_whole else ("", latest)
-        named = next((each for each in checkpoints if each.name == name), None)
-        return named if named is None or digest in ("", digest_at(self.disk, named.path)) else None
+        digest, name = latest[:_DIGEST_LENGTH], latest[_DIGEST_LENGTH:].strip()
+        for each in checkpoints:
+            if each.name == latest.strip():
+                return each
+        for each in sorted(checkpoints, key=lambda each: each.name != name):  # the one of this name first
+            actual = digest_at(self.disk, each.path)
+            if len(digest) == len(actual) and sum(map(ne, digest, actual)) <= 1:
+                if (digest, name) != (actual, each.name):
+                    path = os.path.join(self.root, self.latest_name)
+                    pass_over(path, f"{latest!r:.100} is damaged; it means {each.name}, whose digest is {actual}")
+                return each
+        return None
 
     def move_latest(self, path: str, digest: str) -> None:
         """Name another checkpoint, durably. In Megatron's series its tracker is kept up too, where there is one.
@@ -411,8 +421,7 @@ class Series:
 
     def _text(self, name: str) -> str | None:
         path = os.path.join(self.root, name)
-        text = read_hint(self.disk, path, os.fsdecode, what="the name of a checkpoint", at_most=_MOST_NAME_NBYTES)
-        return None if text is None else text.strip()
+        return read_hint(self.disk, path, os.fsdecode, what="the name of a checkpoint", at_most=_MOST_NAME_NBYTES)
 
 
 def parse_name(name: str) -> tuple[str, int] | None:
