@@ -45,7 +45,7 @@ def planner_asked_for(
 
 
 def activate() -> None:
-    """Install what the user asked for. ``import torch`` calls this.
+    """Install what the user asked for. This runs at each ``import torch``.
 
     ``ROBUST_DCP=1`` is for ``torch.distributed.checkpoint`` and Megatron. ``--ckpt-planner`` is for Megatron only.
 

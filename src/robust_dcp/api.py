@@ -76,8 +76,10 @@ def save(
 
     The arguments are those of ``torch.distributed.checkpoint.save``. When this returns on any rank, the checkpoint is
     committed and durable. If it raises, every rank raises the same exception. The directory's earlier content is then
-    untouched. Files that the failed save has made are removed, or the exception names them. After an
-    :class:`ExchangeTimeout` they stay until the next save into the directory, because a rank may still be writing.
+    untouched, unless the message says that the checkpoint is committed: ``on_commit`` has failed, and the new one is
+    there. If a copy to a URL fails, what is at the URL is as it was, and what was to be copied stays where it was made.
+    Files that a failed save has made are removed, or the exception names them. After an :class:`ExchangeTimeout` they
+    stay until the next save into the directory, because a rank may still be writing.
 
     Args:
         state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, modules,

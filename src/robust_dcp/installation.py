@@ -1,8 +1,8 @@
 """One switch lets robust_dcp save and load for ``torch.distributed.checkpoint`` and for Megatron.
 
-Owns :func:`install` and :func:`uninstall`, the table of all that is replaced, and the log lines that say so. It is
-called by users and by ``robust_dcp_autoload``, while ``import torch`` still runs. So it imports neither torch nor
-Megatron, and the functions of the table are imported when they are first called.
+Owns :func:`install` and :func:`uninstall`, the table of all that is replaced, and the log lines that say so. A variable
+of the environment switches it on while ``import torch`` still runs. So it imports neither torch nor Megatron, and the
+functions of the table are imported when they are first called.
 """
 
 from __future__ import annotations

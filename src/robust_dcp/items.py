@@ -21,6 +21,7 @@ import torch
 from msgspec.structs import replace
 
 from robust_dcp.coverage import columns_of
+from robust_dcp.decoding import from_msgpack
 from robust_dcp.errors import ExchangeError, PlanConflict
 
 T = TypeVar("T")
@@ -483,8 +484,8 @@ class ItemsDecoder:
 def _named(block: bytes) -> tuple[list[str], list[Path | None]]:
     """The names in a block, and their paths."""
     try:
-        given = msgspec.msgpack.decode(block, type=tuple[str | Path, ...])
-    except (msgspec.MsgspecError, ValueError) as error:
+        given = from_msgpack(block, tuple[str | Path, ...])
+    except ValueError as error:
         raise _malformed(f"the names are no list of strings or paths ({error})") from None
     if len(set(map(type, given))) > 1 or () in given:
         raise _malformed("half of the paths, or a path without parts")

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from robust_dcp.decoding import Undecodable, from_json
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -374,8 +376,8 @@ def decode_report(data: bytes) -> SavedReport:
         ValueError: ``data`` is no report, or one whose parts do not fit together. The message says what is wrong.
     """
     try:
-        report = msgspec.json.decode(data, type=SavedReport)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        report = from_json(data, SavedReport)
+    except Undecodable as error:
         raise ValueError(f"it is no report of a save that this robust_dcp knows: {error}") from None
     _check(report)
     return report

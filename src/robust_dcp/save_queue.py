@@ -1,8 +1,8 @@
 """Runs the async saves of one group one after the other, in the order of the calls.
 
 Owns the thread on which they run, and the number of saves under way. It also sees to it that each error is raised: by
-the future's ``result()``, or else by the next save. Called by ``async_save``, and by ``save``, which waits for its
-turn. What the end of Python does to saves and their threads is here as well.
+the future's ``result()``, or else by the next save. A save that is not async waits for its turn. What the end of Python
+does to saves and their threads is here as well.
 """
 
 from __future__ import annotations

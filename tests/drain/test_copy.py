@@ -197,9 +197,12 @@ class TestASource:
 
     def test_that_leads_out_of_its_directory_is_refused(self, tmp_path: Path) -> None:
         KINDS["stock"](tmp_path / "source")
-        (tmp_path / "source/__0_0.distcp").rename(tmp_path / "secret")
-        (tmp_path / "source/__0_0.distcp").symlink_to(tmp_path / "secret")
-        with pytest.raises(UnsafeCheckpoint, match="is a symbolic link out of the directory"):
+        metadata = tmp_path / "source/.metadata"
+        (tmp_path / "secrets").mkdir()
+        (tmp_path / "source/__0_0.distcp").rename(tmp_path / "secrets/0_0.distcp")
+        (tmp_path / "source/_").symlink_to(tmp_path / "secrets")
+        metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"_/0_0.distcp"))
+        with pytest.raises(UnsafeCheckpoint, match="lies behind a symbolic link to a directory"):
             copy_checkpoint(tmp_path / "source", tmp_path / "target")
 
     def test_is_told_from_what_other_programs_keep_beside_it(self, tmp_path: Path) -> None:

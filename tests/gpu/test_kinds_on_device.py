@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
+from robust_dcp.plan.state_dict import digest_of
+from robust_dcp.staging.blocks import flat_bytes, to_host_together
+from robust_dcp.storage.records.record import is_plain
 from tests.gpu.device import DEVICE, on_device
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
@@ -67,3 +71,12 @@ def load_laid_out(directory: str) -> list[str]:
 def test_what_some_ranks_saved_others_load_in_other_layouts(tmp_path: Path, saving: int, loading: int) -> None:
     values(run_ranks(saving, save_laid_out, str(tmp_path), timeout_seconds=120))
     assert values(run_ranks(loading, load_laid_out, str(tmp_path), timeout_seconds=120)) == [[]] * loading
+
+
+def test_values_that_ranks_compare_are_the_same_copied_alone_or_together() -> None:
+    tensors = [each for kind in ("all_dtypes", "shapes", "views") for each in KINDS[kind](1).values()]
+    plain = [each for each in tensors if isinstance(each, torch.Tensor) and is_plain(each)]
+    assert len(plain) > 20
+    with torch.no_grad():
+        copies = to_host_together([flat_bytes(on_device(each)) for each in plain])
+        assert list(map(digest_of, copies)) == list(map(digest_of, plain))

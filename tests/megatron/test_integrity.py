@@ -15,9 +15,10 @@ pytest.importorskip("megatron.core")
 
 import torch.distributed as dist
 
-from robust_dcp import RobustCheckpointError
+from robust_dcp import CorruptCheckpoint, RobustCheckpointError
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.integrity import MANIFEST_FILE, save_manifest, verify_files
+from robust_dcp.megatron.versions import backend_of
 from tests.harness.damage import flip_bit
 from tests.megatron.torch_dist import Scenarios, failures_of
 
@@ -81,8 +82,10 @@ def name_a_file_outside(path: Path) -> None:
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("__0_0.distcp", lambda path: flip_bit(path, 1 << 20), ".distcp: expected"),
     (NOBODYS, Path.unlink, f"{NOBODYS}: No such file"),
+    (NOBODYS, lambda path: (path.unlink(), os.mkfifo(path)), f"{NOBODYS}: no regular file"),
     (MANIFEST_FILE, Path.unlink, "only a checkpoint that was saved with --verify-integrity can be verified"),
     (MANIFEST_FILE, lambda path: path.write_text("{"), "is not a manifest of files"),
+    (MANIFEST_FILE, lambda path: path.write_text('{"x":' * 100_000), "is not a manifest of files"),
     (MANIFEST_FILE, lambda path: path.write_text('{"files": {}, "algorithm": "md5"}'), "holds hashes of 'md5'"),
     (MANIFEST_FILE, name_a_file_outside, "../elsewhere: not a file of this directory"),
     ("metadata.json", Path.unlink, "is not a distributed checkpoint"),
@@ -102,3 +105,12 @@ def all_ranks_are_told_what_is_not_as_it_was_saved(directory: Path) -> None:
 
 
 test_on_two_ranks = SCENARIOS.test()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"x":' * 100_000, b"[" * 100_000, b"\xff", b"[1]", b'{"of": "another"}']
+)
+def test_a_config_that_megatron_did_not_write_is_an_error_that_names_it(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"metadata\.json cannot be used: expected Megatron's checkpointing"):
+        backend_of(str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter
+from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter, StorageError
+from robust_dcp.drain.drain import staging_directory
 
 URLS: list[Any] = [
     "s3://bucket/step_1",
@@ -103,3 +105,70 @@ def test_a_file_of_another_machine_is_refused(url: str, tmp_path: Path, monkeypa
             call()
     assert os.listdir(tmp_path) == []
     assert not RobustReader.validate_checkpoint_id(url)
+
+
+OTHER_USER = 65534
+
+
+def _of_another_user(path: Path) -> None:
+    path.mkdir()
+    os.chown(path, OTHER_USER, OTHER_USER)
+
+
+def _with_mode(mode: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.mkdir()
+        path.chmod(mode)
+
+    return make
+
+
+def _link(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir(mode=0o700)
+    path.symlink_to(path.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("is_set", [False, True], ids=["the directory for temporary files", "ROBUST_DCP_STAGING"])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_of_another_user, f"it belongs to user {OTHER_USER}"),
+        (_link, "it is a link, or no directory"),
+        (Path.touch, "it is a link, or no directory"),
+        (_with_mode(0o777), r"others may write to it \(mode 777\)"),
+        (_with_mode(0o1777), r"others may write to it \(mode 1777\)"),
+        (_with_mode(0o770), r"others may write to it \(mode 770\)"),
+        (_with_mode(0o755), ""),
+        (_with_mode(0o700), ""),
+        (lambda path: None, ""),
+    ],
+)
+def test_what_is_staged_is_this_users_alone(
+    make: Callable[[Path], None], why: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if make is _of_another_user and os.geteuid():
+        pytest.skip("only root can make what is another user's")
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if is_set:
+        monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path))
+    url, modes = f"memory://{tmp_path.name}/step_1", dict[str, int]()
+    staged = Path(staging_directory(url))
+    above = [each for each in (staged, *staged.parents) if tmp_path in each.parents]
+    make(above[-1])
+
+    def look(event: Any) -> None:
+        modes.update((each.name, each.stat().st_mode & 0o7777) for each in above if each.exists())
+
+    umask = os.umask(0)
+    try:
+        with robust_dcp.on_event(look):
+            if why:
+                with pytest.raises(StorageError, match=f"is not private: {why}.*set ROBUST_DCP_STAGING"):
+                    robust_dcp.save(state_dict(), checkpoint_id=url)
+                assert not any((tmp_path / "elsewhere").glob("*"))
+            else:
+                robust_dcp.save(state_dict(), checkpoint_id=url)
+                assert modes and set(modes.values()) == {0o700}
+    finally:
+        os.umask(umask)

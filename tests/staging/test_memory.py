@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import subprocess
+import sys
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -102,6 +104,43 @@ def test_a_block_that_was_refused_is_asked_for_once_and_leaves_no_error_for_the_
     block.pin()
     block.unpin()
     assert cuda.calls == ["register", "register", "unregister"]
+
+
+@pytest.mark.parametrize("of_load", [False, True])
+def test_what_a_failed_save_or_load_still_holds_is_locked_no_longer(
+    of_load: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = Runtime(error=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    with closing(BlockLease(4096, 2, of_load=of_load)) as lease:
+        held, given_back = lease.take(), lease.take()
+        for block in (held, given_back):
+            block.pin()
+        lease.give_back(given_back)
+    assert not held.is_pinned and given_back.is_pinned is not of_load
+    release_blocks()
+    assert cuda.calls == ["register"] * 2 + ["unregister"] * 2
+
+
+def test_a_process_that_has_not_used_cuda_is_not_made_to() -> None:
+    """A look at whether there is a device wakes the driver, and then no forked process can use it."""
+    program = """
+import tempfile, torch, robust_dcp
+asked, is_available = [], torch.cuda.is_available
+def asks():
+    import traceback
+    asked.extend(each for each in traceback.extract_stack()[-2:-1] if "robust_dcp" in each.filename)
+    return is_available()
+torch.cuda.is_available = asks
+with tempfile.TemporaryDirectory() as path:
+    state_dict = {"w": torch.ones(3), "o": {"step": 1}}
+    robust_dcp.save(state_dict, checkpoint_id=path)
+    robust_dcp.async_save(state_dict, checkpoint_id=path).result()
+    robust_dcp.load(state_dict, checkpoint_id=path)
+assert not asked and not torch.cuda.is_initialized(), asked
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=120)
 
 
 FORMS: list[TensorForm] = [

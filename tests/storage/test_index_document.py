@@ -18,7 +18,7 @@ def read_chunk(directory: Path, name: str, offsets: tuple[int, ...]) -> tuple[st
     """Dtype and sizes of the chunk of ``name`` at ``offsets``, its file, and where in it its record lies."""
     data = (directory / ".robust_dcp.index").read_bytes()
     head = np.frombuffer(data, "<u4", 6, 8)
-    assert data[:8] == b"RDCPIDX\n" and head[0] == 1 and int.from_bytes(data[16:24], "little") == len(data)
+    assert data[:8] == b"RDCPIDX\n" and head[0] == 2 and int.from_bytes(data[16:24], "little") == len(data)
     metadata = (directory / ".metadata").read_bytes()
     assert data[32:64] == hashlib.sha256(len(metadata).to_bytes(8, "little") + metadata[-4096:]).digest()
     kind = np.dtype([("name", "S16"), ("type", "S4"), ("zero", "<u4"), ("start", "<u8"), ("nbytes", "<u8")])

@@ -58,27 +58,19 @@ def test_a_path_out_of_the_directory_is_refused(path: object) -> None:
         check_relative_path(path, file=".metadata")
 
 
-def test_a_link_is_followed_to_a_data_file_of_its_name_only(tmp_path: Path) -> None:
+def test_a_link_is_followed_unless_it_is_a_directory(tmp_path: Path) -> None:
     directory, mount = tmp_path / "checkpoint", tmp_path / "mount"
-    directory.mkdir()
-    mount.mkdir()
-    for name in ("__0_0.distcp", "secret", "__0_1.distcp"):
-        (mount / name).write_bytes(b"")
-    (directory / "inside").write_bytes(b"")
-    (directory / "__0_0.distcp").symlink_to(mount / "__0_0.distcp")
-    (directory / "__0_2.distcp").symlink_to(mount / "secret")
-    (directory / "__0_3.distcp").symlink_to(mount / "__0_1.distcp")
-    (directory / "secret").symlink_to(mount / "secret")
-    (directory / "__0_4.distcp").symlink_to("inside")
+    for each in (directory / "within", mount):
+        each.mkdir(parents=True)
+    (mount / "blob").write_bytes(b"")
+    for link in ("__0_0.distcp", "within/model.safetensors"):
+        (directory / link).symlink_to(mount / "blob")
     (directory / "out").symlink_to(mount)
-
-    def located(name: str) -> str:
-        return locate(Disk(), str(directory), name, file=".metadata")
-
-    assert located("__0_0.distcp") == os.path.realpath(mount / "__0_0.distcp")
-    assert located("__0_4.distcp") == os.path.realpath(directory / "inside")
-    (tmp_path / "blobs").symlink_to(mount)  # only from `snapshots/…` a link to what lies in `blobs` is followed
-    (directory / "blob").symlink_to(tmp_path / "blobs" / "secret")
-    for name in ("__0_2.distcp", "__0_3.distcp", "secret", "out/secret", "blob"):
-        with pytest.raises(UnsafeCheckpoint, match="symbolic link"):
-            located(name)
+    (directory / "in").symlink_to("within")
+    (tmp_path / "link").symlink_to(directory)
+    for home in (directory, tmp_path / "link", tmp_path / "link/within/.."):
+        for name in ("__0_0.distcp", "./__0_0.distcp", "within/model.safetensors", "within/./model.safetensors"):
+            assert locate(Disk(), str(home), name, file=".metadata") == os.path.join(home, name)
+        for name in ("out/blob", "in/model.safetensors", "./out/blob"):
+            with pytest.raises(UnsafeCheckpoint, match="lies behind a symbolic link to a directory"):
+                locate(Disk(), str(home), name, file=".metadata")

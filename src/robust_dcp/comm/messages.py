@@ -10,7 +10,6 @@ both it compares values, or copies them, as they are encoded. Only the rank that
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from isal import isal_zlib
 
+from robust_dcp.decoding import from_msgpack
 from robust_dcp.errors import ExchangeError, ranks_in_words
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -37,22 +37,6 @@ _DEFLATED = 2
 _DEFLATED_PREFIX = struct.Struct("<BQ")
 
 _PARTS = tuple[bytes, ...]
-_MALFORMED = (msgspec.MsgspecError, RecursionError, ValueError)
-"""msgspec raises a plain ValueError for text that is not UTF-8."""
-
-_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-_decoders_lock = threading.Lock()
-
-
-def _decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return a decoder for ``kind``, a type with its annotations.
-
-    msgspec inspects a type when it first meets it, and crashes if two threads do that at once. So we hold a lock here.
-    """
-    with _decoders_lock:
-        if kind not in _decoders:
-            _decoders[kind] = msgspec.msgpack.Decoder(kind)
-        return _decoders[kind]
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -92,9 +76,8 @@ def decode(payload: Payload, message_type: type[M]) -> M:
     except ValueError as error:
         raise ExchangeError(f"{len(view)} bytes are no message: {error}") from None
     try:
-        message: M = _decoder_of(message_type).decode(body)
-        return message
-    except _MALFORMED as error:
+        return from_msgpack(body, message_type)
+    except ValueError as error:
         raise ExchangeError(f"{len(body)} bytes are no {message_type.__name__}: {error}") from None
 
 
@@ -198,8 +181,8 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
             ExchangeError: the messages have other fields, or the bundle is malformed.
         """
         try:
-            bundle: Bundle = _decoder_of(Bundle).decode(payload) if payload else Bundle((), {}, [])
-        except _MALFORMED as error:
+            bundle = from_msgpack(payload, Bundle) if payload else Bundle((), {}, [])
+        except ValueError as error:
             raise ExchangeError(f"{len(payload)} bytes are no Bundle: {error}") from None
         if message_type is None or not payload:
             return bundle
@@ -236,8 +219,8 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
             for place in dict.fromkeys(chain.from_iterable(rows)):
                 try:
                     body = _unpacked(self.values[place], max_nbytes)
-                    opened[place] = bytes(body) if kind is bytes else _decoder_of(kind).decode(body)
-                except _MALFORMED as error:
+                    opened[place] = bytes(body) if kind is bytes else from_msgpack(body, kind)
+                except ValueError as error:
                     ranks = [rank for rank, row in self.messages.items() if place in row[number]]
                     raise _wrong_type_error(ranks, message_type, f"{name!r}: {error}") from None
                 max_nbytes -= len(body)

@@ -271,6 +271,10 @@ class Copy:
             CorruptCheckpoint, UnsafeCheckpoint: the metadata of the source cannot be used.
         """
         manifest = self.manifest = _Manifest.read(self.source)
+        links = [name for name in self.source.links_to_others() if name not in manifest.data]
+        if links:
+            what = "links are not copied, as no reader of a checkpoint asks for their names"
+            logger.warning("%s: %d %s: %s", self.source.url, len(links), what, listed(links, _SHOWN))
         self._total_nbytes = sum(nbytes or 0 for nbytes in (*manifest.data.values(), *manifest.extras.values()))
         self.there = self._put_claim()
         return {name: nbytes for name, nbytes in self.there.items() if name in manifest.data}

@@ -1,7 +1,7 @@
 """The copy of a checkpoint by the ranks that have saved it: each sends its own files, and the coordinator commits.
 
-``plan.session`` calls it: at once for a save to a URL, which is made in a local directory first, and on a thread beside
-training for ``RobustWriter(path, drain_to=…)``.
+A save to a URL is made in a local directory first, and copied before it ends. With ``RobustWriter(path, drain_to=…)``
+the copy is made on a thread beside training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from typing import Final
 
 import msgspec
 
@@ -22,12 +21,11 @@ from robust_dcp.drain.copy import Copy, CopyResult
 from robust_dcp.drain.record import DrainRecord, announce_copy, digest_at, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import STAGING_PREFIX
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.remote import CopyOptions
 
 logger = logging.getLogger(__name__)
-
-_STAGING_PREFIX: Final = "robust_dcp-"
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -63,7 +61,7 @@ class Drain(msgspec.Struct, kw_only=True, eq=False):
     def announce(self) -> None:
         """Note in the checkpoint that it will be copied, and keep it from being removed until that is done.
 
-        Called right after the commit, on all ranks.
+        It comes right after the commit, on all ranks.
         """
         if not self.leads:
             return
@@ -128,14 +126,14 @@ class Drain(msgspec.Struct, kw_only=True, eq=False):
 def staging_directory(url: str) -> str:
     """Where a save to ``url`` is made. It depends on the URL only, so all ranks find the same."""
     root = os.environ.get("ROBUST_DCP_STAGING") or os.path.join(
-        tempfile.gettempdir(), f"{_STAGING_PREFIX}staging-{os.getuid()}"
+        tempfile.gettempdir(), f"{STAGING_PREFIX}staging-{os.getuid()}"
     )
     name = url.rstrip("/").rpartition("/")[2]
     digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
-    return os.path.join(os.path.abspath(root), f"{_STAGING_PREFIX}{name}-{digest}")
+    return os.path.join(os.path.abspath(root), f"{STAGING_PREFIX}{name}-{digest}")
 
 
 def remove_staging(path: str) -> None:
     """Remove a staging directory whose checkpoint has arrived."""
-    if os.path.basename(path).startswith(_STAGING_PREFIX):
+    if os.path.basename(path).startswith(STAGING_PREFIX):
         shutil.rmtree(path, ignore_errors=True)  # other ranks do the same

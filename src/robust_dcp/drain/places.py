@@ -18,7 +18,7 @@ from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
-from robust_dcp.storage.files.paths import is_data_file, local_path_of, locate
+from robust_dcp.storage.files.paths import READ_BY_NAME, is_behind_link, is_data_file, local_path_of, locate
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote import Calls, RemoteDisk
 
@@ -96,6 +96,10 @@ class Content:
         if len(self._md5s) == 1:
             return self._md5s[0].hex()
         return f"{hashlib.md5(b''.join(self._md5s), usedforsecurity=False).hexdigest()}-{len(self._md5s)}"
+
+
+def _may_be_a_link(name: str) -> bool:
+    return is_data_file(name) or name in READ_BY_NAME
 
 
 class Place:
@@ -181,17 +185,25 @@ class Place:
 
         sizes: dict[str, int] = {}
         for directory, _, names in os.walk(self.url, onerror=refuse):
-            for path in (os.path.join(directory, name) for name in names if not _UNFINISHED.fullmatch(name)):
-                # The files of a checkpoint on other mounts are links; any other link leads to what is not its own.
-                if not os.path.islink(path) or is_data_file(os.path.basename(path)):
-                    try:
-                        status = os.stat(path)
-                    except OSError as error:  # it was removed meanwhile, or the link leads nowhere
-                        refuse(error)
-                    else:
-                        if stat.S_ISREG(status.st_mode):
-                            sizes[os.path.relpath(path, self.url)] = status.st_size
+            for name in names:
+                path = os.path.join(directory, name)
+                # The files of a checkpoint may be links; any other link leads to what is not its own.
+                if _UNFINISHED.fullmatch(name) or (os.path.islink(path) and not _may_be_a_link(name)):
+                    continue
+                try:
+                    status = os.stat(path)
+                except OSError as error:  # it was removed meanwhile, or the link leads nowhere
+                    refuse(error)
+                else:
+                    if stat.S_ISREG(status.st_mode):
+                        sizes[os.path.relpath(path, self.url)] = status.st_size
         return sizes
+
+    def links_to_others(self) -> list[str]:
+        """The names of links to files that :meth:`files` leaves out."""
+        walk = ((directory, name) for directory, _, names in os.walk(self.url) for name in names)
+        paths = [os.path.join(directory, name) for directory, name in walk if not _may_be_a_link(name)]
+        return sorted(os.path.relpath(path, self.url) for path in paths if os.path.islink(path))
 
     def proves(self, name: str, content: Content) -> bool:
         """Whether the store's own checksum shows that a file has arrived. If not, it is to be read back."""
@@ -206,6 +218,13 @@ class Place:
 
     def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
         path = self.path_of(name)
+        if is_behind_link(self.disk, self.url, name):
+            raise StorageError(
+                f"{path} lies behind a symbolic link to another directory, and a copy writes through none: remove the "
+                "link, or copy to another place",
+                path=path,
+                operation="copy",
+            )
         unfinished = f"{path}.{self._token}.copying"
         self._changed.add(os.path.dirname(path))
 
@@ -249,6 +268,10 @@ class _Store(Place):
 
     def remove_unfinished(self) -> None:
         """Nobody sees an object that is not finished."""
+
+    def links_to_others(self) -> list[str]:
+        """A store has no links."""
+        return []
 
     def files(self) -> dict[str, int]:
         sizes, directories = dict[str, int](), [""]

@@ -1,8 +1,12 @@
-"""The note in a local checkpoint that says where it is copied to, and whether all of it has arrived.
+"""The note in a local checkpoint that says whether a copy of it is awaited.
 
 The note is the file ``.robust_dcp.drain.json`` beside ``.metadata``. It counts for the ``.metadata`` that it was
 written for: where a later save has replaced that one, nothing is awaited. Without the note a checkpoint loads as well;
 only nobody knows of its copy. ``robust-dcp prune`` reads it without torch.
+
+The note may have come with a checkpoint that somebody else has made, or with the copy of a whole run. So nothing is
+ever copied to the place that it names: that place is only compared with the one that a job or a person has given. And
+what the copy may replace there counts only in the directory that the note was written in.
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ import hashlib
 import json
 import logging
 import os
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from robust_dcp import errors
+from robust_dcp.decoding import from_json
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, real_place
+from robust_dcp.storage.files.small_files import read_hint
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +38,24 @@ class DrainRecord(msgspec.Struct, frozen=True):
     """The content of the file.
 
     Attributes:
-        target: where the copy is.
+        target: where the copy was to go when the note was written.
         digest: :func:`digest_at` of the checkpoint that is copied.
         is_complete: whether all of it has arrived.
         replaces: digests of earlier checkpoints of this directory. If one of them is at the target, the copy takes its
             place.
+        directory: the inode of the directory. A note that was copied along with its checkpoint lies in another one, and
+            says nothing of what was there before.
     """
 
     target: str
     digest: str
     is_complete: bool = False
     replaces: tuple[str, ...] = ()
+    directory: int = 0
+
+    def __post_init__(self) -> None:
+        if "\0" in self.target:
+            raise ValueError("its target holds a NUL")
 
 
 def digest_of(nbytes: int, end: bytes) -> str:
@@ -77,31 +91,34 @@ def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
     Raises:
         StorageError: the file system refuses.
     """
-    record_path = os.path.join(path, DRAIN_RECORD_NAME)
-    if not disk.exists(record_path):  # found out here, because our errors need torch
-        return None
-    try:
-        data = disk.read_file(record_path, _MAX_NBYTES)
-        return None if data is None else msgspec.convert(json.loads(data), DrainRecord)
-    except (errors.CorruptCheckpoint, msgspec.ValidationError, ValueError):
-        return None
+    note_path, decode = os.path.join(path, DRAIN_RECORD_NAME), partial(from_json, kind=DrainRecord)
+    record = read_hint(disk, note_path, decode, what="the note of a copy", at_most=_MAX_NBYTES)
+    if record is None or (record.directory and record.directory == _inode_of(disk, path)):
+        return record
+    return msgspec.structs.replace(record, replaces=(), directory=0)
 
 
 def announce_copy(disk: Disk, path: str, target: str) -> DrainRecord:
-    """Note in a checkpoint that it will be copied to ``target``, an absolute place, unless its note is there already.
+    """Note in a checkpoint that it will be copied to ``target``, an absolute place, unless its note says so already.
 
     Raises:
         StorageError: a call failed.
     """
     former, digest = read_drain_record(disk, path), digest_at(disk, path)
-    if former is not None and former.digest == digest:
+    goes_there = former is not None and real_place(former.target) == real_place(target)
+    if former is not None and goes_there and former.digest == digest:
         return former
     replaces: tuple[str, ...] = ()
-    if former is not None and real_place(former.target) == real_place(target):
+    if former is not None and goes_there and former.directory:
         replaces = (*(() if former.is_complete else former.replaces), former.digest)
-    record = DrainRecord(target, digest, replaces=replaces)
+    record = DrainRecord(target, digest, replaces=replaces, directory=_inode_of(disk, path))
     write_drain_record(disk, path, record)
     return record
+
+
+def _inode_of(disk: Disk, path: str) -> int:
+    fingerprint = disk.fingerprint(path)
+    return 0 if fingerprint is None else fingerprint[0]
 
 
 def is_awaited(disk: Disk, path: str) -> bool:

@@ -23,14 +23,14 @@ from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import copy_checkpoint
-from robust_dcp.drain.record import announce_copy, awaited_copy, digest_at, is_awaited
+from robust_dcp.drain.record import announce_copy, digest_at, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.preemption import Preemption
-from robust_dcp.manager.series import RECORD_NAME, Checkpoint, KeepPolicy, Series, policies_of, prune
+from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, policies_of, prune
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import absolute, directory_path, place_of, real_place
+from robust_dcp.storage.files.paths import RECORD_NAME, absolute, directory_path, place_of, real_place
 from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
 from robust_dcp.storage.remote import CopyOptions
 from robust_dcp.storage.writer import RobustWriter
@@ -303,7 +303,7 @@ class CheckpointManager:
         def note() -> None:
             try:
                 noted = msgspec.structs.replace(record, digest=digest_at(self._disk, path))
-                self._series.move_latest(path)  # first: what has a record counts as named
+                self._series.move_latest(path, noted.digest)  # first: what has a record counts as named
                 self._disk.replace_file(os.path.join(path, RECORD_NAME), msgspec.json.encode(noted))
             except StorageError as error:
                 if error.errno != errno.ENOENT or os.path.exists(path):
@@ -328,11 +328,13 @@ class CheckpointManager:
         """
 
         def resume(path: str) -> None:
+            target = os.path.join(drain_to, os.path.basename(path))  # wherever its note says that it was to go
             try:
                 with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
-                    awaited = awaited_copy(self._disk, path) if is_free else None
-                if awaited is not None:
-                    copy_checkpoint(path, awaited.target, options=self._drain_options)
+                    goes_on = is_free and is_awaited(self._disk, path)
+                if goes_on:
+                    announce_copy(self._disk, path, target)
+                    copy_checkpoint(path, target, options=self._drain_options)
             except (RobustCheckpointError, ValueError) as error:
                 logger.warning("%s: its copy is still not complete: %s", path, error)
 

@@ -37,11 +37,14 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
+from functools import partial
+from operator import ne
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
 
 from robust_dcp import errors
+from robust_dcp.decoding import from_json
 from robust_dcp.drain.record import digest_at, is_awaited
 from robust_dcp.report import REPORT_NAME
 from robust_dcp.storage.committing.saving_file import (
@@ -52,7 +55,8 @@ from robust_dcp.storage.committing.saving_file import (
     saving_files_in,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, RECORD_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.small_files import pass_over, read_hint
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
 
@@ -63,7 +67,7 @@ T = TypeVar("T")
 # No hidden name, and no digit right before the step: "run2_10" is step 10 of "run2_", and never step 2.
 _DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-9]{1,18})")
 LATEST_NAME: Final = "latest"
-RECORD_NAME: Final = ".robust_dcp.step.json"
+_DIGEST_LENGTH: Final = 16
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
@@ -92,10 +96,6 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     def name(self) -> str:
         """The last part of its path."""
         return os.path.basename(self.path)
-
-
-# Made once, here: msgspec crashes if two threads meet a type at the same time.
-_RECORDS: Final = msgspec.json.Decoder(Checkpoint)
 
 
 class KeepPolicy(Protocol):
@@ -291,11 +291,8 @@ class Series:
         Raises:
             StorageError: it cannot be read.
         """
-        data = self._small_file(os.path.join(path, RECORD_NAME), _MOST_RECORD_NBYTES)
-        try:
-            record = None if data is None else _RECORDS.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
+        file, decode = os.path.join(path, RECORD_NAME), partial(from_json, kind=Checkpoint)
+        record = read_hint(self.disk, file, decode, what="the record of a step", at_most=_MOST_RECORD_NBYTES)
         return record if record is None or record.digest in ("", digest_at(self.disk, path)) else None
 
     def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:
@@ -350,7 +347,7 @@ class Series:
             return f"it cannot be read: {error.message}"
 
     def latest_of(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """The one that is named as the latest; the one with the highest step if none is named, or it is gone.
+        """The one that is named as the latest; the one with the highest step if none is named, or the name is not true.
 
         If a save was killed right after its commit, its checkpoint is later than the named one: it is ours, has no
         record of its own, and was committed after the name was written. Nothing else is taken for it, since a job may
@@ -365,23 +362,54 @@ class Series:
             StorageError: the file that names it is there and cannot be read, or one that may be later.
         """
         iteration = self._text(self.tracker_name) if self.tracker_name else None
-        named = [each for each in checkpoints if str(each.step) == iteration]
-        name = None if named else self._text(self.latest_name)
-        if name is not None:
-            written = self.disk.modified_seconds(os.path.join(self.root, self.latest_name))
+        tracked = next((each for each in checkpoints if iteration and str(each.step) == iteration.strip()), None)
+        latest_path = os.path.join(self.root, self.latest_name)
+        text = self._text(self.latest_name) if checkpoints else None
+        named = None if text is None else self._named_by(text, checkpoints)
+        if tracked is not None:
+            if named is not None and named.saved_seconds > tracked.saved_seconds:
+                pass_over(latest_path, f"it names {named.name}, and {self.tracker_name} an earlier one, {tracked.name}")
+            return tracked
+        if text is not None:
+            written = self.disk.modified_seconds(latest_path)
             by_time = sorted(checkpoints, key=lambda each: each.saved_seconds)
             later = [each for each in by_time if each.saved_seconds > written and self.was_cut_off(each.path)]
-            named = later[-1:] or [each for each in checkpoints if each.name == name]
-        return next(iter([*named, *checkpoints[-1:]]), None)
+            if later:
+                return later[-1]
+            if named is None:
+                pass_over(latest_path, f"{text!r:.100} names no save that is there; {checkpoints[-1].name} is taken")
+        return named or next(iter(checkpoints[-1:]), None)
 
-    def move_latest(self, path: str) -> None:
+    def _named_by(self, latest: str, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+        """The checkpoint that ``latest`` names: the digest of its save, and its name. A person may give the name alone.
+
+        One flipped bit in a name may make that of another checkpoint, whose digest differs. One in the digest leaves
+        all but one of its digits. Two saves never have that much in common.
+        """
+        digest, name = latest[:_DIGEST_LENGTH], latest[_DIGEST_LENGTH:].strip()
+        for each in checkpoints:
+            if each.name == latest.strip():
+                return each
+        for each in sorted(checkpoints, key=lambda each: each.name != name):  # the one of this name first
+            actual = digest_at(self.disk, each.path)
+            if len(digest) == len(actual) and sum(map(ne, digest, actual)) <= 1:
+                if (digest, name) != (actual, each.name):
+                    path = os.path.join(self.root, self.latest_name)
+                    pass_over(path, f"{latest!r:.100} is damaged; it means {each.name}, whose digest is {actual}")
+                return each
+        return None
+
+    def move_latest(self, path: str, digest: str) -> None:
         """Name another checkpoint, durably. In Megatron's series its tracker is kept up too, where there is one.
+
+        Args:
+            digest: of its save.
 
         Raises:
             StorageError: a call failed; the old one is named, or the new one.
         """
         name = os.path.basename(path)
-        self.disk.replace_file(os.path.join(self.root, self.latest_name), name.encode())
+        self.disk.replace_file(os.path.join(self.root, self.latest_name), os.fsencode(f"{digest} {name}\n"))
         if self.tracker_name and self.disk.exists(os.path.join(self.root, self.tracker_name)):
             self.disk.replace_file(os.path.join(self.root, self.tracker_name), str(self.step_of(name)).encode())
 
@@ -393,15 +421,7 @@ class Series:
 
     def _text(self, name: str) -> str | None:
         path = os.path.join(self.root, name)
-        data = None if os.path.isdir(path) else self._small_file(path, _MOST_NAME_NBYTES)
-        return None if data is None else data.decode(errors="replace").strip()
-
-    def _small_file(self, path: str, most_nbytes: int) -> bytes | None:
-        """The bytes of a file; ``None`` if there is none, which is found out without our errors, or a larger one."""
-        try:
-            return self.disk.read_file(path, most_nbytes) if self.disk.exists(path) else None
-        except errors.CorruptCheckpoint:
-            return None
+        return read_hint(self.disk, path, os.fsdecode, what="the name of a checkpoint", at_most=_MOST_NAME_NBYTES)
 
 
 def parse_name(name: str) -> tuple[str, int] | None:

@@ -2,7 +2,7 @@
 
 Owns the digest with which ranks compare their common states without sending them, the log message that says what
 differs, and the file ``common.pt``. Megatron up to 0.18 has this file. From 0.19 on the common state is saved as a
-ShardedObject. Called by ``saving`` and ``loading``.
+ShardedObject.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def get_async_strategy(stock: Function, *args: Any, **kwargs: Any) -> Any:
-    """``get_async_strategy`` as ``megatron.training.checkpointing`` calls it for these two formats."""
+    """``get_async_strategy`` of ``megatron.training.checkpointing``, for these two formats."""
     strategy, modules = stock(*args, **kwargs)
     if not isinstance(modules, dict):
         return strategy, modules

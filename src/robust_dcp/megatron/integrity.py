@@ -2,7 +2,7 @@
 
 After a save each rank hashes the files that it wrote, and the coordinator hashes the files that no rank of this save
 wrote. Before a load each rank hashes its share of all files. In stock, rank 0 hashes everything. With a large
-checkpoint the other ranks would then wait longer than the timeout of an exchange. Called by ``saving`` and ``loading``.
+checkpoint the other ranks would then wait longer than the timeout of an exchange.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from functools import partial
 
 import msgspec
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from robust_dcp.comm import Channel
+from robust_dcp.decoding import from_json
+from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.megatron.common_state import MAX_NBYTES
 from robust_dcp.megatron.versions import backend_of
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.small_files import read_small_file
 
 MANIFEST_FILE = "integrity.json"
 
@@ -74,16 +78,15 @@ def verify_files(channel: Channel, phase: str, directory: str) -> None:
 
 def _read_manifest(directory: str) -> _Manifest:
     backend_of(directory)
-    path = os.path.join(directory, MANIFEST_FILE)
-    data = Disk().read_file(path, MAX_NBYTES)
-    if data is None:
+    path, decode = os.path.join(directory, MANIFEST_FILE), partial(from_json, kind=_Manifest)
+    try:
+        manifest = read_small_file(Disk(), path, decode, what="a manifest of files", at_most=MAX_NBYTES)
+    except CorruptCheckpoint as error:
+        raise CheckpointingException(f"{path} is not a manifest of files: {error.found}") from None
+    if manifest is None:
         raise CheckpointingException(
             f"there is no {path}: only a checkpoint that was saved with --verify-integrity can be verified"
         )
-    try:
-        manifest = msgspec.json.decode(data, type=_Manifest)
-    except msgspec.MsgspecError as error:
-        raise CheckpointingException(f"{path} is not a manifest of files: {error}") from None
     if manifest.algorithm != _ALGORITHM:
         raise CheckpointingException(f"{path} holds hashes of {manifest.algorithm!r}, expected {_ALGORITHM!r}")
     return manifest
@@ -94,6 +97,9 @@ def _compare(directory: str, expected: dict[str, str]) -> None:
     for name, digest in expected.items():
         if os.path.basename(name) != name:
             wrong.append(f"{name}: not a file of this directory")
+            continue
+        if os.path.exists(os.path.join(directory, name)) and not os.path.isfile(os.path.join(directory, name)):
+            wrong.append(f"{name}: no regular file")
             continue
         try:
             found = _hash(os.path.join(directory, name))

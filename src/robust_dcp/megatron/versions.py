@@ -26,8 +26,9 @@ from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
-from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.decoding import from_json
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.small_files import read_small_file
 
 _MAX_CONFIG_NBYTES = 1 << 20
 
@@ -146,21 +147,18 @@ def backend_of(checkpoint_dir: str) -> str:
     """
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist")
-    path = os.path.join(checkpoint_dir, core.CONFIG_FNAME)
-    data = Disk().read_file(path, _MAX_CONFIG_NBYTES)
-    if data is None:
+
+    def backend_in(data: bytes) -> str:
+        try:
+            return str(core.CheckpointingConfig(**from_json(data, dict[str, Any])).sharded_backend)[:100]
+        except TypeError as error:  # it has other fields
+            raise ValueError(str(error)) from None
+
+    path, what = os.path.join(checkpoint_dir, core.CONFIG_FNAME), "Megatron's checkpointing config in JSON"
+    backend = read_small_file(Disk(), path, backend_in, what=what, at_most=_MAX_CONFIG_NBYTES)
+    if backend is None:
         raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
-    try:
-        return str(core.CheckpointingConfig(**json.loads(data)).sharded_backend)[:100]
-    except Exception as error:  # not JSON, nested too deeply, or with other fields
-        found = f"{type(error).__name__}: {error!s:.200}"
-        raise CorruptCheckpoint(
-            f"{path} cannot be used: expected Megatron's checkpointing config in JSON, found {found}; take another "
-            "checkpoint, or restore the file",
-            file=path,
-            expected="a checkpointing config",
-            found=found,
-        ) from error
+    return backend
 
 
 def checkpoint_config(strategy: Any) -> bytes:

@@ -33,7 +33,7 @@ from robust_dcp.structure_cache import Cache
 logger = logging.getLogger(__name__)
 
 NAMED: Final = "="
-"""A kind that the caller has named begins with this. Others are called by the identity of their first plan."""
+"""A kind that the caller has named begins with this. Others are named after the identity of their first plan."""
 
 GroupKey = tuple[int, ...]
 """The global ranks of a process group, in group order. A plan depends on nothing else of its group."""

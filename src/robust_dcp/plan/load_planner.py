@@ -1,7 +1,7 @@
 """``RobustLoadPlanner``: DCP's ``LoadPlanner``, with checks before the first byte is read.
 
-It checks keys, shapes and dtypes against ``.metadata``, and that the saved chunks fill what is asked for. ``api.load``
-calls it, and stock ``torch.distributed.checkpoint.load`` calls its hooks.
+It checks keys, shapes and dtypes against ``.metadata``, and that the saved chunks fill what is asked for, in a load of
+ours and in one of stock's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Commits a save on several nodes that do not share its directory: each has its own files under the same path.
 
 This module owns the exchanges of such a commit. One rank leads in each directory: in the coordinator's it is the
-coordinator, in each other one the rank that has announced the save there. ``session`` calls it.
+coordinator, in each other one the rank that has announced the save there.
 
 Take two nodes. Both make the index and ``.metadata`` durable under other names; that is the first exchange. Only then
 both rename them; that is the second one. Only then both remove the files of the checkpoint that was there before. So if

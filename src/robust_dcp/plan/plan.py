@@ -26,6 +26,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.comm.messages import Bundle
+from robust_dcp.decoding import from_msgpack
 from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 from robust_dcp.items import ItemKind, Items, ItemsDecoder, ItemsMessage, distinct
 from robust_dcp.plan.conflicts import is_compared
@@ -89,7 +90,7 @@ class LocalStructure(msgspec.Struct, frozen=True, eq=False):
         return self.layout.place(self.layout.measure(self.items, share.kept), self.files)
 
 
-class Share(msgspec.Struct, frozen=True, dict=True):
+class Share(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """What one rank writes by a plan: in memory, in the coordinator's reply, and in an index.
 
     Attributes:
@@ -113,9 +114,6 @@ class Share(msgspec.Struct, frozen=True, dict=True):
             raise ExchangeError(f"a plan for {len(self.bits)} x 8 items came for a state dict of {self.n_items}")
         bits = np.frombuffer(self.bits, dtype=np.uint8)
         return np.flatnonzero(np.unpackbits(bits, count=self.n_items, bitorder="little"))
-
-
-_SHARES: Final = msgspec.msgpack.Decoder(Share)  # made here: msgspec crashes if two threads meet a type at once
 
 
 class PlanReply(msgspec.Struct, frozen=True):
@@ -287,8 +285,8 @@ def stored_plan(
     if end - begin > n_items + 1_000:  # it has a bit for each item; do not read what cannot be that
         raise ExchangeError(f"it has {end - begin} bytes for the share of rank {rank}, which has {n_items} items")
     try:
-        share: Share = _SHARES.decode(Column(file, "shares").rows(begin, end).tobytes())
-    except (msgspec.MsgspecError, ValueError) as error:
+        share = from_msgpack(Column(file, "shares").rows(begin, end).tobytes(), Share)
+    except ValueError as error:
         raise ExchangeError(f"the share of rank {rank} cannot be decoded: {error}") from None
     if share.n_items != n_items or len(share.plan_id) != SIGNATURE_NBYTES:
         raise ExchangeError(f"the share of rank {rank} is for {share.n_items} items, not {n_items}")

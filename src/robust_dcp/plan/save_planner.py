@@ -1,7 +1,7 @@
 """``RobustPlanner``: DCP's ``SavePlanner``, implemented with ``plan``.
 
 This module translates between DCP's hooks and a :class:`~robust_dcp.plan.session.SaveSession`. It decides nothing about
-plans itself. ``api.save`` calls it, and stock ``torch.distributed.checkpoint.save`` calls its hooks.
+plans itself.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ from robust_dcp.plan.state_dict import (
     structure_of,
 )
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
-from robust_dcp.staging.blocks import host_address
+from robust_dcp.staging.blocks import flat_bytes, host_address, to_host_together
 from robust_dcp.storage.files.paths import checkpoint_name
 from robust_dcp.storage.layouts.places import TORCH
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
+from robust_dcp.storage.records.record import is_plain
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource, raise_named
 
@@ -243,6 +244,7 @@ class RobustPlanner(DefaultSavePlanner):
         """Digests of what would be written for some items. 0 means that it cannot be read."""
         source = StateDictSource(self._items, self._structure, places, self.lookup_object, self.resolve_data)
         digests = np.zeros(len(places), dtype=np.uint64)
+        on_device: list[tuple[int, torch.Tensor]] = []
         place = 0
         try:
             with torch.no_grad():
@@ -250,7 +252,14 @@ class RobustPlanner(DefaultSavePlanner):
                     data = source.resolve(place)
                     if isinstance(data, torch.Tensor):
                         host_address(data)  # raises if its memory was freed
+                        if data.is_cuda and is_plain(data):
+                            on_device.append((place, flat_bytes(data)))
+                            continue
                     digests[place] = digest_of(data)
+                # All at once: each copy from a device waits for it, however small the copy is.
+                copies = to_host_together([data for _, data in on_device])
+                for (place, _), copy in zip(on_device, copies, strict=True):
+                    digests[place] = digest_of(copy)
         except Exception as error:
             raise_named(error, source, place)
         return digests

@@ -1,8 +1,8 @@
 """One save on one rank, from its turn to its report.
 
-This module owns the order of exchanges in a save, and what is kept for the next save. ``save`` and ``async_save`` call
-its steps one by one; stock DCP calls them through the hooks of ``RobustPlanner`` and ``RobustWriter``. The session
-tells its writer what to do when. It knows nothing of tensors, files or file names.
+This module owns the order of exchanges in a save, and what is kept for the next save. Its steps are taken one by one,
+also where stock DCP saves, through the hooks of ``RobustPlanner`` and ``RobustWriter``. The session tells its writer
+what to do when. How values are described and digested, and how bytes get to a disk, is handed to it.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from robust_dcp.decoding import from_json
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
 from robust_dcp.staging.blocks import PLAIN, on_cpu
@@ -331,8 +332,8 @@ def encode_context(options: Mapping[str, OptionValue]) -> bytes:
 def difference_of_contexts(here: bytes, there: bytes) -> str:
     """Say in words what differs between two encoded contexts."""
     try:
-        own, other = (msgspec.json.decode(each, type=dict[str, OptionValue]) for each in (here, there))
-    except (msgspec.ValidationError, msgspec.DecodeError):
+        own, other = (from_json(each, dict[str, OptionValue]) for each in (here, there))
+    except ValueError:
         return "it cannot be read"
     found = [
         f"{name} is {other.get(name)!r} there and {own.get(name)!r} here"

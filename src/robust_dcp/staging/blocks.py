@@ -149,11 +149,12 @@ class BlockLease(msgspec.Struct, eq=False):
     used_nbytes: int = 0
     how: tuple[str, ...] = ()
     _free: list[Block] = []
+    _taken: list[Block] = []
     _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     _stream: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # not `is_available`, which wakes the driver: no forked process could use it
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
 
@@ -164,20 +165,26 @@ class BlockLease(msgspec.Struct, eq=False):
             RuntimeError: all blocks are taken. A thread must not wait for a block, because others may wait for that
                 thread.
         """
+        block: Block | None = None
         with self._lock:
             if self._free:
-                return self._free.pop()
+                self._taken.append(block := self._free.pop())
+                return block
             if self.used_nbytes == self.n_blocks * self.block_nbytes:
                 raise RuntimeError(f"all {self.n_blocks} blocks of {self.block_nbytes} bytes are taken")
             self.used_nbytes += self.block_nbytes
         with _KEPT_LOCK:
             if not self.of_load and _KEPT and len(_KEPT[-1].data) == self.block_nbytes:
-                return _KEPT.pop()
-        return Block(self.block_nbytes, stays_at_fork=self.of_load)
+                block = _KEPT.pop()
+        block = block or Block(self.block_nbytes, stays_at_fork=self.of_load)
+        with self._lock:
+            self._taken.append(block)
+        return block
 
     def give_back(self, block: Block) -> None:
         """Return a block, so that another thread may take it."""
         with self._lock:
+            self._taken.remove(block)
             self._free.append(block)
 
     @contextlib.contextmanager
@@ -190,13 +197,16 @@ class BlockLease(msgspec.Struct, eq=False):
             self.give_back(block)
 
     def close(self) -> None:
-        """Keep the blocks that nobody has for the next save, or free them."""
-        if self.of_load:
-            for block in self._free:
-                block.unpin()
-        else:
+        """Keep the blocks that were given back for the next save, or free them. Called when no thread uses a block.
+
+        One that was not given back belongs to a save or load that has failed. Its error may keep it for long, and
+        memory that is locked is missing elsewhere.
+        """
+        for block in (*self._taken, *(self._free if self.of_load else ())):
+            block.unpin()
+        if not self.of_load:
             release_blocks(keep=self._free)
-        self._free = []
+        self._free, self._taken = [], []
 
     def in_this_thread(self) -> AbstractContextManager[object]:
         """A ``with`` block in which the calling thread uses the stream of the copies."""

@@ -1,7 +1,6 @@
 """Reads a checkpoint in pieces, so that memory stays bounded whatever the sizes of its tensors.
 
 This module cuts tensors into boxes and reads them through ``RobustReader``, which compares them with their checksums.
-``model_file``, ``comparison`` and ``conversion`` call it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DCP's ``StorageReader`` over a directory.
 
 This module owns DCP's interface. ``metadata_source`` gets the metadata of a checkpoint, and ``reading.load`` reads the
-items. It never writes, and never runs code that it reads. DCP's ``load``, Megatron-Core and our own ``load`` call it.
+items. It never writes, and never runs code that it reads. It serves DCP's ``load``, Megatron-Core and our own ``load``.
 """
 
 from __future__ import annotations

@@ -25,10 +25,12 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
 
+from robust_dcp.decoding import from_json
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.report import REPORT_NAME, SavedReport, encode_report
 from robust_dcp.save_queue import submit
@@ -48,10 +50,12 @@ from robust_dcp.storage.files.paths import (
     METADATA_NAME,
     NODES_NAME,
     SAFETENSORS_SUFFIX,
+    STAGING_PREFIX,
     is_data_file,
     mark_of,
     uncommitted_name,
 )
+from robust_dcp.storage.files.small_files import read_hint
 from robust_dcp.storage.layouts.places import Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.structure_cache import Cache
@@ -138,19 +142,16 @@ class NodeOfSave(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-# Made once, here: msgspec crashes if two threads meet a type at the same time.
-_NODES: Final = msgspec.json.Decoder(dict[str, tuple[NodeOfSave, ...]])
-
-
 def read_nodes(disk: Disk, directory: str, save_id: str) -> tuple[NodeOfSave, ...]:
     """The nodes of a save, by its mark in the file ``.robust_dcp.nodes``; empty if that is not there, is damaged, or is
     of another save. It is advice for errors: where a file that is missing here can be found.
     """
+    path, decode = os.path.join(directory, NODES_NAME), partial(from_json, kind=dict[str, tuple[NodeOfSave, ...]])
     try:
-        data = disk.read_file(os.path.join(directory, NODES_NAME), _MAX_NODES_NBYTES) or b"{}"
-        return _NODES.decode(data).get(mark_of(save_id), ())
-    except (RobustCheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
+        nodes = read_hint(disk, path, decode, what="the nodes of a save", at_most=_MAX_NODES_NBYTES)
+    except StorageError:
         return ()
+    return (nodes or {}).get(mark_of(save_id), ())
 
 
 def not_one_directory(path: str, who: str, what: str) -> StorageError:
@@ -179,7 +180,8 @@ class Save:
         layout: the layout of the data files.
         save_id: the id of the save, which ``.metadata`` will hold.
         overwrite: whether a committed checkpoint in the directory may be replaced.
-        is_staged: whether it is moved to a URL. Then one that was not moved gives way, whatever its layout.
+        is_staged: whether it is moved to a URL. Then one that was not moved gives way, whatever its layout, and the
+            directory is this user's alone.
 
     Attributes:
         names: the names in the directory before this save wrote anything.
@@ -207,6 +209,7 @@ class Save:
         self._layout = layout
         self._overwrite = overwrite or is_staged
         self._may_share = layout.may_share_directory or is_staged
+        self._is_staged = is_staged
         self._made: list[str] = []
         self._saving: SavingFile | None = None
         self._beside: set[str] = set()  # the index and the like, as far as the new checkpoint has them
@@ -236,7 +239,13 @@ class Save:
                     raise
 
     def _announce(self) -> None:
-        self._made += self._disk.mkdirs(self.path)
+        if self._is_staged:
+            above = os.path.dirname(self.path)
+            if os.path.basename(above).startswith(STAGING_PREFIX):  # it is ours too, and not one that the user has set
+                self._made += self._disk.private_directory(above)
+            self._made += self._disk.private_directory(self.path)
+        else:
+            self._made += self._disk.mkdirs(self.path)
         self.names = tuple(self._disk.list_directory(self.path))
         if METADATA_NAME in self.names:
             if not self._overwrite:

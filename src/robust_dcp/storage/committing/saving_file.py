@@ -26,6 +26,7 @@ from typing import Final
 import msgspec
 
 from robust_dcp import errors
+from robust_dcp.decoding import Undecodable, from_json
 from robust_dcp.environment import boot_id
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, OpenFile
@@ -37,6 +38,7 @@ from robust_dcp.storage.files.paths import (
     mark_of,
     writer_of,
 )
+from robust_dcp.storage.files.small_files import NO_REGULAR_FILE, pass_over
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +76,6 @@ def saving_files_in(names: Iterable[str]) -> list[str]:
 
 def _path(directory: str, save_id: str) -> str:
     return os.path.join(directory, SAVING_PREFIX + mark_of(save_id))
-
-
-# Made once, here: msgspec crashes if two threads meet a type at the same time.
-_RECORDS: Final = msgspec.json.Decoder(SavingRecord)
 
 
 class SavingFile:
@@ -168,7 +166,7 @@ class OtherSave(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, disk: Disk, directory: str, name: str, *, now_seconds: float) -> OtherSave | None:
-        """Find out about the save of a file; ``None`` if the file has just been removed.
+        """Find out about the save of a file; ``None`` if the file has just been removed, or no save has made it.
 
         Args:
             now_seconds: the time by the clock of the file system.
@@ -178,12 +176,12 @@ class OtherSave(msgspec.Struct, frozen=True):
         """
         path = os.path.join(directory, name)
         try:
-            with disk.reading(path) as file:
+            with disk.reading(path, flags=os.O_RDONLY | os.O_NOFOLLOW) as file:
                 is_free = disk.lock(file, shared=True)
                 data = disk.read(file, 0, min(file.nbytes, _MAX_NBYTES))
             try:
-                record: SavingRecord | None = _RECORDS.decode(data)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+                record: SavingRecord | None = from_json(data, SavingRecord)
+            except Undecodable:
                 record = None
             is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == boot_id()
             if is_free is not None and (is_of_this_boot or disk.is_of_this_machine(path)):
@@ -191,9 +189,11 @@ class OtherSave(msgspec.Struct, frozen=True):
             is_old = now_seconds - disk.modified_seconds(path) > _OVER_AFTER_SECONDS
             return cls(name, record, True if is_old and is_free is not False else None)
         except errors.StorageError as error:
-            if error.errno == errno.ENOENT:
-                return None
-            raise
+            if error.errno in NO_REGULAR_FILE:
+                pass_over(path, "a save makes a regular file of this name, and this is none")
+            elif error.errno != errno.ENOENT:
+                raise
+            return None
 
 
 def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]:

@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -312,6 +313,46 @@ class Disk:
             raise
         return made
 
+    def private_directory(self, path: str) -> list[str]:
+        """Make the directory ``path`` for this user alone, or make sure that the one that is there is so. Somebody else
+        may have made it, if it lies where all users may write, such as in ``/tmp``.
+
+        Returns:
+            the directories that this call made, as :meth:`mkdirs` does.
+
+        Raises:
+            StorageError: it is a link or another user's, or others may write to it; or a call failed.
+        """
+        parent = os.path.dirname(path)
+        made = self.mkdirs(parent)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise storage_error("create directory", path, error) from error
+        else:
+            made.append(path)
+            self.fsync_directory(parent)
+        status, what = _call("look at", path, os.lstat, path), ""
+        if not stat.S_ISDIR(status.st_mode):
+            what = "it is a link, or no directory"
+        elif status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_ones_in(parent):
+            what = f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            what = f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})"
+        if what:
+            raise errors.StorageError(
+                f"{path} is not private: {what}. Another user could read what is saved there, or put something else in "
+                "its place: remove it, or set ROBUST_DCP_STAGING to a directory of your own",
+                path=path,
+                errno=errno.EPERM,
+                operation="begin",
+            )
+        if status.st_mode & 0o077:  # nobody else can put a link in its place: it is this user's
+            _call("set mode of", path, os.chmod, path, 0o700)
+        return made
+
     def rmdir(self, path: str) -> None:
         """Remove a directory, which must be empty."""
         _call("remove directory", path, os.rmdir, path)
@@ -412,6 +453,16 @@ def _call(operation: str, path: str, function: Callable[..., T], *args: Any) -> 
         return function(*args)
     except OSError as error:
         raise storage_error(operation, path, error) from error
+
+
+def _owner_of_new_ones_in(directory: str) -> int:
+    """Whose a directory is that this user makes: some network file systems say that all are one user's."""
+    probe = _call("create directory in", directory, tempfile.mkdtemp, None, ".robust_dcp.owner-", directory)
+    try:
+        return _call("look at", probe, os.lstat, probe).st_uid
+    finally:
+        with suppress(OSError):
+            os.rmdir(probe)
 
 
 def _open(path: str, flags: int, operation: str, *, direct: bool = False) -> OpenFile:

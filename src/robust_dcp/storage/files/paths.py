@@ -12,6 +12,7 @@ import re
 from typing import Any, Final, NamedTuple
 
 from robust_dcp import errors
+from robust_dcp.report import REPORT_NAME
 from robust_dcp.storage.files.disk import Disk
 
 METADATA_NAME: Final = ".metadata"
@@ -25,14 +26,29 @@ for a file of this name.
 NODES_NAME: Final = ".robust_dcp.nodes"
 """If the nodes of a save do not share its directory, this file says which ranks have written on which node."""
 
+RECORD_NAME: Final = ".robust_dcp.step.json"
+"""What a manager has noted of a step."""
+
 SAVING_PREFIX: Final = ".robust_dcp.saving."
 """The mark of a save follows. This file says that the save is running, and the save holds a lock on it."""
 
 REMOVING_PREFIX: Final = ".robust_dcp.removing."
 """A checkpoint that is being removed has this before its name, so that nobody takes it for one."""
 
+READ_BY_NAME: Final = frozenset(
+    (
+        *(METADATA_NAME, INDEX_NAME, NODES_NAME, REPORT_NAME, RECORD_NAME),
+        *("common.pt", "metadata.json", "integrity.json"),  # Megatron's
+        *("model.safetensors.index.json", "config.json"),  # Hugging Face's
+    )
+)
+"""Files beside the data that readers of a checkpoint look for."""
+
 COPYING_PREFIX: Final = ".robust_dcp.copying."
 """16 hexadecimal digits that tell a checkpoint from others follow. The file says that its copy to here is not over."""
+
+STAGING_PREFIX: Final = "robust_dcp-"
+"""The directories that saves to URLs are made in have this before their names, and so has the one that they lie in."""
 
 _MARK: Final = r"(?:\.(?P<mark>[0-9a-f]{16}))?"
 
@@ -235,30 +251,34 @@ def check_relative_path(relative_path: Any, *, file: str) -> str:
 
 
 def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
-    """The path to open for ``relative_path``, with symbolic links followed and checked.
+    """The path to open for ``relative_path``.
 
-    A checkpoint that was copied or unpacked may contain symbolic links. A link is followed if it stays in the
-    directory, or if it leads to a data file of the same name, as somebody makes it who moves a file to another mount.
-    In Hugging Face's cache, it is followed from ``snapshots/<revision>/`` to ``blobs/``. A link to ``/etc/passwd`` or
-    to a private key is refused.
+    The file may be a symbolic link to anywhere, as in Hugging Face's cache, or with DVC and git-annex: whoever owns the
+    directory has put it there, under the name that ``.metadata`` gives. It may not lie behind a link to a directory,
+    which makes many names at once, and leads to files that nobody has put into this checkpoint.
 
     Raises:
-        UnsafeCheckpoint: the path, or a link in it, leads somewhere else.
-        StorageError: the links cannot be read, for example because they form a loop.
+        UnsafeCheckpoint: the name leads out of the directory, or through a link to another one.
+        StorageError: the links cannot be read.
     """
     path = os.path.join(directory, check_relative_path(relative_path, file=file))
-    if is_url(directory):  # a store has no links
-        return path
-    resolved, home = disk.resolve(path), disk.resolve(directory)
-    if os.path.commonpath([resolved, home]) == home:
-        return resolved
-    cache, of_cache, _ = home.rpartition("/snapshots/")
-    if of_cache and os.path.dirname(resolved) == os.path.join(cache, "blobs"):
-        return path  # its ending says what kind of file it is, and a blob's name has none
-    name = os.path.basename(relative_path)
-    if os.path.basename(resolved) == name and is_data_file(name):
-        return resolved
-    raise _unsafe(file, relative_path, f"is a symbolic link out of the directory, to {resolved}")
+    if not is_url(directory) and is_behind_link(disk, directory, relative_path):  # a store has no links
+        raise _unsafe(file, relative_path, "lies behind a symbolic link to a directory")
+    return path
+
+
+def is_behind_link(disk: Disk, directory: str, relative_path: str) -> bool:
+    """Whether a directory between ``directory`` and the file at ``relative_path`` in it is a symbolic link.
+
+    Raises:
+        StorageError: that cannot be found out.
+    """
+    below = os.path.dirname(relative_path)
+    if not below:
+        return False
+    return disk.resolve(os.path.join(directory, below)) != os.path.normpath(
+        os.path.join(disk.resolve(directory), below)
+    )
 
 
 def _unsafe(file: str, relative_path: Any, problem: str) -> errors.UnsafeCheckpoint:

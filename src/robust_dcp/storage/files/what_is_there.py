@@ -1,6 +1,6 @@
 """Describes what a path holds instead of a checkpoint, so that an error can say which path was probably meant.
 
-It looks at names and at the first bytes of a file only. ``reader`` calls it if there is no ``.metadata``.
+It looks at names and at the first bytes of a file only.
 """
 
 from __future__ import annotations

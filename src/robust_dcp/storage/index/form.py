@@ -11,7 +11,6 @@ import hashlib
 import os
 import struct
 import threading
-import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -32,7 +31,7 @@ Int64 = npt.NDArray[np.int64]
 Fragment = bytes | memoryview
 
 _MAGIC: Final = b"RDCPIDX\n"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HEAD: Final = struct.Struct("<8sIIQII32s")
 """Magic, version, number of sections, bytes of the file, bytes of a slab, CRC-32 of the checksums, fit."""
 _ENTRY: Final = struct.Struct("<16s4sIQQ")
@@ -71,7 +70,6 @@ SECTIONS: Final[Mapping[str, str]] = {
     "variable_places": "<i8",
     "files": "|u1",
     "file_ends": "<u8",
-    "file_ids": "|u1",
     "properties": "|u1",
     "meta": "|u1",
     "ranks": "<i8",
@@ -81,7 +79,7 @@ SECTIONS: Final[Mapping[str, str]] = {
     "structures": "|u1",
     "checksums": "<u4",
 }
-"""The sections of version 1 in their order, and the type of the numbers in each. The last one holds the CRC-32 of each
+"""The sections of version 2 in their order, and the type of the numbers in each. The last one holds the CRC-32 of each
 slab.
 """
 
@@ -251,16 +249,11 @@ class IndexTemplate:
             plan: the sections that ``plan.plan`` makes; empty if the plan is not stored.
         """
         names, ends = _joined(file_names)
-        try:
-            save_id = uuid.UUID((None if storage_meta is None else storage_meta.save_id) or "").bytes
-        except ValueError:  # it is not a UUID
-            save_id = bytes(16)
         meta = {"version": version, "has_paths": self._has_paths, "storage_meta": storage_meta}
         values: dict[str, Any] = {
             "variable_places": places,
             "files": names,
             "file_ends": ends,
-            "file_ids": save_id * len(file_names),
             "meta": msgspec.json.encode(meta, enc_hook=os.fsdecode),  # the checkpoint's path may be a Path
         }
         own = {name: Section.of(name, each) for name, each in values.items()}

@@ -20,7 +20,6 @@ from itertools import pairwise
 from operator import ge
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from robust_dcp.decoding import from_json
 from robust_dcp.errors import StorageError
 from robust_dcp.items import Properties
 from robust_dcp.storage.files.disk import Disk
@@ -50,9 +50,6 @@ Size = torch.Size
 _MAX_DIMENSIONS: Final = 64
 _MAX_PARTS: Final = 10_000  # in a path
 _NAMES_AT_ONCE: Final = 1 << 12
-# They are made here, because msgspec crashes if two threads look at a type for the first time.
-_META: Final = msgspec.json.Decoder(IndexMeta)
-_PROPERTIES: Final = msgspec.json.Decoder(list[Properties])
 _FEW: Final = 16
 """If fewer than one in this many names of the index are wanted, they are looked up by bisection."""
 
@@ -146,14 +143,14 @@ class StoredIndex:
         meta, properties = Column(file, "meta").rows().tobytes(), Column(file, "properties").rows().tobytes()
         self.properties: list[tuple[torch.dtype, torch.layout, bool]] = []
         try:
-            self.meta: IndexMeta = _META.decode(meta)
-            distinct: list[Properties] = _PROPERTIES.decode(properties or b"[]")
+            self.meta = from_json(meta, IndexMeta)
+            distinct = from_json(properties or b"[]", list[Properties])
             for dtype_name, layout_name, requires_grad in distinct:
                 dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
                 if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
                     raise ValueError(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
                 self.properties.append((dtype, layout, requires_grad))
-        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError) as error:
             raise file.damaged(f"its sections meta and properties cannot be decoded: {error}") from None
         # For each number of dimensions, the number of the first such size, and where it lies among the values.
         self._first_of_ndim, self._at_of_ndim = [0], [0]

@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Annotated, Any, Final
 
@@ -24,11 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp.decoding import Undecodable, converted, from_json
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.items import Items
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import data_file_name, shard_file_name
+from robust_dcp.storage.files.small_files import read_small_file
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import (
     PAGE_NBYTES,
@@ -485,7 +488,8 @@ def check_model(disk: Disk, directory: str, names: Collection[str]) -> None:
     path = os.path.join(directory, MODEL_INDEX_NAME)
     if MODEL_INDEX_NAME not in names:
         return
-    index = _object_in(disk.read_file(path, MAX_HEADER_NBYTES) or b"", "the index", path)
+    decode = partial(from_json, kind=dict[str, Any])
+    index = read_small_file(disk, path, decode, what="the index of a model", at_most=MAX_HEADER_NBYTES) or {}
     files = _checked(index.get("weight_map"), dict[str, str], "the file of each tensor in weight_map", path).values()
     if missing := sorted({*files} - {*names}):
         raise unusable_file(path, "the files that it names", f"no {listed(missing, 5)}")
@@ -505,18 +509,16 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 def _object_in(text: str | bytes, what: str, file: str) -> dict[str, Any]:
     """The JSON object in the header, or in one of its texts."""
     try:
-        value = json.loads(text)
-    except Exception as error:  # ValueError, UnicodeDecodeError, RecursionError
-        raise unusable_file(file, f"a JSON object in {what}", f"{type(error).__name__}: {error}") from error
-    found: dict[str, Any] = _checked(value, dict[str, Any], f"a JSON object in {what}", file)
-    return found
+        return from_json(text, dict[str, Any])
+    except Undecodable as error:
+        raise unusable_file(file, f"a JSON object in {what}", str(error)) from error
 
 
 def _checked(value: Any, kind: Any, expected: str, file: str, name: str | None = None) -> Any:
     """``value`` as a value of ``kind``."""
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+        return converted(value, kind)
+    except Undecodable as error:
         raise unusable_file(file, expected, f"{value!r:.200}: {error}", name) from error
 
 

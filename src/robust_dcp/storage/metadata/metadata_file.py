@@ -201,7 +201,7 @@ def metadata_of_shards(disk: Disk, directory: str, files: list[str]) -> Metadata
         CorruptCheckpoint: a head is damaged; the files belong to a save that was not committed; two files hold the same
             chunk; or the chunks do not make up a whole tensor.
         StorageError: a file cannot be read.
-        UnsafeCheckpoint: a file is a symbolic link that leads out of the directory.
+        UnsafeCheckpoint: a name leads out of the directory.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, StorageInfo] = {}

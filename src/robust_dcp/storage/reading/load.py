@@ -2,8 +2,8 @@
 
 This module owns the order of the reads, the threads, and all calls to the planner. Those calls come from the calling
 thread only. Items that lie next to each other are read as one block; large ones go straight into their targets, in
-pieces that several threads read. The first error in one of the threads ends the work of all. ``reader`` calls it, and
-``stored_item`` makes tensors of what is read.
+pieces that several threads read. The first error in one of the threads ends the work of all. ``stored_item`` makes
+tensors of what is read.
 
 Many small tensors stay in columns up to the copy: a load of 20,000 takes 11 us for each, and 64 if one by one.
 """

@@ -1,7 +1,7 @@
 """The metadata of one checkpoint for one load: from its index, its ``.metadata``, or the heads of a model's files.
 
 This module owns which of them is used, and notices when another save has replaced what was read. It reads no data.
-``RobustReader`` has one for each load, and ``api.load`` calls it.
+``RobustReader`` has one for each load.
 """
 
 from __future__ import annotations
