@@ -126,9 +126,7 @@ class Trust:
             if why is not None:
                 path = f"{module}.{name}"
                 if path.startswith(_OF_TORCH):
-                    why += (
-                        f" (it is torch's own, so it has to be registered with its name: ({value.__name__}, {path!r}))"
-                    )
+                    why += f"; as a class of torch it has to be registered with its name: ({value.__name__}, {path!r})"
                 raise NotData(path, why)
         return value
 
