@@ -60,8 +60,8 @@ def renamed_in_words(missing: Sequence[str], asked: Collection[str], saved: Coll
 
 def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str] | None:
     """How many missing keys match after the parts that wrappers add are removed, and a text that says so."""
-    of_bare = {_without_wrappers(name): name for name in unread}
-    pairs = [(key, of_bare[bare]) for key in missing if (bare := _without_wrappers(key)) in of_bare]
+    of_bare = {without_wrappers(name): name for name in unread}
+    pairs = [(key, of_bare[bare]) for key in missing if (bare := without_wrappers(key)) in of_bare]
     if not pairs or 2 * len(pairs) < len(missing):
         return None
     key, name = pairs[0]
@@ -71,7 +71,8 @@ def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
     return len(pairs), f"{how} ({by}: save and load the state dict of the same module, wrapped or not)"
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """A name without the parts that module wrappers may have added."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
