@@ -396,6 +396,60 @@ def test_objects_are_loaded_without_flattening_and_streams_of_bytes_are_data(tmp
     assert target["extra"].getvalue() == b"scales"
 
 
+MEMORY = torch.zeros(64)
+OVERLAPS: dict[str, tuple[dict[str, Callable[[], torch.Tensor]], str | None]] = {
+    "windows": ({"w": lambda: MEMORY.as_strided((4, 4), (2, 1))}, "'w' cannot be loaded into: its own elements"),
+    "expanded": ({"w": lambda: MEMORY[:4].expand(4, 4)}, "'w' cannot be loaded into: its own elements"),
+    "neighbours": ({"a": lambda: MEMORY[:5], "b": lambda: MEMORY[4:8]}, "'b' .* shares memory with 'a'"),
+    "one within": ({"a": lambda: MEMORY[4:6], "b": lambda: MEMORY.view(8, 8)}, "'a' .* shares memory with 'b'"),
+    "other dtype": ({"a": lambda: MEMORY.view(torch.int8)[6:9], "b": lambda: MEMORY[2:4]}, "'b' .* memory with 'a'"),
+    "crossing": (
+        {"a": lambda: MEMORY.view(8, 8)[:, 3], "b": lambda: MEMORY.view(8, 8)[3]},
+        "shares memory with '[ab]'",
+    ),
+    "in part": ({"a": lambda: MEMORY.view(8, 8), "b": lambda: MEMORY.view(8, 8)[1:].T}, "'b' .* memory with 'a'"),
+    "side by side": ({"a": lambda: MEMORY.view(8, 8)[:, :3], "b": lambda: MEMORY.view(8, 8)[:, 3:]}, None),
+    "every other": ({"a": lambda: MEMORY[::2], "b": lambda: MEMORY[1::2], "c": lambda: torch.zeros(3).t()}, None),
+    "tied": ({"a": lambda: MEMORY[:5], "b": lambda: MEMORY[:5]}, None),
+    "tied, transposed": ({"a": lambda: MEMORY.view(4, 16), "b": lambda: MEMORY.view(4, 16).T}, None),
+    "tied, flat": ({"a": lambda: MEMORY.view(4, 16).T, "b": lambda: MEMORY}, None),
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+@pytest.mark.parametrize("by_index", [True, False])
+def test_targets_that_share_memory_are_named_before_anything_is_changed(
+    kind: str, by_index: bool, tmp_path: Path
+) -> None:
+    """But a weight may have two names. Values that were two when they were saved are not mixed: the last counts."""
+    made, words = OVERLAPS[kind]
+    saved = {name: torch.rand(make().shape).to(make().dtype) + n for n, (name, make) in enumerate(made.items())}
+    (robust_dcp.save if by_index else dcp.save)(saved, checkpoint_id=tmp_path)
+    MEMORY.zero_()
+    target = {name: make() for name, make in made.items()}
+    if words is not None:
+        with pytest.raises(PlanConflict, match=words):
+            robust_dcp.load(target, checkpoint_id=tmp_path)
+        assert not MEMORY.any()
+        return
+    robust_dcp.load(target, checkpoint_id=tmp_path)
+    for name in target if "tied" not in kind else "b":
+        assert torch.equal(target[name], saved[name])
+
+
+def test_a_missing_key_names_the_saved_one_that_looks_most_like_it(tmp_path: Path) -> None:
+    keys = [f"layers.{n}.attention.{name}" for n in range(300) for name in ("query", "key", "value")]
+    robust_dcp.save({key: torch.ones(1) for key in keys}, checkpoint_id=tmp_path)
+    for asked, near in (("layers.7.atention.query", "layers.7.attention.query"), ("layer.9.attention.key", None)):
+        target = {key: torch.zeros(1) for key in keys[30:]} | {asked: torch.zeros(1)}
+        with pytest.raises(PlanConflict, match=f"Missing key in checkpoint: '{asked}'") as error:
+            robust_dcp.load(target, checkpoint_id=tmp_path)
+        assert near is None or f"(it has '{near}')" in str(error.value)
+    with pytest.raises(PlanConflict) as error:
+        robust_dcp.load({"scheduler": 1}, checkpoint_id=tmp_path)
+    assert "it has" not in str(error.value)
+
+
 NUMEL = 2 << 20  # 8 MiB
 
 

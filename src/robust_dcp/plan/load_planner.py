@@ -22,8 +22,15 @@ from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
-from robust_dcp.plan.keys import renamed_in_words, what_is_saved
-from robust_dcp.plan.load_items import chunks_held, local_tensors, plan_reads, unusable_targets, whole_tensors
+from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
+from robust_dcp.plan.load_items import (
+    chunks_held,
+    local_tensors,
+    names_of_one_memory,
+    plan_reads,
+    unusable_targets,
+    whole_tensors,
+)
 from robust_dcp.plan.state_dict import flattened, global_size, holds_shards, overridden
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
@@ -148,10 +155,15 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 problems = [*(f"{_MISSING}{key!r}" for key in self.missing_keys), *problems]
             if problems:
                 raise PlanConflict(self._in_words(problems))
-            planned = PlannedItems(others=plan.items) if plan else plan_reads(asked, self.metadata, whole)
-            problems = unusable_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
+            targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]
+            problems = unusable_targets(targets)
             if problems:
                 raise PlanConflict(self._in_words(problems))
+            if answers_as_stock and not plan and (tied := names_of_one_memory(targets)):
+                whole = whole.without(tied)
+                asked = {key: value for key, value in asked.items() if key not in tied}
+                tensors = {key: value for key, value in tensors.items() if key not in tied}
+            planned = PlannedItems(others=plan.items) if plan else plan_reads(asked, self.metadata, whole)
             if tensors:
                 check_filled(planned, tensors)
         planned.planner = self
@@ -176,7 +188,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         renamed = renamed_in_words(missing, asked, saved)
         if renamed:
             lines.append(renamed)
-        lines += problems[:_SHOWN]
+        near = {} if renamed else near_names(missing[:_SHOWN], asked, saved)
+        hints = {f"{_MISSING}{key!r}": f" (it has {name!r})" for key, name in near.items()}
+        lines += [problem + hints.get(problem, "") for problem in problems[:_SHOWN]]
         if len(problems) > _SHOWN:
             lines.append(f"and {len(problems) - _SHOWN} more")
         if missing:
