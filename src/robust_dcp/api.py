@@ -356,6 +356,8 @@ class _Load(msgspec.Struct, eq=False):
         # DCP's load plans are local, so no rank needs the plan of another.
         planner = self.planner
         planner.set_up_planner(self.values, metadata, channel.is_coordinator)
+        if isinstance(planner, RobustLoadPlanner):
+            planner.read_objects = names.read_objects
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
         (plan,) = self.reader.prepare_global_plan(planner.create_global_plan([plan]))
         self.plan = planner.finish_plan(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import os
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -435,6 +438,103 @@ def test_targets_that_share_memory_are_named_before_anything_is_changed(
     robust_dcp.load(target, checkpoint_id=tmp_path)
     for name in target if "tied" not in kind else "b":
         assert torch.equal(target[name], saved[name])
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "tensor": lambda: torch.arange(3.0),
+    "scalar": lambda: torch.tensor(2.0),
+    "number": lambda: 5,
+    "dict": lambda: {"a": 1, "b": {"c": 2}},
+    "dict of a tensor": lambda: {"a": torch.ones(2)},
+    "list": lambda: [1, 2],
+    "empty dict": dict,
+}
+REFUSED = {("number", "tensor"), ("list", "tensor"), ("dict", "dict of a tensor")}
+"""Stock puts the object in the place of the tensor."""
+
+
+@pytest.mark.parametrize("by", ["ours", "switch"])
+def test_a_value_of_another_kind_takes_its_place_or_is_refused_as_in_stock(by: str, tmp_path: Path) -> None:
+    """Such as ``None`` in the place of a tensor or of a dict, and a dict where nothing was saved."""
+    for (saved, make), (there, target_of) in itertools.product(VALUES.items(), VALUES.items()):
+        path = tmp_path / f"{saved}-{there}"
+        (dcp if "empty" in saved else robust_dcp).save({"v": make(), "w": 1}, checkpoint_id=path)
+        targets = [{"v": target_of(), "w": 0} for _ in range(2)]
+        expected = verdict_of(dcp.load, targets[0], checkpoint_id=path)
+        if by == "switch":
+            robust_dcp.install()
+        verdict = verdict_of((dcp if by == "switch" else robust_dcp).load, targets[1], checkpoint_id=path)
+        robust_dcp.uninstall()
+        is_refused = bool(expected.type_name) or (saved, there) in REFUSED
+        assert bool(verdict.type_name) == is_refused, (saved, there, verdict)
+        if not is_refused:
+            assert str(targets[0]) == str(targets[1]), (saved, there)
+
+
+def flattened_as_by_torch_2_3(planner: dcp.DefaultSavePlanner, state: StateDict) -> StateDict:
+    values: StateDict = {}
+    planner.mappings = {}
+
+    def put(path: Any, value: Any) -> None:
+        name = ".".join(map(str, path))
+        values[name], planner.mappings[name] = value, path
+
+    traverse_state_dict_v_2_3(state, put)
+    return values
+
+
+class AsBefore(dcp.DefaultSavePlanner):
+    """Saves as torch 2.3 did: a dict or list of plain values is one object."""
+
+    def set_up_planner(self, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
+        self.flatten_state_dict = False
+        values = flattened_as_by_torch_2_3(self, state_dict)
+        paths = self.mappings
+        super().set_up_planner(values, *args, **kwargs)
+        self.flatten_state_dict, self.mappings = True, paths
+
+
+class Progress:
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def state_dict(self) -> StateDict:
+        return {"step": self.step, "seen": {"tokens": self.step}, "history": [{"at": self.step}]}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.step = state["seen"]["tokens"] + state["history"][0]["at"] - state["step"]
+
+
+def test_checkpoints_of_torch_2_3_are_loaded_whatever_was_one_object_there(tmp_path: Path) -> None:
+    def made(seed: int) -> StateDict:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1 * seed)
+        if seed == 1:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        plain = {"epoch": seed, "lrs": [seed], "empty": {}}
+        mixed = {"n": seed, "t": torch.full((2,), float(seed)), "inner": {"n": seed}}
+        return {"model": model, "optim": optimizer, "progress": Progress(seed), "plain": plain, "mixed": mixed}
+
+    def content(state: StateDict) -> str:
+        model, optimizer = state["model"].state_dict(), state["optim"].state_dict()
+        return str((model, optimizer, state["progress"].step, state["plain"], state["mixed"]))
+
+    saved = made(1)
+    named = dict(zip(("model", "optim"), get_state_dict(saved["model"], saved["optim"]), strict=True))
+    dcp.save({**saved, **named}, checkpoint_id=tmp_path, planner=AsBefore(flatten_sharded_tensors=False))
+    loaded = made(2)
+    robust_dcp.load(loaded, checkpoint_id=tmp_path)
+    assert content(loaded) == content(saved)
+
+
+def test_a_model_on_the_meta_device_is_loaded_by_one_process_without_a_group(tmp_path: Path) -> None:
+    robust_dcp.save({"model": {"w": torch.arange(6.0)}}, checkpoint_id=tmp_path)
+    target = {"model": {"w": torch.empty(6, device="meta")}}
+    robust_dcp.load(target, checkpoint_id=tmp_path)
+    assert torch.equal(target["model"]["w"], torch.arange(6.0))
 
 
 def test_a_missing_key_names_the_saved_one_that_looks_most_like_it(tmp_path: Path) -> None:
