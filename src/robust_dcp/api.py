@@ -170,11 +170,15 @@ def open_save(
     if planner is None:
         planner = RobustPlanner()
     elif type(planner) is DefaultSavePlanner:
-        planner = RobustPlanner(
-            flatten_state_dict=planner.flatten_state_dict,
-            flatten_sharded_tensors=planner.flatten_sharded_tensors,
-            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        given, planner = (
+            planner,
+            RobustPlanner(
+                flatten_state_dict=planner.flatten_state_dict,
+                flatten_sharded_tensors=planner.flatten_sharded_tensors,
+                dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+            ),
         )
+        planner.stands_for = given
     elif not isinstance(planner, RobustPlanner):
         raise TypeError(
             f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "

@@ -70,6 +70,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     missing_keys: tuple[str, ...] = ()
     """Keys of the state dict that the checkpoint does not have. ``create_local_plan`` finds them."""
 
+    stands_for: DefaultLoadPlanner | None = None
+    """The planner of stock's that the caller has passed."""
+
     read_objects: Callable[[list[str]], dict[str, Any] | None] | None = None
     """Reads objects of the checkpoint by name before the plan is made. ``robust_dcp.load`` sets it."""
 
@@ -125,6 +128,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 on_meta = {name: torch.empty_like(value, device="cpu") for name, value in on_meta.items()}
             for name, value in on_meta.items():
                 self._put(name, value)
+        if self.stands_for is not None:  # programs look there for the keys that are missing
+            held = ("original_state_dict", "state_dict", "mappings", "metadata", "is_coordinator")
+            vars(self.stands_for).update({name: vars(self)[name] for name in held})
 
     @entry_point
     def create_local_plan(self) -> LoadPlan:
@@ -304,12 +310,14 @@ def _empty_dicts(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Itera
 def robust_load_planner(planner: LoadPlanner) -> LoadPlanner:
     """``planner`` itself, or ours with the options of stock's own planner, which loses objects if it does not flatten.
 
-    As in stock, tensors of another dtype are converted.
+    As in stock, tensors of another dtype are converted, and ``planner`` holds afterwards what was asked for.
     """
     if type(planner) is not DefaultLoadPlanner:
         return planner
     options = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.allow_partial_load)
-    return RobustLoadPlanner(*options, on_dtype_mismatch="cast")
+    robust = RobustLoadPlanner(*options, on_dtype_mismatch="cast")
+    robust.stands_for = planner
+    return robust
 
 
 def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: str = "the checkpoint") -> None:
