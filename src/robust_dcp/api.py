@@ -230,7 +230,7 @@ def load(
         state_dict: allocated tensors are read into. Objects are replaced. Modules, optimizers and ``Stateful`` values
             get their saved state when every rank has read everything. An optimizer that has not stepped gets its state
             too. Parameters that have no state in the checkpoint, because they never had a gradient, have none
-            afterwards.
+            afterwards. States of parameters that the saved optimizer did not have are missing keys.
         checkpoint_id: the checkpoint's directory.
         storage_reader: a :class:`RobustReader`, to set its options, or another ``StorageReader``.
         planner: a :class:`RobustLoadPlanner`, to set its options, or another ``LoadPlanner``. Its

@@ -374,8 +374,16 @@ class OptimizerStates:
         for each in parameters:
             if each.stored is not None:
                 name = f"{key}.state.{each.stored}"
-                self.values["state"][each.stored] = _with_all(stored.targets(name, each.state, each.tensor), each.state)
+                values = _with_all(stored.targets(name, each.state, each.tensor), each.state)
+                # If the optimizer does not make this state itself, it has what the others have.
+                self.values["state"][each.stored] = values or dict.fromkeys(self._leaves_of_others(parameters))
         self._ask_for_groups()
+
+    def _leaves_of_others(self, parameters: list[_Parameter]) -> list[str]:
+        """What a state in the checkpoint consists of; nothing if there is none."""
+        prefixes = (f"{self._key}.state.{each.stored}" for each in parameters if each.stored is not None)
+        prefix = next(filter(self._stored.has, prefixes), None)
+        return [] if prefix is None else [name[len(prefix) + 1 :] for name in self._stored.below(prefix)]
 
     def _name_of_state(self, parameter: _Parameter) -> str | None:
         """The name under which the checkpoint has a state of the parameter."""
