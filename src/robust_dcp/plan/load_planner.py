@@ -187,15 +187,19 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         2.3 all of them were, and ``None`` in its place is. Flattening leaves nothing of an empty dict.
         """
         saved = self._saved
-        if index is not None:
-            index.find_all(self.state_dict)
+        if index is None:
+            missing = [key for key in self.state_dict if key not in saved]
+        else:  # without an entry for each
+            missing = [
+                key for key, number in zip(self.state_dict, index.find_all(self.state_dict), strict=True) if number < 0
+            ]
         if len(saved) > len(self.state_dict):
             for empty in _empty_dicts(self.original_state_dict):
                 if (name := ".".join(empty)) in saved and name not in self.state_dict:
                     self.state_dict[name], self.mappings[name] = {}, empty
         old_names: dict[str, tuple[str | int, ...]] = {}
-        for key in [key for key in self.state_dict if key not in saved]:
-            path = self.mappings[key]
+        for key in missing:
+            path = self.mappings.get(key, ())
             for length in range(len(path) - 1, 0, -1):
                 name = ".".join(map(str, path[:length]))
                 if isinstance(saved.get(name), BytesStorageMetadata):
