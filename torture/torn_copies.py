@@ -66,7 +66,7 @@ def be_rank(way: str, n_saves: int, seed: int, directory: str) -> list[str]:
     rng = random.Random(f"torn {seed}")
     sys.setswitchinterval(0.0005)  # a thread that never rests shall not hold up all others
     state, pieces = _state()
-    loaded = _state()
+    loaded = _state(flat_parts=[torch.zeros(40_000), torch.zeros(40_000)])  # a load refuses what shares memory
     torn: list[str] = []
     pending: list[tuple[int, Any]] = []
     may_write, writes, is_over = threading.Event(), threading.Lock(), threading.Event()
@@ -110,11 +110,12 @@ def be_rank(way: str, n_saves: int, seed: int, directory: str) -> list[str]:
     return torn
 
 
-def _state() -> tuple[dict[str, Any], list[torch.Tensor]]:
+def _state(flat_parts: list[torch.Tensor] | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """A state dict, and the tensors of this rank through which all of its memory is written."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     flat = torch.zeros(60_000)
+    front, back = flat_parts or (flat[:40_000], flat[20_000:])  # they overlap with each other
     square = torch.zeros(400, 300)
     steps = torch.zeros(200_000, dtype=torch.bfloat16)
     state: dict[str, Any] = {
@@ -124,8 +125,8 @@ def _state() -> tuple[dict[str, Any], list[torch.Tensor]]:
         f"large.{rank}": torch.zeros(1 << 19),
         f"transposed.{rank}": square.t(),
         f"every_third.{rank}": steps[::3],
-        f"view.{rank}.front": flat[:40_000],
-        f"view.{rank}.back": flat[20_000:],  # overlaps the one before
+        f"view.{rank}.front": front,
+        f"view.{rank}.back": back,
         f"view.{rank}.all": flat,
         f"integers.{rank}": torch.zeros(800_000, dtype=torch.int16),
         f"scalar.{rank}": torch.zeros(()),

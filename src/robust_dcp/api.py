@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
@@ -25,6 +26,7 @@ from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.drain import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
+from robust_dcp.names import StoredNames
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
@@ -44,7 +46,7 @@ from robust_dcp.plan.shared_reads import (
 )
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
-from robust_dcp.stateful import StandIn, stand_ins_for
+from robust_dcp.stateful import StandIn, stand_ins_for, values_to_save
 from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of, place_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.reader import RobustReader
@@ -170,11 +172,15 @@ def open_save(
     if planner is None:
         planner = RobustPlanner()
     elif type(planner) is DefaultSavePlanner:
-        planner = RobustPlanner(
-            flatten_state_dict=planner.flatten_state_dict,
-            flatten_sharded_tensors=planner.flatten_sharded_tensors,
-            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        given, planner = (
+            planner,
+            RobustPlanner(
+                flatten_state_dict=planner.flatten_state_dict,
+                flatten_sharded_tensors=planner.flatten_sharded_tensors,
+                dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+            ),
         )
+        planner.stands_for = given
     elif not isinstance(planner, RobustPlanner):
         raise TypeError(
             f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
@@ -199,8 +205,7 @@ def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str,
         if place is not None and local_path_of(place) is None:
             filesystem_of(place)
     meta = None if session.writer is None else session.writer.storage_meta()
-    _, values = stand_ins_for(state_dict)
-    planner.set_up_planner(values, meta, session.channel.is_coordinator)
+    planner.set_up_planner(values_to_save(state_dict), meta, session.channel.is_coordinator)
     return planner.describe(session.channel)
 
 
@@ -227,7 +232,7 @@ def load(
         state_dict: allocated tensors are read into. Objects are replaced. Modules, optimizers and ``Stateful`` values
             get their saved state when every rank has read everything. An optimizer that has not stepped gets its state
             too. Parameters that have no state in the checkpoint, because they never had a gradient, have none
-            afterwards.
+            afterwards. States of parameters that the saved optimizer did not have are missing keys.
         checkpoint_id: the checkpoint's directory.
         storage_reader: a :class:`RobustReader`, to set its options, or another ``StorageReader``.
         planner: a :class:`RobustLoadPlanner`, to set its options, or another ``LoadPlanner``. Its
@@ -347,15 +352,18 @@ class _Load(msgspec.Struct, eq=False):
         metadata = self.reader.read_metadata() if reader is None else reader.source.open(stored)
         if metadata is None:
             return Offer()  # this rank does not see the coordinator's index
-        self.stand_ins, values = stand_ins_for(self.state_dict, metadata.state_dict_metadata)
-        self.values = {key: values[key] for key in sorted(values, key=str)}  # keys need not be text
-        # DCP's load plans are local, so no rank needs the plan of another.
-        planner = self.planner
-        planner.set_up_planner(self.values, metadata, channel.is_coordinator)
         # Stock checks this too: readers written before torch 2.9 do not take these arguments.
         takes_more = "kwargs" in inspect.signature(self.reader.set_up_storage_reader).parameters
         more = {"rank": channel.rank, "use_collectives": True} if takes_more else {}
         self.reader.set_up_storage_reader(metadata, channel.is_coordinator, **more)
+        names = StoredNames(metadata, partial(self._objects, metadata))
+        self.stand_ins, values = stand_ins_for(self.state_dict, names)
+        self.values = {key: values[key] for key in sorted(values, key=str)}  # keys need not be text
+        # DCP's load plans are local, so no rank needs the plan of another.
+        planner = self.planner
+        planner.set_up_planner(self.values, metadata, channel.is_coordinator)
+        if isinstance(planner, RobustLoadPlanner):
+            planner.read_objects = names.read_objects
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
         (plan,) = self.reader.prepare_global_plan(planner.create_global_plan([plan]))
         self.plan = planner.finish_plan(plan)
@@ -363,6 +371,18 @@ class _Load(msgspec.Struct, eq=False):
             return Offer()
         items = self.plan.items if channel.size > 1 else ()  # only other ranks need to know the items
         return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=may_ask_early(planner))
+
+    def _objects(self, metadata: Metadata, names: list[str]) -> dict[str, Any] | None:
+        """Read objects on which the plan depends. ``None`` if this node does not have their files."""
+        values = dict[str, Any].fromkeys(names)
+        if self.robust is not None:
+            places = (metadata.storage_data[MetadataIndex(name)] for name in names)
+            if self.robust.missing_files({place.relative_path for place in places}):
+                return None
+        planner = RobustLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(values, metadata)
+        self.reader.read_data(planner.create_local_plan(), planner).wait()
+        return values
 
     def read(self) -> None:
         """Read what this rank has planned, and get from others what they read for it."""

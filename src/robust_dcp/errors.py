@@ -21,6 +21,7 @@ A user sees what happened, what to do, and which ranks raised it. The stack show
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import logging
@@ -28,6 +29,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from textwrap import indent
@@ -71,6 +73,19 @@ class RankFailure:
     def __str__(self) -> str:
         return f"rank {self.rank}: {_type_and_message(self)}"
 
+    def rebuilt(self) -> BaseException:
+        """An exception of the same class and message: of Python's own classes and ours. Of others it has the name."""
+        if self.type_name in RobustCheckpointError.classes or self.type_name == RobustCheckpointError.__name__:
+            return error_from_fields(self.type_name, {"message": self.message})
+        kind = getattr(builtins, self.type_name, None)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            # Python shows the message of a KeyError as it would be written in a program.
+            is_written = kind is KeyError and self.message[:1] in ("'", '"')
+            with suppress(TypeError):  # some take more than a message
+                return kind(self.message[1:-1] if is_written else self.message)
+        named: type[BaseException] = type(self.type_name, (RuntimeError,), {})
+        return named(self.message)
+
 
 class RobustCheckpointError(CheckpointException, RuntimeError):
     """A save or load failed. The same exception is raised on every rank of the group.
@@ -98,7 +113,7 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
         self.rank_failures = tuple(failures)
         super().__init__(
             message,
-            {f.rank: (RuntimeError(f"{f.type_name}: {f.message}"), traceback.StackSummary()) for f in failures},
+            {failure.rank: (failure.rebuilt(), traceback.StackSummary()) for failure in failures},
         )
         if isinstance(self, OSError):  # In Python 3.14 that call reaches OSError, which takes the two for its own.
             for name in ("errno", "strerror"):

@@ -111,8 +111,10 @@ def views(seed: int) -> StateDict:
         found["not a leaf"] = torch.zeros(6)
         found["conjugate"] = torch.zeros(6, dtype=torch.complex64)
         found["negative"] = torch.zeros(6)
-        # Two targets that share a storage would overwrite each other in a load.
+        # Two targets that share memory would overwrite each other in a load.
         found["shared, second"] = torch.zeros(32)
+        found["one of a column"] = base.clone()[::12, 5]
+        found["every second"] = base.clone()[:, ::2]
     return found
 
 

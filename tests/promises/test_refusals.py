@@ -119,7 +119,7 @@ def save_somehow(how: str, path: str, free_nbytes: int) -> str:
     """Save where the file system says that it has so much room."""
     state = {f"rank {dist.get_rank()}": torch.ones(MIB)}
     writer: Any = RobustWriter(path, layout=how if how == "safetensors" else "torch")  # type: ignore[arg-type]
-    room = mock.Mock(f_bavail=free_nbytes, f_frsize=1, f_blocks=1)
+    room = mock.Mock(f_bavail=free_nbytes, f_bfree=free_nbytes, f_frsize=1, f_blocks=1)
     calls: dict[str, Callable[[], Any]] = {
         "stock with our plugins": lambda: dcp.save(state, storage_writer=writer, planner=RobustPlanner()),
         "async": lambda: robust_dcp.async_save(state, storage_writer=writer).result(timeout=60),  # type: ignore[union-attr]
@@ -128,6 +128,14 @@ def save_somehow(how: str, path: str, free_nbytes: int) -> str:
         verdict = verdict_of(calls.get(how, lambda: robust_dcp.save(state, storage_writer=writer)))
     assert any(name.startswith(("__", "shard")) for name in disk.names("create")) is (verdict.message == "")
     return verdict.message or "saved"
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_root_may_fill_the_reserved_blocks_and_nobody_else_may(user: int, tmp_path: Path) -> None:
+    room = mock.Mock(f_bavail=0, f_bfree=1 << 30, f_frsize=1, f_blocks=1 << 30)
+    with mock.patch.object(os, "statvfs", return_value=room), mock.patch.object(os, "geteuid", return_value=user):
+        verdict = verdict_of(robust_dcp.save, {"w": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+    assert verdict.type_name == ("" if user == 0 else "StorageError"), verdict
 
 
 def save_where_one_rank_would_fit(path: str, how: str) -> list[str]:

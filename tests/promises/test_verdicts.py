@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import os
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -394,6 +397,157 @@ def test_objects_are_loaded_without_flattening_and_streams_of_bytes_are_data(tmp
     robust_dcp.load(target, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
     assert target["text"] == "saved" and target["nested"] == {"deep": (1, 2)} and target["w"].tolist() == [1, 1]
     assert target["extra"].getvalue() == b"scales"
+
+
+MEMORY = torch.zeros(64)
+OVERLAPS: dict[str, tuple[dict[str, Callable[[], torch.Tensor]], str | None]] = {
+    "windows": ({"w": lambda: MEMORY.as_strided((4, 4), (2, 1))}, "'w' cannot be loaded into: its own elements"),
+    "expanded": ({"w": lambda: MEMORY[:4].expand(4, 4)}, "'w' cannot be loaded into: its own elements"),
+    "neighbours": ({"a": lambda: MEMORY[:5], "b": lambda: MEMORY[4:8]}, "'b' .* shares memory with 'a'"),
+    "one within": ({"a": lambda: MEMORY[4:6], "b": lambda: MEMORY.view(8, 8)}, "'a' .* shares memory with 'b'"),
+    "other dtype": ({"a": lambda: MEMORY.view(torch.int8)[6:9], "b": lambda: MEMORY[2:4]}, "'b' .* memory with 'a'"),
+    "crossing": (
+        {"a": lambda: MEMORY.view(8, 8)[:, 3], "b": lambda: MEMORY.view(8, 8)[3]},
+        "shares memory with '[ab]'",
+    ),
+    "in part": ({"a": lambda: MEMORY.view(8, 8), "b": lambda: MEMORY.view(8, 8)[1:].T}, "'b' .* memory with 'a'"),
+    "side by side": ({"a": lambda: MEMORY.view(8, 8)[:, :3], "b": lambda: MEMORY.view(8, 8)[:, 3:]}, None),
+    "every other": ({"a": lambda: MEMORY[::2], "b": lambda: MEMORY[1::2], "c": lambda: torch.zeros(3).t()}, None),
+    "tied": ({"a": lambda: MEMORY[:5], "b": lambda: MEMORY[:5]}, None),
+    "tied, transposed": ({"a": lambda: MEMORY.view(4, 16), "b": lambda: MEMORY.view(4, 16).T}, None),
+    "tied, flat": ({"a": lambda: MEMORY.view(4, 16).T, "b": lambda: MEMORY}, None),
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+@pytest.mark.parametrize("by_index", [True, False])
+def test_targets_that_share_memory_are_named_before_anything_is_changed(
+    kind: str, by_index: bool, tmp_path: Path
+) -> None:
+    """But a weight may have two names. Values that were two when they were saved are not mixed: the last counts."""
+    made, words = OVERLAPS[kind]
+    saved = {name: torch.rand(make().shape).to(make().dtype) + n for n, (name, make) in enumerate(made.items())}
+    (robust_dcp.save if by_index else dcp.save)(saved, checkpoint_id=tmp_path)
+    MEMORY.zero_()
+    target = {name: make() for name, make in made.items()}
+    if words is not None:
+        with pytest.raises(PlanConflict, match=words):
+            robust_dcp.load(target, checkpoint_id=tmp_path)
+        assert not MEMORY.any()
+        return
+    robust_dcp.load(target, checkpoint_id=tmp_path)
+    for name in target if "tied" not in kind else "b":
+        assert torch.equal(target[name], saved[name])
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "tensor": lambda: torch.arange(3.0),
+    "scalar": lambda: torch.tensor(2.0),
+    "number": lambda: 5,
+    "dict": lambda: {"a": 1, "b": {"c": 2}},
+    "dict of a tensor": lambda: {"a": torch.ones(2)},
+    "list": lambda: [1, 2],
+    "empty dict": dict,
+}
+REFUSED = {("number", "tensor"), ("list", "tensor"), ("dict", "dict of a tensor")}
+"""Stock puts the object in the place of the tensor."""
+
+
+@pytest.mark.parametrize("by", ["ours", "switch"])
+def test_a_value_of_another_kind_takes_its_place_or_is_refused_as_in_stock(by: str, tmp_path: Path) -> None:
+    """Such as ``None`` in the place of a tensor or of a dict, and a dict where nothing was saved."""
+    for (saved, make), (there, target_of) in itertools.product(VALUES.items(), VALUES.items()):
+        path = tmp_path / f"{saved}-{there}"
+        (dcp if "empty" in saved else robust_dcp).save({"v": make(), "w": 1}, checkpoint_id=path)
+        targets = [{"v": target_of(), "w": 0} for _ in range(2)]
+        expected = verdict_of(dcp.load, targets[0], checkpoint_id=path)
+        if by == "switch":
+            robust_dcp.install()
+        verdict = verdict_of((dcp if by == "switch" else robust_dcp).load, targets[1], checkpoint_id=path)
+        robust_dcp.uninstall()
+        is_refused = bool(expected.type_name) or (saved, there) in REFUSED
+        assert bool(verdict.type_name) == is_refused, (saved, there, verdict)
+        if not is_refused:
+            assert str(targets[0]) == str(targets[1]), (saved, there)
+
+
+def flattened_as_by_torch_2_3(planner: dcp.DefaultSavePlanner, state: StateDict) -> StateDict:
+    values: StateDict = {}
+    planner.mappings = {}
+
+    def put(path: Any, value: Any) -> None:
+        name = ".".join(map(str, path))
+        values[name], planner.mappings[name] = value, path
+
+    traverse_state_dict_v_2_3(state, put)
+    return values
+
+
+class AsBefore(dcp.DefaultSavePlanner):
+    """Saves as torch 2.3 did: a dict or list of plain values is one object."""
+
+    def set_up_planner(self, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
+        self.flatten_state_dict = False
+        values = flattened_as_by_torch_2_3(self, state_dict)
+        paths = self.mappings
+        super().set_up_planner(values, *args, **kwargs)
+        self.flatten_state_dict, self.mappings = True, paths
+
+
+class Progress:
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def state_dict(self) -> StateDict:
+        return {"step": self.step, "seen": {"tokens": self.step}, "history": [{"at": self.step}]}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.step = state["seen"]["tokens"] + state["history"][0]["at"] - state["step"]
+
+
+def test_checkpoints_of_torch_2_3_are_loaded_whatever_was_one_object_there(tmp_path: Path) -> None:
+    def made(seed: int) -> StateDict:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1 * seed)
+        if seed == 1:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        plain = {"epoch": seed, "lrs": [seed], "empty": {}}
+        mixed = {"n": seed, "t": torch.full((2,), float(seed)), "inner": {"n": seed}}
+        return {"model": model, "optim": optimizer, "progress": Progress(seed), "plain": plain, "mixed": mixed}
+
+    def content(state: StateDict) -> str:
+        model, optimizer = state["model"].state_dict(), state["optim"].state_dict()
+        return str((model, optimizer, state["progress"].step, state["plain"], state["mixed"]))
+
+    saved = made(1)
+    named = dict(zip(("model", "optim"), get_state_dict(saved["model"], saved["optim"]), strict=True))
+    dcp.save({**saved, **named}, checkpoint_id=tmp_path, planner=AsBefore(flatten_sharded_tensors=False))
+    loaded = made(2)
+    robust_dcp.load(loaded, checkpoint_id=tmp_path)
+    assert content(loaded) == content(saved)
+
+
+def test_a_model_on_the_meta_device_is_loaded_by_one_process_without_a_group(tmp_path: Path) -> None:
+    robust_dcp.save({"model": {"w": torch.arange(6.0)}}, checkpoint_id=tmp_path)
+    target = {"model": {"w": torch.empty(6, device="meta")}}
+    robust_dcp.load(target, checkpoint_id=tmp_path)
+    assert torch.equal(target["model"]["w"], torch.arange(6.0))
+
+
+def test_a_missing_key_names_the_saved_one_that_looks_most_like_it(tmp_path: Path) -> None:
+    keys = [f"layers.{n}.attention.{name}" for n in range(300) for name in ("query", "key", "value")]
+    robust_dcp.save({key: torch.ones(1) for key in keys}, checkpoint_id=tmp_path)
+    for asked, near in (("layers.7.atention.query", "layers.7.attention.query"), ("layer.9.attention.key", None)):
+        target = {key: torch.zeros(1) for key in keys[30:]} | {asked: torch.zeros(1)}
+        with pytest.raises(PlanConflict, match=f"Missing key in checkpoint: '{asked}'") as error:
+            robust_dcp.load(target, checkpoint_id=tmp_path)
+        assert near is None or f"(it has '{near}')" in str(error.value)
+    with pytest.raises(PlanConflict) as error:
+        robust_dcp.load({"scheduler": 1}, checkpoint_id=tmp_path)
+    assert "it has" not in str(error.value)
 
 
 NUMEL = 2 << 20  # 8 MiB

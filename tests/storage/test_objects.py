@@ -24,6 +24,7 @@ import tarfile
 import types
 import uuid
 import zipfile
+import zoneinfo
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -117,6 +118,16 @@ class Boxed(Generic[T]):
     value: T
 
 
+class Reduced:
+    """Is pickled as a call."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
 @dataclasses.dataclass
 class WithState:
     value: int = 1
@@ -140,6 +151,8 @@ class Own:
 class OwnDict(dict[str, int]):
     pass
 
+
+ZONES = [zoneinfo.ZoneInfo(key) for key in ("Europe/Berlin", "UTC") if key in zoneinfo.available_timezones()]
 
 DATA: list[Any] = [
     collections.defaultdict(int, a=1),
@@ -202,11 +215,15 @@ DATA: list[Any] = [
     np.dtype("M8[25s]"),
     np.dtype("U7"),
     slice(None, 3, -1),
+    *(datetime.datetime(2024, 10, 27, 2, 30, tzinfo=zone, fold=fold) for zone in ZONES for fold in (0, 1)),
+    *({"zone": zone} for zone in ZONES),
 ]
 
 NOT_DATA: list[tuple[Any, str]] = [
     (len, "builtins.len"),
     (functools.partial(int, base=2), "functools.partial"),
+    (Reduced(zoneinfo.ZoneInfo._unpickle, ("Nowhere/Here", 1)), "a time zone that this host does not know"),
+    (Reduced(zoneinfo.ZoneInfo.from_file, ("/etc/passwd",)), "builtins.getattr"),
     (Own(), "Own"),
     (OwnDict(a=1), "OwnDict"),
     (WithState(), "__setstate__"),

@@ -26,7 +26,7 @@ from robust_dcp import __version__, errors
 from robust_dcp.cli.arguments import local_path
 from robust_dcp.cli.checkpoint import check_directory
 from robust_dcp.cli.output import FOUND, Output, number, size
-from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.disk import Disk, free_nbytes
 from robust_dcp.storage.files.kernel import is_of_this_machine, mount_of
 
 _PACKAGES: Final = ("torch", "numpy", "msgspec", "isal")
@@ -134,7 +134,7 @@ def _file_system(path: str) -> Iterator[Finding]:
     """What the file system of ``path`` is and has, found out with small files that are removed again."""
     yield _mount(path)
     status = os.statvfs(path)
-    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    free, total = free_nbytes(status), status.f_blocks * status.f_frsize
     few = free < _LEAST_FREE_NBYTES
     advice = "a save needs room for the new checkpoint beside the old one" if few else ""
     yield Finding(

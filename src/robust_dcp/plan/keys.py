@@ -8,8 +8,10 @@ each rank sends one bit for each key of the checkpoint, compressed, and nothing 
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Final
 
 import msgspec
@@ -31,6 +33,8 @@ _PARTS_IN_A_PREFIX: Final = 3
 _MISSING_COMPARED: Final = 1000
 _EXAMPLES: Final = 4
 _SHOWN_KEYS: Final = 3
+_NEIGHBOURS: Final = 100
+_ALIKE: Final = 0.75
 
 
 def what_is_saved(asked: Collection[str], saved: Collection[str]) -> str:
@@ -60,8 +64,8 @@ def renamed_in_words(missing: Sequence[str], asked: Collection[str], saved: Coll
 
 def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str] | None:
     """How many missing keys match after the parts that wrappers add are removed, and a text that says so."""
-    of_bare = {_without_wrappers(name): name for name in unread}
-    pairs = [(key, of_bare[bare]) for key in missing if (bare := _without_wrappers(key)) in of_bare]
+    of_bare = {without_wrappers(name): name for name in unread}
+    pairs = [(key, of_bare[bare]) for key in missing if (bare := without_wrappers(key)) in of_bare]
     if not pairs or 2 * len(pairs) < len(missing):
         return None
     key, name = pairs[0]
@@ -71,7 +75,8 @@ def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
     return len(pairs), f"{how} ({by}: save and load the state dict of the same module, wrapped or not)"
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """A name without the parts that module wrappers may have added."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -98,6 +103,22 @@ def _renamed(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
                 return n_found, f"without {here!r} (pass what the state dict has under {here[:-1]!r})"
             return n_found, f"with {there!r} before them (pass {{{there[:-1]!r}: state_dict}})"
     return None
+
+
+def near_names(missing: Sequence[str], asked: Collection[str], saved: Collection[str]) -> dict[str, str]:
+    """For missing keys the name among those that are not asked for that looks most like it. Of many names only those
+    are compared that have the longest beginning or the longest end in common."""
+    unread = set(saved).difference(asked)
+    ascending = sorted(unread)
+    by_end = sorted(name[::-1] for name in unread)
+    near = {}
+    for key in missing:
+        at, at_end = bisect_left(ascending, key), bisect_left(by_end, key[::-1])
+        candidates = ascending[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]
+        candidates += [name[::-1] for name in by_end[max(0, at_end - _NEIGHBOURS) : at_end + _NEIGHBOURS]]
+        if matches := get_close_matches(key, candidates, n=1, cutoff=_ALIKE):
+            near[key] = matches[0]
+    return near
 
 
 def _prefixes(name: str) -> Iterator[str]:

@@ -7,10 +7,13 @@ stay in columns, and no read item is made. Without an index, parts of chunks go 
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -159,7 +162,7 @@ def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
 
 def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
     """Find tensors that a load cannot fill, because their memory was freed, is read-only, or holds several elements in
-    one place. To write into the first two kinds would end the process.
+    one place, of one tensor or of two. To write into the first two kinds would end the process.
 
     Args:
         targets: tensors as :func:`local_tensors` gives them.
@@ -167,16 +170,12 @@ def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
     Returns:
         one text for each such tensor, which says why.
     """
-    begins, ends, held, gaps = list[int](), list[int](), list[int](), list[int]()
-    for number, (_, tensor) in enumerate(targets):
+    begins, ends, held = list[int](), list[int](), list[int]()
+    for _, tensor in targets:
         begin, storage = tensor.data_ptr(), tensor.untyped_storage()
         begins.append(begin)
         held.append(storage.data_ptr() + storage.nbytes())
-        if tensor.is_contiguous():
-            ends.append(begin + tensor.nbytes)
-        else:
-            gaps.append(number)
-            ends.append(begin + extent_nbytes(tensor))
+        ends.append(begin + (tensor.nbytes if tensor.is_contiguous() else extent_nbytes(tensor)))
     addresses, problems = np.array(begins, dtype=np.uint64), list[str]()
     is_freed = (addresses == 0) | (np.array(ends, dtype=np.uint64) > np.array(held, dtype=np.uint64))
     for number in np.flatnonzero(is_freed).tolist():
@@ -188,15 +187,112 @@ def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
         )
     if problems:
         return problems
-    for number in gaps:
-        name, tensor = targets[number]
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            problems.append(f"{name!r} cannot be loaded into: its own elements share memory (it is expanded)")
+    problems = _overlaps(targets, addresses, np.array(ends, dtype=np.uint64))
     for number in np.flatnonzero(_are_read_only(addresses)).tolist():
         name, tensor = targets[number]
         if tensor.is_cpu:
             problems.append(f"{name!r} cannot be loaded into: its memory may not be written to")
     return problems
+
+
+def names_of_one_memory(targets: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
+    """The names whose tensor a later name has too, such as that of a tied weight. To read one of them is enough. As in
+    stock, the last one counts if they were not tied when they were saved; reads of both at a time would mix them.
+    """
+    begins = [tensor.data_ptr() for _, tensor in targets]
+    if len(set(begins)) == len(begins):
+        return set()
+    n_parts, n_there = Counter(name for name, _ in targets), Counter(begins)
+    last: dict[tuple[Any, ...], str] = {}
+    earlier = set()
+    for begin, (name, tensor) in zip(begins, targets, strict=True):
+        if n_there[begin] > 1 and n_parts[name] == 1:
+            memory = _memory_of(tensor)
+            if memory in last:
+                earlier.add(last[memory])
+            last[memory] = name
+    return earlier
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where the elements of a tensor lie, in whatever order: the same for a weight, its transpose and a view of it."""
+    steps: list[tuple[int, int]] = []
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if steps and stride == steps[-1][0] * steps[-1][1]:
+            steps[-1] = steps[-1][0], steps[-1][1] * size
+        elif size > 1:
+            steps.append((stride, size))
+    return tensor.data_ptr(), tensor.dtype, *steps
+
+
+_MOST_COMPARED: Final = 1 << 30
+"""Larger stretches of memory that tensors with gaps share are not looked at. Such a tensor has a gigabyte or more."""
+
+
+def _overlaps(
+    targets: Sequence[tuple[str, torch.Tensor]], begins: npt.NDArray[np.uint64], ends: npt.NDArray[np.uint64]
+) -> list[str]:
+    """Find tensors whose elements share memory with others, where the others have some of their elements only: tied
+    weights are one tensor of two names.
+    """
+    if not targets:
+        return []
+    problems = []
+    order = np.argsort(begins, kind="stable")
+    is_joined = begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]
+    bounds = [0, *(np.flatnonzero(~is_joined) + 1).tolist(), len(order)]
+    for start, stop in pairwise(bounds):
+        if stop - start > 1 or not targets[order[start]][1].is_contiguous():
+            run = {_memory_of(targets[number][1]): targets[number] for number in order[start:stop].tolist()}
+            problems += _overlaps_within(list(run.values()))
+    return problems
+
+
+def _overlaps_within(targets: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """The same of tensors between the first and the last of which no memory is free of them."""
+    if len(targets) == 1 and _is_injective(targets[0][1]):
+        return []
+    # In units of the largest size that divides all places, one truth value each.
+    unit = math.gcd(*(n for _, each in targets for n in (each.itemsize, each.data_ptr() - targets[0][1].data_ptr())))
+    base = min(tensor.data_ptr() for _, tensor in targets)
+    n_units = max(tensor.data_ptr() - base + extent_nbytes(tensor) for _, tensor in targets) // unit
+    if n_units > _MOST_COMPARED:
+        return []
+
+    def units(mask: npt.NDArray[np.bool_], tensor: torch.Tensor) -> npt.NDArray[np.bool_]:
+        each = tensor.itemsize // unit
+        strides = [stride * each for stride in tensor.stride()]
+        return np.lib.stride_tricks.as_strided(
+            mask[(tensor.data_ptr() - base) // unit :], (*tensor.shape, each), (*strides, 1)
+        )
+
+    problems, taken = [], np.zeros(n_units, dtype=np.bool_)
+    for number, (name, tensor) in enumerate(targets):
+        if not _is_injective(tensor):
+            own = np.zeros(n_units, dtype=np.bool_)
+            units(own, tensor)[...] = True
+            if np.count_nonzero(own) < tensor.nbytes // unit:
+                problems.append(f"{name!r} cannot be loaded into: its own elements share memory")
+                continue
+        if units(taken, tensor).any():
+            for other, its_tensor in targets[:number]:
+                own = np.zeros(n_units, dtype=np.bool_)
+                units(own, its_tensor)[...] = True
+                if units(own, tensor).any():
+                    problems.append(f"{name!r} cannot be loaded into: it shares memory with {other!r}")
+                    break
+        units(taken, tensor)[...] = True
+    return problems
+
+
+def _is_injective(tensor: torch.Tensor) -> bool:
+    """Whether it is plain from the strides that no two elements share memory."""
+    next_free = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < next_free:
+            return False
+        next_free += stride * (size - 1)
+    return True
 
 
 def _are_read_only(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:

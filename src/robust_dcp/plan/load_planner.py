@@ -7,26 +7,33 @@ ours and in one of stock's.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from operator import add
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.coverage import Box, Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
-from robust_dcp.plan.keys import renamed_in_words, what_is_saved
-from robust_dcp.plan.load_items import chunks_held, local_tensors, plan_reads, unusable_targets, whole_tensors
+from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
+from robust_dcp.plan.load_items import (
+    chunks_held,
+    local_tensors,
+    names_of_one_memory,
+    plan_reads,
+    unusable_targets,
+    whole_tensors,
+)
 from robust_dcp.plan.state_dict import flattened, global_size, holds_shards, overridden
-from robust_dcp.storage.index.stored_index import index_of
+from robust_dcp.storage.index.stored_index import StoredIndex, index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
@@ -63,6 +70,12 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     missing_keys: tuple[str, ...] = ()
     """Keys of the state dict that the checkpoint does not have. ``create_local_plan`` finds them."""
+
+    stands_for: DefaultLoadPlanner | None = None
+    """The planner of stock's that the caller has passed."""
+
+    read_objects: Callable[[list[str]], dict[str, Any] | None] | None = None
+    """Reads objects of the checkpoint by name before the plan is made. ``robust_dcp.load`` sets it."""
 
     def __init__(
         self,
@@ -110,23 +123,27 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 for name, value in self.state_dict.items()
                 if isinstance(value, torch.Tensor) and value.device.type == "meta"
             }
-            _init_state_dict(on_meta)  # allocates them
+            if dist.is_initialized():
+                _init_state_dict(on_meta)  # allocates them
+            else:  # it would ask the default group for its device
+                on_meta = {name: torch.empty_like(value, device="cpu") for name, value in on_meta.items()}
             for name, value in on_meta.items():
                 self._put(name, value)
+        if self.stands_for is not None:  # programs look there for the keys that are missing
+            held = ("original_state_dict", "state_dict", "mappings", "metadata", "is_coordinator")
+            vars(self.stands_for).update({name: vars(self)[name] for name in held})
 
     @entry_point
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with torch.no_grad(), without_garbage_collection():  # with gradients, `to_local` makes a tensor each time
-            whole, index, plan = PlannedItems(), index_of(self.metadata), None
+            whole, index = PlannedItems(), index_of(self.metadata)
             saved = self.metadata.state_dict_metadata
             answers_as_stock = not overridden(self, RobustLoadPlanner, _PROTOCOL)
-            if index is None and self._may_have_old_names():
-                # Stock's planner knows them. It gives the state dict these names. What does not fit is said below.
-                with suppress(RuntimeError, ValueError):
-                    plan = super().create_local_plan()
-            elif answers_as_stock and (index is not None or self.state_dict.keys() <= saved.keys()):
+            if self.flatten_state_dict:
+                self._take_old_names(index)
+            if answers_as_stock and (index is not None or self.state_dict.keys() <= saved.keys()):
                 whole = whole_tensors(self.state_dict, self.metadata)
             # The values that are not known to be saved as exactly one chunk, in the order of the state dict.
             whole_keys = set(whole.names)
@@ -135,13 +152,14 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 index.find_all(others)
             asked, tensors = dict[str, Any](), dict[str, Any]()
             missing, problems = list[str](), list[str]()
+            nones = self._stored_as_none(others)
             for key in others:
                 value, entry = self.state_dict[key], saved.get(key)
                 if entry is None:
                     missing.append(key)
                 else:
                     asked[key] = value
-                    problems += self._mismatch(key, value, entry)
+                    problems += [] if key in nones else self._mismatch(key, value, entry)
                     if isinstance(entry, TensorStorageMetadata):
                         tensors[key] = value
             self.missing_keys = tuple(sorted(missing))
@@ -149,10 +167,15 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 problems = [*(f"{_MISSING}{key!r}" for key in self.missing_keys), *problems]
             if problems:
                 raise PlanConflict(self._in_words(problems))
-            planned = PlannedItems(others=plan.items) if plan else plan_reads(asked, self.metadata, whole)
-            problems = unusable_targets([*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)])
+            targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]
+            problems = unusable_targets(targets)
             if problems:
                 raise PlanConflict(self._in_words(problems))
+            if answers_as_stock and (tied := names_of_one_memory(targets)):
+                whole = whole.without(tied)
+                asked = {key: value for key, value in asked.items() if key not in tied}
+                tensors = {key: value for key, value in tensors.items() if key not in tied}
+            planned = plan_reads(asked, self.metadata, whole)
             if tensors:
                 check_filled(planned, tensors)
         planned.planner = self
@@ -160,14 +183,48 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         is_list = not planned.names or not answers_as_stock
         return LoadPlan(list(planned) if is_list else planned)  # type: ignore[arg-type]  # no list, but as good
 
-    def _may_have_old_names(self) -> bool:
-        """Whether saved keys that are not asked for may be older names of keys that are asked for, in a checkpoint
-        without an index: one with an index is too young for them. Only keys with a list on their path have any."""
-        return (
-            self.flatten_state_dict
-            and not self._saved.keys() <= self.state_dict.keys()
-            and any(isinstance(part, int) for path in self.mappings.values() for part in path)
-        )
+    def _take_old_names(self, index: StoredIndex | None) -> None:
+        """Ask for a dict or list of plain values under its own name if the checkpoint has it as one object: up to torch
+        2.3 all of them were, and ``None`` in its place is. Flattening leaves nothing of an empty dict.
+        """
+        saved = self._saved
+        if index is None:
+            missing = [key for key in self.state_dict if key not in saved]
+        else:  # without an entry for each
+            missing = [
+                key for key, number in zip(self.state_dict, index.find_all(self.state_dict), strict=True) if number < 0
+            ]
+        if len(saved) > len(self.state_dict):
+            for empty in _empty_dicts(self.original_state_dict):
+                if (name := ".".join(empty)) in saved and name not in self.state_dict:
+                    self.state_dict[name], self.mappings[name] = {}, empty
+        old_names: dict[str, tuple[str | int, ...]] = {}
+        for key in missing:
+            path = self.mappings.get(key, ())
+            for length in range(len(path) - 1, 0, -1):
+                name = ".".join(map(str, path[:length]))
+                if isinstance(saved.get(name), BytesStorageMetadata):
+                    old_names[name] = path[:length]
+                    break
+        for name, path in old_names.items():
+            below = [key for key, each in self.mappings.items() if each[: len(path)] == path]
+            if not any(isinstance(self.state_dict[key], torch.Tensor) for key in below):
+                for key in below:
+                    del self.state_dict[key], self.mappings[key]
+                self.state_dict[name], self.mappings[name] = None, path
+
+    def _stored_as_none(self, keys: list[str]) -> set[str]:
+        """The keys of tensors whose saved value is ``None``, which takes their place. No other object may do that."""
+        if self.read_objects is None:
+            return set()
+        saved = self._saved
+        unlike = [
+            key
+            for key in keys
+            if isinstance(self.state_dict[key], torch.Tensor) and isinstance(saved.get(key), BytesStorageMetadata)
+        ]
+        values = self.read_objects(unlike) if unlike else None
+        return {key for key, value in (values or {}).items() if value is None}
 
     def _in_words(self, problems: list[str]) -> str:
         """The error message: one line for each problem, and what the checkpoint has instead of missing keys."""
@@ -177,7 +234,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         renamed = renamed_in_words(missing, asked, saved)
         if renamed:
             lines.append(renamed)
-        lines += problems[:_SHOWN]
+        near = {} if renamed else near_names(missing[:_SHOWN], asked, saved)
+        hints = {f"{_MISSING}{key!r}": f" (it has {name!r})" for key, name in near.items()}
+        lines += [problem + hints.get(problem, "") for problem in problems[:_SHOWN]]
         if len(problems) > _SHOWN:
             lines.append(f"and {len(problems) - _SHOWN} more")
         if missing:
@@ -243,15 +302,27 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         return spelt[str(part)]
 
 
+def _empty_dicts(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of the empty dicts within dicts."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            if value:
+                yield from _empty_dicts(value, (*path, str(key)))
+            else:
+                yield (*path, str(key))
+
+
 def robust_load_planner(planner: LoadPlanner) -> LoadPlanner:
     """``planner`` itself, or ours with the options of stock's own planner, which loses objects if it does not flatten.
 
-    As in stock, tensors of another dtype are converted.
+    As in stock, tensors of another dtype are converted, and ``planner`` holds afterwards what was asked for.
     """
     if type(planner) is not DefaultLoadPlanner:
         return planner
     options = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.allow_partial_load)
-    return RobustLoadPlanner(*options, on_dtype_mismatch="cast")
+    robust = RobustLoadPlanner(*options, on_dtype_mismatch="cast")
+    robust.stands_for = planner
+    return robust
 
 
 def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: str = "the checkpoint") -> None:

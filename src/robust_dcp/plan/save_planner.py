@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, get_args
@@ -98,6 +98,9 @@ class RobustPlanner(DefaultSavePlanner):
     peers: tuple[int, ...] = ()
     """The ranks that may write each other's main replicas, if items say which replica counts."""
 
+    stands_for: DefaultSavePlanner | None = None
+    """The planner of stock's that the caller has passed."""
+
     refused: Mapping[str, NotData] = MappingProxyType({})
     """Objects of this checkpoint that are saved outside the plan, and that a load would refuse, by key."""
 
@@ -183,6 +186,8 @@ class RobustPlanner(DefaultSavePlanner):
         mappings = self.mappings if self.flatten_state_dict else None
         structure = structure_of(items, mappings, self.peers)
         self._items, self._structure = items, structure
+        if self.stands_for is not None:
+            self._tell_planner(self.stands_for, items)
         options: dict[str, OptionValue] = {
             "ranks": ",".join(map(str, channel.ranks)),
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
@@ -234,7 +239,21 @@ class RobustPlanner(DefaultSavePlanner):
     def forget_state_dict(self) -> None:
         """Drop the state dict after everything to write has been copied, because its memory may be needed."""
         self.state_dict = {}
+        if self.stands_for is not None:
+            items = self._items
+            indices: list[Any] = [data if isinstance(data, MetadataIndex) else None for data in items.data]
+            self._tell_planner(self.stands_for, DescribedItems(items.names, items.structures, indices))
         self._items = DescribedItems([], [], [])
+
+    def _tell_planner(self, planner: DefaultSavePlanner, items: DescribedItems) -> None:
+        """Let the planner that the caller has passed hold what it would hold in a save by stock, but for other ranks'
+        plans."""
+        planner.state_dict, planner.mappings = self.state_dict, self.mappings
+        planner.is_coordinator = self.is_coordinator
+        write_items: Any = _WriteItems(items)
+        planner.plan = SavePlan(write_items, planner_data=self.mappings if self.flatten_state_dict else None)
+        if self.is_coordinator and self._writer is not None:
+            planner.metadata = CommittedMetadata(self._writer.path)
 
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
@@ -363,6 +382,20 @@ class RobustPlanner(DefaultSavePlanner):
         if self._session is None:
             raise RobustCheckpointError("create_local_plan() must be called before the later hooks of a save")
         return self._session
+
+
+@dataclass(eq=False)
+class _WriteItems(Sequence[WriteItem]):
+    """The write items of a rank as stock's planner makes them, made when somebody looks at one."""
+
+    _items: DescribedItems
+
+    def __len__(self) -> int:
+        return len(self._items.names)
+
+    def __getitem__(self, place: Any) -> Any:
+        places = range(len(self))[place]
+        return self._items.write_item(places) if isinstance(places, int) else list(map(self._items.write_item, places))
 
 
 def _read_on_use(name: str) -> Any:

@@ -17,8 +17,8 @@ from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX
 from robust_dcp.storage.layouts.footer import sorted_sums
 from robust_dcp.storage.layouts.places import kinds_of
 from robust_dcp.storage.layouts.safetensors import (
-    DTYPES,
     METADATA_KEY,
+    MODEL_DTYPES,
     ShardHead,
     StoredTensor,
     entry_nbytes,
@@ -36,8 +36,10 @@ def check_dtypes(tensors: Sequence[NamedTensor], what_to_do: str) -> None:
         ValueError: there is one. The message ends with ``what_to_do``.
     """
     for tensor in tensors:
-        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.name == METADATA_KEY:
-            raise ValueError(f"safetensors cannot hold {tensor.name!r}, a tensor of {tensor.dtype}; {what_to_do}")
+        if str(tensor.dtype).removeprefix("torch.") not in MODEL_DTYPES:
+            raise ValueError(f"safetensors has no type for {tensor.name!r}, a tensor of {tensor.dtype}; {what_to_do}")
+        if tensor.name == METADATA_KEY:
+            raise ValueError(f"safetensors keeps the name {tensor.name!r} for itself; {what_to_do}")
 
 
 def in_shards(tensors: Sequence[NamedTensor], max_nbytes: int) -> dict[str, list[NamedTensor]]:

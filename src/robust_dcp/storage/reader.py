@@ -250,3 +250,8 @@ class RobustReader(StorageReader):
         if self._metadata is None:
             raise RuntimeError("set_up_storage_reader has to be called before items are read")
         return self._metadata
+
+    @property
+    def metadata_if_set_up(self) -> Metadata | None:
+        """The same; ``None`` if the load did not come so far."""
+        return self._metadata

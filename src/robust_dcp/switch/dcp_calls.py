@@ -16,14 +16,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint import state_dict_saver as stock_saver
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.stateful import Stateful
 
 from robust_dcp import api
 from robust_dcp.asynchronous import async_save as robust_async_save
 from robust_dcp.environment import value_of
 from robust_dcp.errors import StorageError
 from robust_dcp.plan.load_planner import robust_load_planner
-from robust_dcp.plan.save_planner import RobustPlanner
+from robust_dcp.plan.save_planner import CommittedMetadata, RobustPlanner
 from robust_dcp.report import SaveReport
 from robust_dcp.stateful import NamesOfStock
 from robust_dcp.storage.files.paths import is_url
@@ -73,7 +75,7 @@ def save(
         return stock(*args, **kwargs)
     report = api.save(_with_names_of_stock(state_dict), **arguments)
     on_saved(report)
-    return _metadata_for(writer)(report)
+    return _metadata_for(writer, arguments["storage_writer"])(report)
 
 
 def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: bool | None = None, **more: Any) -> Any:
@@ -90,7 +92,7 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
         trusted = bool(value_of(TRUSTED)) if trusted is None else trusted
         arguments = {
             **_common(given),
-            "storage_reader": _reader_for(reader, checkpoint_id, trusted=trusted),
+            **_reader_for(reader, checkpoint_id, trusted=trusted),
             "planner": robust_load_planner(DefaultLoadPlanner() if planner is None else planner),
         }
     except _StaysStock as why:
@@ -100,9 +102,13 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
     if type(arguments["planner"]).create_global_plan is DefaultLoadPlanner.create_global_plan:
         try:
             named = _with_names_of_stock(state_dict)
-            api.load(named, **arguments, **more)
+            try:
+                api.load(named, **arguments, **more)
+            finally:
+                _tell_reader(reader, arguments["storage_reader"])
             for key, value in named.items():  # a dict of its own class may note what is set
-                state_dict[key] = value
+                if not (hasattr(value, "state_dict") and isinstance(value, Stateful)):
+                    state_dict[key] = value
             return None
         except StorageError as error:
             if not _is_of_single_ranks(arguments, error):
@@ -132,7 +138,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
         log_left_to_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)
     saving: Any = robust_async_save(_with_names_of_stock(state_dict), staging=staging, **arguments)
-    saving.convert = _metadata_for(writer)
+    saving.convert = _metadata_for(writer, arguments["storage_writer"])
     response: Any = getattr(stock_saver, "AsyncSaveResponse", None)
     if staging == "full" or response is None:
         return saving
@@ -172,13 +178,12 @@ def _save_arguments(given: Arguments, threads: int | None = None) -> Arguments:
         raise _StaysStock("use_collectives=False: each rank would save by itself")
     writer, planner = given.pop("storage_writer", None), given.pop("planner", None)
     checkpoint_id = given.pop("checkpoint_id", None)
-    writer = _writer_for(writer, checkpoint_id, threads)
-    name = type(planner).__name__
+    common, name = _common(given), type(planner).__name__
     if not (planner is None or isinstance(planner, RobustPlanner) or type(planner) is DefaultSavePlanner):
         raise _StaysStock(f"{name} plans otherwise than DefaultSavePlanner; derive it from RobustPlanner")
     if isinstance(planner, RobustPlanner) and planner.hooks_of_stock:
         raise _StaysStock(f"{name} overrides {', '.join(planner.hooks_of_stock)}")
-    return {**_common(given), "storage_writer": writer, "planner": planner}
+    return {**common, **_writer_for(writer, checkpoint_id, threads), "planner": planner}
 
 
 def _common(given: Arguments) -> Arguments:
@@ -191,12 +196,12 @@ def _common(given: Arguments) -> Arguments:
     return given
 
 
-def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None) -> RobustWriter:
+def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None) -> Arguments:
+    """The writer to use, and the ``checkpoint_id`` that our save is to hand on to it."""
     if isinstance(writer, RobustWriter):
-        writer.reset(checkpoint_id)
-        return writer
+        return {"storage_writer": writer, "checkpoint_id": checkpoint_id}
     if writer is None:
-        return RobustWriter(_directory(checkpoint_id), threads=threads)
+        return {"storage_writer": RobustWriter(_directory(checkpoint_id), threads=threads)}
     if not _is_of_torch(writer, "FileSystemWriter", "FsspecWriter"):
         raise _StaysStock(f"{type(writer).__name__} writes otherwise than FileSystemWriter")
     if getattr(writer, "_extensions", None) or getattr(writer.transforms, "extensions", None):
@@ -205,18 +210,31 @@ def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None) -> RobustW
         raise _StaysStock('robust_dcp writes safetensors by RobustWriter(layout="safetensors")')
     threads = writer.thread_count if writer.thread_count > 1 else threads
     path = _directory_of(writer, checkpoint_id)
-    return RobustWriter(path, threads=threads, overwrite=writer.overwrite)
+    return {"storage_writer": RobustWriter(path, threads=threads, overwrite=writer.overwrite)}
 
 
-def _reader_for(reader: Any, checkpoint_id: Any, *, trusted: bool) -> RobustReader:
+def _reader_for(reader: Any, checkpoint_id: Any, *, trusted: bool) -> Arguments:
+    """The reader to use, and the ``checkpoint_id`` that our load is to hand on to it."""
     if isinstance(reader, RobustReader):
-        reader.reset(checkpoint_id)
-        return reader
+        return {"storage_reader": reader, "checkpoint_id": checkpoint_id}
     if reader is None:
-        return RobustReader(_directory(checkpoint_id), trusted=trusted)
+        return {"storage_reader": RobustReader(_directory(checkpoint_id), trusted=trusted)}
     if not _is_of_torch(reader, "FileSystemReader", "FsspecReader"):
         raise _StaysStock(f"{type(reader).__name__} reads otherwise than FileSystemReader")
-    return RobustReader(_directory_of(reader, checkpoint_id), trusted=trusted)
+    registry = getattr(getattr(reader, "transforms", None), "extension_registry", None)
+    if registry is not None and vars(registry) != vars(ExtensionRegistry()):
+        raise _StaysStock("FileSystemReader with an extension registry of its own transforms what it reads")
+    robust = RobustReader(_directory_of(reader, checkpoint_id), trusted=trusted)
+    robust.load_id = reader.load_id
+    return {"storage_reader": robust}
+
+
+def _tell_reader(given: Any, reader: RobustReader) -> None:
+    """Let the reader that was given hold what it would hold after a load by stock."""
+    metadata = reader.metadata_if_set_up
+    if given is not None and given is not reader and metadata is not None:
+        given.storage_data, given.use_collectives = metadata.storage_data, True
+        given.rank = dist.get_rank() if dist.is_initialized() else 0
 
 
 def _is_of_single_ranks(arguments: Arguments, error: StorageError) -> bool:
@@ -238,7 +256,8 @@ def _is_of_torch(storage: Any, *names: str) -> bool:
 def _directory_of(storage: Any, checkpoint_id: Any) -> Any:
     """The directory of stock's writer or reader. As in stock, ``checkpoint_id`` moves it there, for later calls too."""
     path = _directory(storage.path if checkpoint_id is None else checkpoint_id)
-    storage.reset(checkpoint_id)
+    if checkpoint_id is not None:
+        storage.reset(checkpoint_id)
     return path
 
 
@@ -251,12 +270,15 @@ def _directory(path: Any) -> Any:
     return path
 
 
-def _metadata_for(given: Any) -> Callable[[SaveReport], Metadata]:
-    """What a save returns. As in stock, the writer that was given then has the ``save_id`` of the metadata."""
+def _metadata_for(given: Any, writer: RobustWriter) -> Callable[[SaveReport], Metadata]:
+    """What a save returns. It is read when somebody looks at it: by now the program may have renamed the directory. As
+    in stock, the writer that was given has the ``save_id`` of the metadata on rank 0.
+    """
+    directory, save_id = writer.path, writer.save_id
 
     def metadata_of(report: SaveReport) -> Metadata:
-        if given is not None:
-            given.save_id = getattr(report.metadata.storage_meta, "save_id", None)
-        return report.metadata
+        if given is not None and given is not writer:
+            given.save_id = save_id
+        return CommittedMetadata(directory)
 
     return metadata_of

@@ -82,6 +82,11 @@ class OpenFile(msgspec.Struct, eq=False):
     nbytes: int = 0
 
 
+def free_nbytes(room: os.statvfs_result) -> int:
+    """How many bytes of a file system are free for this process. Root may fill the blocks that are reserved, too."""
+    return (room.f_bfree if os.geteuid() == 0 else room.f_bavail) * room.f_frsize
+
+
 class Disk:
     """The calls to a file system that the storage layer needs, made by the operating system. It has no state. Every
     method raises :class:`StorageError` and nothing else.
@@ -386,7 +391,7 @@ class Disk:
             path = os.path.dirname(path)
         number = _call("look at", path, os.stat, path).st_dev
         room = _call("look at", path, os.statvfs, path)
-        return number, room.f_bavail * room.f_frsize if room.f_blocks else sys.maxsize
+        return number, free_nbytes(room) if room.f_blocks else sys.maxsize
 
     def modified_seconds(self, path: str) -> float:
         """When a file was last written, by the clock of its file system."""

@@ -71,6 +71,15 @@ DTYPES: Final = {
 The table is our own. Whether a tensor goes into such a file must not depend on what is installed on a rank.
 """
 
+MODEL_DTYPES: Final = {
+    **DTYPES,
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+"""Those of the files of a Hugging Face model: all that safetensors 0.8 has. Older versions lack the last ones."""
+
 MODEL_INDEX_NAME: Final = "model.safetensors.index.json"
 LENGTH_NBYTES: Final = 8
 MAX_HEADER_NBYTES: Final = 100_000_000
@@ -245,8 +254,8 @@ class StoredTensor(msgspec.Struct, frozen=True):
 def entry_nbytes(items: Items, rows: Places, kinds: Kinds, kind_ids: npt.NDArray[np.int32]) -> Int64:
     """int64 ``[n]``: an upper bound of the bytes that each of these items adds to the header.
 
-    The two numbers that say where its data begins and ends are not counted. For dtypes that are not in :data:`DTYPES`
-    the result means nothing.
+    The two numbers that say where its data begins and ends are not counted. For dtypes that are not in
+    :data:`MODEL_DTYPES` the result means nothing.
     """
     once, twice = _escaped_lengths(items.names)
     texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), f':\\"{"0" * _CRC_DIGITS}\\"'
@@ -262,7 +271,12 @@ def entry_nbytes(items: Items, rows: Places, kinds: Kinds, kind_ids: npt.NDArray
 def _kind_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     data_nbytes = prod(shape) * int(getattr(torch, dtype).itemsize)
     digits = _CRC_DIGITS * (_n_fields(data_nbytes) - 1)
-    return len(DTYPES.get(dtype, "")) + sum(len(f"{size},") for size in shape) + digits
+    return len(MODEL_DTYPES.get(dtype, "")) + sum(len(f"{size},") for size in _shape_in_header(dtype, shape)) + digits
+
+
+def _shape_in_header(dtype: str, shape: Sequence[int]) -> Sequence[int]:
+    """The shape that the header has: of F4 it counts values, of which two are one element of the tensor."""
+    return (*shape[:-1], 2 * shape[-1]) if shape and dtype == "float4_e2m1fn_x2" else shape
 
 
 def _n_fields(data_nbytes: int) -> int:
@@ -310,8 +324,9 @@ class ShardHead:
         self._crcs = [f'{name}:\\"' for name in twice]
         entries = []
         for name, tensor in zip(names, tensors.values(), strict=True):
-            dtype, begin = DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.offset - nbytes
-            entries.append("," + _tensor_text(name, dtype, tensor.shape, begin, begin + tensor.nbytes))
+            dtype, begin = str(tensor.dtype).removeprefix("torch."), tensor.offset - nbytes
+            shape = _shape_in_header(dtype, tensor.shape)
+            entries.append("," + _tensor_text(name, MODEL_DTYPES[dtype], shape, begin, begin + tensor.nbytes))
         self._behind = "".join((_BEHIND[0], *entries, _BEHIND[1]))
         crcs = self._filled_in(np.zeros(self._first_field[-1], dtype=np.uint32))
         found = LENGTH_NBYTES + len(self._before) + len(crcs) + len(self._behind)
@@ -379,12 +394,8 @@ def _escaped_lengths(names: Sequence[str]) -> tuple[Int64, Int64]:
 # The head of a file that is read, whoever wrote it. It is checked before anything in it is used: the lengths must fit
 # together and fill the file.
 
-# Dtypes that later versions of safetensors know, and that we do not write.
-_MORE_DTYPES: Final = {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu"}
 _DTYPES: Final[dict[str, torch.dtype]] = {
-    name: getattr(torch, dtype)
-    for name, dtype in {**{name: dtype for dtype, name in DTYPES.items()}, **_MORE_DTYPES}.items()
-    if hasattr(torch, dtype)
+    name: getattr(torch, dtype) for dtype, name in MODEL_DTYPES.items() if hasattr(torch, dtype)
 }
 _HEXADECIMAL: Final = re.compile(r"[0-9a-f]+")
 
@@ -462,6 +473,10 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
             known = ", ".join(sorted(_DTYPES))
             raise unusable_file(file, f"a dtype that this version can read ({known})", f"{entry.dtype!r:.50}", name)
         shape, (begin, end) = tuple(entry.shape), entry.data_offsets
+        if entry.dtype == "F4":
+            if not shape or shape[-1] % 2:
+                raise unusable_file(file, "an even number of values of F4 in the last dimension", str(shape), name)
+            shape = (*shape[:-1], shape[-1] // 2)
         nbytes = prod(shape) * dtype.itemsize
         if end - begin != nbytes:
             raise unusable_file(file, f"{nbytes} bytes of data for {dtype} {shape}", f"{end - begin} bytes", name)

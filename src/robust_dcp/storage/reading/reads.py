@@ -106,6 +106,19 @@ class PlannedItems(Sequence[ReadItem]):
         """These items. In a plan of another planner none are in columns."""
         return items if isinstance(items, cls) else cls(others=items)
 
+    def without(self, names: set[str]) -> PlannedItems:
+        """The whole tensors among these items, without those of these names."""
+        kept = [place for place, name in enumerate(self.names) if name not in names]
+        files, *columns = self.places
+        return PlannedItems(
+            [self.names[place] for place in kept],
+            [self.targets[place] for place in kept],
+            self.kinds,
+            self.kind_of[kept],
+            self.chunks[kept],
+            Places(files, *(column[kept] for column in columns)),
+        )
+
     def data_nbytes(self, metadata: Metadata | None) -> int:
         """The bytes of stored tensor data that these items read."""
         total = int(np.array([kind.nbytes for kind in self.kinds], dtype=np.int64)[self.kind_of].sum())

@@ -29,6 +29,7 @@ import sys
 import types
 import typing
 import uuid
+import zoneinfo
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -213,6 +214,7 @@ def check_depth(root: Any) -> None:
 
 _DEQUE_UNITS: Final = 80  # the memory of an empty one, in elements: four bytes of a pickle make it
 _MAX_EXPONENT: Final = 10_000  # of a decimal; nobody saves 10**3000000, and converting it takes long
+_ZONE: Final = re.compile(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*")
 _DECIMAL: Final = re.compile(
     r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[Ee]([+-]?\d{1,6}))?|[+-]?(?:Infinity|s?NaN\d*)", re.ASCII
 )
@@ -308,7 +310,7 @@ def _moment(kind: Any, date_nbytes: int, time_nbytes: int) -> Builder:
     def build(arguments: tuple[Any, ...], budget: Budget) -> Any:
         packed, *zone = arguments or (b"",)
         valid = type(packed) is bytes and len(packed) == date_nbytes + time_nbytes and len(zone) <= (time_nbytes > 0)
-        valid = valid and all(each is None or type(each) is datetime.timezone for each in zone)
+        valid = valid and all(type(each) in (type(None), datetime.timezone, zoneinfo.ZoneInfo) for each in zone)
         expect(valid, f"the pickle makes a {kind.__name__} from arguments that no pickler writes")
         day, clock, more = packed[:date_nbytes], packed[date_nbytes:], {}
         numbers = [day[0] * 256 + day[1], day[2], day[3]] if day else []
@@ -320,6 +322,16 @@ def _moment(kind: Any, date_nbytes: int, time_nbytes: int) -> Builder:
         return kind(*numbers, **more)
 
     return build
+
+
+def _zone(key: str, from_cache: int) -> zoneinfo.ZoneInfo:
+    """A time zone by its name, as this host knows it: what ``ZoneInfo._unpickle`` does."""
+    what = f"zoneinfo.ZoneInfo({key[:60]!r})"
+    expect(_ZONE.fullmatch(key) is not None, f"the pickle makes {what}, which is no name of a time zone")
+    try:
+        return zoneinfo.ZoneInfo(key) if from_cache else zoneinfo.ZoneInfo.no_cache(key)
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError):
+        raise NotData(what, "a time zone that this host does not know") from None
 
 
 def _decimal(text: str) -> decimal.Decimal:
@@ -397,6 +409,7 @@ _PYTHON_CALLS: Final[dict[Any, Builder]] = {
     datetime.time: _moment(datetime.time, 0, 6),
     datetime.timedelta: exactly(datetime.timedelta, (int, int, int)),
     datetime.timezone: exactly(datetime.timezone, (datetime.timedelta,), (datetime.timedelta, str)),
+    _zone: exactly(_zone, (str, int), of="a ZoneInfo"),
     decimal.Decimal: exactly(_decimal, (str,), of="a Decimal"),
     fractions.Fraction: exactly(_fraction, (str,), (int, int), of="a Fraction"),
     **{kind: _path(kind) for kind in _PATHS.values()},
@@ -663,9 +676,13 @@ def _combined(kind: type[enum.Flag], value: Any) -> enum.Enum:
     return kind(value)
 
 
-def _member_named(arguments: tuple[Any, ...], budget: Budget) -> enum.Enum:
-    """``getattr(kind, name)``, for an enum and the name of a member: some enums are pickled with it."""
+def _member_named(arguments: tuple[Any, ...], budget: Budget) -> Any:
+    """``getattr(kind, name)``, for an enum and the name of a member: some enums are pickled with it. And for what makes
+    a time zone by its name.
+    """
     kind, name = arguments
+    if kind is zoneinfo.ZoneInfo and name == "_unpickle":
+        return _zone
     if not isinstance(kind, enum.EnumMeta) or type(name) is not str:
         raise NotData("builtins.getattr", "of something else than an enum")
     expect(name in kind.__members__, f"{name_of(kind)} has no member {name[:60]!r}")
@@ -759,6 +776,7 @@ TRUSTED: Final[dict[Any, Trusted]] = {
 
 NAMED: Final[dict[tuple[str, str], Any]] = {
     **{(module, name): kind for module in ("pathlib", "pathlib._local") for name, kind in _PATHS.items()},
+    ("zoneinfo", "ZoneInfo"): zoneinfo.ZoneInfo,
     ("numpy", "ndarray"): np.ndarray,
     **{("numpy", name): getattr(np, name) for name in _SCALAR_TYPES},
     **{("numpy", getattr(np, name).__name__): getattr(np, name) for name in _SCALAR_TYPES},
