@@ -67,7 +67,7 @@ coverage: $(INSTALLED)
 # Other versions of Megatron. Each is in its own folder, which comes before .venv's packages on the path. The sources of
 # 0.19.2 have megatron.training too. They require Python 3.12, but run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
-FROM_WHEELS := ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
+FROM_WHEELS := ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1 nvidia-resiliency-ext-0.6.0
 COMPAT_TESTS := tests/megatron/seeds \
   $(filter-out tests/megatron/test_compat_%,$(sort $(wildcard tests/megatron/test_*.py)))
 TRAINING_TESTS := tests/megatron/test_compat_training.py
@@ -94,6 +94,9 @@ test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installe
 	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(SMOKE_TESTS))
 	@echo "== nvidia-resiliency-ext 0.4.1, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/nvidia-resiliency-ext-0.4.1,tests/megatron/test_compat_nvrx.py)
+	@echo "== nvidia-resiliency-ext 0.6.0, megatron-core 0.19.2"
+	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2 $(COMPAT)/nvidia-resiliency-ext-0.6.0,\
+	  tests/megatron/test_compat_nvrx.py)
 	@echo "== ms-swift 4.6.0, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/ms-swift-4.6.0,tests/megatron/test_compat_ms_swift.py)
 	@echo "== lightning: Fabric with FSDP2"
@@ -149,9 +152,12 @@ $(COMPAT)/hooks/.installed: tests/hooks/requirements.txt | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) -r $<
 	@touch $@
 
+# Its wheels are for a newer glibc. Only its Python is used.
+$(COMPAT)/nvidia-resiliency-ext-0.6.0/.installed: PIP_OPTIONS := --only-binary=:all: --python-version 3.12 \
+  --platform manylinux_2_39_x86_64
 $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installed)): $(COMPAT)/%/.installed: | $(INSTALLED)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps $(PIP_OPTIONS) --target $(@D) \
 	  $(shell echo $* | sed 's/-\([0-9.]*\)$$/==\1/')
 	@touch $@
 
