@@ -426,6 +426,30 @@ def a_tensor_of_another_shape_is_padded_if_that_is_allowed_and_refused_if_not(di
 
 
 @SCENARIOS.add
+def a_rank_loads_by_itself_where_megatron_does_and_hears_of_its_own_failures_only(directory: Path) -> None:
+    """From 0.18 on, if nothing is validated. The other rank is elsewhere all the time."""
+    if versions.load_is_collective():
+        return
+    save({**_one(3.0), "iteration": 7}, directory / "1", stock_strategy())
+    path, group = str(directory / "1"), dist.new_group([0])
+
+    def whole(key: str = "weight") -> dict[str, Any]:
+        return {"weight": replicated(key, torch.zeros(4), replica_id=0)}
+
+    with chosen(timeout_seconds=2):
+        if dist.get_rank() == 0:
+            for strategy in (None, RobustLoadStrategy(), FullyParallelLoadStrategyWrapper(RobustLoadStrategy(), group)):
+                for strict in ("assume_ok_unexpected", "log_unexpected", "raise_unexpected"):
+                    loaded = dist_checkpointing.load(
+                        whole(), path, strategy, validate_access_integrity=False, strict=strict
+                    )
+                    assert (loaded["weight"].tolist(), loaded["iteration"]) == ([3.0] * 4, 7)
+            assert dist_checkpointing.load_plain_tensors(path)["weight"].tolist() == [3.0] * 4
+            assert RobustLoadStrategy().load(whole(), path)["weight"].tolist() == [3.0] * 4
+            failures_of(lambda: dist_checkpointing.load(whole("unknown"), path, validate_access_integrity=False))
+
+
+@SCENARIOS.add
 def what_is_told_of_a_checkpoint_is_what_stock_tells(directory: Path) -> None:
     state = {key: value for key, value in _state().items() if key != "args"}
     save(state, directory / "1", stock_strategy(), content_metadata={"a": 1, "dp_cp_group": object()})
