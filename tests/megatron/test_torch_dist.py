@@ -345,6 +345,41 @@ def with_warn_a_job_goes_on_after_a_save_that_failed_and_ranks_hear_of_one_that_
     assert sum("Invalid access pattern" in message for message in told) == (rank == 0)
 
 
+@SCENARIOS.add
+def a_rank_that_fails_while_others_are_in_a_collective_of_megatron_or_save_nothing_raises_its_own_error_soon(
+    directory: Path,
+) -> None:
+    """Stock raises it at once, and the launcher ends the job."""
+    rank, training = dist.get_rank(), types.ModuleType("megatron.training.checkpointing")
+
+    def save_checkpoint(is_frozen: bool) -> None:
+        if rank == 1:
+            raise LookupError("the data loader has no state")
+        if not is_frozen:
+            dist.barrier()  # maybe_save_dataloader_state
+
+    save_checkpoint.__module__ = training.__name__
+    training.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
+    messages = lines_of_the_log("robust_dcp.megatron.failures")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, training.__name__, training)
+        for is_frozen in (False, True):
+            for save_failure in ("raise", "warn"):
+                with chosen(timeout_seconds=0.5, save_failure=save_failure):
+                    if rank == 1:
+                        with pytest.raises(LookupError, match="no state"):
+                            training.save_checkpoint(is_frozen)
+                        if not is_frozen:
+                            dist.barrier()  # a process that ends would end this, too
+                    else:
+                        training.save_checkpoint(is_frozen)
+                dist.barrier()
+    assert sum("were waited for for up to 0.5 seconds" in message for message in messages) == 4 * rank
+    with chosen():
+        save(_one(2.0), directory / "1")
+        assert _load(directory / "1", _one)["weight"][1] == [2.0, 2.0]
+
+
 def test_a_multi_storage_client_path_is_refused() -> None:
     with pytest.raises(ValueError, match="msc://profile/checkpoint"):
         RobustSaveStrategy().save({}, "msc://profile/checkpoint")
