@@ -238,7 +238,7 @@ class RobustLoadStrategy(TorchDistLoadShardedStrategy):
 
 def strategy_load(
     stock: Any, strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *_: Any, **__: Any
-) -> Any:
+) -> dict[str, Any]:
     """``TorchDistLoadShardedStrategy.load``, for callers that call the strategy themselves.
 
     All ranks load together if they do so in the installed version. From 0.18 on each rank loads by itself.
