@@ -44,6 +44,7 @@ from robust_dcp.megatron.shards import MegatronPlanner, ShardFacts
 from robust_dcp.report import SaveReport
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import checkpoint_name, directory_path
+from robust_dcp.storage.layouts.places import separated
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.switch.patching import log_left_to_stock
@@ -76,6 +77,9 @@ def _save_shards(
     group, options = getattr(strategy, "parallelization_group", None), current_options()
     peers = () if group is None else dist.get_process_group_ranks(group)
     writer = RobustWriter(checkpoint_dir, threads=options.writer_threads)
+    separation_hint = getattr(_base_strategy_of(strategy), "separation_hint", None)
+    if separation_hint:
+        writer.layout = separated(separation_hint)
     meet_before_saving()
     with as_megatron_raises():
         return save(
