@@ -47,7 +47,7 @@ from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.layouts.places import separated
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.switch.patching import log_left_to_stock
+from robust_dcp.switch.patching import log_left_to_stock, log_without_effect
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,12 @@ def _save_shards(
     separation_hint = getattr(_base_strategy_of(strategy), "separation_hint", None)
     if separation_hint:
         writer.layout = separated(separation_hint)
+    if getattr(strategy, "pg_cache_create", False):
+        log_without_effect(
+            "--ckpt-pg-tensors-cache-create",
+            "saves and loads by robust_dcp need no such cache, and none is made; a later job with stock code and "
+            "--ckpt-pg-tensors-cache-path would end in FileNotFoundError: let one with --ckpt-planner default make it",
+        )
     meet_before_saving()
     with as_megatron_raises():
         return save(
