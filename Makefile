@@ -8,6 +8,7 @@
 #   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT, torchtune, torchao,
 #                           verl and Megatron-Bridge; FRAMEWORKS=lightning for one of them. On disk torchtitan takes
 #                           1.1 GB, verl and Megatron-Bridge 0.8 GB each. These three need Python 3.11
+#   make megatron-checkpoints MEGATRON=path  the checkpoints of all versions of Megatron in tests/megatron/saved_by
 #   make test-hooks  saves and loads as TensorBoard and OpenTelemetry see them
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
@@ -45,7 +46,7 @@ BENCHMARKS := planning loading storage messages async_save megatron
 .PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser check docs figures dist format bench torture gpu gpu-wheels clean
 
 # On a machine with a GPU these run on the CPU too: their ranks use gloo, and Megatron's models are built on the CPU.
-demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser: export CUDA_VISIBLE_DEVICES :=
+demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser megatron-checkpoints: export CUDA_VISIBLE_DEVICES :=
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
@@ -66,7 +67,7 @@ coverage: $(INSTALLED)
 # Other versions of Megatron. Each is in its own folder, which comes before .venv's packages on the path. The sources of
 # 0.19.2 have megatron.training too. They require Python 3.12, but run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
-FROM_WHEELS := ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
+FROM_WHEELS := ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1 nvidia-resiliency-ext-0.6.0
 COMPAT_TESTS := tests/megatron/seeds \
   $(filter-out tests/megatron/test_compat_%,$(sort $(wildcard tests/megatron/test_*.py)))
 TRAINING_TESTS := tests/megatron/test_compat_training.py
@@ -93,10 +94,35 @@ test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installe
 	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(SMOKE_TESTS))
 	@echo "== nvidia-resiliency-ext 0.4.1, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/nvidia-resiliency-ext-0.4.1,tests/megatron/test_compat_nvrx.py)
+	@echo "== nvidia-resiliency-ext 0.6.0, megatron-core 0.19.2"
+	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2 $(COMPAT)/nvidia-resiliency-ext-0.6.0,\
+	  tests/megatron/test_compat_nvrx.py)
 	@echo "== ms-swift 4.6.0, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/ms-swift-4.6.0,tests/megatron/test_compat_ms_swift.py)
 	@echo "== lightning: Fabric with FSDP2"
 	$(call RUN_FRAMEWORK,lightning,$(FRAMEWORK_TESTS) lightning-fabric-mp)
+
+# The checkpoints in tests/megatron/saved_by, anew: each by the package itself. MEGATRON is a checkout of Megatron-LM's
+# main branch. What has saved is in their names.
+MEGATRON ?=
+SAVED_BY := $(addprefix tests/megatron/saved_by/,$(addsuffix .tar.xz,0.10.0-stock 0.12.1-stock 0.14.0-stock \
+  0.16.1-stock 0.16.1-ours 0.19.2-stock 0.19.2-ours main-stock main-ours))
+VERSION_OF = $(firstword $(subst -, ,$(notdir $(1))))
+SOURCES_OF = $(if $(findstring main,$(1)),$(MEGATRON),$(COMPAT)/saved_by/$(call VERSION_OF,$(1)))
+
+megatron-checkpoints: $(SAVED_BY)
+
+.PHONY: megatron-checkpoints $(SAVED_BY)
+$(SAVED_BY): $(COMPAT)/saved_by/0.10.0 $(COMPAT)/saved_by/0.12.1 $(COMPAT)/saved_by/0.14.0 \
+  $(COMPAT)/saved_by/0.16.1 $(COMPAT)/saved_by/0.19.2
+	rm -rf $@ $(@:.tar.xz=)
+	ROBUST_DCP=$(if $(findstring ours,$@),1,0) PYTHONPATH=tests/megatron/standins:$(call SOURCES_OF,$@):. \
+	  $(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m tests.megatron.job_of_versions $@
+	rm -rf $(@:.tar.xz=)
+
+$(COMPAT)/saved_by/%: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --ignore-requires-python \
+	  --target $@ megatron-core==$*
 
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
 
@@ -126,9 +152,12 @@ $(COMPAT)/hooks/.installed: tests/hooks/requirements.txt | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) -r $<
 	@touch $@
 
+# Its wheels are for a newer glibc. Only its Python is used.
+$(COMPAT)/nvidia-resiliency-ext-0.6.0/.installed: PIP_OPTIONS := --only-binary=:all: --python-version 3.12 \
+  --platform manylinux_2_39_x86_64
 $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installed)): $(COMPAT)/%/.installed: | $(INSTALLED)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps $(PIP_OPTIONS) --target $(@D) \
 	  $(shell echo $* | sed 's/-\([0-9.]*\)$$/==\1/')
 	@touch $@
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree
@@ -78,7 +79,7 @@ class Comparison:
 
 def _are_equal(left: Any, right: Any) -> bool:
     if not isinstance(left, torch.Tensor):
-        return bool(left == right)
+        return np.array_equal(left, right)
     is_alike = isinstance(right, torch.Tensor) and (left.dtype, left.shape) == (right.dtype, right.shape)
     return is_alike and torch.equal(_bits(left), _bits(right))
 

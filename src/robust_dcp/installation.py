@@ -30,14 +30,15 @@ def _ours(where: str) -> Make:
     Args:
         where: the module and the function, such as ``"save.strategy_save"``.
     """
-    module, _, name = where.partition(".")
+    module, _, name = f"robust_dcp.megatron.{where}".rpartition(".")
 
     def make(stock: Function) -> Function:
         @functools.wraps(stock)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if not is_chosen():
+            # When Python ends nothing can be imported, and a queue that is deleted then has held no save of ours.
+            if not is_chosen() or (sys.is_finalizing() and module not in sys.modules):
                 return stock(*args, **kwargs)
-            return getattr(import_module(f"robust_dcp.megatron.{module}"), name)(stock, *args, **kwargs)
+            return getattr(import_module(module), name)(stock, *args, **kwargs)
 
         return replacement
 
@@ -143,7 +144,10 @@ PATCHES: tuple[Patch, ...] = (
         patch
         for module in (f"{_CORE}.strategies.async_utils", "nvidia_resiliency_ext.checkpointing.async_ckpt.core")
         for patch in _of_class(
-            module, "AsyncCallsQueue", schedule_async_request="async_requests.schedule_async_request"
+            module,
+            "AsyncCallsQueue",
+            schedule_async_request="async_requests.schedule_async_request",
+            close="async_requests.close",
         )
     ),
     Patch(_LM, "save_checkpoint", _ours("failures.save_checkpoint"), optional=True),

@@ -14,7 +14,7 @@ import pytest
 from robust_dcp.comm import Channel, Offer, patience
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
-from robust_dcp.errors import ExchangeTimeout
+from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from tests.harness.network import Fault, FaultKind, SimulatedNetwork, quick, run_threads
 
 
@@ -77,6 +77,26 @@ def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named(kind: str
         assert missing == [5]
         assert says_where
         assert 1 < seconds < 18
+
+
+def test_a_rank_that_failed_and_waits_until_its_deadline_is_told_by_what_it_failed_of() -> None:
+    """Not as one that waited for a rank that is elsewhere: that one has done nothing wrong."""
+    over = threading.Barrier(3)
+
+    def save(link: Link) -> Any:
+        channel = Channel(Operation(link, "save", 30.0, deadline_seconds=1.0 if link.rank == 1 else None), 0)
+        message, failures = "", []
+        if link.rank:
+            with pytest.raises(ExchangeError) as caught:
+                channel.agree("plan", lambda: Offer(value=1 // (link.rank - 1)))
+            message, failures = str(caught.value), [each.rank for each in caught.value.rank_failures]
+        over.wait(30)
+        return message, failures
+
+    (elsewhere, *told) = run_threads(SimulatedNetwork(3), save)
+    assert elsewhere == ("", [])
+    for message, failures in told:
+        assert "was left by rank 1: ZeroDivisionError" in message and failures == [1] and "missing" not in message
 
 
 @pytest.mark.parametrize("late", [(0,), (2,), (3,), (0, 1, 2, 3)])

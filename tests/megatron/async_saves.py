@@ -40,7 +40,7 @@ def save_beside_training(directory: Path, queue: Any, request_class: Any = None)
     Args:
         directory: an empty one, or none yet.
         queue: an ``AsyncCallsQueue``.
-        request_class: its ``AsyncRequest``, where that is not the one of this Megatron.
+        request_class: its ``AsyncRequest``, where that is not Megatron's. From 0.17 on Megatron makes such a request.
     """
     rank, tracker, gate = dist.get_rank(), directory / "latest_checkpointed_iteration.txt", Gate()
     before, held = children(), state(1.0)
@@ -48,8 +48,9 @@ def save_beside_training(directory: Path, queue: Any, request_class: Any = None)
         gate.opened.set()
     disk = FaultDisk(directory, on={"create:*.distcp": gate}).install()
     with chosen():
-        request = save(held, directory / "1", async_sharded_save=True, **queue_option())
-        if request_class is not None:
+        option = queue_option("mcore" if request_class is None else "nvrx")
+        request = save(held, directory / "1", async_sharded_save=True, **option)
+        if request_class is not None and not option:
             request = request_class(**request._asdict())
 
         def move_tracker() -> None:

@@ -1,9 +1,11 @@
 """Asynchronous saves in the queue of ``nvidia_resiliency_ext``, which Megatron takes from 0.17 on unless it is told
-otherwise. ``make test-compat`` puts that package on ``PYTHONPATH``."""
+otherwise. ``make test-compat`` puts that package on ``PYTHONPATH``: 0.4.1 with Megatron 0.16.1, 0.6.0 with 0.19.2."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 pytest.importorskip("megatron.core")
 
 from tests.faults.disk import FaultDisk, Gate
-from tests.megatron.async_saves import save_beside_training
-from tests.megatron.torch_dist import Scenarios, chosen
+from tests.megatron.async_saves import as_saved, loaded, save_beside_training, state
+from tests.megatron.torch_dist import Scenarios, chosen, queue_option, save
 
 pytestmark = pytest.mark.compat
 
@@ -51,6 +53,29 @@ def training_goes_on_while_shards_are_written_and_the_tracker_moves_after_the_co
         queue = AsyncCallsQueue(persistent=is_persistent)
         save_beside_training(directory / str(is_persistent), queue, AsyncRequest)
         queue.close()
+
+
+@SCENARIOS.add
+def a_queue_that_is_closed_finalizes_every_save_that_it_holds_unless_it_aborts(directory: Path) -> None:
+    """Of 0.5 and newer a persistent queue does so only if it has started a process."""
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+
+    finalized: list[str] = []
+    with chosen():
+        can_abort = "abort" in inspect.signature(AsyncCallsQueue.close).parameters  # 0.4.1 cannot
+        for is_persistent, aborts in itertools.product((False, True), (False, True)[: 1 + can_abort]):
+            queue, names = AsyncCallsQueue(persistent=is_persistent), [f"{is_persistent} {aborts} {n}" for n in "12"]
+            for name in names:
+                option = queue_option("nvrx")
+                request = save(state(1.0), directory / name, async_sharded_save=True, **option)
+                request = request if option else AsyncRequest(**request._asdict())
+                request.add_finalize_fn(lambda name=name: finalized.append(name))
+                queue.schedule_async_request(request)
+            queue.close(**{"abort": True} if aborts else {})
+            assert (finalized[-2:] == names) != aborts
+            assert queue.get_num_unfinalized_calls() == (2 if aborts else 0)
+            queue.maybe_finalize_async_calls(blocking=True)
+            assert finalized[-2:] == names and loaded(directory / names[1]) == as_saved(1.0)
 
 
 @SCENARIOS.add

@@ -112,5 +112,7 @@ test_on_two_ranks = SCENARIOS.test()
 )
 def test_a_config_that_megatron_did_not_write_is_an_error_that_names_it(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_bytes(content)
-    with pytest.raises(CorruptCheckpoint, match=r"metadata\.json cannot be used: expected Megatron's checkpointing"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"metadata\.json cannot be used: expected a JSON object with the field"
+    ):
         backend_of(str(tmp_path))

@@ -142,11 +142,11 @@ def plain(value: Any) -> Any:
     return _pytree.tree_map(compared, value)
 
 
-def queue_option() -> dict[str, str]:
+def queue_option(owner: str = "mcore") -> dict[str, str]:
     """The argument of ``dist_checkpointing.save`` that says whose queue an asynchronous save goes into: Megatron's.
-    From 0.17 on there is a choice, and the other queue is of a package of its own."""
+    From 0.17 on there is a choice, and the other queue (``"nvrx"``) is of a package of its own."""
     has_queues = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-    return {"async_strategy": "mcore"} if has_queues else {}
+    return {"async_strategy": owner} if has_queues else {}
 
 
 def cut(key: str, data: torch.Tensor, **options: Any) -> ShardedTensor:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
+from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageError
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import Disk
 from tests.faults.disk import CHANGES, Fault, FaultDisk, each_call
@@ -315,6 +316,19 @@ def test_whatever_call_a_save_stands_still_before_while_another_job_saves_each_i
         saved |= {7} if verdicts[number].type_name == "" else set()
         assert step_in(directory, no_dist=True) in (saved or {1}), (number, call, raised, verdicts[number])
         assert raised is None or isinstance(raised, robust_dcp.StorageError)
+
+
+def test_a_directory_that_is_removed_while_a_save_runs_is_what_the_error_says(tmp_path: Path) -> None:
+    """Nobody has written into it: a clean-up took it for an old checkpoint."""
+    path = tmp_path / "c"
+
+    def remove(call: object) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    removed = FaultDisk(tmp_path, on={"stat:c/*.distcp": remove})
+    with removed, pytest.raises(StorageError, match="somebody has removed the directory meanwhile") as caught:
+        robust_dcp.save({"weight": torch.ones(10)}, checkpoint_id=path)
+    assert "another save" not in str(caught.value) and not path.exists()
 
 
 def test_a_stock_save_that_is_running_keeps_its_files(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError,
 from robust_dcp.comm.link import ExchangeStats, Link
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.tree import Tree
-from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.errors import ExchangeError, RobustCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -951,6 +951,9 @@ class Operation:
             raise problem
         left = min(exchange.seconds_to_wait(), self._until - time.monotonic())
         if left <= 0:
+            if self._own_error is not None and not isinstance(self._own_error, Stopped | ExchangeError):
+                # Who waits with this rank hears of its failure, not of the ranks for which it has waited.
+                raise Problem.of_leaving(self.link.rank, self._own_error)
             raise Problem.of_late(exchange.late(), self.deadline_seconds)
         self._changed.wait(left)
         return False

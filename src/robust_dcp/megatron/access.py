@@ -168,7 +168,8 @@ class AccessCheck(msgspec.Struct, frozen=True, eq=False):
             keys = tuple({key_of(name) if place in objects else name for place, name in enumerate(items.names)})
             if refuses:
                 check_bounds(ranks)
-                refuse_wrong_access(items)
+                global_ranks = np.array(self.channel.ranks, dtype=items.rank.dtype)  # a load may be of a smaller group
+                refuse_wrong_access(msgspec.structs.replace(items, rank=global_ranks[items.rank]))
 
         try:
             self.channel.gather(f"{phase}: shards", message, ItemsMessage, then=judge)

@@ -8,6 +8,7 @@ over, and the request's finalizer waits for it. This module imports no queue.
 from __future__ import annotations
 
 import concurrent.futures
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,18 @@ def request_for(request_class: Any, save: BackgroundSave, finish: Callable[[Save
         finish(save.report())
 
     return request_class(async_fn=None, async_fn_args=(save,), finalize_fns=[finalize])
+
+
+def close(stock: Callable[..., None], queue: Any, *args: Any, **kwargs: Any) -> None:
+    """``AsyncCallsQueue.close``: finalize our saves first, unless the queue aborts.
+
+    A persistent queue of ``nvidia_resiliency_ext`` 0.5 and newer finalizes only if it has started a process, and for
+    our saves it starts none. Without its finalizer a save that is committed has no ``metadata.json``.
+    """
+    aborts = inspect.signature(stock).bind(queue, *args, **kwargs).arguments.get("abort", False)  # 0.4.1 has it not
+    if not aborts and any(isinstance(call.async_caller, BackgroundSave) for call in queue.async_calls):
+        queue.maybe_finalize_async_calls(blocking=True)
+    stock(queue, *args, **kwargs)
 
 
 def schedule_async_request(stock: Callable[[Any, Any], int], queue: Any, async_request: Any) -> int:

@@ -92,8 +92,9 @@ def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:
     differing = sorted(path for path in mine.keys() & first.keys() if mine[path] != first[path])
     if only_there or only_here or differing:
         logger.warning(
-            "Rank %d common state dict differs from rank %d common state dict, which is the one that is saved. "
-            "Keys only on rank %d: %s, Keys only on %d: %s, Mismatched keys: %s",
+            # Stock's line, which scripts look for. Then ours.
+            "Rank %d common state dict differs from rank %d common state dict. Keys only on rank %d: %s, "
+            "Keys only on %d: %s, Mismatched keys: %s. That of rank %d is saved",
             channel.ranks[channel.rank],
             channel.ranks[channel.coordinator_rank],
             channel.ranks[channel.coordinator_rank],
@@ -101,6 +102,7 @@ def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:
             channel.ranks[channel.rank],
             only_here[:_SHOWN],
             differing[:_SHOWN],
+            channel.ranks[channel.coordinator_rank],
         )
 
 

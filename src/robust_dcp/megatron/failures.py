@@ -2,7 +2,8 @@
 
 Megatron-LM's ``save_checkpoint`` first makes the state dict (model, optimizer, RNG and rerun states). Each rank does
 that by itself. A rank that raises there never reaches the first exchange of the save, and the others would wait for it.
-So all ranks meet in one more exchange right before that. A rank that has failed joins it too, and brings its error.
+So all ranks meet in one more exchange right before that. A rank that has failed joins it too, and brings its error. It
+does not wait there for long: others may wait for it in a collective of Megatron's own, until its process ends.
 
 This module also owns what ``--ckpt-save-failure warn`` does. Code that catches ``megatron.core``'s
 ``CheckpointingException`` also catches our errors where stock would raise that class.
@@ -118,18 +119,38 @@ def meet_before_saving(*, is_last: bool = True) -> None:
         RobustCheckpointError: a rank has failed or does not come. All ranks raise the same error.
     """
     if _current.is_unheard:
-        _meet(None)
+        _meet()
         _current.is_unheard = not is_last
 
 
-def _meet(error: BaseException | None) -> None:
+_FAILED_RANK_WAITS_SECONDS = 8.0
+"""For so long a rank that has failed waits for the others. They come at once if only their state dicts are not made
+yet. If they are in a collective of Megatron's, they come no more."""
+
+
+def _meet(error: BaseException | None = None) -> None:
     def tell() -> None:
         if error is not None:
             raise error
 
     timeout_seconds = current_options().exchange_timeout_seconds
-    channel = Channel.for_group(None, operation="save_checkpoint", timeout_seconds=timeout_seconds)
-    channel.barrier("save_checkpoint: state dicts are made", tell)
+    deadline_seconds = None if error is None else min(timeout_seconds, _FAILED_RANK_WAITS_SECONDS)
+    channel = Channel.for_group(
+        None,
+        operation="save_checkpoint",
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+    )
+    try:
+        channel.barrier("save_checkpoint: state dicts are made", tell)
+    except ExchangeError:
+        if error is None:
+            raise
+        logger.error(
+            "save_checkpoint: the other ranks were waited for for up to %g seconds and did not all come to hear of "
+            "that: they may be in a collective of Megatron's own, or save nothing. This rank raises its error alone",
+            deadline_seconds,
+        )
 
 
 def save_checkpoint(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +163,8 @@ def save_checkpoint(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     directory is refused here.
 
     Raises:
-        RobustCheckpointError: a rank raised before its save began. All ranks raise it.
+        RobustCheckpointError: a rank raised before its save began. All ranks raise it if they come to hear of it. If
+            not all come within some seconds, that rank raises its own error.
     """
     if not _is_ours(stock, args, kwargs):
         return stock(*args, **kwargs)

@@ -3,6 +3,9 @@
 If a rank fails in a step, all ranks hear of it. No object that is read runs code, and every tensor is filled
 completely. This module owns the order of the steps.
 
+From 0.18 on Megatron's ranks talk to each other only if something is validated. Without that a rank may load by itself,
+and here each step is then done on that rank alone.
+
 | step | exchanges |
 | --- | --- |
 | verify files | a broadcast of the manifest and a barrier; only with ``verify_integrity`` |
@@ -210,7 +213,7 @@ class RobustLoadStrategy(TorchDistLoadShardedStrategy):
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir, async_strategy: str | None = None
     ) -> dict[str, Any]:
-        """Load the shards, on all ranks together.
+        """Load the shards: on all ranks together up to Megatron-Core 0.17, each rank by itself from 0.18 on.
 
         Args:
             sharded_state_dict: the shards to load, with the tensors to load them into.
@@ -218,9 +221,9 @@ class RobustLoadStrategy(TorchDistLoadShardedStrategy):
             async_strategy: ignored. Megatron passes it, but our loads do not depend on it.
 
         Raises:
-            RobustCheckpointError: any rank failed. Every rank raises it.
+            RobustCheckpointError: any rank that takes part failed. Every one of them raises it.
         """
-        return _read_sharded(sharded_state_dict, _reader(checkpoint_dir), strategy=self)
+        return strategy_load(None, self, sharded_state_dict, checkpoint_dir)
 
     # A load of stock with this strategy calls these two, and stock's own would run code that `.metadata` names.
     def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
@@ -235,7 +238,7 @@ class RobustLoadStrategy(TorchDistLoadShardedStrategy):
 
 def strategy_load(
     stock: Any, strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *_: Any, **__: Any
-) -> Any:
+) -> dict[str, Any]:
     """``TorchDistLoadShardedStrategy.load``, for callers that call the strategy themselves.
 
     All ranks load together if they do so in the installed version. From 0.18 on each rank loads by itself.
@@ -316,6 +319,9 @@ class _Keys(msgspec.Struct, frozen=True):
 def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``dist_checkpointing.load`` of a checkpoint that robust_dcp or stock has saved. Stock loads other backends.
 
+    It is collective where Megatron's is: up to 0.17 always, from 0.18 on if it validates the access (the default),
+    needs the keys of all ranks, or verifies files.
+
     Raises:
         InvalidAccess: the ranks do not access each shard exactly once.
         RobustCheckpointError: something failed on any rank. All ranks raise the same error.
@@ -326,16 +332,18 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     directory, strategy = directory_path(call["checkpoint_dir"]), call["sharded_strategy"]
     group, timeout_seconds = call.get("process_group"), current_options().exchange_timeout_seconds
     phase = f"load {checkpoint_name(directory)}"
-    channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=timeout_seconds)
+    strict, needs_checkpoint_keys, needs_global_keys, returns_mismatch = versions.strictness(call["strict"])
+    validates, verifies_files = call["validate_access_integrity"], call.get("verify_integrity", False)
+    no_dist = not (versions.load_is_collective() or validates or needs_global_keys or verifies_files)
+    channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=timeout_seconds, no_dist=no_dist)
     with as_megatron_raises():
-        if call.get("verify_integrity", False):
+        if verifies_files:
             integrity.verify_files(channel, phase, directory)
         opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
         if opened.backend != "torch_dist":
             log_left_to_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
             return stock(*args, **kwargs)
 
-        strict, needs_checkpoint_keys, needs_global_keys, returns_mismatch = versions.strictness(call["strict"])
         result: dict[str, Any] = {}
         sharded: dict[str, Any] = {}
         factories: dict[str, Any] = {}
@@ -348,7 +356,7 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return ShardFacts(nested_values(sharded))
 
         check = agree_on_access(channel, f"{phase}: prepare", prepare)
-        asked, validates = tuple[str, ...](), call["validate_access_integrity"]
+        asked = tuple[str, ...]()
         if needs_global_keys or (validates and not check.is_known):
             asked = check.run(f"{phase}: validate", refuses=validates)
 
@@ -364,7 +372,7 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
             channel.barrier(f"{phase}: strictness", check_keys)
 
-        loaded = _read(sharded, directory, strategy, group, channel, phase)
+        loaded = _read(sharded, directory, strategy, group, channel, phase, no_dist=no_dist)
 
         def merge_loaded() -> None:
             nonlocal result
@@ -382,10 +390,13 @@ def _read(
     group: dist.ProcessGroup | None,
     channel: Channel,
     phase: str,
+    *,
+    no_dist: bool,
 ) -> dict[str, Any]:
     """Read the shards by the strategy that the caller gave. One that reads in its own way is asked to."""
     loaded: dict[str, Any] = {}
-    if hasattr(strategy, "parallelization_group") and versions.reads_torch_dist(strategy.base_strategy):
+    is_parallel = hasattr(strategy, "parallelization_group") and versions.reads_torch_dist(strategy.base_strategy)
+    if is_parallel and not no_dist:
 
         def load_in_parallel() -> None:
             """Each parallelization group reads by itself. If one group fails, all ranks raise its error."""
@@ -394,10 +405,10 @@ def _read(
 
         channel.barrier(f"{phase}: read in parallel", load_in_parallel)
         return loaded
-    if not versions.reads_torch_dist(strategy):
+    if is_parallel or not versions.reads_torch_dist(strategy):
         loaded = strategy.load(sharded, directory)
         return loaded
-    return _read_sharded(sharded, _reader(directory), process_group=group, strategy=strategy)
+    return _read_sharded(sharded, _reader(directory), process_group=group, no_dist=no_dist, strategy=strategy)
 
 
 @entry_point

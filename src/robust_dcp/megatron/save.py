@@ -44,9 +44,10 @@ from robust_dcp.megatron.shards import MegatronPlanner, ShardFacts
 from robust_dcp.report import SaveReport
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import checkpoint_name, directory_path
+from robust_dcp.storage.layouts.places import separated
 from robust_dcp.storage.records.kinds import NotData
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.switch.patching import log_left_to_stock
+from robust_dcp.switch.patching import log_left_to_stock, log_without_effect
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,15 @@ def _save_shards(
     group, options = getattr(strategy, "parallelization_group", None), current_options()
     peers = () if group is None else dist.get_process_group_ranks(group)
     writer = RobustWriter(checkpoint_dir, threads=options.writer_threads)
+    separation_hint = getattr(_base_strategy_of(strategy), "separation_hint", None)
+    if separation_hint:
+        writer.layout = separated(separation_hint)
+    if getattr(strategy, "pg_cache_create", False):
+        log_without_effect(
+            "--ckpt-pg-tensors-cache-create",
+            "saves and loads by robust_dcp need no such cache, and none is made; a later job with stock code and "
+            "--ckpt-pg-tensors-cache-path would end in FileNotFoundError: let one with --ckpt-planner default make it",
+        )
     meet_before_saving()
     with as_megatron_raises():
         return save(

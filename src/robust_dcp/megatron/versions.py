@@ -13,9 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core.dist_checkpointing import core, serialization, state_dict_utils, validation
 from megatron.core.dist_checkpointing import utils as dist_checkpointing_utils
@@ -138,6 +140,12 @@ def strictness(strict: Any) -> tuple[Any, bool, bool, bool]:
     )
 
 
+class _Config(msgspec.Struct):
+    """What counts in ``metadata.json``. Other fields come and go with the versions: 0.19 has lost ``common_backend``."""
+
+    sharded_backend: str
+
+
 def backend_of(checkpoint_dir: str) -> str:
     """Read the backend of a checkpoint, such as ``"torch_dist"``, from its ``metadata.json``. Asks no other rank.
 
@@ -147,18 +155,12 @@ def backend_of(checkpoint_dir: str) -> str:
     """
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist")
-
-    def backend_in(data: bytes) -> str:
-        try:
-            return str(core.CheckpointingConfig(**from_json(data, dict[str, Any])).sharded_backend)[:100]
-        except TypeError as error:  # it has other fields
-            raise ValueError(str(error)) from None
-
-    path, what = os.path.join(checkpoint_dir, core.CONFIG_FNAME), "Megatron's checkpointing config in JSON"
-    backend = read_small_file(Disk(), path, backend_in, what=what, at_most=_MAX_CONFIG_NBYTES)
-    if backend is None:
+    path, what = os.path.join(checkpoint_dir, core.CONFIG_FNAME), "a JSON object with the field sharded_backend"
+    decode = partial(from_json, kind=_Config)
+    config = read_small_file(Disk(), path, decode, what=what, at_most=_MAX_CONFIG_NBYTES)
+    if config is None:
         raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
-    return backend
+    return config.sharded_backend[:100]
 
 
 def checkpoint_config(strategy: Any) -> bytes:

@@ -37,11 +37,25 @@ def log_left_to_stock(what: str, why: str) -> None:
         why: the reason, and what to do about it if anything can be done. It must not name what differs from call to
             call, such as the path of a checkpoint: then every call would be logged.
     """
+    _warn_once("robust_dcp was asked for, but stock code does this: %s (%s)", what, why)
+
+
+def log_without_effect(option: str, why: str) -> None:
+    """Warn that an option does nothing with robust_dcp although somebody may rely on it, once a process.
+
+    Args:
+        option: what was asked for.
+        why: what it means that it does nothing.
+    """
+    _warn_once("%s does nothing with robust_dcp: %s", option, why)
+
+
+def _warn_once(line: str, what: str, why: str) -> None:
     with _lock:
         if (what, why) in _said:
             return
         _said.add((what, why))
-    logger.warning("robust_dcp was asked for, but stock code does this: %s (%s)", what, why)
+    logger.warning(line, what, why)
 
 
 def announce(line: str) -> None:

@@ -4,8 +4,8 @@ test-compat`` puts this folder on the path, and Python runs it at the start of e
 ``triton`` (its kernels are decorated when their modules are imported; it is of no use without a GPU) and, below Python
 3.12, ``typing.override``. PyTorch is not shown the stand-in: it takes one look for triton and does without.
 
-For Megatron-Bridge ``transformer_engine``, which needs CUDA, and ``nvidia_resiliency_ext``, of which PyPI has only
-0.4.1, and that Megatron-Core 0.19 refuses. Megatron-Core is not shown them either.
+For Megatron-Bridge ``transformer_engine``, which needs CUDA, and ``nvidia_resiliency_ext``, of which this
+folder of packages has none. Megatron-Core is not shown them either.
 """
 
 from __future__ import annotations

@@ -328,6 +328,14 @@ class Save:
             with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="robust_dcp-check") as pool:
                 are_there = [each.result() for each in [submit(pool, self._disk.exists, path) for path in paths]]
         for path, is_there in zip(paths, are_there, strict=True):
+            if not is_there and not self._disk.exists(self.path):
+                raise StorageError(
+                    f"{self.path} is gone, into which this save has written: somebody has removed the directory "
+                    "meanwhile, such as a clean-up of old checkpoints; nothing is committed. Let it leave the newest "
+                    "checkpoints alone, and save again",
+                    path=self.path,
+                    operation="commit",
+                )
             if not is_there:
                 raise self._interfered(f"{path}, which this save has written, is gone")
 

@@ -160,9 +160,13 @@ def mark_of(save_id: str) -> str:
     return save_id.replace("-", "")[:16]
 
 
-def data_file_name(rank: int, number: int, mark: str) -> str:
-    """``__{rank}_{number}.{mark}.distcp``: DCP's name with the mark of the save. No other save writes to the file."""
-    return f"__{rank}_{number}.{mark}{DATA_SUFFIX}"
+def data_file_name(rank: int, number: int, mark: str, prefix: str = "") -> str:
+    """``__{rank}_{number}.{mark}.distcp``: DCP's name with the mark of the save. No other save writes to the file.
+
+    Args:
+        prefix: what the name begins with, as with Megatron's ``separation_hint``.
+    """
+    return f"{prefix}__{rank}_{number}.{mark}{DATA_SUFFIX}"
 
 
 def shard_file_name(rank: int, number: int, count: int, mark: str) -> str:
@@ -203,7 +207,7 @@ def writer_of(name: str) -> WriterOfFile | None:
     """Parse a name that one of our saves may give, in either layout; ``None`` if none gives such a name."""
     if found := _DATA_FILE.fullmatch(name):
         first = 0
-        if found["hint"]:
+        if found["hint"] and not found["mark"]:
             return None
     elif found := _SHARD_FILE.fullmatch(committed_name(name)):
         first = 1

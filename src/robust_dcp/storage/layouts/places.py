@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.items import Form, ItemKind, Items, distinct
-from robust_dcp.storage.files.paths import data_file_name
+from robust_dcp.storage.files.paths import data_file_name, is_data_file
 from robust_dcp.storage.records.record import framed_record
 
 RECORD_ALIGNMENT = 64
@@ -29,6 +29,9 @@ LARGE_NBYTES = 1 << 20
 """Payloads of this size or more begin at an offset of 64 modulo 4096. PyTorch's CPU allocator puts a tensor's data at
 the same place within its page, so direct I/O can write it without a copy.
 """
+
+APART: Final = -1
+"""In the place of the length of a file's head: see :func:`separated`."""
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -69,7 +72,8 @@ class Placements(msgspec.Struct, frozen=True, eq=False):
         offset: int64 ``[n]``, start of the record in its file, in bytes; -1 for an item of variable size.
         nbytes: int64 ``[n]``, length of the record; -1 for an item of variable size.
         file_nbytes: the length of each file, without items of variable size.
-        head_nbytes: for each file the length of its head, 0 for a file of records.
+        head_nbytes: for each file the length of its head, 0 for a file of records, and ``APART`` for one of records
+            that are kept apart from the others.
     """
 
     file: Int32
@@ -237,6 +241,41 @@ def _measure(items: Items, rows: npt.NDArray[np.intp]) -> Int64:
 
 
 TORCH: Final = Layout("torch", "torch-2", True, False, _measure, place_records, _file_names)
+
+
+def separated(prefix: str) -> Layout:
+    """The layout ``torch``, with tensors whose names begin with ``prefix`` in files of their own, whose names do, too.
+
+    ``optimizer__0_1.….distcp``: these files can be removed, with what ``.metadata`` says of their tensors, and the rest
+    is still a checkpoint. Items of variable size stay with the others.
+
+    Raises:
+        ValueError: ``prefix`` is empty, or cannot begin the name of a file.
+    """
+    if not is_data_file(data_file_name(0, 0, "0" * 16, prefix)):
+        raise ValueError(f"{prefix!r} cannot begin the name of a file: expected letters, digits, '_', '-' and '.'")
+
+    def measure(items: Items, rows: npt.NDArray[np.intp]) -> Int64:
+        is_apart = np.array([name.startswith(prefix) for name in items.names], dtype=np.int64)
+        return np.column_stack([_measure(items, rows), is_apart[items.name[rows]]])
+
+    def place(measures: Int64, files: int) -> Placements:
+        is_apart = (measures[:, -1] == 1) & (measures[:, 0] >= 0)
+        apart, rest = np.flatnonzero(is_apart), np.flatnonzero(~is_apart)
+        groups = [place_records(measures[rows, :-1], files) for rows in (rest, apart)]
+        file, offset = np.empty(len(measures), dtype=np.int32), np.empty(len(measures), dtype=np.int64)
+        for rows, placed, first in zip((rest, apart), groups, (0, groups[0].n_files), strict=True):
+            file[rows], offset[rows] = placed.file + first, placed.offset
+        heads = groups[0].head_nbytes + (APART,) * groups[1].n_files
+        return Placements(file, offset, measures[:, 0], groups[0].file_nbytes + groups[1].file_nbytes, heads)
+
+    def file_names(rank: int, head_nbytes: Sequence[int], mark: str) -> list[str]:
+        return [
+            data_file_name(rank, number, mark, prefix if head == APART else "")
+            for number, head in enumerate(head_nbytes)
+        ]
+
+    return Layout(TORCH.name, f"{TORCH.version}, apart: {prefix}", True, False, measure, place, file_names)
 
 
 # Sizes in bins that end up about equally full. The bins are files, or ranks that write or read replicas.

@@ -259,7 +259,7 @@ def _order(
     records = tuple(record_of[place] for place in fixed.tolist())
     head_nbytes = placements.head_nbytes[number]
     head = None
-    if head_nbytes:
+    if head_nbytes > 0:
         rows = zip(fixed.tolist(), records, starts.tolist(), strict=True)
         tensors = {
             source.names[n]: StoredTensor(record.dtype, record.shape, start, record.nbytes, source.offsets[n])
@@ -272,7 +272,7 @@ def _order(
             places,
             starts,
             records,
-            begin=head_nbytes // page_nbytes * page_nbytes,
+            begin=max(head_nbytes, 0) // page_nbytes * page_nbytes,
             end=placements.file_nbytes[number] + 1,
             block_nbytes=block_nbytes,
             page_nbytes=page_nbytes,
