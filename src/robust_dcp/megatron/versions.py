@@ -141,7 +141,7 @@ def strictness(strict: Any) -> tuple[Any, bool, bool, bool]:
 
 
 class _Config(msgspec.Struct):
-    """What counts in ``metadata.json``. Other fields come and go with the versions: 0.19 has lost ``common_backend``."""
+    """What counts in ``metadata.json``. Other fields come and go: 0.19 has lost ``common_backend``."""
 
     sharded_backend: str
 
