@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
 from robust_dcp.storage.metadata.pickled import SLAB_ROWS, MetadataColumns, MetadataPickle
+from robust_dcp.storage.metadata.unpickling import interpreted, natively
 from tests.storage.forged import Call
 
 
@@ -375,6 +376,21 @@ def test_every_reader_finds_what_stock_would_have_written(reader: str, content: 
     assert found == expected
     assert list(found.state_dict_metadata) == list(expected.state_dict_metadata)
     assert in_full(found) == in_full(decode_metadata(encode_metadata(expected), ".metadata"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(content=contents(), meta=metas)
+def test_pythons_own_unpickler_reads_what_writers_write_and_as_the_interpreter_does(
+    content: Content, meta: StorageMeta
+) -> None:
+    file_names = names_of(content.n_files)
+    ours = MetadataPickle(content.columns()).encode(file_names, content.variable_places(), meta)
+    stock = content.stock(file_names, meta)
+    pickles = [joined(ours[:-1]), *(pickle.dumps(stock, protocol) for protocol in (2, 3, 4, 5))]
+    for pickled in pickles:
+        natively_read = natively(pickled)
+        assert natively_read is not None  # else each load of a large checkpoint takes five times longer
+        assert in_full(natively_read) == in_full(interpreted(pickled, ".metadata"))
 
 
 def test_a_tensor_of_more_chunks_than_a_slab_has_rows_stays_in_one_piece() -> None:

@@ -163,7 +163,8 @@ class _NativeUnpickler(pickle.Unpickler):
         value = self._trust.named(module, name)
         trusted = self._trust.of(value)
         if trusted.as_native is not None:
-            self._watched.setdefault(trusted.as_native, _attributes(trusted.as_native))
+            if trusted.as_native.__flags__ & _HEAP_TYPE:
+                self._watched.setdefault(trusted.as_native, _attributes(trusted.as_native))
             return trusted.as_native
         if trusted.call is not None and not trusted.is_registered:  # the interpreter knows what registered code may do
             return _caller(trusted.call, self._budget)
@@ -194,9 +195,10 @@ def _attributes(kind: type) -> dict[str, Any]:
 
 
 _ABSENT: Final = object()
+_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of such a class can be set
 
 
-def _natively(data: bytes) -> tuple[Any, int] | None:
+def natively(data: bytes) -> tuple[Any, int] | None:
     """What a regular pickle holds, and its length in bytes; ``None`` if it is not regular."""
     try:
         pickled = bytearray(data)
@@ -229,14 +231,15 @@ def unpickled(data: bytes, file: str) -> Any:
     """
     pickled = pickle_in(data, file)
     with without_garbage_collection():
-        value, nbytes = _natively(pickled) or _interpreted(pickled, file)
+        value, nbytes = natively(pickled) or interpreted(pickled, file)
     if nbytes != len(pickled):
         # Neither DCP nor we write anything here. If our trailer is damaged, this is where it shows.
         raise corrupt(file, "nothing behind the pickle", f"{len(pickled) - nbytes} bytes")
     return value
 
 
-def _interpreted(data: bytes, file: str) -> tuple[Any, int]:
+def interpreted(data: bytes, file: str) -> tuple[Any, int]:
+    """What a pickle holds, and its length in bytes. Raises the same as :func:`unpickled`."""
     unpickler = Unpickler(data)
     try:
         value = unpickler.load()
