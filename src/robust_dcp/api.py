@@ -311,6 +311,19 @@ def load(
     return report
 
 
+def _read_objects(reader: StorageReader, metadata: Metadata, names: list[str]) -> dict[str, Any] | None:
+    """Read objects on which the plan depends. ``None`` if this node does not have their files."""
+    values = dict[str, Any].fromkeys(names)
+    if isinstance(reader, RobustReader):
+        places = (metadata.storage_data[MetadataIndex(name)] for name in names)
+        if reader.missing_files({place.relative_path for place in places}):
+            return None
+    planner = RobustLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(values, metadata)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return values
+
+
 class _Load(msgspec.Struct, eq=False):
     """One load on one rank: what its phases hand on.
 
@@ -356,7 +369,7 @@ class _Load(msgspec.Struct, eq=False):
         takes_more = "kwargs" in inspect.signature(self.reader.set_up_storage_reader).parameters
         more = {"rank": channel.rank, "use_collectives": True} if takes_more else {}
         self.reader.set_up_storage_reader(metadata, channel.is_coordinator, **more)
-        names = StoredNames(metadata, partial(self._objects, metadata))
+        names = StoredNames(metadata, partial(_read_objects, self.reader, metadata))
         self.stand_ins, values = stand_ins_for(self.state_dict, names)
         self.values = {key: values[key] for key in sorted(values, key=str)}  # keys need not be text
         # DCP's load plans are local, so no rank needs the plan of another.
@@ -371,18 +384,6 @@ class _Load(msgspec.Struct, eq=False):
             return Offer()
         items = self.plan.items if channel.size > 1 else ()  # only other ranks need to know the items
         return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=may_ask_early(planner))
-
-    def _objects(self, metadata: Metadata, names: list[str]) -> dict[str, Any] | None:
-        """Read objects on which the plan depends. ``None`` if this node does not have their files."""
-        values = dict[str, Any].fromkeys(names)
-        if self.robust is not None:
-            places = (metadata.storage_data[MetadataIndex(name)] for name in names)
-            if self.robust.missing_files({place.relative_path for place in places}):
-                return None
-        planner = RobustLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(values, metadata)
-        self.reader.read_data(planner.create_local_plan(), planner).wait()
-        return values
 
     def read(self) -> None:
         """Read what this rank has planned, and get from others what they read for it."""

@@ -346,13 +346,15 @@ def check_filled(planned: PlannedItems, tensors: Mapping[str, Any], checkpoint: 
             keys.append(key)
             shapes.append(shape)
     n_whole = len(planned.targets)
-    kinds = planned.kind_of[n_whole:].tolist()
-    tensor = [numbers.get((name, None), -1) for name in planned.names[n_whole:]]
-    for place, kind in enumerate(kinds) if -1 in tensor else ():
-        if tensor[place] < 0:
+    kinds, tensor = list[int](), list[int]()  # a key that is not in `tensors` may be filled in part
+    for name, kind in zip(planned.names[n_whole:], planned.kind_of[n_whole:].tolist(), strict=True):
+        number = numbers.get((name, None))
+        if number is None:
             part = planned.kinds[kind].part
-            box = planned.kinds[kind].offsets if part is None else part.box
-            tensor[place] = numbers[planned.names[n_whole + place], box]
+            number = numbers.get((name, planned.kinds[kind].offsets if part is None else part.box))
+        if number is not None:
+            kinds.append(kind)
+            tensor.append(number)
     parts: list[tuple[Any, Any]] = [
         (kind.part.in_box, kind.part.lengths) if kind.part else ((0,) * len(kind.lengths), kind.lengths)
         for kind in planned.kinds
