@@ -9,6 +9,9 @@
 #                           verl and Megatron-Bridge; FRAMEWORKS=lightning for one of them. On disk torchtitan takes
 #                           1.1 GB, verl and Megatron-Bridge 0.8 GB each. These three need Python 3.11
 #   make megatron-checkpoints MEGATRON=path  the checkpoints of all versions of Megatron in tests/megatron/saved_by
+#   make test-stock STOCK_TESTS=path  PyTorch's own tests of distributed checkpoints on CPU, with stock and with robust_dcp.
+#                path is test/distributed/checkpoint of PyTorch's sources, of the version of the installed torch;
+#                STOCK_FILES="test_utils.py e2e/*" runs some of them
 #   make test-hooks  saves and loads as TensorBoard and OpenTelemetry see them
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
@@ -18,8 +21,9 @@
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  repairs what ruff can repair of the complaints of `check`
 #   make bench   the benchmarks
-#   make torture thousands of faults between ranks and at calls to files, kills, hostile checkpoints, and async saves while
-#                training overwrites all tensors; SEED=1 (some hours)
+#   make torture thousands of faults between ranks and at calls to files, kills, hostile checkpoints, async saves while
+#                training overwrites all tensors, and state dicts saved and loaded by us and by stock crosswise; SEED=1
+#                (some hours)
 #   make gpu     tests and benchmark for a CUDA device, without network. GPU_PYTHON=python3 must have torch with CUDA. The
 #                other packages come from .gpu-wheels. Run `make gpu-wheels` on a machine with a network to fill it
 #   make clean   remove everything that make has made
@@ -39,14 +43,14 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 SEED ?= 1
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
-CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back
+CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back state_dicts
 BENCHMARKS := planning loading storage messages async_save megatron
 
 .DELETE_ON_ERROR:
-.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser check docs figures dist format bench torture gpu gpu-wheels clean
+.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-stock test-hooks test-browser check docs figures dist format bench torture gpu gpu-wheels clean
 
 # On a machine with a GPU these run on the CPU too: their ranks use gloo, and Megatron's models are built on the CPU.
-demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser megatron-checkpoints: export CUDA_VISIBLE_DEVICES :=
+demo test coverage test-compat test-compat-smoke test-frameworks test-stock test-hooks test-browser megatron-checkpoints: export CUDA_VISIBLE_DEVICES :=
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
@@ -125,6 +129,16 @@ $(COMPAT)/saved_by/%: | $(INSTALLED)
 	  --target $@ megatron-core==$*
 
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
+
+# None of PyTorch's code is here: whoever has its sources names them.
+STOCK_TESTS ?=
+STOCK_FILES ?=
+
+test-stock: $(INSTALLED)
+	@test -d "$(STOCK_TESTS)" || \
+	  { echo "make test-stock STOCK_TESTS=path: the path of test/distributed/checkpoint in PyTorch's sources" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input expecttest
+	$(BIN)/python scripts/stock_tests.py $(STOCK_TESTS) $(if $(STOCK_FILES),--only $(foreach each,$(STOCK_FILES),'$(each)'))
 
 test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -m "compat or not compat" tests/report_page

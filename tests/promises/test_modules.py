@@ -22,8 +22,10 @@ from torch.optim import AdamW, Optimizer
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustLoadPlanner
-from tests.harness.ranks import on_ranks
+from tests.faults.disk import LONG_TESTS
+from tests.harness.ranks import on_ranks, run_ranks, values
 from tests.harness.verdicts import lines_of_the_log
+from torture.state_dicts import run as run_state_dicts
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -379,3 +381,14 @@ def test_one_line_says_what_no_rank_has_asked_for(tmp_path: Path) -> None:
         assert word in line
     assert nothing == []
     assert on_ranks(2, load_telling, str(tmp_path), [keys[:4], [*keys[4:], "step"]]) == [[], []]
+
+
+# --- a part of the campaign of torture -------------------------------------------------------------------------------
+
+
+def complaints_of(first: int, n_trials: int) -> list[str]:
+    return [line for number in range(first, first + n_trials) for line in run_state_dicts(number).complaints]
+
+
+def test_what_is_saved_by_us_under_the_switch_or_by_stock_is_loaded_by_each_of_them() -> None:
+    assert values(run_ranks(1, complaints_of, 7, 300 if LONG_TESTS else 6)) == [[]]
