@@ -98,8 +98,11 @@ def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
     return msgspec.structs.replace(record, replaces=(), directory=0)
 
 
-def announce_copy(disk: Disk, path: str, target: str) -> DrainRecord:
+def announce_copy(disk: Disk, path: str, target: str, *, replaces: tuple[str, ...] = ()) -> DrainRecord:
     """Note in a checkpoint that it will be copied to ``target``, an absolute place, unless its note says so already.
+
+    Args:
+        replaces: digests of checkpoints of other directories whose copies to ``target`` this one takes the place of.
 
     Raises:
         StorageError: a call failed.
@@ -108,9 +111,8 @@ def announce_copy(disk: Disk, path: str, target: str) -> DrainRecord:
     goes_there = former is not None and real_place(former.target) == real_place(target)
     if former is not None and goes_there and former.digest == digest:
         return former
-    replaces: tuple[str, ...] = ()
     if former is not None and goes_there and former.directory:
-        replaces = (*(() if former.is_complete else former.replaces), former.digest)
+        replaces = (*replaces, *(() if former.is_complete else former.replaces), former.digest)
     record = DrainRecord(target, digest, replaces=replaces, directory=_inode_of(disk, path))
     write_drain_record(disk, path, record)
     return record

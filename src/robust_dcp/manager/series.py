@@ -46,16 +46,14 @@ import msgspec
 from robust_dcp import errors
 from robust_dcp.decoding import from_json
 from robust_dcp.drain.record import digest_at, is_awaited
-from robust_dcp.report import REPORT_NAME
 from robust_dcp.storage.committing.saving_file import (
     claimed,
-    find_left_overs,
     is_gone,
-    remove_data_files,
     saving_files_in,
+    sweep,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, RECORD_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.small_files import pass_over, read_hint
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
@@ -479,7 +477,7 @@ def prune(
         if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
             _attempt(_remove_tree, disk, path)
     for path in series.directories():
-        if _attempt(_sweep, disk, path):
+        if _attempt(sweep, disk, path):
             pruned["swept"].append(path)
     doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
     for path in [each for each in doomed if only is None or each in only]:
@@ -520,27 +518,6 @@ def _remove(series: Series, path: str) -> bool:
         disk.rename(path, doomed)
     disk.fsync_directory(series.root)
     return _remove_tree(disk, doomed)
-
-
-def _sweep(disk: Disk, path: str) -> bool:
-    """Remove what crashed saves have left in a directory that holds no checkpoint. Returns whether it is gone."""
-    names = [] if os.path.islink(path) else disk.list_directory(path)
-    if METADATA_NAME in names or not saving_files_in(names):
-        return False
-    with claimed(disk, path) as saves:
-        found = find_left_overs(names, (), saves)
-        if found.others:
-            return False
-        left = remove_data_files(disk, path, found.files)
-        for name in {INDEX_NAME, REPORT_NAME} & set(names):  # killed right before its commit
-            disk.unlink(os.path.join(path, name))
-        for name, files in found.by_save.items():
-            if files.isdisjoint(left):
-                disk.unlink(os.path.join(path, name))
-    if disk.list_directory(path):
-        return False
-    disk.rmdir(path)
-    return True
 
 
 def _remove_tree(disk: Disk, path: str) -> bool:
