@@ -124,8 +124,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         try:
             yield
         except RobustCheckpointError as error:
-            committed = "is committed" if where == self.checkpoint else f"is committed in {where}"
-            error.message = f"the checkpoint {self.checkpoint} {committed}, but {failure}: {error.message}"
+            place = "" if where == self.checkpoint else f" in {where}"
+            error.message = f"the checkpoint {self.checkpoint} is committed{place}, but {failure}: {error.message}"
             raise
 
     def _announce(self, target: str) -> None:

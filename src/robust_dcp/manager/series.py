@@ -45,7 +45,7 @@ import msgspec
 
 from robust_dcp import errors
 from robust_dcp.decoding import from_json
-from robust_dcp.drain.record import digest_at, is_awaited
+from robust_dcp.drain.record import digest_at, inode_of, is_awaited
 from robust_dcp.storage.committing.saving_file import (
     claimed,
     is_gone,
@@ -71,6 +71,26 @@ _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
 
 
+class Job(msgspec.Struct, frozen=True, order=True):
+    """The job that has saved a step.
+
+    Attributes:
+        id: tells it from others.
+        host, pid: of its coordinator.
+        started_seconds: when it first looked at the series, in seconds since 1970, by the clock of the file system.
+        loaded: the id of the job whose checkpoint it went on from; empty if there was none.
+        directory: the inode of the step's directory. A record that was copied along with its checkpoint lies in another
+            one, and says nothing of who saves here.
+    """
+
+    id: str
+    host: str
+    pid: int
+    started_seconds: float
+    loaded: str = ""
+    directory: int = 0
+
+
 class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     """A committed checkpoint. ``.robust_dcp.step.json`` beside its ``.metadata`` is its record. One without that file
     loads like any other.
@@ -82,6 +102,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
         metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
         digest: tells its save from others. A record of another save does not count: it is still there if a save into
             the same directory was killed right after its commit. Empty in records of earlier versions.
+        job: who has saved it; ``None`` if it was not a manager.
     """
 
     step: int
@@ -89,6 +110,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     saved_seconds: float = 0.0
     metrics: dict[str, float] = {}
     digest: str = ""
+    job: Job | None = None
 
     @property
     def name(self) -> str:
@@ -292,6 +314,24 @@ class Series:
         file, decode = os.path.join(path, RECORD_NAME), partial(from_json, kind=Checkpoint)
         record = read_hint(self.disk, file, decode, what="the record of a step", at_most=_MOST_RECORD_NBYTES)
         return record if record is None or record.digest in ("", digest_at(self.disk, path)) else None
+
+    def noted_latest(self) -> Checkpoint | None:
+        """The step that ``latest`` names, as its record has it; ``None`` if one of the two cannot be understood. It
+        costs the same however many steps there are.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        text = self._text(self.latest_name)
+        name = "" if text is None else text[_DIGEST_LENGTH:].strip()
+        if self.step_of(name) is None:
+            return None
+        path = os.path.join(self.root, name)
+        record = self.record_at(path)
+        if record is None:
+            return None
+        is_copy = record.job is not None and record.job.directory != inode_of(self.disk, path)
+        return msgspec.structs.replace(record, path=path, job=None if is_copy else record.job)
 
     def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:
         """The checkpoints, by step, each with why it stays if no policy keeps it; ``None`` if it is to be removed.
