@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Agreement, Channel, Offer
-from robust_dcp.drain.drain import staging_directory
+from robust_dcp.drain.delivery import staging_directory
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
 from robust_dcp.names import StoredNames
@@ -79,7 +79,7 @@ def save(
     The arguments are those of ``torch.distributed.checkpoint.save``. When this returns on any rank, the checkpoint is
     committed and durable. If it raises, every rank raises the same exception. The directory's earlier content is then
     untouched, unless the message says that the checkpoint is committed: ``on_commit`` has failed, and the new one is
-    there. If a copy to a URL fails, what is at the URL is as it was, and what was to be copied stays where it was made.
+    there. If a copy to a URL fails, what is at the URL is as it was, and the message says where the checkpoint is.
     Files that a failed save has made are removed, or the exception names them. After an :class:`ExchangeTimeout` they
     stay until the next save into the directory, because a rank may still be writing.
 
@@ -144,7 +144,7 @@ def open_save(
 ) -> tuple[RobustPlanner, SaveSession]:
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
     watch_in_terminal()
-    path, moves_to = checkpoint_id, None
+    path, url = checkpoint_id, None
     if checkpoint_id is not None and is_url(checkpoint_id):
         place = place_of(checkpoint_id)
         path = local_path_of(place)
@@ -153,7 +153,7 @@ def open_save(
             # `describe` raises that on all ranks.
             with suppress(StorageError):
                 filesystem_of(place)
-            path, moves_to = staging_directory(place), place
+            path, url = staging_directory(place, 0), place  # without a mark until the writer has one
     writer = storage_writer
     if writer is None:
         if path is None:
@@ -167,8 +167,9 @@ def open_save(
             f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
             "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
         )
+    if url is not None:
+        writer.checkpoint_id, writer.path = url, staging_directory(url, writer.mark)
     name = checkpoint_name(writer.checkpoint_id)
-    writer.checkpoint_id = moves_to or writer.checkpoint_id
     if planner is None:
         planner = RobustPlanner()
     elif type(planner) is DefaultSavePlanner:
@@ -192,7 +193,7 @@ def open_save(
             "torch.distributed.checkpoint.save calls: call that, or override set_up_planner or resolve_data instead"
         )
     session = planner.open_session(name, writer, **options)
-    session.on_commit, session.moves_to = on_commit, moves_to
+    session.on_commit = on_commit
     # It comes after the async saves and drains of its group, all ranks commit, and listeners hear of it.
     session.queues = (queue_of(session.channel.ranks), queue_of(session.channel.ranks, "drain"))
     session.commits_together = session.clock.tells = True
@@ -201,7 +202,7 @@ def open_save(
 
 def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str, Any]) -> LocalStructure:
     """The structure of what this rank saves."""
-    for place in (session.moves_to, getattr(session.writer, "drain_to", None)):
+    for place in (session.checkpoint, getattr(session.writer, "drain_to", None)):
         if place is not None and local_path_of(place) is None:
             filesystem_of(place)
     meta = None if session.writer is None else session.writer.storage_meta()

@@ -561,13 +561,20 @@ class SlowToLoad:
         self.manager.save(2, state(2))
 
 
-def save_with_two_managers(root: str) -> list[int]:
+def save_with_two_managers(root: str) -> tuple[list[int], str]:
     """Both ranks are jobs of their own that save other steps below one root, and remove at the same time."""
     first = dist.get_rank()
     manager = CheckpointManager(root, keep_last=2)
     dist.barrier()  # the other rank may still connect
     dist.destroy_process_group()
-    return save_steps(manager, *range(first, 20, 2))
+    saved: list[int] = []
+    try:
+        for step in range(first, 20, 2):
+            manager.save(step, state(step))
+            saved.append(step)
+    except StorageError as error:
+        return saved, error.message
+    return saved, ""
 
 
 class TestRemovals:
@@ -652,10 +659,15 @@ class TestRemovals:
             assert other.prune() == [str(tmp_path / "step_15"), str(tmp_path / "step_20")] and not caplog.text
         assert load_what_is_there(tmp_path) == (30, 30.0, [])
 
-    def test_two_managers_on_one_root_lose_nothing_that_both_keep(self, tmp_path: Path) -> None:
-        values(run_ranks(2, save_with_two_managers, str(tmp_path)))
-        manager = CheckpointManager(tmp_path, keep_last=2)
-        assert [each.step for each in manager.checkpoints()][-2:] == [18, 19]
+    def test_of_two_jobs_that_save_below_one_root_at_once_one_goes_on_and_loses_nothing(self, tmp_path: Path) -> None:
+        outcomes = values(run_ranks(2, save_with_two_managers, str(tmp_path)))
+        refusals = [message for _, message in outcomes if message]
+        assert len(refusals) <= 1 and all("has taken over the series" in message for message in refusals)
+        manager, last = (
+            CheckpointManager(tmp_path, keep_last=2),
+            {saved[-1] for saved, message in outcomes if not message},
+        )
+        assert last and last <= {each.step for each in manager.checkpoints()}
         found = {"shared": torch.zeros(50)}
         latest = manager.load_latest(found)
         assert latest is not None and found["shared"][0] == latest.checkpoint.step and latest.skipped == ()
@@ -668,6 +680,135 @@ class TestRemovals:
             assert not robust_dcp.finish_async_saves(timeout_seconds=0.1) and (tmp_path / "step_1").exists()
             gate.opened.set()
             assert robust_dcp.finish_async_saves() and not (tmp_path / "step_1").exists()
+
+
+def go_on_as_another_job(root: str, loads: bool, *steps: int) -> list[str]:
+    """Save as a job that was just started, and return what it has warned of."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("robust_dcp").addHandler(handler)
+    manager = CheckpointManager(root)
+    if loads:
+        manager.load_latest({"shared": torch.zeros(50)})
+    for step in steps:
+        manager.save(step, state(1000 + step))
+    return messages
+
+
+def save_beside_another_job(root: str, is_saving: str, may_go_on: str) -> None:
+    manager = CheckpointManager(root)
+    manager.save(10, state(10))
+
+    def wait(event: Any) -> None:
+        if (event.name, event.phase) == ("phase_started", "write"):
+            Path(is_saving).touch()
+            wait_for(Path(may_go_on))
+
+    with robust_dcp.on_event(wait):
+        manager.save(20, state(20))
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def another_job(root: Path, *steps: int, loads: bool = False, n_ranks: int = 1) -> list[str]:
+    (messages, *_) = values(run_ranks(n_ranks, go_on_as_another_job, str(root), loads, *steps))
+    return [each for each in messages if "job" in each]
+
+
+def save_with_all_ranks_refused(root: str) -> str:
+    manager = CheckpointManager(root)
+    manager.save(10, state(10))
+    if dist.get_rank() == 0:
+        another = run_ranks(1, go_on_as_another_job, root, False, 11, init=False)
+        values(another)
+    with pytest.raises(StorageError) as caught:
+        manager.save(12, state(12))
+    return caught.value.message
+
+
+class TestTwoLiveJobs:
+    """Agents are killed, workers live on, and the job is started again."""
+
+    TAKEN_OVER = (
+        r"^job \w{16} \(process \d+ on host \S+\) has taken over the series in .* since .*this job .*stops saving"
+    )
+
+    def test_the_older_one_stops_saving_and_what_the_newer_one_has_saved_stays(self, tmp_path: Path) -> None:
+        manager = CheckpointManager(tmp_path, keep_last=1)
+        save_steps(manager, 10, 20)
+        assert another_job(tmp_path, 21, 22) == []
+        for step in (22, 30):
+            with pytest.raises(StorageError, match=self.TAKEN_OVER):
+                manager.save(step, state(step))
+            with pytest.raises(StorageError, match=self.TAKEN_OVER):
+                manager.async_save(step, state(step))
+        assert load_what_is_there(tmp_path) == (22, 1022.0, []) and not (tmp_path / "step_30").exists()
+        manager.load_latest(state(-1))  # it goes on from there on purpose
+        assert manager.save(30, state(30)) and load_what_is_there(tmp_path) == (30, 30.0, [])
+
+    def test_the_older_one_is_the_one_that_looked_first_whoever_saves_first(self, tmp_path: Path) -> None:
+        """Both have loaded step 100. The new one has saved step 110 before the old one does."""
+        another_job(tmp_path, 100)
+        manager = CheckpointManager(tmp_path)
+        assert manager.load_latest(state(-1)) is not None
+        assert another_job(tmp_path, 110, loads=True) == []
+        with pytest.raises(StorageError, match=self.TAKEN_OVER):
+            manager.save(110, state(110))
+        assert load_what_is_there(tmp_path) == (110, 1110.0, [])
+
+    def test_a_save_that_was_under_way_is_committed_and_does_not_become_the_latest(self, tmp_path: Path) -> None:
+        manager, steps = CheckpointManager(tmp_path), [11]
+        manager.save(10, state(10))
+
+        def take_over(event: Any) -> None:
+            if (event.name, event.phase) == ("phase_started", "write") and steps:
+                another_job(tmp_path, steps.pop())
+
+        with (
+            robust_dcp.on_event(take_over),
+            pytest.raises(StorageError, match=r"step_20 is committed, but.*taken over"),
+        ):
+            manager.save(20, state(20))
+        assert load_what_is_there(tmp_path) == (11, 1011.0, [])
+        assert loaded(tmp_path / "step_20") == 20
+
+    def test_the_newer_one_warns_once_and_goes_on(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        root, is_saving, may_go_on = tmp_path / "root", tmp_path / "is saving", tmp_path / "may go on"
+        with ThreadPoolExecutor(1) as pool:
+            older = pool.submit(run_ranks, 1, save_beside_another_job, str(root), str(is_saving), str(may_go_on))
+            wait_for(is_saving)
+            manager = CheckpointManager(root)
+            manager.load_latest(state(-1))
+            may_go_on.touch()
+            values(older.result())
+        save_steps(manager, 11, 12)
+        warnings = [each for each in caplog.messages if "saved by an older job that still runs" in each]
+        assert len(warnings) == 1 and "step_20" in warnings[0]
+        assert load_what_is_there(root) == (12, 12.0, [])
+
+    def test_all_ranks_are_told(self, tmp_path: Path) -> None:
+        first, second = values(run_ranks(2, save_with_all_ranks_refused, str(tmp_path)))
+        assert first == second and "has taken over the series" in first
+
+    def test_who_goes_back_on_purpose_or_copies_a_step_to_here_is_no_stranger(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        root, other = tmp_path / "root", tmp_path / "other"
+        another_job(root, 100, 110)
+        (root / "latest").write_text("step_100")
+        assert another_job(root, 110, 120, loads=True, n_ranks=2) == []
+        manager = CheckpointManager(root)
+        save_steps(manager, 130)
+        another_job(other, 140)
+        shutil.copytree(other / "step_140", root / "step_140")
+        shutil.copy(other / "latest", root / "latest")
+        save_steps(manager, 150)
+        save_steps(CheckpointManager(root), 120, 160)  # another manager of this job
+        assert not [each for each in caplog.messages if "job" in each]
 
 
 def be_killed_at_the_commit(root: str) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter, StorageError
-from robust_dcp.drain.drain import staging_directory
+from robust_dcp.drain.delivery import staging_directory
+from tests.harness.ranks import run_ranks
 
 URLS: list[Any] = [
     "s3://bucket/step_1",
@@ -128,7 +133,6 @@ def _link(path: Path) -> None:
     path.symlink_to(path.parent / "elsewhere")
 
 
-@pytest.mark.parametrize("is_set", [False, True], ids=["the directory for temporary files", "ROBUST_DCP_STAGING"])
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -141,24 +145,25 @@ def _link(path: Path) -> None:
         (_with_mode(0o755), ""),
         (_with_mode(0o700), ""),
         (lambda path: None, ""),
+        (None, ""),  # ROBUST_DCP_STAGING is the user's own, and may be shared: each save's directory is private
     ],
 )
 def test_what_is_staged_is_this_users_alone(
-    make: Callable[[Path], None], why: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], None] | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if make is _of_another_user and os.geteuid():
         pytest.skip("only root can make what is another user's")
     tmp_path.chmod(0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    if is_set:
-        monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path))
     url, modes = f"memory://{tmp_path.name}/step_1", dict[str, int]()
-    staged = Path(staging_directory(url))
-    above = [each for each in (staged, *staged.parents) if tmp_path in each.parents]
-    make(above[-1])
+    if make is None:
+        monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path))
+    else:
+        make(Path(staging_directory(url, 0)).parent)
 
     def look(event: Any) -> None:
-        modes.update((each.name, each.stat().st_mode & 0o7777) for each in above if each.exists())
+        paths = [each for each in tmp_path.rglob("robust_dcp-*") if each.is_dir()]
+        modes.update((each.name, each.stat().st_mode & 0o7777) for each in paths)
 
     umask = os.umask(0)
     try:
@@ -169,6 +174,126 @@ def test_what_is_staged_is_this_users_alone(
                 assert not any((tmp_path / "elsewhere").glob("*"))
             else:
                 robust_dcp.save(state_dict(), checkpoint_id=url)
-                assert modes and set(modes.values()) == {0o700}
+                assert len(modes) == (1 if make is None else 2) and set(modes.values()) == {0o700}
     finally:
         os.umask(umask)
+
+
+# Two jobs save to one URL: a zombie, and the job that was started in its place.
+
+
+def save_to(url: str, value: float) -> Any:
+    return robust_dcp.save({"w": torch.full((3,), value)}, checkpoint_id=url)
+
+
+def loaded(place: Any) -> float:
+    found = {"w": torch.zeros(3)}
+    robust_dcp.load(found, checkpoint_id=place)
+    return float(found["w"][0])
+
+
+def at_phase(phase: str, call: Callable[[], object]) -> Any:
+    """Call once, when a save begins the phase."""
+    calls = [call]
+
+    def listen(event: Any) -> None:
+        if (event.name, event.phase) == ("phase_started", phase) and calls:
+            calls.pop()()
+
+    return robust_dcp.on_event(listen)
+
+
+def _save_until_killed(url: str, phase: str) -> None:
+    with at_phase(phase, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        save_to(url, 2.0)
+
+
+@pytest.fixture
+def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path / "staging"))
+    return tmp_path / "staging"
+
+
+@pytest.mark.parametrize("phase", ["commit", "drain"])
+def test_a_save_to_a_url_arrives_whoever_is_killed_meanwhile_in_a_save_to_the_same_url(
+    phase: str, tmp_path: Path, staging: Path
+) -> None:
+    url = f"memory://{tmp_path.name}/step_1"
+    with at_phase("drain", lambda: run_ranks(1, _save_until_killed, url, phase, init=False)):
+        save_to(url, 1.0)
+    assert loaded(url) == 1.0
+    left = list(staging.iterdir())
+    if phase == "commit":  # what was not committed is nobody's checkpoint
+        assert left == []
+    else:
+        assert [loaded(each) for each in left] == [2.0]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
+def test_a_save_to_a_url_at_which_another_has_arrived_says_whose_is_there_and_where_its_own_is(
+    is_async: bool, tmp_path: Path, staging: Path
+) -> None:
+    url, told = f"memory://{tmp_path.name}/step_1", list[None]()
+
+    def save_first() -> None:
+        if is_async:
+            robust_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=url, on_commit=lambda: told.append(None)).result()
+        else:
+            robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url, on_commit=lambda: told.append(None))
+
+    save_to(str(tmp_path / "other"), 2.0)
+    copy = partial(robust_dcp.copy_checkpoint, tmp_path / "other", url)
+    with at_phase("drain", copy), pytest.raises(StorageError) as error:
+        save_first()
+    (left,) = staging.iterdir()
+    (there,) = [each for each in _names_at(url) if each.endswith(".distcp")]
+    assert f"is committed in {left}, but it has not arrived at {url}: " in error.value.message
+    assert f"there is another checkpoint at {url}, of the save {there.split('.')[-2]}" in error.value.message
+    assert (loaded(url), loaded(left), told) == (2.0, 1.0, [])
+
+
+def _names_at(url: str) -> list[str]:
+    filesystem, path = fsspec.url_to_fs(url)
+    return sorted(os.path.basename(each) for each in filesystem.find(path))
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+def test_what_a_copy_that_has_failed_has_sent_gives_way_and_what_it_has_staged_stays(
+    layout: Any, tmp_path: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, works = f"memory://{tmp_path.name}/step_1", MemoryFileSystem.pipe_file
+
+    def refused(self: Any, path: str, *data: Any, **more: Any) -> None:
+        if path.endswith(".metadata"):
+            raise PermissionError
+        works(self, path, *data, **more)
+
+    def save(value: float) -> None:
+        writer = RobustWriter("not used", layout=layout)
+        robust_dcp.save({"w": torch.full((3,), value)}, checkpoint_id=url, storage_writer=writer)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refused)
+    with pytest.raises(StorageError, match=f"is committed in {staging}/.*, but it has not arrived at {url}"):
+        save(1.0)
+    monkeypatch.undo()
+    monkeypatch.setenv("ROBUST_DCP_STAGING", str(staging))
+    (left,) = staging.iterdir()
+    save(2.0)
+    assert len([each for each in _names_at(url) if each.endswith((".distcp", ".safetensors"))]) == 1
+    assert not [each for each in _names_at(url) if "copying" in each]
+    assert (loaded(url), loaded(left), list(staging.iterdir())) == (2.0, 1.0, [left])
+
+
+@pytest.mark.parametrize("place", ["{path}/step_1", "memory://{name}/step_1"])
+@pytest.mark.parametrize("kind", [KeyError, StorageError])
+def test_a_failed_on_commit_says_that_the_checkpoint_is_committed_and_where(
+    place: str, kind: type[Exception], tmp_path: Path, staging: Path
+) -> None:
+    place = place.format(path=tmp_path, name=tmp_path.name)
+
+    def fail() -> None:
+        raise kind("no such name")
+
+    with pytest.raises(RobustCheckpointError, match=f"checkpoint {place} is committed, but on_commit has failed: .*no"):
+        robust_dcp.save(state_dict(), checkpoint_id=place, on_commit=fail)
+    assert loaded(place) == 1.0 and not any(staging.glob("*"))

@@ -46,6 +46,7 @@ from robust_dcp.storage.files.paths import (
     committed_name,
     holds_raw_bytes,
     is_data_file,
+    mark_of,
     place_of,
     real_place,
     writer_of,
@@ -190,6 +191,14 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 def _is_claim(name: str) -> bool:
     return name.startswith(COPYING_PREFIX)
+
+
+def _whose(metadata: bytes) -> str:
+    """Which save has written a ``.metadata``, for people."""
+    save_id = None
+    with suppress(RobustCheckpointError):
+        save_id = getattr(decode_metadata(metadata, METADATA_NAME).storage_meta, "save_id", None)
+    return f"of the save {mark_of(save_id)}" if isinstance(save_id, str) else "of a save that is not known"
 
 
 def _has_mark(name: str) -> bool:
@@ -374,8 +383,8 @@ class Copy:
         is_ours = data == self.manifest.metadata or (has_begun and self.manifest.metadata.startswith(data or b""))
         if data is not None and not is_ours and digest_of(len(data), data) not in self.record.replaces:
             raise self._refused(
-                f"there is another checkpoint at {self._target.url}, which is not known to be an earlier save of this "
-                "one: copy to another place, or remove it first"
+                f"there is another checkpoint at {self._target.url}, {_whose(data)}, which is not known to be an "
+                f"earlier save of this one, {_whose(self.manifest.metadata)}: copy to another place, or remove it first"
             )
         return data
 

@@ -93,13 +93,16 @@ def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
     """
     note_path, decode = os.path.join(path, DRAIN_RECORD_NAME), partial(from_json, kind=DrainRecord)
     record = read_hint(disk, note_path, decode, what="the note of a copy", at_most=_MAX_NBYTES)
-    if record is None or (record.directory and record.directory == _inode_of(disk, path)):
+    if record is None or (record.directory and record.directory == inode_of(disk, path)):
         return record
     return msgspec.structs.replace(record, replaces=(), directory=0)
 
 
-def announce_copy(disk: Disk, path: str, target: str) -> DrainRecord:
+def announce_copy(disk: Disk, path: str, target: str, *, replaces: tuple[str, ...] = ()) -> DrainRecord:
     """Note in a checkpoint that it will be copied to ``target``, an absolute place, unless its note says so already.
+
+    Args:
+        replaces: digests of checkpoints of other directories whose copies to ``target`` this one takes the place of.
 
     Raises:
         StorageError: a call failed.
@@ -108,15 +111,19 @@ def announce_copy(disk: Disk, path: str, target: str) -> DrainRecord:
     goes_there = former is not None and real_place(former.target) == real_place(target)
     if former is not None and goes_there and former.digest == digest:
         return former
-    replaces: tuple[str, ...] = ()
     if former is not None and goes_there and former.directory:
-        replaces = (*(() if former.is_complete else former.replaces), former.digest)
-    record = DrainRecord(target, digest, replaces=replaces, directory=_inode_of(disk, path))
+        replaces = (*replaces, *(() if former.is_complete else former.replaces), former.digest)
+    record = DrainRecord(target, digest, replaces=replaces, directory=inode_of(disk, path))
     write_drain_record(disk, path, record)
     return record
 
 
-def _inode_of(disk: Disk, path: str) -> int:
+def inode_of(disk: Disk, path: str) -> int:
+    """The inode of a directory; 0 if there is none.
+
+    Raises:
+        StorageError: it cannot be looked at.
+    """
     fingerprint = disk.fingerprint(path)
     return 0 if fingerprint is None else fingerprint[0]
 

@@ -25,6 +25,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import copy_checkpoint
 from robust_dcp.drain.record import announce_copy, digest_at, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
+from robust_dcp.manager.jobs import JobInSeries
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, policies_of, prune
 from robust_dcp.report import LoadReport, SaveReport
@@ -141,6 +142,7 @@ class CheckpointManager:
         self._pruning = threading.Lock()
         self._leads = self._has_saved = False
         self._preemption = Preemption(process_group)
+        self._job = JobInSeries(self._series)
 
     def path_of(self, step: int) -> str:
         """The directory of a step.
@@ -211,6 +213,7 @@ class CheckpointManager:
             options: more arguments of :func:`robust_dcp.save`.
 
         Raises:
+            StorageError: a newer job saves this series too: this process was replaced, and lives on.
             RobustCheckpointError: as :func:`robust_dcp.save` does.
         """
         options = self._options_of(step, metrics, options)
@@ -264,7 +267,9 @@ class CheckpointManager:
             path = checkpoint.path
             load_it = functools.partial(load, state_dict, checkpoint_id=path, process_group=self._group, **options)
             try:
-                return LoadedCheckpoint(checkpoint, _persistently(f"load {path}", load_it), tuple(skipped))
+                report = _persistently(f"load {path}", load_it)
+                self._job.has_loaded(checkpoint)
+                return LoadedCheckpoint(checkpoint, report, tuple(skipped))
             except (CorruptCheckpoint, StorageError, UnsafeCheckpoint) as error:
                 if isinstance(error, StorageError) and error.errno not in _MISSING:
                     raise  # it may be whole
@@ -296,20 +301,39 @@ class CheckpointManager:
         """The options of the save of a step: it is noted and named as the latest when it is committed, and copied.
 
         Earlier copies that were cut off go on.
+
+        Raises:
+            StorageError: a newer job saves this series.
         """
         path = self.path_of(step)
         record = Checkpoint(operator.index(step), metrics=_noted(metrics or {}))
 
         def note() -> None:
             try:
-                noted = msgspec.structs.replace(record, digest=digest_at(self._disk, path))
+                job = self._job.for_record(path)
+                noted = msgspec.structs.replace(record, digest=digest_at(self._disk, path), job=job)
+                write_record = functools.partial(
+                    self._disk.replace_file, os.path.join(path, RECORD_NAME), msgspec.json.encode(noted)
+                )
+                try:
+                    self._job.check_alone()  # once more: a save takes a while
+                except StorageError:
+                    write_record()  # or it would count as the latest one, of a save that was cut off
+                    raise
                 self._series.move_latest(path, noted.digest)  # first: what has a record counts as named
-                self._disk.replace_file(os.path.join(path, RECORD_NAME), msgspec.json.encode(noted))
+                write_record()
             except StorageError as error:
                 if error.errno != errno.ENOENT or os.path.exists(path):
                     raise
                 logger.warning("%s was removed right after its commit, by another manager of %s", path, self.root)
 
+        channel = Channel.for_group(
+            self._group,
+            operation=f"save step {step} of {self.root}",
+            timeout_seconds=options.get("timeout_seconds") or 300.0,
+            no_dist=options.get("no_dist", False),
+        )
+        channel.barrier("does another job save here", self._job.check_alone if channel.is_coordinator else lambda: None)
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
         if self._drain_to is not None:
             writer = copy.copy(options.get("storage_writer") or RobustWriter(path))  # another manager may use it, too
@@ -353,6 +377,7 @@ class CheckpointManager:
 
         def look() -> _Candidates:
             checkpoints = self.checkpoints()
+            self._job.look(checkpoints)
             latest = self._series.latest_of(checkpoints)
             if latest is None:
                 return _Candidates(())

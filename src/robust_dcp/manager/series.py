@@ -45,17 +45,15 @@ import msgspec
 
 from robust_dcp import errors
 from robust_dcp.decoding import from_json
-from robust_dcp.drain.record import digest_at, is_awaited
-from robust_dcp.report import REPORT_NAME
+from robust_dcp.drain.record import digest_at, inode_of, is_awaited
 from robust_dcp.storage.committing.saving_file import (
     claimed,
-    find_left_overs,
     is_gone,
-    remove_data_files,
     saving_files_in,
+    sweep,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, RECORD_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.small_files import pass_over, read_hint
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
@@ -73,6 +71,26 @@ _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
 
 
+class Job(msgspec.Struct, frozen=True, order=True):
+    """The job that has saved a step.
+
+    Attributes:
+        id: tells it from others.
+        host, pid: of its coordinator.
+        started_seconds: when it first looked at the series, in seconds since 1970, by the clock of the file system.
+        loaded: the id of the job whose checkpoint it went on from; empty if there was none.
+        directory: the inode of the step's directory. A record that was copied along with its checkpoint lies in another
+            one, and says nothing of who saves here.
+    """
+
+    id: str
+    host: str
+    pid: int
+    started_seconds: float
+    loaded: str = ""
+    directory: int = 0
+
+
 class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     """A committed checkpoint. ``.robust_dcp.step.json`` beside its ``.metadata`` is its record. One without that file
     loads like any other.
@@ -84,6 +102,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
         metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
         digest: tells its save from others. A record of another save does not count: it is still there if a save into
             the same directory was killed right after its commit. Empty in records of earlier versions.
+        job: who has saved it; ``None`` if it was not a manager.
     """
 
     step: int
@@ -91,6 +110,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     saved_seconds: float = 0.0
     metrics: dict[str, float] = {}
     digest: str = ""
+    job: Job | None = None
 
     @property
     def name(self) -> str:
@@ -295,6 +315,24 @@ class Series:
         record = read_hint(self.disk, file, decode, what="the record of a step", at_most=_MOST_RECORD_NBYTES)
         return record if record is None or record.digest in ("", digest_at(self.disk, path)) else None
 
+    def noted_latest(self) -> Checkpoint | None:
+        """The step that ``latest`` names, as its record has it; ``None`` if one of the two cannot be understood. It
+        costs the same however many steps there are.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        text = self._text(self.latest_name)
+        name = "" if text is None else text[_DIGEST_LENGTH:].strip()
+        if self.step_of(name) is None:
+            return None
+        path = os.path.join(self.root, name)
+        record = self.record_at(path)
+        if record is None:
+            return None
+        is_copy = record.job is not None and record.job.directory != inode_of(self.disk, path)
+        return msgspec.structs.replace(record, path=path, job=None if is_copy else record.job)
+
     def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:
         """The checkpoints, by step, each with why it stays if no policy keeps it; ``None`` if it is to be removed.
         Without a policy all stay.
@@ -479,7 +517,7 @@ def prune(
         if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
             _attempt(_remove_tree, disk, path)
     for path in series.directories():
-        if _attempt(_sweep, disk, path):
+        if _attempt(sweep, disk, path):
             pruned["swept"].append(path)
     doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
     for path in [each for each in doomed if only is None or each in only]:
@@ -520,27 +558,6 @@ def _remove(series: Series, path: str) -> bool:
         disk.rename(path, doomed)
     disk.fsync_directory(series.root)
     return _remove_tree(disk, doomed)
-
-
-def _sweep(disk: Disk, path: str) -> bool:
-    """Remove what crashed saves have left in a directory that holds no checkpoint. Returns whether it is gone."""
-    names = [] if os.path.islink(path) else disk.list_directory(path)
-    if METADATA_NAME in names or not saving_files_in(names):
-        return False
-    with claimed(disk, path) as saves:
-        found = find_left_overs(names, (), saves)
-        if found.others:
-            return False
-        left = remove_data_files(disk, path, found.files)
-        for name in {INDEX_NAME, REPORT_NAME} & set(names):  # killed right before its commit
-            disk.unlink(os.path.join(path, name))
-        for name, files in found.by_save.items():
-            if files.isdisjoint(left):
-                disk.unlink(os.path.join(path, name))
-    if disk.list_directory(path):
-        return False
-    disk.rmdir(path)
-    return True
 
 
 def _remove_tree(disk: Disk, path: str) -> bool:

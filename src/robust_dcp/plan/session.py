@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from robust_dcp.comm import Agreement, Channel, Offer, combined_signature
-from robust_dcp.drain.drain import Drain, remove_staging
+from robust_dcp.drain.delivery import Delivery, staging_directory
 from robust_dcp.errors import (
     ExchangeError,
     PlanConflict,
@@ -46,6 +46,7 @@ from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, re
 from robust_dcp.report import PlanReport, SaveReport, listed
 from robust_dcp.save_queue import SaveQueue
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
+from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.reader import RobustReader
@@ -113,7 +114,7 @@ class SaveSession:
 
     Attributes:
         queues: the async saves and the drains of the group, which this save comes after. None inside stock ``save``.
-        on_commit: as for ``save``. ``moves_to``: the URL that the checkpoint is moved to before this save ends.
+        on_commit: as for ``save``.
         leads: whether the caller made this rank the coordinator. ``n_leaders`` says how many ranks were made it.
         local: what this rank holds.
         how: how the plan was made.
@@ -133,7 +134,6 @@ class SaveSession:
 
     queues: tuple[SaveQueue, ...] = field(default=(), init=False)
     on_commit: Callable[[], object] | None = field(default=None, init=False)
-    moves_to: str | None = field(default=None, init=False)
     leads: bool = field(default=True, init=False)
     n_leaders: int = field(default=0, init=False)
     local: LocalStructure = field(init=False)
@@ -204,6 +204,8 @@ class SaveSession:
                     self.local = replace(self.local, digests_of=None)  # or the planner and its session hold each other
                 if self.writer is not None:
                     self.writer.adopt(agreement.told)
+                    if is_url(self.writer.checkpoint_id):
+                        self.writer.path = staging_directory(self.checkpoint, self.writer.mark)
                     # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait
                     # for it, because they look for the announcement before they write.
                     if self.channel.coordinator_rank != 0:
@@ -478,7 +480,7 @@ class SaveSession:
                 lambda save_id, fallbacks: make_report(
                     self.messages,
                     self.clock,
-                    checkpoint=self.moves_to or self.checkpoint,
+                    checkpoint=self.checkpoint,
                     save_id=save_id,
                     plan=self.how,
                     fallbacks=fallbacks,
@@ -487,11 +489,8 @@ class SaveSession:
             )
         if self.channel.is_coordinator or self.leads_directory:
             writer.directory.tidy_up()
-        target = self.moves_to or writer.drain_to
-        if self.queues and target is not None:
-            self._copy_and_tell(writer, target)
-        elif self.on_commit is not None:
-            self._tell_of_commit(self.on_commit)
+        if self.queues:  # stock knows nothing of a delivery
+            self._delivery(writer, self.queues[1]).deliver()
 
     def _publish(self, writer: RobustWriter) -> None:
         metadata = self._make_metadata(writer)
@@ -529,55 +528,25 @@ class SaveSession:
                 logger.warning("%s: %s: %s", self.checkpoint, without, error)
         return plan.metadata.encode(self._places_of_all, writer.plain_meta(), stored)
 
-    def _copy_and_tell(self, writer: RobustWriter, target: str) -> None:
-        """After the commit: call ``on_commit``, and copy the checkpoint to where it is to be."""
+    def _delivery(self, writer: RobustWriter, drains: SaveQueue) -> Delivery:
         # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
         least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
-        drain = Drain(
-            path=writer.path,
-            target=target,
+        return Delivery(
+            checkpoint=self.checkpoint,
+            channel=self.channel,
+            clock=self.clock,
+            writer=writer,
             names=() if self.written is None else self.written.names,
-            options=writer.drain_options,
+            leads=self.channel.is_coordinator or self.leads_directory,
+            on_commit=self.on_commit,
+            queue=drains,
             open_channel=lambda: Channel.for_group(
                 self.options.process_group,
                 operation=f"drain {self.checkpoint}",
                 timeout_seconds=max(self.channel.timeout_seconds, least_timeout_seconds),
                 no_dist=self.options.no_dist,
             ),
-            leads=self.channel.is_coordinator or self.leads_directory,
-            disk=writer.disk,
         )
-        drain.announce()
-        if self.moves_to is None:
-            try:
-                if self.on_commit is not None:
-                    self._tell_of_commit(self.on_commit)
-            finally:
-                # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note
-                # of an earlier save. If it raises, the checkpoint is committed all the same.
-                self.queues[1].submit(drain.run)
-            return
-        with self.clock.phase("drain"):
-            copied = drain.run()
-            self.clock.remarks += (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
-            # In an exchange: a rank that is late must not remove what the next save of another makes there.
-            self.channel.barrier(self.phase("remove the staged copy"), lambda: remove_staging(writer.path))
-            if self.on_commit is not None:
-                self._tell_of_commit(self.on_commit)
-
-    def _tell_of_commit(self, on_commit: Callable[[], object]) -> None:
-        """Call ``on_commit`` on the coordinator. If it raises, all ranks raise."""
-
-        def tell() -> None:
-            if not self.channel.is_coordinator:
-                return
-            try:
-                on_commit()
-            except RobustCheckpointError as error:
-                error.message = f"{self.checkpoint} is committed, but {error.message}"
-                raise
-
-        self.channel.barrier(f"{self.checkpoint} is committed: on_commit", tell)
 
     @contextmanager
     def cleaned_up_after_failure(self) -> Iterator[None]:
@@ -626,9 +595,11 @@ class SaveSession:
     def report(self, *, blocked_seconds: float) -> SaveReport:
         """The report of the save, which is over. Listeners are told that it has ended."""
         written = self.written
-        path = self.moves_to or ("" if self.writer is None else self.writer.path)
+        path = "" if self.writer is None else self.writer.path
+        if is_url(self.checkpoint):
+            path = self.checkpoint
         report = SaveReport(
-            checkpoint_id=self.moves_to or self.checkpoint,
+            checkpoint_id=self.checkpoint,
             rank=self.channel.rank,
             world_size=self.channel.size,
             items=len(self.known.share.kept),

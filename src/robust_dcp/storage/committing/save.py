@@ -180,8 +180,7 @@ class Save:
         layout: the layout of the data files.
         save_id: the id of the save, which ``.metadata`` will hold.
         overwrite: whether a committed checkpoint in the directory may be replaced.
-        is_staged: whether it is moved to a URL. Then one that was not moved gives way, whatever its layout, and the
-            directory is this user's alone.
+        is_staged: whether the checkpoint belongs to a URL. Then the directory is this user's alone.
 
     Attributes:
         names: the names in the directory before this save wrote anything.
@@ -207,8 +206,8 @@ class Save:
         self.may_be_committed = False
         self._disk = disk
         self._layout = layout
-        self._overwrite = overwrite or is_staged
-        self._may_share = layout.may_share_directory or is_staged
+        self._overwrite = overwrite
+        self._may_share = layout.may_share_directory
         self._is_staged = is_staged
         self._made: list[str] = []
         self._saving: SavingFile | None = None

@@ -28,9 +28,10 @@ import msgspec
 from robust_dcp import errors
 from robust_dcp.decoding import Undecodable, from_json
 from robust_dcp.environment import boot_id
-from robust_dcp.report import listed
+from robust_dcp.report import REPORT_NAME, listed
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import (
+    INDEX_NAME,
     METADATA_NAME,
     SAVING_PREFIX,
     check_relative_path,
@@ -420,6 +421,31 @@ def remove_data_files(disk: Disk, directory: str, files: Iterable[str], *, keep:
         if not is_gone(disk.unlink, path, tells=True):
             left.append(name)
     return left
+
+
+def sweep(disk: Disk, path: str) -> bool:
+    """Remove what crashed saves have left in a directory that holds no checkpoint. Returns whether it is gone.
+
+    Raises:
+        StorageError: a save is running there (the operation is ``begin``), or a call failed.
+    """
+    names = [] if os.path.islink(path) else disk.list_directory(path)
+    if METADATA_NAME in names or not saving_files_in(names):
+        return False
+    with claimed(disk, path) as saves:
+        left_overs = find_left_overs(names, (), saves)
+        if left_overs.others:
+            return False
+        left = remove_data_files(disk, path, left_overs.files)
+        for name in {INDEX_NAME, REPORT_NAME} & set(names):  # killed right before its commit
+            disk.unlink(os.path.join(path, name))
+        for name, files in left_overs.by_save.items():
+            if files.isdisjoint(left):
+                disk.unlink(os.path.join(path, name))
+    if disk.list_directory(path):
+        return False
+    disk.rmdir(path)
+    return True
 
 
 def name_left_over(error: BaseException, paths: Collection[str]) -> None:
