@@ -10,6 +10,7 @@ save fails elsewhere, the rank kills its writer process, which may be waiting fo
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import io
 import os
@@ -106,6 +107,14 @@ class WriterProcess:
                     # If the working directory was removed: torch cannot be imported there.
                     cwd=None if os.path.exists(os.readlink("/proc/self/cwd")) else os.sep,
                 )
+            except OSError as error:
+                self._connection.close()
+                raise RobustCheckpointError(
+                    f"the writer process cannot be started: {error.strerror or error} "
+                    f"({errno.errorcode.get(error.errno or 0, error.errno)}). Look at the limits of processes "
+                    "(`ulimit -u`, `pids.max` of the container), of open files (`ulimit -n`) and of memory, or use "
+                    'executor="thread". Nothing of this save is committed'
+                ) from error
             except BaseException:
                 self._connection.close()
                 raise

@@ -672,6 +672,27 @@ class TestRemovals:
         latest = manager.load_latest(found)
         assert latest is not None and found["shared"][0] == latest.checkpoint.step and latest.skipped == ()
 
+    def test_what_killed_jobs_have_left_of_latest_is_removed_an_hour_later(self, tmp_path: Path) -> None:
+        manager, mark, an_hour_ago = (
+            CheckpointManager(tmp_path, keep_last=1, name="iter_{step}"),
+            "0" * 16,
+            time.time() - 4000,
+        )
+        save_steps(manager, 1)
+        names = [f"latest.iter_.{mark}.tmp", f"{TRACKER}.{mark}.tmp"]
+        others = [
+            f"latest.{mark}.tmp",
+            f"latest.iter_.{mark[1:]}.tmp",
+            f"latest.iter_.{mark}",
+            f"latest.iter_.{'1' * 16}.tmp",
+        ]
+        for name in (*names, *others):
+            (tmp_path / name).touch()
+            if "1" not in name:
+                os.utime(tmp_path / name, (an_hour_ago, an_hour_ago))
+        save_steps(manager, 2)
+        assert sorted(os.listdir(tmp_path)) == sorted([*others, "iter_2", "latest.iter_"])
+
     def test_whoever_waits_for_all_saves_waits_for_the_removals_too(self, tmp_path: Path) -> None:
         manager, gate = CheckpointManager(tmp_path, keep_last=1), Gate()
         manager.save(1, state(1))

@@ -191,6 +191,54 @@ def test_an_async_save_that_fails_after_the_group_is_destroyed_ends_the_process_
         assert ("Error: " in each.output and "this disk fails" in each.output) or is_asked
 
 
+def test_a_child_that_was_forked_within_a_save_does_not_hold_the_lock_of_its_killed_parent(tmp_path: Path) -> None:
+    script = """
+    import signal
+
+    def fork_and_die(event):
+        if any(".saving." in name for name in (os.listdir(path) if os.path.isdir(path) else [])):
+            if os.fork() == 0:  # such as a worker of a DataLoader
+                open(path + ".forked", "w").close()
+                while not os.path.exists(path + ".over"):
+                    time.sleep(0.01)
+                os._exit(0)
+            while not os.path.exists(path + ".forked"):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    import time
+    parent = os.fork()
+    if parent == 0:
+        robust_dcp.on_event(fork_and_die)
+        robust_dcp.save(state(1), checkpoint_id=path)
+    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == -signal.SIGKILL
+    try:
+        robust_dcp.save(state(1), checkpoint_id=path)
+        print("the next save is committed", flush=True)
+    finally:
+        open(path + ".over", "w").close()
+    """
+    (ended,) = run_program(script, tmp_path, size=1)
+    assert "the next save is committed" in ended.output, ended.output
+
+
+def test_a_writer_process_that_cannot_be_started_is_told_with_the_limits(tmp_path: Path) -> None:
+    script = """
+    import subprocess
+
+    def refuse(*args, **more):
+        raise BlockingIOError(11, "Resource temporarily unavailable")  # as the system does over `ulimit -u`
+
+    subprocess.Popen = refuse
+    try:
+        robust_dcp.async_save(state(1), checkpoint_id=path, executor="process").result()
+    except robust_dcp.RobustCheckpointError as error:
+        print("told:", error.message, flush=True)
+    """
+    (ended,) = run_program(script, tmp_path, size=1)
+    assert "writer process cannot be started" in ended.output and "`ulimit -u`" in ended.output, ended.output
+
+
 def test_a_child_that_is_forked_within_a_save_leaves_the_lock_of_its_parent(tmp_path: Path) -> None:
     script = """
     import atexit

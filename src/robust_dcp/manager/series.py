@@ -69,6 +69,7 @@ _DIGEST_LENGTH: Final = 16
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
+_OVER_AFTER_SECONDS: Final = 3600.0
 
 
 class Job(msgspec.Struct, frozen=True, order=True):
@@ -333,6 +334,12 @@ class Series:
         is_copy = record.job is not None and record.job.directory != inode_of(self.disk, path)
         return msgspec.structs.replace(record, path=path, job=None if is_copy else record.job)
 
+    def is_unfinished_name(self, name: str) -> bool:
+        """Whether ``latest`` or the tracker has this name while it is written."""
+        stem, _, mark = name.removesuffix(".tmp").rpartition(".")
+        is_ours = stem in (self.latest_name, self.tracker_name) and name.endswith(".tmp")
+        return is_ours and re.fullmatch("[0-9a-f]{16}", mark) is not None
+
     def decide(self, policies: Sequence[KeepPolicy]) -> list[tuple[Checkpoint, str | None]]:
         """The checkpoints, by step, each with why it stays if no policy keeps it; ``None`` if it is to be removed.
         Without a policy all stay.
@@ -516,6 +523,8 @@ def prune(
         path = os.path.join(root, name)
         if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
             _attempt(_remove_tree, disk, path)
+        elif series.is_unfinished_name(name):
+            _attempt(_remove_unfinished, series, path)
     for path in series.directories():
         if _attempt(sweep, disk, path):
             pruned["swept"].append(path)
@@ -558,6 +567,14 @@ def _remove(series: Series, path: str) -> bool:
         disk.rename(path, doomed)
     disk.fsync_directory(series.root)
     return _remove_tree(disk, doomed)
+
+
+def _remove_unfinished(series: Series, path: str) -> bool:
+    """Remove the new ``latest`` or tracker of a job that was killed before it renamed it, an hour after ``latest`` was
+    moved again. Returns whether it is gone."""
+    disk, latest_path = series.disk, os.path.join(series.root, series.latest_name)
+    latest_seconds = disk.modified_seconds(latest_path) if disk.exists(latest_path) else 0.0
+    return disk.modified_seconds(path) < latest_seconds - _OVER_AFTER_SECONDS and is_gone(disk.unlink, path, tells=True)
 
 
 def _remove_tree(disk: Disk, path: str) -> bool:

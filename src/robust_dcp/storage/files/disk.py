@@ -13,6 +13,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -60,7 +61,7 @@ def storage_error(operation: str, path: str, error: OSError) -> errors.StorageEr
     return errors.StorageError(message, path=path, errno=error.errno, operation=operation)
 
 
-class OpenFile(msgspec.Struct, eq=False):
+class OpenFile(msgspec.Struct, eq=False, weakref=True):
     """An open file: its path (for error messages), its descriptor, its alignment, whether it was given up, and which
     process has locked it.
 
@@ -85,6 +86,24 @@ class OpenFile(msgspec.Struct, eq=False):
 def free_nbytes(room: os.statvfs_result) -> int:
     """How many bytes of a file system are free for this process. Root may fill the blocks that are reserved, too."""
     return (room.f_bfree if os.geteuid() == 0 else room.f_bavail) * room.f_frsize
+
+
+_LOCKED: Final = weakref.WeakSet[OpenFile]()
+"""The files that this process has locked."""
+
+
+def _close_in_child() -> None:
+    """A lock lasts as long as a process has the open file. A child that was forked, such as a worker of a DataLoader,
+    must not keep it after this process was killed: the next save would wait for one that is over."""
+    for file in list(_LOCKED):
+        fd, file.fd = file.fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)  # which releases nothing while the parent has it
+    _LOCKED.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Disk:
@@ -218,6 +237,7 @@ class Disk:
         nothing.
         """
         fd, file.fd = file.fd, -1
+        _LOCKED.discard(file)
         if fd < 0:
             return
         if file.locked_by == os.getpid():
@@ -444,6 +464,7 @@ class Disk:
         except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP, EBADF, …: it depends on the file system
             return None
         file.locked_by = os.getpid()
+        _LOCKED.add(file)
         return True
 
     def is_of_this_machine(self, path: str) -> bool:
