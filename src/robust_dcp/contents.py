@@ -11,6 +11,7 @@ import fnmatch
 import math
 import os
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -331,6 +332,10 @@ def verify(
         load.read_all(metadata)
     common = disk.fingerprint(os.path.join(contents.path, _OF_MEGATRON))
     if contents.written_by != "safetensors" and common is not None:
+        try:
+            MetadataSource(disk, contents.path).read_beside(_OF_MEGATRON, sys.maxsize)
+        except CorruptCheckpoint as error:
+            findings.add(error, _OF_MEGATRON)
         at, nbytes = MetadataIndex(_OF_MEGATRON), common[1]
         info = StorageInfo(_OF_MEGATRON, 0, nbytes)
         metadata = Metadata({_OF_MEGATRON: BytesStorageMetadata()}, storage_data={at: info})

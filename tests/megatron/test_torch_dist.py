@@ -39,8 +39,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from benchmarks.collectives import counted_collectives
-from robust_dcp import PlanConflict, RobustCheckpointError, StorageError, UnsafeCheckpoint
+from robust_dcp import CorruptCheckpoint, PlanConflict, RobustCheckpointError, StorageError, UnsafeCheckpoint
 from robust_dcp.megatron import RobustLoadStrategy, RobustSaveStrategy, common_state, versions
+from tests.cli.commands import shell
 from tests.harness.verdicts import lines_of_the_log
 from tests.megatron.torch_dist import (
     Scenarios,
@@ -613,6 +614,24 @@ def a_checkpoint_that_lacks_a_file_is_megatrons_exception_on_all_ranks(directory
             error, failures = failures_of(lambda path=path: _load(path, _one))
             assert isinstance(error, CheckpointingException) and [rank for rank, _ in failures] == [0]
             assert told in str(error)
+
+
+@SCENARIOS.add
+def the_common_state_of_another_save_is_an_error_that_names_its_file(directory: Path) -> None:
+    path = directory / "1" / "common.pt"
+    with chosen():
+        for iteration in (1, 2):
+            save({**_one(1.0 * iteration), "iteration": iteration}, directory / str(iteration))
+        if versions.common_state_is_a_sharded_object():
+            return
+        if dist.get_rank() == 0:
+            path.write_bytes((directory / "2" / "common.pt").read_bytes())
+        dist.barrier()
+        for look in (lambda path: _load(path, _one), dist_checkpointing.load_common_state_dict):
+            error, _ = failures_of(lambda look=look: look(path.parent))
+            assert isinstance(error, CorruptCheckpoint) and error.file == str(path)
+        verified = shell("verify", path.parent)
+        assert verified.code and "common.pt" in verified.out + verified.err
 
 
 @SCENARIOS.add

@@ -101,7 +101,8 @@ def close(stock: Callable[..., None], queue: Any, *args: Any, **kwargs: Any) -> 
     """``AsyncCallsQueue.close``: finalize our saves first, unless the queue aborts.
 
     A persistent queue of ``nvidia_resiliency_ext`` 0.5 and newer finalizes only if it has started a process, and for
-    our saves it starts none. Without its finalizer a save that is committed has no ``metadata.json``.
+    our saves it starts none. Without its finalizer nobody would hear how the save has ended, and Megatron's own
+    finalizers, which note the iteration, would not run.
     """
     aborts = inspect.signature(stock).bind(queue, *args, **kwargs).arguments.get("abort", False)  # 0.4.1 has it not
     if not aborts and any(isinstance(call.async_caller, BackgroundSave) for call in queue.async_calls):

@@ -51,6 +51,7 @@ from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.pieces import PieceReader
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.switch.patching import log_left_to_stock
@@ -446,7 +447,8 @@ def _open(directory: str) -> _Opened:
 def _read_common(directory: str) -> _Opened:
     """Read the common state's bytes from ``common.pt``, or from a ShardedObject as Megatron 0.19 saves it."""
     path = os.path.join(directory, common_state.COMMON_FILE)
-    file = Disk().read_file(path, common_state.MAX_NBYTES)
+    source, trusted = MetadataSource(Disk(), directory), current_options().trusted
+    file = source.read_beside(common_state.COMMON_FILE, common_state.MAX_NBYTES, trusted=trusted)
     if file is not None:
         return _Opened("torch_dist", file)
     key = ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key

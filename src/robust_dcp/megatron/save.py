@@ -1,15 +1,15 @@
 """Saves of the format ``torch_dist``: ``megatron.core.dist_checkpointing.save`` and Megatron's save strategies.
 
 Stock applies factories, writes ``common.pt`` on rank 0 and writes ``metadata.json`` between its collectives, where
-other ranks do not hear of a failure. Here these steps run inside exchanges, so a failure reaches all ranks. This module
-owns the order of the steps.
+other ranks do not hear of a failure. Here these steps run inside exchanges, so a failure reaches all ranks, and both
+files are committed with the shards: a process that is killed leaves no shards beside the iteration of another save.
+This module owns the order of the steps.
 
 | step | exchanges |
 | --- | --- |
 | prepare | ``agree``: each rank offers the signature of the shards it accesses and the digest of its common state |
 | validate | none, if all ranks found this structure valid before; else a gather |
-| write, commit | those of :func:`robust_dcp.save` |
-| finish | a barrier, in which rank 0 writes ``common.pt`` and ``metadata.json`` |
+| write, commit | those of :func:`robust_dcp.save`; rank 0 commits ``common.pt`` and ``metadata.json``, too |
 | manifest | a gather of the files' hashes; only with ``verify_integrity`` |
 
 An asynchronous save returns when each rank has copied the data that it writes. It finishes in the finalizer of its
@@ -42,7 +42,6 @@ from robust_dcp.megatron.failures import as_megatron_raises, meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import MegatronPlanner, ShardFacts
 from robust_dcp.report import SaveReport
-from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.layouts.places import separated
 from robust_dcp.storage.records.kinds import NotData
@@ -59,6 +58,7 @@ def _save_shards(
     strategy: Any,
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: CheckpointDir,
+    beside: Mapping[str, bytes | None] = {},
     **known: Any,
 ) -> Any:
     """Save the shards of a sharded state dict, now or beside training. All ranks of the group call it together.
@@ -69,6 +69,7 @@ def _save_shards(
             the ranks of its group, anew for the shards of this save: any of them may write a shard whose main replica
             is on another. The shards' replica ids are not changed.
         sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, after factories were applied.
+        beside: the files to commit with the shards, as for :class:`RobustWriter`.
         known: arguments of :class:`MegatronPlanner`.
 
     Raises:
@@ -77,6 +78,7 @@ def _save_shards(
     group, options = getattr(strategy, "parallelization_group", None), current_options()
     peers = () if group is None else dist.get_process_group_ranks(group)
     writer = RobustWriter(checkpoint_dir, threads=options.writer_threads)
+    writer.beside = beside
     separation_hint = getattr(_base_strategy_of(strategy), "separation_hint", None)
     if separation_hint:
         writer.layout = separated(separation_hint)
@@ -208,7 +210,7 @@ class _Prepared(msgspec.Struct, eq=False):
 
     sharded: dict[str, Any] = msgspec.field(default_factory=dict)
     facts: ShardFacts = msgspec.field(default_factory=lambda: ShardFacts([]))
-    common_file: bytes | None = None
+    beside: dict[str, bytes | None] = msgspec.field(default_factory=dict)
     refused: dict[str, NotData] = msgspec.field(default_factory=dict)
     digests: common_state.LeafDigests = msgspec.field(default_factory=lambda: common_state.LeafDigests({}))
 
@@ -218,8 +220,8 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``dist_checkpointing.save``. ``metadata.json`` exists only if the checkpoint is complete.
 
     Returns:
-        ``None``, or a request for an asynchronous save. The request's finalizer waits until the shards are committed,
-        and then writes ``metadata.json``.
+        ``None``, or a request for an asynchronous save. The request's finalizer waits until the checkpoint is
+        committed.
 
     Raises:
         ValueError: ``checkpoint_dir`` is a URL.
@@ -243,11 +245,11 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def save_shards(save: Callable[..., Any]) -> Any:
         known = {"facts": prepared.facts, "refused": prepared.refused}
-        return _save_shards(save, call["sharded_strategy"], prepared.sharded, directory, **known)
+        return _save_shards(save, call["sharded_strategy"], prepared.sharded, directory, prepared.beside, **known)
 
     # It may run much later, so it keeps no part of the state dict.
     hashes_files = call.get("verify_integrity", False)
-    finish = partial(_finish, strategy, channel, phase, directory, prepared.common_file, hashes_files)
+    finish = partial(_finish, strategy, channel, phase, directory, hashes_files)
     if not is_async:
         report = save_shards(api.save)
         log_report(report)
@@ -275,8 +277,14 @@ def _prepare_and_validate(
             common_object = ShardedObject(versions.COMMON_STATE_KEY, common, (1,), (0,), replica_id)
             prepared.sharded[versions.COMMON_STATE_KEY] = common_object
         elif channel.is_coordinator:
-            prepared.common_file = common_state.encode_common(common)
-            prepared.refused = common_state.refused_in(common, prepared.common_file)
+            prepared.beside[common_state.COMMON_FILE] = common_file = common_state.encode_common(common)
+            prepared.refused = common_state.refused_in(common, common_file)
+        if channel.is_coordinator:
+            # The last one gets its name last, because it says that the checkpoint is complete. What an earlier
+            # checkpoint had, and this one has not, goes: a common state of before, and the hashes of its files.
+            prepared.beside.setdefault(common_state.COMMON_FILE, None)
+            prepared.beside[integrity.MANIFEST_FILE] = None
+            prepared.beside[common_state.CONFIG_FILE] = versions.checkpoint_config(strategy)
         prepared.facts = ShardFacts(nested_values(prepared.sharded))
         return prepared.facts
 
@@ -298,28 +306,18 @@ def _finish(
     channel: Channel,
     phase: str,
     directory: str,
-    common_file: bytes | None,
     hashes_files: bool,
     report: SaveReport,
 ) -> None:
-    """The last step of a save, after the shards are committed: write the files without which Megatron loads nothing.
+    """The last step of a save, after the checkpoint is committed.
 
     Args:
         strategy: the strategy, without a wrapper.
-        common_file: the bytes of ``common.pt``, on the rank that writes it, if this version has one.
         hashes_files: whether a manifest is wanted.
         report: the report of saving the shards.
     """
     if strategy is not None and not isinstance(strategy, tuple):
         strategy.last_report = report
-
-    def write() -> None:
-        """``metadata.json`` comes last, because it says that the checkpoint is complete."""
-        files = {} if common_file is None else {common_state.COMMON_FILE: common_file}
-        for name, data in {**files, common_state.CONFIG_FILE: versions.checkpoint_config(strategy)}.items():
-            Disk().replace_file(os.path.join(directory, name), data)
-
-    with as_megatron_raises():
-        channel.barrier(f"{phase}: finish", then=write)
-        if hashes_files:
+    if hashes_files:
+        with as_megatron_raises():
             integrity.save_manifest(channel, phase, directory, report.files)

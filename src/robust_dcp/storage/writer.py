@@ -11,7 +11,7 @@ import math
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,14 @@ from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import absolute, directory_path, is_url, mark_of, place_of, uncommitted_name
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_as_they_come
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
+from robust_dcp.storage.metadata.metadata_file import (
+    FORMAT_VERSION,
+    StorageInfo,
+    digest_beside,
+    encode_metadata,
+    note_files_beside,
+    referenced_files,
+)
 from robust_dcp.storage.options import WriteKeywords, WriteOptions, given_options, layout_named
 from robust_dcp.storage.remote import DEFAULT_COPY_OPTIONS, CopyOptions
 from robust_dcp.storage.writing.emit import FilesOfRank
@@ -70,6 +77,9 @@ class RobustWriter(StorageWriter):
             an async save runs.
         checkpoint_id: the place that the checkpoint and its report name as their own: the path as it was given, or
             where they are moved or copied to.
+        beside: the files that the checkpoint has beside its data, by name, such as Megatron's ``common.pt``; ``None``
+            for one that it does not have, although an earlier checkpoint in the directory may have it. Set it on the
+            rank that commits. They are committed with the data.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
             them.
 
@@ -96,6 +106,7 @@ class RobustWriter(StorageWriter):
         self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
         self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
+        self.beside: Mapping[str, bytes | None] = {}
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
         self._directory: Save | None = None
@@ -122,7 +133,13 @@ class RobustWriter(StorageWriter):
         if self._directory is None:
             is_staged = is_url(self.checkpoint_id)
             self._directory = Save(
-                self.disk, self.path, self.layout, self.save_id, overwrite=self.options.overwrite, is_staged=is_staged
+                self.disk,
+                self.path,
+                self.layout,
+                self.save_id,
+                beside=self.beside,
+                overwrite=self.options.overwrite,
+                is_staged=is_staged,
             )
         return self._directory
 
@@ -293,7 +310,9 @@ class RobustWriter(StorageWriter):
 
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+        meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+        note_files_beside(meta, {name: digest_beside(data) for name, data in self.beside.items() if data is not None})
+        return meta
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -3,10 +3,13 @@
 The order is that of the promise:
 
 1. The directory is claimed (``saving_file``), and ranks write their files, fsync them, and then the directory.
-2. ``prepare``: ``.metadata`` and the index are written under names of this save, and fsynced. Data files get their
-   names, where the layout asks for that; then the directory is fsynced once more.
+2. ``prepare``: ``.metadata``, the index and the files beside the data (Megatron's ``common.pt``) are written under
+   names of this save, and fsynced. Data files get their names, where the layout asks for that; then the directory is
+   fsynced once more.
 3. ``finish``: it is made sure that nobody else has written here. The index is renamed, then ``.metadata``, each over
-   the old one. The directory is fsynced: the new checkpoint is durable.
+   the old one. The directory is fsynced: the new checkpoint is durable. Only now the files beside the data get their
+   names: until here the old ``.metadata`` needed the old ones. ``.metadata`` holds their digests, so a load of ours
+   knows them under both names.
 4. ``tidy_up``: only now the files of the earlier checkpoint are removed, and last the claim.
 
 The process may be killed, or the power may fail, between any two calls. Before the rename of ``.metadata`` the
@@ -23,7 +26,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
@@ -32,7 +35,7 @@ import msgspec
 
 from robust_dcp.decoding import from_json
 from robust_dcp.errors import RobustCheckpointError, StorageError
-from robust_dcp.report import REPORT_NAME, SavedReport, encode_report
+from robust_dcp.report import REPORT_NAME, SavedReport, encode_report, listed
 from robust_dcp.save_queue import submit
 from robust_dcp.storage.committing.saving_file import (
     LeftOvers,
@@ -53,6 +56,7 @@ from robust_dcp.storage.files.paths import (
     STAGING_PREFIX,
     is_data_file,
     mark_of,
+    name_before_commit,
     uncommitted_name,
 )
 from robust_dcp.storage.files.small_files import read_hint
@@ -179,6 +183,8 @@ class Save:
         path: the checkpoint's directory.
         layout: the layout of the data files.
         save_id: the id of the save, which ``.metadata`` will hold.
+        beside: the files that the checkpoint has beside its data, by name; ``None`` for one that it does not have.
+            Given on the rank that commits.
         overwrite: whether a committed checkpoint in the directory may be replaced.
         is_staged: whether the checkpoint belongs to a URL. Then the directory is this user's alone.
 
@@ -193,7 +199,15 @@ class Save:
     """
 
     def __init__(
-        self, disk: Disk, path: str, layout: Layout, save_id: str, *, overwrite: bool, is_staged: bool
+        self,
+        disk: Disk,
+        path: str,
+        layout: Layout,
+        save_id: str,
+        *,
+        beside: Mapping[str, bytes | None],
+        overwrite: bool,
+        is_staged: bool,
     ) -> None:
         self.path = path
         self.save_id = save_id
@@ -206,6 +220,7 @@ class Save:
         self.may_be_committed = False
         self._disk = disk
         self._layout = layout
+        self._files_beside = beside
         self._overwrite = overwrite
         self._may_share = layout.may_share_directory
         self._is_staged = is_staged
@@ -380,10 +395,14 @@ class Save:
                 self._beside.add(INDEX_NAME)
             except StorageError as error:
                 self._go_without_index(error)
-        if uncommitted.keys() != set(files):
-            for before, name in uncommitted.items():
-                if before != name:
-                    self._disk.rename(self._path_of(before), self._path_of(name))
+        names_beside = self._names_beside()
+        self.own.update(names_beside)
+        for before, name in names_beside.items():
+            self._disk.write_file(self._path_of(before), self._files_beside[name] or b"")
+        for before, name in uncommitted.items():
+            if before != name:
+                self._disk.rename(self._path_of(before), self._path_of(name))
+        if names_beside or uncommitted.keys() != set(files):
             # All other names were made durable by the ranks that gave them.
             self._disk.fsync_directory(self.path)
 
@@ -415,6 +434,23 @@ class Save:
         new = _Committed(self._fingerprint, frozenset(metadata.files), self.save_id)
         nbytes = sum(map(len, metadata.files)) + 100 * len(metadata.files)
         _COMMITTED.put(os.path.realpath(path), new, nbytes)
+        names_beside = self._names_beside()
+        try:
+            for before, name in names_beside.items():
+                disk.rename(self._path_of(before), self._path_of(name))
+            if names_beside:
+                disk.fsync_directory(self.path)
+        except StorageError as error:
+            error.message = (
+                f"{self.path} is committed, and robust_dcp loads it, but other readers take {listed(names_beside)} for "
+                f"no part of it: give each its name without the mark, or save again ({error.message})"
+            )
+            raise
+
+    def _names_beside(self) -> dict[str, str]:
+        """The names of the files beside the data after the commit, by those before it."""
+        mark = mark_of(self.save_id)
+        return {name_before_commit(name, mark): name for name, data in self._files_beside.items() if data is not None}
 
     def _go_without_index(self, error: StorageError) -> None:
         """A step of writing the index has failed: nothing of it stays, and the checkpoint has none."""
@@ -460,6 +496,7 @@ class Save:
             beside = {INDEX_NAME, REPORT_NAME, NODES_NAME} - self._beside
             beside = {name for name in self.names if name in beside or name.startswith(f"{NODES_NAME}.")}
             earlier = frozenset[str]() if self.earlier is None else self.earlier.files or frozenset()
+            beside |= {name for name, data in self._files_beside.items() if data is None and name in self.names}
             superseded = ((earlier | self.left_overs.files) - self.own) | beside
             left = remove_data_files(self._disk, self.path, superseded, keep=self.own)
             self.left_overs.tell_what_stays(self.path, set(self.names) - self.own - superseded)

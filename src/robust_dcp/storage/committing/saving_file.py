@@ -37,6 +37,7 @@ from robust_dcp.storage.files.paths import (
     check_relative_path,
     is_data_file,
     mark_of,
+    name_before_commit,
     writer_of,
 )
 from robust_dcp.storage.files.small_files import NO_REGULAR_FILE, pass_over
@@ -353,10 +354,12 @@ def find_left_overs(
 
     def made_by(save: OtherSave) -> set[str]:
         """The data files of a save, and files that were to be renamed."""
+        unnamed = (f".{save.mark}.tmp", name_before_commit("", save.mark))
         return {
             name
             for name in names
-            if name.endswith(f".{save.mark}.tmp") or ((by := writer_of(name)) is not None and by.mark == save.mark)
+            if (name.endswith(unnamed) and not name.startswith(SAVING_PREFIX))
+            or ((by := writer_of(name)) is not None and by.mark == save.mark)
         }
 
     records = {save.mark: save.record for save in saves if save.record is not None}

@@ -160,6 +160,11 @@ def mark_of(save_id: str) -> str:
     return save_id.replace("-", "")[:16]
 
 
+def name_before_commit(name: str, mark: str) -> str:
+    """The name of a file that lies beside the data, such as Megatron's ``common.pt``, until the save has committed."""
+    return f"{name}.{mark}"
+
+
 def data_file_name(rank: int, number: int, mark: str, prefix: str = "") -> str:
     """``__{rank}_{number}.{mark}.distcp``: DCP's name with the mark of the save. No other save writes to the file.
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.metadata.metadata_file import files_beside
 from robust_dcp.storage.metadata.pickled import MetadataColumns
 from robust_dcp.storage.records.checksum import crc32
 
@@ -159,11 +160,13 @@ class IndexMeta(msgspec.Struct, frozen=True):
         version: the version of DCP's format.
         has_paths: whether names have a place in a nested state dict (``planner_data``).
         storage_meta: what the writer gave.
+        files_beside: the digests of the files that the save has committed beside the data, by name.
     """
 
     version: str | None
     has_paths: bool
     storage_meta: StoredMeta | None
+    files_beside: dict[str, str] = {}
 
 
 # --- which .metadata an index belongs to
@@ -249,7 +252,9 @@ class IndexTemplate:
             plan: the sections that ``plan.plan`` makes; empty if the plan is not stored.
         """
         names, ends = _joined(file_names)
-        meta = {"version": version, "has_paths": self._has_paths, "storage_meta": storage_meta}
+        meta: dict[str, Any] = {"version": version, "has_paths": self._has_paths, "storage_meta": storage_meta}
+        if beside := files_beside(storage_meta):
+            meta["files_beside"] = beside
         values: dict[str, Any] = {
             "variable_places": places,
             "files": names,

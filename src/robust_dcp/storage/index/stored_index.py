@@ -40,7 +40,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
 from robust_dcp.storage.index.form import MAX_NAME_NBYTES, Column, IndexFile, IndexMeta, fit_of_file
 from robust_dcp.storage.layouts.places import Places
-from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.metadata.metadata_file import StorageInfo, note_files_beside
 
 logger = logging.getLogger(__name__)
 
@@ -462,14 +462,15 @@ def lazy_metadata(index: StoredIndex) -> Metadata:
     Raises:
         DamagedIndex: a part that has to be decoded at once is not what was written.
     """
-    meta = index.meta.storage_meta
+    stored, meta = index.meta.storage_meta, None
+    if stored is not None:
+        meta = StorageMeta(stored.checkpoint_id, stored.save_id, stored.load_id, list(stored.modules))
+        note_files_beside(meta, index.meta.files_beside)
     metadata = Metadata(
         state_dict_metadata=_OnDemand(index, index.entry, index.names, index.n_names),  # type: ignore[arg-type]
         planner_data=_OnDemand(index, index.path, index.names, index.n_names) if index.meta.has_paths else None,
         storage_data=_OnDemand(index, index.info, index.items, index.n_rows),
-        storage_meta=None
-        if meta is None
-        else StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules)),
+        storage_meta=meta,
     )
     metadata.version = index.meta.version  # torch 2.7 has no such argument
     return metadata

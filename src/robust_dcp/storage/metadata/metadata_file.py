@@ -11,6 +11,7 @@ a plain model of Hugging Face.
 from __future__ import annotations
 
 import copyreg
+import hashlib
 import io
 import os
 import pickle
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -104,6 +106,26 @@ def referenced_files(metadata: Metadata) -> set[str]:
     return {info.relative_path for info in (metadata.storage_data or {}).values()}
 
 
+_BESIDE: Final = "files_beside"
+"""An attribute of our own on DCP's ``StorageMeta``. Other readers keep it, and do not look at it."""
+
+
+def digest_beside(data: bytes) -> str:
+    """The digest of a file beside the data, as ``.metadata`` and the index hold it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def note_files_beside(storage_meta: StorageMeta, digests: Mapping[str, str]) -> None:
+    """Put the digests of the files that a checkpoint has beside its data, by name, into its ``StorageMeta``."""
+    if digests:
+        vars(storage_meta)[_BESIDE] = dict(digests)
+
+
+def files_beside(storage_meta: StorageMeta | None) -> dict[str, str]:
+    """The digests of the files beside the data, by name; empty if the save has not said which there are."""
+    return dict(getattr(storage_meta, _BESIDE, {}))
+
+
 def _validate(metadata: Any, file: str) -> None:
     """Check every value that a reader uses in a computation or opens."""
     _expect(isinstance(metadata, Metadata), file, "a Metadata", metadata)
@@ -115,6 +137,9 @@ def _validate(metadata: Any, file: str) -> None:
             _validate_tensor(fqn, entry, file)
         elif not isinstance(entry, BytesStorageMetadata):
             raise _unexpected(file, f"storage metadata for {fqn}", entry)
+    beside = getattr(metadata.storage_meta, _BESIDE, {})
+    is_named = isinstance(beside, dict) and all(isinstance(each, str) for pair in beside.items() for each in pair)
+    _expect(is_named, file, "names and digests of the files beside the data", beside)
     if metadata.storage_data is None:
         return
     _expect(isinstance(metadata.storage_data, dict), file, "a dict as storage_data", metadata.storage_data)

@@ -7,8 +7,8 @@ with 100,000 tensors). So it goes first. It is given nothing that it could do ha
 * A walk over the opcodes allows those that picklers write for metadata. It refuses lengths and memo indexes that the
   unpickler would believe, although no pickle of this length can have them.
 * The walk also finds the dicts, so that each of them looks at a key before it is hashed.
-* It gets ``torch.Size``, and DCP's dataclasses, whose code only sets attributes. They are watched: what the pickle sets
-  on them is put back. For any other name it gets a function of ours that does what the table of trust says.
+* It gets no named class or function, but what stands for one: what makes the objects of a dataclass of DCP, without its
+  code, or what makes a constant or a path. Nothing can be set on these that outlives the load.
 
 Whatever is not regular is left to the interpreter, which reads it or says what is wrong with it.
 """
@@ -19,8 +19,7 @@ import io
 import itertools
 import pickle
 import re
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import IO, Any, Final, cast
 
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from robust_dcp.errors import UnsafeCheckpoint
 from robust_dcp.storage.metadata.stored_pickle import corrupt, pickle_in, without_garbage_collection
-from robust_dcp.storage.records.kinds import Budget, Builder, NotData, Pending, check_depth
+from robust_dcp.storage.records.kinds import Budget, NotData, check_depth
 from robust_dcp.storage.records.trust import Trust
 from robust_dcp.storage.records.unpickler import Unpickler
 
@@ -37,6 +36,9 @@ _HOW_TO_ALLOW: Final = (
     "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
     "class with torch.serialization.add_safe_globals([...])"
 )
+
+
+_MAX_DIMENSIONS: Final = 64  # the most that torch allows
 
 
 class _Irregular(Exception):
@@ -133,18 +135,15 @@ def _plain_dicts(value: Any, depth: int = 4) -> Any:
     return {key: _plain_dicts(each, depth - 1) if depth else each for key, each in value.items()}
 
 
-def _caller(build: Builder, budget: Budget) -> Callable[..., Any]:
-    """What stands for a name that may be called, and does what the table of trust says."""
+class _Sealed(type):
+    """The class of what stands for a dataclass of DCP. ``__new__`` makes an object of that class. Nothing can be set on
+    the stand-in, and it cannot be called: that would run ``__init__``."""
 
-    def call(*arguments: Any) -> Any:
-        if any(map(callable, arguments)):
-            raise _Irregular
-        value = build(tuple(map(_plain_dicts, arguments)), budget)
-        if isinstance(value, (Pending, dict)):  # its state or its items come later
-            raise _Irregular
-        return value
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise _Irregular
 
-    return call
+    def __call__(cls, *arguments: Any) -> Any:
+        raise _Irregular
 
 
 class _NativeUnpickler(pickle.Unpickler):
@@ -157,45 +156,33 @@ class _NativeUnpickler(pickle.Unpickler):
         super().__init__(cast("IO[bytes]", bare), buffers=(_CheckedDict() for _ in itertools.repeat(None)))
         self._budget = budget
         self._trust = Trust()
-        self._watched: dict[type, dict[str, Any]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         value = self._trust.named(module, name)
-        trusted = self._trust.of(value)
+        trusted, budget = self._trust.of(value), self._budget
         if trusted.as_native is not None:
-            if trusted.as_native.__flags__ & _HEAP_TYPE:
-                self._watched.setdefault(trusted.as_native, _attributes(trusted.as_native))
-            return trusted.as_native
-        if trusted.call is not None and not trusted.is_registered:  # the interpreter knows what registered code may do
-            return _caller(trusted.call, self._budget)
-        if callable(value):
-            raise _Irregular
-        return value
+            new = staticmethod(partial(object.__new__, trusted.as_native))
+            return _Sealed(name, (), {"__slots__": (), "__new__": new})
+        if not callable(value):
+            return value
+        if value is torch.Size:
 
-    def put_back(self) -> None:
-        """Give the classes their attributes back, and raise :class:`_Irregular` if any had been changed."""
-        is_changed = False
-        for kind, before in self._watched.items():
-            now = _attributes(kind)
-            for name in before.keys() | now.keys():
-                if name not in before:  # or a cache of Python's own (__slotnames__), which it makes anew
-                    type.__delattr__(kind, name)
-                elif before[name] is not now.get(name, _ABSENT):
-                    type.__setattr__(kind, name, before[name])
-                else:
-                    continue
-                is_changed = True
-        if is_changed:
+            def size(sizes: Any) -> torch.Size:
+                if type(sizes) is not tuple or len(sizes) > _MAX_DIMENSIONS:
+                    raise _Irregular
+                return torch.Size(sizes)
+
+            return size
+        build = trusted.call
+        if build is None or not trusted.makes_constants:
             raise _Irregular
 
+        def call(*arguments: Any) -> Any:
+            if any(map(callable, arguments)):
+                raise _Irregular
+            return build(arguments, budget)
 
-def _attributes(kind: type) -> dict[str, Any]:
-    """All that can be set on a class."""
-    return {**vars(kind), **{name: getattr(kind, name) for name in ("__name__", "__qualname__", "__bases__")}}
-
-
-_ABSENT: Final = object()
-_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of such a class can be set
+        return call
 
 
 def natively(data: bytes) -> tuple[Any, int] | None:
@@ -206,11 +193,7 @@ def natively(data: bytes) -> tuple[Any, int] | None:
             # There Python's unpickler takes what we give: a dict that looks at keys.
             pickled[place] = pickle.NEXT_BUFFER[0]
         stream = io.BytesIO(pickled)
-        unpickler = _NativeUnpickler(stream, Budget(len(pickled)))
-        try:
-            value = unpickler.load()
-        finally:
-            unpickler.put_back()
+        value = _NativeUnpickler(stream, Budget(len(pickled))).load()
         for name, held in vars(value).items():
             setattr(value, name, _plain_dicts(held))
     except Exception:  # broken pickles raise all kinds of errors

@@ -14,13 +14,20 @@ from errno import ENOENT, ENOTDIR
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.errors import RobustCheckpointError, StorageError
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import metadata_name
+from robust_dcp.storage.files.paths import mark_of, metadata_name, name_before_commit
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.index.form import DamagedIndex, fit_of, fit_of_file
 from robust_dcp.storage.index.stored_index import StoredIndex, lazy_metadata, open_index
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, metadata_of_shards, shards_in
+from robust_dcp.storage.metadata.metadata_file import (
+    decode_metadata,
+    digest_beside,
+    encode_metadata,
+    files_beside,
+    metadata_of_shards,
+    shards_in,
+)
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 
 logger = logging.getLogger(__name__)
@@ -172,6 +179,71 @@ class MetadataSource(msgspec.Struct, eq=False):
             return fit_of_file(self.disk, self.path_of_metadata(rank)) != fit
         except StorageError:
             return False
+
+    def read_beside(self, name: str, at_most: int, *, trusted: bool = False) -> bytes | None:
+        """A file that belongs to the checkpoint and lies beside its data, such as Megatron's ``common.pt``; ``None`` if
+        the checkpoint has none.
+
+        A save gives it its name right after the commit. If the save was killed just then, the name may still be that of
+        the earlier checkpoint's file, and the file of this checkpoint still has the mark of the save behind its name.
+
+        Args:
+            trusted: whether a file that is not the one that was saved is only logged, for who has changed it.
+
+        Raises:
+            CorruptCheckpoint: the file that has the name is not the one of this checkpoint, or is too long.
+            StorageError: a file cannot be read.
+        """
+        path, saves_seen = os.path.join(self.path, name), set[str | None]()
+        while True:
+            digests, save_id = self._saved_beside()
+            data = self.disk.read_file(path, at_most)
+            if not digests:  # of stock, or of a save that knew of no such files
+                return data
+            if name not in digests:  # it is a file of an earlier checkpoint
+                return None
+            if data is not None and digest_beside(data) == digests[name]:
+                return data
+            before = os.path.join(self.path, name_before_commit(name, mark_of(save_id or "")))
+            of_save = self.disk.read_file(before, at_most)
+            if of_save is not None and digest_beside(of_save) == digests[name]:
+                logger.warning(
+                    "%s is read in the place of %s: the save was killed right after its commit. Other readers would "
+                    "take the file of an earlier checkpoint; give this one its name by renaming it",
+                    before,
+                    name,
+                )
+                return of_save
+            if save_id not in saves_seen:  # unless a save has committed meanwhile
+                saves_seen.add(save_id)
+            elif data is None:
+                return None
+            else:
+                expected, found = (f"SHA-256 {each:.16}…" for each in (digests[name], digest_beside(data)))
+                if trusted:
+                    logger.warning("%s was not saved with this checkpoint, and is read as it is trusted", path)
+                    return data
+                raise CorruptCheckpoint(
+                    f"{path} was not saved with this checkpoint: expected {expected}, found {found}; it is damaged, or "
+                    "of another save: restore it, or take another checkpoint. If you have changed it yourself, load "
+                    "it as trusted",
+                    file=path,
+                    expected=expected,
+                    found=found,
+                )
+
+    def _saved_beside(self) -> tuple[dict[str, str], str | None]:
+        """The digests of the files beside the data, and the id of the save; no digests if it is not one of ours."""
+        meta, path = None, self.path_of_metadata()
+        try:
+            index = open_index(self.disk, self.path)
+            meta = None if index is None else lazy_metadata(index).storage_meta
+        except (DamagedIndex, StorageError) as error:
+            logger.warning("%s; .metadata is read instead", error.message)
+        # To decode .metadata may take long, so that of others is not: it has no such digests.
+        if meta is None and self.disk.exists(path) and files_are_marked(self.disk.read_end(path, TRAILER_NBYTES)[1]):
+            meta = self.decode_metadata(self.metadata_bytes()).storage_meta
+        return files_beside(meta), None if meta is None else meta.save_id
 
     def fit(self) -> bytes:
         """The digest of the ``.metadata`` that this rank sees; empty if it sees none."""

@@ -99,7 +99,7 @@ TRUSTED: Final[dict[Any, Trusted]] = {
     **{kind: _made_as(kind) for kind in (*_OF_DCP.values(), _MCORE_METADATA, _MCORE_SAVE_PLAN)},
     TensorProperties: _made_as(_PortableTensorProperties),
     _PortableTensorProperties: _made_as(_PortableTensorProperties),
-    _memory_format: Trusted(exactly(_memory_format, (int,))),
+    _memory_format: Trusted(exactly(_memory_format, (int,)), makes_constants=True),
     Shard: _placement(Shard, dim=int),
     _StridedShard: _placement(_StridedShard, dim=int, split_factor=int),
     Replicate: _placement(Replicate),

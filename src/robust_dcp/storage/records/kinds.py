@@ -58,6 +58,8 @@ _HASHED_BY_PYTHON: Final = frozenset(
     | {pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path())}
     | {torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format}
 )
+_HASHES: Final = (enum.Enum.__hash__, int.__hash__, str.__hash__)
+_EQUALITIES: Final = (object.__eq__, int.__eq__, str.__eq__)  # of enums
 _LEAVES: Final = (bool, bytes, complex, float, int, str, type(None), type, enum.Enum, types.ModuleType)
 
 
@@ -134,8 +136,9 @@ class Trusted(msgspec.Struct, frozen=True, eq=False):
         new: makes an object that gets its state later (NEWOBJ).
         fill: gives an object of this class its state (BUILD).
         why_not: why the rest is refused, for a message.
-        as_native: the class whose objects Python's own unpickler may make in the place of this one's, since all code of
-            it only sets attributes; ``None`` if there is none.
+        as_native: the class whose objects Python's own unpickler may make in the place of this one's: a dataclass whose
+            state runs no code; ``None`` if there is none.
+        makes_constants: a call makes what a pickle cannot change. So Python's own unpickler may have it, too.
         is_registered: the user has registered it. Its own code may take items, too (APPENDS, SETITEMS).
     """
 
@@ -144,6 +147,7 @@ class Trusted(msgspec.Struct, frozen=True, eq=False):
     fill: Callable[[Any, Any], None] | None = None
     why_not: str = NO_DATA
     as_native: type | None = None
+    makes_constants: bool = False
     is_registered: bool = False
 
 
@@ -178,13 +182,16 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
     kind = type(key)
     if kind in _HASHED_BY_PYTHON or isinstance(key, type):
         return nodes
-    if issubclass(kind, tuple) and kind.__hash__ is tuple.__hash__:
+    if issubclass(kind, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__:
         for element in tuple.__iter__(key):
             nodes = _hashed_nodes(element, depth + 1, nodes)
         return nodes
-    if kind is frozenset:  # its elements were checked when it was made, and it remembers its hash
+    if kind is frozenset:  # it remembers its hash; but if another one has the same, all that is in both is compared
+        for element in key:
+            if isinstance(element, (frozenset, tuple)):
+                nodes = _hashed_nodes(element, depth + 1, nodes)
         return nodes + len(key)
-    if issubclass(kind, enum.Enum) and kind.__hash__ in (enum.Enum.__hash__, int.__hash__, str.__hash__):
+    if issubclass(kind, enum.Enum) and kind.__hash__ in _HASHES and kind.__eq__ in _EQUALITIES:
         return nodes
     if kind is MetadataIndex:  # the keys of a .metadata
         for value in vars(key).values():
@@ -598,7 +605,7 @@ def _is_named_tuple(kind: type) -> bool:
     return type(kind) is type and not any(
         name in vars(each)
         for each in kind.__mro__[: kind.__mro__.index(home)]
-        for name in ("__new__", "__init__", "__setstate__", "__reduce__", "__reduce_ex__", "__getattr__", "_fields")
+        for name in (*_HOOKS, "__init__", "_fields")
     )
 
 
@@ -769,7 +776,12 @@ _CALLS: Final[dict[Any, Builder]] = {
 TRUSTED: Final[dict[Any, Trusted]] = {
     object: Trusted(),
     **{
-        value: Trusted(_CALLS.get(value), _NEW.get(value), _fill_dict if value in _BARE else None)
+        value: Trusted(
+            _CALLS.get(value),
+            _NEW.get(value),
+            _fill_dict if value in _BARE else None,
+            makes_constants=value in _PATHS.values(),
+        )
         for value in {**_CALLS, **_NEW}
     },
 }

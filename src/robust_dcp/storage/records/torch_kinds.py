@@ -201,7 +201,7 @@ def is_subclass(kind: type) -> bool:
 def why_not(kind: type) -> str | None:
     """Why tensors of a subclass cannot be rebuilt from their attributes; ``None`` if they can."""
     own = [vars(each) for each in kind.__mro__ if each not in _TORCHS]
-    for name in ("__setstate__", "__dict__"):
+    for name in ("__setstate__", "__dict__", "__del__"):
         if any(name in each and not isinstance(each[name], GetSetDescriptorType) for each in own):
             return f"a subclass of torch.Tensor with a {name} of its own"
     return None
@@ -300,8 +300,8 @@ TRUSTED: Final[dict[Any, Trusted]] = {
         getattr(torch_utils, name): Trusted(build) for name, build in _TORCH_UTILS.items() if hasattr(torch_utils, name)
     },
     torch.device: Trusted(exactly(torch.device, (str,), (str, int))),
-    _get_layout: Trusted(exactly(layout_named, (str,), of="a layout")),
-    torch.Size: Trusted(_size, as_native=torch.Size),
+    _get_layout: Trusted(exactly(layout_named, (str,), of="a layout"), makes_constants=True),
+    torch.Size: Trusted(_size),
 }
 
 NAMED: Final[dict[tuple[str, str], Any]] = {
