@@ -217,10 +217,19 @@ def _crosses_a_line(tensor: Numbers, offset: Int64, size: Int64) -> Bool:
 
 
 def _first_pair(offset: Int64, size: Int64) -> tuple[int, int] | None:
-    """Two boxes that overlap."""
+    """Two boxes of one tensor that overlap. A box is compared with those that reach as far along one dimension: the one
+    along which most begin somewhere else.
+    """
+    along = int(np.argmax([len(np.unique(begin)) for begin in offset.T])) if offset.size else 0
+    order = np.argsort(offset[:, along], kind="stable") if offset.size else np.arange(len(offset))
     end = offset + size
-    for row in range(1, len(end)):
-        hit = ((offset[:row] < end[row]) & (offset[row] < end[:row])).all(axis=1)
+    open_boxes = order[:0]
+    for row in order.tolist():
+        if offset.size:
+            open_boxes = open_boxes[end[open_boxes, along] > offset[row, along]]
+        hit = ((offset[open_boxes] < end[row]) & (offset[row] < end[open_boxes])).all(axis=1)
         if hit.any():
-            return int(hit.argmax()), row
+            other = int(open_boxes[hit.argmax()])
+            return min(other, row), max(other, row)
+        open_boxes = np.append(open_boxes, row)
     return None

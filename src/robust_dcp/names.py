@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Final
 
@@ -122,9 +122,12 @@ class StoredNames:
         """Whether something is stored under this name, or below it."""
         return prefix in self or next(self.below(prefix), None) is not None
 
-    def under_wrappers(self, prefix: str, name: str) -> str | None:
+    def under_wrappers(self, prefix: str, name: str, others: Container[str]) -> str | None:
         """The name below ``prefix`` under which older versions, and stock, have stored ``name`` or what is below it,
         because a wrapper added parts to it; ``None`` if there is none, or more than one.
+
+        Args:
+            others: names that others have. A module of the user's may be called ``module``.
         """
         if prefix not in self._unwrapped:
             names = [each[len(prefix) + 1 :] for each in self.below(prefix)]
@@ -139,6 +142,7 @@ class StoredNames:
             leaf = stripped[len(bare) :]
             if not leaf or leaf.startswith("."):
                 names_with_parts.add(stored.removesuffix(leaf))
+        names_with_parts = {each for each in names_with_parts if each not in others}
         return names_with_parts.pop() if len(names_with_parts) == 1 else None
 
     def targets(self, name: str, held: Any, like: torch.Tensor | None = None) -> Any:

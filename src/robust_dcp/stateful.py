@@ -136,9 +136,10 @@ class ModuleStates:
             n_as_held, n_bare = (sum(stored.has(f"{key}.{name}") for name in each) for each in (held, names.values()))
             if n_as_held > n_bare:
                 names = {name: name for name in held}
+            own = set(names.values())
             for name, bare in names.items():
                 if not stored.has(f"{key}.{bare}"):
-                    names[name] = stored.under_wrappers(key, bare) or bare
+                    names[name] = stored.under_wrappers(key, bare, own) or bare
             for name, value in held.items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     raise PlanConflict(  # torch would only warn, and load nothing
@@ -355,6 +356,7 @@ class OptimizerStates:
             self._take_out(described, had)
             self._optimizers.append(described)
         parameters = [each for held in self._optimizers for each in held.parameters]
+        self._names = {name for each in parameters for name in each.names}
         for each in parameters:
             each.stored = self._name_of_state(each)
         self._groups_are_lists = f"{key}.param_groups.0.params" in stored or f"{key}.param_groups" in stored
@@ -395,7 +397,7 @@ class OptimizerStates:
                 "the checkpoint has a state for each of them; tie them after the load, or load without the optimizer",
                 key=f"{prefix}.{names[0]}",
             )
-        under_wrappers = (self._stored.under_wrappers(prefix, name) for name in parameter.names)
+        under_wrappers = (self._stored.under_wrappers(prefix, name, self._names) for name in parameter.names)
         return names[0] if names else next(filter(None, under_wrappers), None)
 
     def _settle_names(self, parameters: list[_Parameter]) -> None:
@@ -436,7 +438,7 @@ class OptimizerStates:
         """The name under which the checkpoint has the options of the parameter, where they are named by parameter."""
         prefix = f"{self._key}.param_groups"
         names = (name for name in parameter.names if self._stored.has(f"{prefix}.{name}"))
-        return next(names, None) or self._stored.under_wrappers(prefix, parameter.names[0])
+        return next(names, None) or self._stored.under_wrappers(prefix, parameter.names[0], self._names)
 
     def _take_out(self, held: _Optimizer, had: set[torch.Tensor]) -> None:
         held.made.update({each: held.optimizer.state.pop(each) for each in set(held.optimizer.state) - had})
@@ -497,8 +499,16 @@ class OptimizerStates:
             options = next((loaded[name] for name in names if name in loaded), {})
         else:
             if group and not self._is_by_number:
-                names_of_group = {without_wrappers(name) for each in group for name in each.names}
-                fitting = [n for n, each in enumerate(loaded) if names_of_group & set(map(_bare, each["params"]))]
+                names_of_group = {name for each in group for name in each.names}
+                fitting = [n for n, each in enumerate(loaded) if names_of_group & set(each["params"])]
+                if not fitting:  # they were saved under wrappers
+                    bare = set(map(_bare, names_of_group))
+                    others = self._names - names_of_group
+                    fitting = [
+                        n
+                        for n, each in enumerate(loaded)
+                        if bare & {_bare(p) for p in each["params"] if p not in others}
+                    ]
                 number = fitting[0] if fitting else number
             if number < len(loaded):
                 options = loaded[number]

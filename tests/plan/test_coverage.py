@@ -97,3 +97,12 @@ def test_a_gap_among_many_overlapping_boxes_is_found_in_bounded_time() -> None:
     offset, size = dice.integers(0, 1000, (n, 3)), dice.integers(1, 400, (n, 3))
     coverage = Coverage(np.zeros(n, dtype=np.intp), offset, size, np.array([[1400, 1400, 1400]]))
     assert coverage.with_gaps.tolist() == [0]
+
+
+def test_one_overlap_among_very_many_boxes_is_found_soon() -> None:
+    side = 200
+    offset = np.array(list(product(range(side), range(side))))
+    size = np.ones_like(offset)
+    size[-2, 1] = 2
+    coverage = Coverage(np.zeros(len(offset), dtype=np.intp), offset, size, np.array([[side, side]]))
+    assert coverage.overlaps == {0: (side * side - 2, side * side - 1)}

@@ -301,3 +301,48 @@ def test_the_extra_state_of_a_module_is_loaded_as_it_was_saved_whatever_is_there
     finally:
         robust_dcp.uninstall()
     assert other[0].history == saved
+
+
+class Named(nn.Module):
+    """Has a submodule that is called as a wrapper would call it, beside parameters that have the names of its own."""
+
+    def __init__(self, name: str, *, has_weight: bool = True) -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(2, 2))
+        self.inner = name
+        if has_weight:
+            self.weight = nn.Parameter(torch.zeros(2, 2))
+            self.bias = nn.Parameter(torch.ones(2))
+
+    def trained(self) -> AdamW:
+        outer, inner = [*self.parameters(recurse=False)], [*getattr(self, self.inner).parameters()]
+        groups = [{"params": outer, "lr": 1.0}, {"params": inner, "lr": 0.001}] if outer else [{"params": inner}]
+        optimizer = AdamW(groups)
+        sum(parameter.sum() for parameter in self.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        return optimizer
+
+
+@pytest.mark.parametrize("name", ["module", "_orig_mod", "_checkpoint_wrapped_module", "head"])
+def test_a_module_that_is_called_as_a_wrapper_would_call_it_is_none(name: str, tmp_path: Path) -> None:
+    saved = Named(name)
+    optimizer = saved.trained()
+    robust_dcp.save({"model": saved, "optimizer": optimizer}, checkpoint_id=tmp_path / "both")
+    loaded = Named(name)
+    of_loaded = loaded.trained()
+    of_loaded.param_groups[0]["lr"] = of_loaded.param_groups[1]["lr"] = 0.5
+    robust_dcp.load({"model": loaded, "optimizer": of_loaded}, checkpoint_id=tmp_path / "both")
+    assert [group["lr"] for group in of_loaded.param_groups] == [1.0, 0.001]
+    assert all(map(torch.equal, loaded.state_dict().values(), saved.state_dict().values()))
+
+    smaller = Named(name, has_weight=False)
+    robust_dcp.save({"model": smaller, "optimizer": smaller.trained()}, checkpoint_id=tmp_path / "inner")
+    for more in ({}, {"optimizer": loaded.trained()}):
+        with pytest.raises(PlanConflict, match=r"Missing key in checkpoint: 'model\.(weight|bias)'"):
+            robust_dcp.load({"model": loaded, **more}, checkpoint_id=tmp_path / "inner")
+    before = loaded.weight.detach().clone()
+    planner = RobustLoadPlanner(allow_partial_load=True)
+    robust_dcp.load({"model": loaded}, checkpoint_id=tmp_path / "inner", planner=planner)
+    assert torch.equal(loaded.weight, before)
+    inner = [getattr(each, name).weight for each in (loaded, smaller)]
+    assert torch.equal(*inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -11,6 +12,7 @@ import sys
 import threading
 import types
 import zipfile
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import robust_dcp
-from robust_dcp import RobustCheckpointError, RobustReader, UnsafeCheckpoint
+from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustReader, UnsafeCheckpoint
 from tests.storage.forged import Call, made, tries_with
 
 _TEXT = b"X\x01\0\0\0\x07"
@@ -223,3 +225,64 @@ def test_placements_are_data(tmp_path: Path) -> None:
     wanted: dict[str, Any] = {"x": {"set": None}}
     robust_dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True)
     assert wanted["x"]["set"] == (placements,)
+
+
+class Mode(enum.Enum):
+    """Its code would run if a pickle could give a member a state, or items."""
+
+    SAFE = 1
+    UNSAFE = 2
+
+    def __setstate__(self, state: Any) -> None:
+        raise SystemExit("code of the program has run")
+
+    def extend(self, items: Any) -> None:
+        raise SystemExit("code of the program has run")
+
+
+class Removed(namedtuple("Removed", "path")):
+    """A named tuple that does something when it is freed."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        raise SystemExit("code of the program has run")
+
+
+def _named(kind: Any) -> bytes:
+    return b"c" + f"{kind.__module__}\n{kind.__qualname__}\n".encode()
+
+
+def _frozensets(depth: int) -> bytes:
+    """A dict with two keys that are equal, of which each level holds the next one twice."""
+    chain = b"K\x01"
+    for _ in range(depth):  # frozenset([(last, last)])
+        chain = b"cbuiltins\nfrozenset\n](" + chain + b"2\x86e\x85R"
+    return b"}(" + chain + b"N" + chain + b"Nu"
+
+
+_MEMBER = _named(Mode) + b"K\x01\x85R"
+_MANY = 200_000
+HARMFUL: dict[str, bytes] = {
+    "the state of a member": _MEMBER + b"}X\x07\0\0\0_value_K\x02sb",
+    "slots of a member": _MEMBER + b"N}X\x07\0\0\0_value_K\x02s\x86b",
+    "items for a member": _MEMBER + b"(K\x01e",
+    "deques in deques": b"ccollections\ndeque\n)R" * _MANY + b"a" * (_MANY - 1),
+    "a size of a range": b"ctorch\nSize\ncbuiltins\nrange\nJ\x00\xa3\xe1\x11\x85R\x85R",
+    "an index of a range": (
+        b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nX\x01\0\0\0wcbuiltins\nrange\nJ\x00\xa3\xe1\x11\x85R\x86R"
+    ),
+    "sizes of a long list": b"](" + b"K\x01" * 100_000 + b"eq\xff0(" + b"ctorch\nSize\nh\xff\x85R" * 2_000 + b"t",
+    "frozensets that are compared for ever": _frozensets(60),
+    "a named tuple that does something when it is freed": _named(Removed) + b"X\x01\0\0\0a\x85\x81",
+}
+
+
+@pytest.mark.parametrize("opcodes", HARMFUL.values(), ids=HARMFUL)
+@pytest.mark.parametrize("place", ["object", "planner_data, read"])
+def test_what_would_run_code_or_never_end_is_refused_at_once(tmp_path: Path, place: str, opcodes: bytes) -> None:
+    write, read = PLACES[place]
+    write(stock_checkpoint(str(tmp_path)), opcodes)
+    with pytest.raises((UnsafeCheckpoint, CorruptCheckpoint)):
+        read(str(tmp_path))
+    assert [(mode.name, mode.value) for mode in Mode] == [("SAFE", 1), ("UNSAFE", 2)]
