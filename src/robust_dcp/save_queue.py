@@ -259,26 +259,31 @@ def _end_with_unreported() -> None:
 _ENDS_AT: list[float] = []
 """Until when this process goes on with its saves, once it was told to end."""
 
-_ENDING = threading.Lock()
-"""Who ends the process, the main thread or the one that listens, holds this until it has ended."""
+_TOO_LATE: Final[set[SaveQueue]] = set()
+"""Of these queues the log says already that they are not over."""
 
 
 def end_by_sigterm() -> None:
-    """Let running saves end, for a while, and then end the process, from any thread. Does not return."""
+    """Let running saves end, for a while, and then end the process. Does not return.
+
+    The main thread and the one that listens may both be in here. Neither waits for the other: the main thread may have
+    been interrupted while it holds the lock of a queue.
+    """
     _ENDS_AT.append(time.monotonic() + GRACE_SECONDS)  # a launcher may say it more than once: the first time counts
-    with _ENDING:
-        for queue in _all_queues():
-            if not queue.wait(timeout_seconds=max(0.0, _ENDS_AT[0] - time.monotonic())):
-                logger.error(
-                    "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is "
-                    "still there",
-                    queue.what,
-                    GRACE_SECONDS,
-                )
-        while True:
-            ctypes.CDLL(None).signal(signal.SIGTERM, None)  # the default; Python lets only the main thread say it
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)
+    for queue in _all_queues():
+        is_over = queue.wait(timeout_seconds=max(0.0, _ENDS_AT[0] - time.monotonic()))
+        if not is_over and queue not in _TOO_LATE:
+            _TOO_LATE.add(queue)
+            logger.error(
+                "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is still "
+                "there",
+                queue.what,
+                GRACE_SECONDS,
+            )
+    while True:
+        ctypes.CDLL(None).signal(signal.SIGTERM, None)  # the default; Python lets only the main thread say it
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
 
 
 def on_sigterm(number: int, frame: FrameType | None) -> None:
