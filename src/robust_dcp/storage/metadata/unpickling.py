@@ -36,8 +36,6 @@ _HOW_TO_ALLOW: Final = (
     "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
     "class with torch.serialization.add_safe_globals([...])"
 )
-
-
 _MAX_DIMENSIONS: Final = 64  # the most that torch allows
 
 
@@ -156,8 +154,14 @@ class _NativeUnpickler(pickle.Unpickler):
         super().__init__(cast("IO[bytes]", bare), buffers=(_CheckedDict() for _ in itertools.repeat(None)))
         self._budget = budget
         self._trust = Trust()
+        self._stand_ins: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._stand_ins:
+            self._stand_ins[module, name] = self._stand_in_for(module, name)
+        return self._stand_ins[module, name]
+
+    def _stand_in_for(self, module: str, name: str) -> Any:
         value = self._trust.named(module, name)
         trusted, budget = self._trust.of(value), self._budget
         if trusted.as_native is not None:
