@@ -94,6 +94,7 @@ DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
     "a key twice": lambda path, content: path.write_bytes(content.replace(b"{", b'{"digest": "0", "digest": "1",', 1)),
     "no UTF-8": lambda path, content: path.write_bytes(content + b"\xff\xfe"),
     "a NUL": written(b'{"target": "/a\\u0000b", "digest": "", "step": 2, "save_id": "\\u0000", "host": "", "pid": 0}'),
+    "half of a character": written(b'{"target": "/a\\ud800b", "digest": "", "step": 2, "save_id": "", "pid": 0}'),
     "a directory": lambda path, content: path.mkdir(),
     "a FIFO": lambda path, content: os.mkfifo(path),
     "a link to a device": linked("/dev/zero"),
