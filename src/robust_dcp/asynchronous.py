@@ -164,6 +164,7 @@ def async_save(
     )
     queue = session.queues[0]
     queue.wait(below=max_in_flight)
+    earlier = queue.under_way()
     with session.channel.together(), session.clock.telling_failures():
         session.clock.is_async = True
         session.clock.tell("started")
@@ -180,7 +181,8 @@ def async_save(
             if staging == "full":
                 staged.copy(session.clock.phase("stage"))
         saving = AsyncSave(staged.are_free, session.clock.seconds)
-        queue.submit(partial(_finish, session, staged, saving, staging, executor), saving)  # all hear if it fails
+        # All hear if it fails.
+        queue.submit(partial(_finish, session, staged, saving, staging, executor), saving, after=earlier)
     if staging == "full":
         saving.wait_staged()
     return saving

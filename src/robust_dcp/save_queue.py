@@ -1,8 +1,8 @@
-"""Runs the async saves of one group one after the other, in the order of the calls.
+"""Runs the async saves of one group in the order of the calls, each on a thread of its own.
 
-Owns the thread on which they run, and the number of saves under way. It also sees to it that each error is raised: by
-the future's ``result()``, or else by the next save. A save that is not async waits for its turn. What the end of Python
-does to saves and their threads is here as well.
+Owns these threads, and the number of saves under way. It also sees to it that each error is raised: by the future's
+``result()``, or else by the next save. A save that is not async waits for its turn. What the end of Python does to
+saves and their threads is here as well.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
 
 from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.threads import start_thread
 
 T = TypeVar("T")
 
@@ -32,25 +33,6 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 20.0
 """How long a process goes on with a running save after SIGTERM. Launchers kill processes that have not ended after 30
 seconds."""
-
-
-def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
-    """Call ``function(*args)`` in a thread of ``pool``.
-
-    Once Python is about to end, and waits for a thread of the user, no pool takes calls. If that one saves or loads, it
-    makes them itself.
-    """
-    try:
-        return pool.submit(function, *args)
-    except RuntimeError as error:
-        if "after interpreter shutdown" not in str(error):  # then the pool may have it, and lacks a thread
-            raise
-        future: Future[T] = Future()
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
 
 
 class SaveFuture(Future[T]):
@@ -86,7 +68,10 @@ class SaveFuture(Future[T]):
 
 
 class SaveQueue:
-    """Runs saves on one thread, in the order in which they were submitted.
+    """Runs saves, each after those that were under way when it was called.
+
+    Two threads may call one save each at the same time, and each rank may be done first with another of them. So these
+    two do not wait for each other: a rank would wait for a save of which another rank has not begun its part.
 
     Args:
         what: what is run: ``"async save"``, or ``"drain"`` for copies of what was saved.
@@ -94,18 +79,26 @@ class SaveQueue:
 
     def __init__(self, what: str = "async save") -> None:
         self.what = what
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"robust_dcp-{what.replace(' ', '-')}")
         self._changed = threading.Condition()
-        self._under_way: list[SaveFuture[Any]] = []
+        self._after: dict[SaveFuture[Any], Collection[SaveFuture[Any]]] = {}  # those under way: each comes after these
+        self._threads: dict[int, SaveFuture[Any]] = {}  # what runs in which thread
         self._failed: list[SaveFuture[Any]] = []
-        self._thread = 0
 
     @property
     def n_under_way(self) -> int:
         """The number of saves that are not over. A save is over when its future has a result, even if its thread is
         still busy."""
         with self._changed:
-            return sum(not future.done() for future in self._under_way)
+            return sum(not future.done() for future in self._after)
+
+    def under_way(self) -> tuple[SaveFuture[Any], ...]:
+        """The saves that are under way, also those whose callbacks run. A save that is called now comes after them.
+
+        Ask before the first exchange of that save. Whatever is under way has had an exchange with all ranks by then. So
+        what comes first on one rank never comes last on another.
+        """
+        with self._changed:
+            return tuple(self._after)
 
     def wait(self, *, below: int = 1, timeout_seconds: float | None = None, callbacks: bool = False) -> bool:
         """Wait until fewer than ``below`` saves are under way.
@@ -118,17 +111,19 @@ class SaveQueue:
             Whether that is so. ``False`` means that the time is up.
 
         Raises:
-            RuntimeError: the saves run on the thread that calls this, so they would never end.
+            RuntimeError: a save waits for the thread that calls this, so it would never end.
         """
-        is_own_thread = self._thread == threading.get_ident()
-        if is_own_thread and self.n_under_way >= below:
+        this = self._threads.get(threading.get_ident())
+        with self._changed:
+            are_open = {future: after for future, after in self._after.items() if not future.done()}
+        if len(are_open) >= below and any(future is this or this in after for future, after in are_open.items()):
             raise RuntimeError(
                 f"a listener or callback of an {self.what} saves or waits for saves, and they wait for it to return; "
                 "do that in a thread of your own"
             )
         with self._changed:
-            if callbacks and not is_own_thread:
-                return self._changed.wait_for(lambda: not self._under_way, timeout_seconds)
+            if callbacks and this is None:
+                return self._changed.wait_for(lambda: not self._after, timeout_seconds)
             return self._changed.wait_for(lambda: self.n_under_way < below, timeout_seconds)
 
     def raise_unreported(self) -> None:
@@ -151,21 +146,31 @@ class SaveQueue:
             errors = {future: str(Future.exception(future)).partition("\n")[0] for future in self._failed}
             self._failed = [future for future, error in errors.items() if error not in str(told)]
 
-    def submit(self, run: Callable[[], T], future: SaveFuture[T] | None = None) -> SaveFuture[T]:
-        """Run a save after all earlier ones.
+    def submit(
+        self,
+        run: Callable[[], T],
+        future: SaveFuture[T] | None = None,
+        *,
+        after: Collection[SaveFuture[Any]] | None = None,
+    ) -> SaveFuture[T]:
+        """Run a save on a thread of its own.
 
         Args:
             future: becomes that of the save; ``None`` for a new one.
+            after: what was under way when the save was called; ``None`` for what is under way now.
+
+        Raises:
+            ExchangeError: no thread can be started. The save is not run, not later either.
         """
         future = SaveFuture() if future is None else future
         future.add_done_callback(self._tell_waiting)  # the first callback: nobody waits for those of the user
         end_well_on_sigterm()
         with self._changed:
-            self._under_way.append(future)
+            self._after[future] = self.under_way() if after is None else after
             try:
-                self._pool.submit(self._run, run, future)
-            except BaseException:  # the pool has the call all the same if it cannot start its thread
-                self._under_way.remove(future)
+                start_thread(self._run, run, future, name=f"robust_dcp-{self.what.replace(' ', '-')}", daemon=False)
+            except BaseException:
+                del self._after[future]
                 raise
         return future
 
@@ -175,9 +180,8 @@ class SaveQueue:
 
     def _run(self, run: Callable[[], T], future: SaveFuture[T]) -> None:
         with self._changed:
-            if future not in self._under_way:  # it was refused
-                return
-        self._thread = threading.get_ident()
+            self._threads[threading.get_ident()] = future
+            self._changed.wait_for(lambda: self._after.keys().isdisjoint(self._after[future]))
         future.set_running_or_notify_cancel()
         try:
             tell = partial(future.set_result, run())
@@ -193,7 +197,7 @@ class SaveQueue:
         except BaseException:  # a callback of the user's has called sys.exit()
             logger.exception("a callback of an %s raises", self.what)
         with self._changed:
-            self._under_way.remove(future)
+            del self._after[future], self._threads[threading.get_ident()]
             self._changed.notify_all()
 
 

@@ -39,6 +39,7 @@ from robust_dcp.storage.writing.emit import FilesOfRank
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.structure_cache import clear_caches
+from robust_dcp.threads import LIMITS, start_thread
 
 _LOOK_SECONDS: Final = 0.05
 """While its writer process writes, a rank checks this often whether another rank has given up the save."""
@@ -111,9 +112,8 @@ class WriterProcess:
                 self._connection.close()
                 raise RobustCheckpointError(
                     f"the writer process cannot be started: {error.strerror or error} "
-                    f"({errno.errorcode.get(error.errno or 0, error.errno)}). Look at the limits of processes "
-                    "(`ulimit -u`, `pids.max` of the container), of open files (`ulimit -n`) and of memory, or use "
-                    'executor="thread". Nothing of this save is committed'
+                    f"({errno.errorcode.get(error.errno or 0, error.errno)}). Look at {LIMITS}, of open "
+                    'files (`ulimit -n`) and of memory, or use executor="thread". Nothing of this save is committed'
                 ) from error
             except BaseException:
                 self._connection.close()
@@ -252,7 +252,7 @@ def run(fd: int, parent_pid: int) -> NoReturn:
         parent_pid: the process id of the rank.
     """
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(parent_pid,), name="robust_dcp-parent", daemon=True).start()
+    start_thread(_end_with, parent_pid, name="robust_dcp-parent")
     connection = Connection(fd)
     gc.freeze()  # what was imported stays, so a collection has only the rest to look at
     with suppress(EOFError, OSError):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import robust_dcp
-from robust_dcp import RobustPlanner, StorageError
+from robust_dcp import RobustPlanner, RobustWriter, StorageError
 from robust_dcp.comm.link import Link
 from tests.faults.disk import LONG_TESTS, FaultDisk, Gate
 from tests.harness.fingerprints import differences
@@ -268,6 +268,60 @@ def test_a_synchronous_save_comes_after_the_async_ones_and_raises_their_error(tm
         with pytest.raises(StorageError, match="full"):
             robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "2")
     robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "2")
+
+
+class WaitsToCopy(RobustPlanner):
+    """Copies nothing before ``event``."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+
+    def resolve_data(self, write_item: Any) -> Any:
+        assert self.event.wait(100)
+        return super().resolve_data(write_item)
+
+
+def save_in_two_threads(path: str, n_groups: int, options: dict[str, str]) -> list[float]:
+    """Rank 0 has copied what thread 0 saves before what thread 1 does, and rank 1 the other way round. The values of
+    what has arrived."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]) for _ in range(n_groups)]
+    may_copy = [threading.Event() for _ in range(2)]
+    may_copy[rank].set()
+    saves: list[Any] = [None, None]
+
+    def save(thread: int) -> None:
+        places = {name: f"{value}/{thread}" for name, value in options.items()}
+        saves[thread] = robust_dcp.async_save(
+            {f"w{rank}": torch.full((9,), float(thread))},
+            storage_writer=RobustWriter(f"{path}/{thread}", **places),
+            process_group=groups[thread % n_groups],
+            planner=WaitsToCopy(may_copy[thread]),
+            timeout_seconds=60,
+        )
+        may_copy[1 - rank].set()
+
+    threads = [threading.Thread(target=save, args=(thread,)) for thread in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for saving in saves:
+        saving.result()
+    robust_dcp.finish_async_saves()
+    return [value_at(Path(options.get("drain_to", path), f"{thread}"), f"w{rank}") for thread in range(2)]
+
+
+@pytest.mark.parametrize("n_groups", [1, 2])
+@pytest.mark.parametrize("is_drained", [False, True], ids=["", "drained"])
+def test_saves_that_two_threads_call_at_once_do_not_wait_for_each_other(
+    n_groups: int, is_drained: bool, tmp_path: Path
+) -> None:
+    """Each rank is done first with another of them."""
+    options = {"drain_to": str(tmp_path / "copies")} if is_drained else {}
+    path = str(tmp_path / "saves")
+    assert values(run_ranks(2, save_in_two_threads, path, n_groups, options)) == [[0.0, 1.0]] * 2
 
 
 def save_often_in_a_process(directory: str) -> tuple[int, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -440,3 +442,40 @@ def test_a_save_that_was_refused_is_not_written_later(tmp_path: Path) -> None:
     wanted = {"own0": torch.zeros(9), "own1": torch.zeros(9)}
     robust_dcp.load(wanted, checkpoint_id=tmp_path / "c", no_dist=True)
     assert [tensor.unique().tolist() for tensor in wanted.values()] == [[3.0], [3.0]]
+
+
+def run_where_no_thread_starts(path: str) -> list[str]:
+    """What the operations end with, if rank 1 can start no thread."""
+    state = {f"own{dist.get_rank()}": torch.ones(9)}
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def outcome(operation: Callable[[], object]) -> str:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            threading.Thread.start = refuse  # type: ignore[method-assign]
+        try:
+            operation()
+            return "returned"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            threading.Thread.start = start  # type: ignore[method-assign]
+
+    options: dict[str, Any] = {"checkpoint_id": path, "timeout_seconds": 60}
+    outcomes = [outcome(lambda: robust_dcp.save(state, **options))]
+    robust_dcp.save(state, **options)
+    outcomes.append(outcome(lambda: robust_dcp.save(state, **options)))
+    outcomes.append(outcome(lambda: robust_dcp.async_save(state, **options).result()))
+    outcomes.append(outcome(lambda: robust_dcp.load(state, **options)))
+    robust_dcp.save(state, **options)
+    return outcomes
+
+
+def test_where_no_thread_can_be_started_all_ranks_hear_which_limit_to_look_at(tmp_path: Path) -> None:
+    rank_0, rank_1 = values(run_ranks(2, run_where_no_thread_starts, str(tmp_path / "c")))
+    for one, other in zip(rank_0, rank_1, strict=True):
+        assert one.partition(":")[0] == other.partition(":")[0] != "RuntimeError"
+        assert "rank 1" in one and "`ulimit -u`" in one and "`ulimit -u`" in other

@@ -46,6 +46,7 @@ from robust_dcp.comm.endings import (
 from robust_dcp.comm.frames import operation_id
 from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, store_host, store_of, value_of
+from robust_dcp.threads import start_thread
 
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
@@ -247,7 +248,7 @@ class Link:
             calls = _idle.pop()
         except IndexError:
             calls = SimpleQueue()
-            threading.Thread(target=_make_calls, args=(calls,), name="robust_dcp: gloo", daemon=True).start()
+            start_thread(_make_calls, calls, name="robust_dcp: gloo")
         self._in_gloo[done] = None
         calls.put(call)
 

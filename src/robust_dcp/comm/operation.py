@@ -61,6 +61,7 @@ from robust_dcp.comm.link import ExchangeStats, Link
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
+from robust_dcp.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -1045,9 +1046,7 @@ def _begin_beats(operation: Operation) -> None:
     with _beating_lock:
         _beating.add(operation)
         if not _beats_threads:
-            thread = threading.Thread(target=_send_beats, name="robust_dcp: beats", daemon=True)
-            thread.start()
-            _beats_threads.append(thread)
+            _beats_threads.append(start_thread(_send_beats, name="robust_dcp: beats"))
 
 
 def _send_beats() -> None:

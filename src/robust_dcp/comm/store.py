@@ -33,6 +33,8 @@ import torch.distributed as dist
 
 from robust_dcp.comm import patience
 from robust_dcp.environment import boot_id
+from robust_dcp.errors import ExchangeError
+from robust_dcp.threads import start_thread
 
 T = TypeVar("T")
 
@@ -129,9 +131,10 @@ class Notes:
             else:
                 self._questions.append(find)
                 if self._thread is None:
-                    thread = threading.Thread(target=self._find_all, name="robust_dcp: store", daemon=True)
-                    thread.start()
-                    self._thread = thread
+                    try:
+                        self._thread = start_thread(self._find_all, name="robust_dcp: store")
+                    except ExchangeError:  # which the others hear of by the store
+                        self._questions.pop()()
         try:
             return answer.result(seconds)
         except NoAnswer:

@@ -36,7 +36,6 @@ from robust_dcp.drain.places import Content, Place, open_place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME, DrainRecord, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.report import listed
-from robust_dcp.save_queue import submit
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     COPYING_PREFIX,
@@ -58,6 +57,7 @@ from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote import Calls, CopyOptions
+from robust_dcp.threads import submit
 
 logger = logging.getLogger(__name__)
 

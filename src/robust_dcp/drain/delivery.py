@@ -25,7 +25,6 @@ from robust_dcp.drain.copy import Copy, CopyResult
 from robust_dcp.drain.record import DrainRecord, announce_copy, awaited_copy, digest_at, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
 from robust_dcp.phases import PhaseClock
-from robust_dcp.save_queue import SaveQueue
 from robust_dcp.storage.committing.saving_file import sweep
 from robust_dcp.storage.files.paths import METADATA_NAME, STAGING_PREFIX, is_url
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
@@ -52,7 +51,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         leads: whether this rank has committed in its directory: the coordinator, and one rank of each node with a
             directory of its own.
         on_commit: as for ``save``.
-        queue: the drains of the group.
+        drain: calls a function on a thread beside training, after the earlier drains of the group.
         open_channel: makes the channel for a copy, when its turn has come.
     """
 
@@ -63,7 +62,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
     names: Collection[str]
     leads: bool
     on_commit: Callable[[], object] | None
-    queue: SaveQueue
+    drain: Callable[[Callable[[], CopyResult]], object]
     open_channel: Callable[[], Channel]
     _record: DrainRecord = DrainRecord("", "")
     _held: ExitStack = msgspec.field(default_factory=ExitStack)
@@ -79,7 +78,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         return os.fsdecode(self.writer.checkpoint_id) if self.is_staged else self.writer.drain_to
 
     def deliver(self) -> None:
-        """Do it all, in this order, right after the commit; only a copy of ``drain_to`` is left to the queue.
+        """Do it all, in this order, right after the commit; only a copy of ``drain_to`` is left to a thread.
 
         Raises:
             RobustCheckpointError: the same on all ranks. It says that the checkpoint is committed, and where.
@@ -103,7 +102,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
             finally:
                 # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note
                 # of an earlier save. If it raises, the checkpoint is committed all the same.
-                self.queue.submit(lambda: self._copy(target))
+                self.drain(lambda: self._copy(target))
 
     def _tell_of_commit(self, where: str) -> None:
         """Call ``on_commit`` on the coordinator. If it raises, all ranks raise."""

@@ -351,16 +351,17 @@ class CheckpointManager:
         An error is logged, and the next save tries again: the checkpoint stays until its copy has arrived.
         """
 
-        def resume(path: str) -> None:
-            target = os.path.join(drain_to, os.path.basename(path))  # wherever its note says that it was to go
-            try:
-                with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
-                    goes_on = is_free and is_awaited(self._disk, path)
-                if goes_on:
-                    announce_copy(self._disk, path, target)
-                    copy_checkpoint(path, target, options=self._drain_options)
-            except (RobustCheckpointError, ValueError) as error:
-                logger.warning("%s: its copy is still not complete: %s", path, error)
+        def resume(paths: Sequence[str]) -> None:
+            for path in paths:
+                target = os.path.join(drain_to, os.path.basename(path))  # wherever its note says that it was to go
+                try:
+                    with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
+                        goes_on = is_free and is_awaited(self._disk, path)
+                    if goes_on:
+                        announce_copy(self._disk, path, target)
+                        copy_checkpoint(path, target, options=self._drain_options)
+                except (RobustCheckpointError, ValueError) as error:
+                    logger.warning("%s: its copy is still not complete: %s", path, error)
 
         queue = queue_of((os.getpid(),), "resumed drain")
         with suppress(StorageError):  # the save fails by it too, on all ranks, or it has passed by then
@@ -368,9 +369,9 @@ class CheckpointManager:
             latest = self._series.latest_of(checkpoints)
             if not self._has_saved and latest is not None and self._series.was_cut_off(latest.path):
                 announce_copy(self._disk, latest.path, os.path.join(drain_to, latest.name))  # killed before it could
-            for each in checkpoints:
-                if is_awaited(self._disk, each.path):
-                    queue.submit(functools.partial(resume, each.path))
+            paths = [each.path for each in checkpoints if is_awaited(self._disk, each.path)]
+            if paths:
+                queue.submit(functools.partial(resume, paths))
 
     def _candidates(self) -> Sequence[Checkpoint]:
         """The checkpoints in the order in which they are tried, the same on all ranks."""

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from robust_dcp.comm import Agreement, Channel, Offer, combined_signature
+from robust_dcp.drain.copy import CopyResult
 from robust_dcp.drain.delivery import Delivery, staging_directory
 from robust_dcp.errors import (
     ExchangeError,
@@ -447,6 +448,7 @@ class SaveSession:
         writer = self.writer
         if writer is None:
             raise ValueError("this save was planned for another storage writer")
+        earlier_drains = self.queues[1].under_way() if self.queues else ()
         try:
             with self.clock.phase("commit"):
                 if self._are_on_nodes:
@@ -490,7 +492,7 @@ class SaveSession:
         if self.channel.is_coordinator or self.leads_directory:
             writer.directory.tidy_up()
         if self.queues:  # stock knows nothing of a delivery
-            self._delivery(writer, self.queues[1]).deliver()
+            self._delivery(writer, partial(self.queues[1].submit, after=earlier_drains)).deliver()
 
     def _publish(self, writer: RobustWriter) -> None:
         metadata = self._make_metadata(writer)
@@ -528,7 +530,7 @@ class SaveSession:
                 logger.warning("%s: %s: %s", self.checkpoint, without, error)
         return plan.metadata.encode(self._places_of_all, writer.plain_meta(), stored)
 
-    def _delivery(self, writer: RobustWriter, drains: SaveQueue) -> Delivery:
+    def _delivery(self, writer: RobustWriter, drain: Callable[[Callable[[], CopyResult]], object]) -> Delivery:
         # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
         least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
         return Delivery(
@@ -539,7 +541,7 @@ class SaveSession:
             names=() if self.written is None else self.written.names,
             leads=self.channel.is_coordinator or self.leads_directory,
             on_commit=self.on_commit,
-            queue=drains,
+            drain=drain,
             open_channel=lambda: Channel.for_group(
                 self.options.process_group,
                 operation=f"drain {self.checkpoint}",

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import torch
 
-from robust_dcp.save_queue import submit
 from robust_dcp.staging.blocks import Block
+from robust_dcp.threads import submit
 
 TensorForm = tuple[torch.dtype, torch.Size]
 """Dtype and size of a tensor. Its place in a buffer depends on nothing else."""

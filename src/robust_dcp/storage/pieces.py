@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from robust_dcp.save_queue import submit
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.threads import submit
 
 T = TypeVar("T")
 

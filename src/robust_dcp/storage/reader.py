@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.save_queue import submit
 from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path, is_url, local_path_of, mark_of, place_of
@@ -29,6 +28,7 @@ from robust_dcp.storage.options import ReadKeywords, ReadOptions, given_options
 from robust_dcp.storage.reading.load import ItemReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.remote import RemoteDisk, filesystem_of
+from robust_dcp.threads import submit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

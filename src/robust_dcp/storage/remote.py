@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk, Fingerprint, OpenFile
 from robust_dcp.storage.files.paths import is_data_file
+from robust_dcp.threads import start_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -192,8 +193,7 @@ class Calls:
             except BaseException as error:
                 outcome.set_exception(error)
 
-        thread = threading.Thread(target=run, daemon=True, name="robust_dcp-remote-call")
-        thread.start()
+        thread = start_thread(run, name="robust_dcp-remote-call")
         thread.join(self._timeout_seconds)
         if not outcome.done():
             raise TimeoutError(f"no answer within {self._timeout_seconds:g} seconds")

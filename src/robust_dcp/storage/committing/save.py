@@ -36,7 +36,6 @@ import msgspec
 from robust_dcp.decoding import from_json
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.report import REPORT_NAME, SavedReport, encode_report, listed
-from robust_dcp.save_queue import submit
 from robust_dcp.storage.committing.saving_file import (
     LeftOvers,
     SavingFile,
@@ -63,6 +62,7 @@ from robust_dcp.storage.files.small_files import read_hint
 from robust_dcp.storage.layouts.places import Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.structure_cache import Cache
+from robust_dcp.threads import submit
 
 logger = logging.getLogger(__name__)
 

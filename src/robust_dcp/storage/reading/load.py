@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, StorageError
-from robust_dcp.save_queue import submit
 from robust_dcp.staging.blocks import Block, BlockLease, copy_each
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
@@ -59,6 +58,7 @@ from robust_dcp.storage.reading.stored_item import (
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
 from robust_dcp.storage.records.record import NOT_ALIKE, is_plain, known_record
+from robust_dcp.threads import submit
 
 Int64 = npt.NDArray[np.int64]
 

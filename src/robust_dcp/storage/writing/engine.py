@@ -24,7 +24,6 @@ import torch
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import StorageError
-from robust_dcp.save_queue import submit
 from robust_dcp.staging.blocks import BlockLease
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import OpenFile
@@ -34,6 +33,7 @@ from robust_dcp.storage.options import BLOCKS_PER_THREAD
 from robust_dcp.storage.writing.blocks import file_orders
 from robust_dcp.storage.writing.emit import Emission, FileEmitter, FilesOfRank, WriteContext
 from robust_dcp.storage.writing.item_source import ItemSource
+from robust_dcp.threads import submit
 
 
 class WrittenFiles(msgspec.Struct, frozen=True, eq=False):
