@@ -233,22 +233,35 @@ class BlockLease(msgspec.Struct, eq=False):
         copied.record(self._stream)
         return copied.synchronize
 
-    def fill(self, target: torch.Tensor, block: Block, at: int) -> None:
-        """Fill ``target``, uint8 ``[n]``, from ``block`` at ``at``. The copy is done when this returns, so the block is
-        free.
+    def fill(self, target: torch.Tensor, block: Block, at: int, steps: Sequence[int] | None = None) -> None:
+        """Fill ``target`` from ``block``, where its elements begin at ``at``. The copy is done when this returns, so
+        the block is free.
 
         Other threads may read and copy meanwhile: this thread waits only for its own copy, without the GIL.
+
+        Args:
+            target: uint8 ``[n]``, whose bytes lie one after the other; with ``steps`` of any dtype, shape and strides.
+            steps: the strides of the elements in the block. A copy of these bytes on the device comes before them: only
+                from one range of memory does a device copy by itself.
         """
-        source = block.tensor[at : at + len(target)]
-        if self._stream is None or not self.can_run_ahead(target):
-            target.copy_(source)
-            return
-        block.pin()
-        copied = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            copied.record(self._stream)
-        copied.synchronize()
+        is_ahead = self._stream is not None and self.can_run_ahead(target)
+        nbytes = len(target)
+        if steps is not None:
+            last = sum((size - 1) * step for size, step in zip(target.shape, steps, strict=True))
+            nbytes = (last + 1) * target.itemsize
+        if is_ahead:
+            block.pin()
+        with self.in_this_thread() if is_ahead else nullcontext(), torch.inference_mode():
+            source = block.tensor[at : at + nbytes]
+            if steps is not None:
+                copy = source.to(target.device, non_blocking=is_ahead, copy=True)
+                source = copy.view(target.dtype).as_strided(target.shape, steps)
+            target.copy_(source, non_blocking=is_ahead)
+            copied = torch.cuda.Event(blocking=True) if is_ahead else None
+            if copied is not None:
+                copied.record()
+        if copied is not None:
+            copied.synchronize()
 
 
 def release_blocks(keep: Sequence[Block] = ()) -> None:

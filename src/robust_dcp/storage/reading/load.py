@@ -20,7 +20,7 @@ from contextlib import nullcontext, suppress
 from errno import ENOENT
 from functools import cached_property
 from itertools import compress, pairwise, repeat
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -222,7 +222,7 @@ class ItemReader:
             if self._targets_first and read.item.type != LoadItemType.BYTE_IO:
                 group.target = target_of(self._planner, read.item, early=True)
             # A read straight into its target takes no memory of ours.
-            is_straight = _is_flat(group.target) and group.target.dtype == read.dtype and read.is_whole
+            is_straight = group.target is not None and is_plain(group.target) and group.target.dtype == read.dtype
             group.nbytes = 0 if is_straight else read.nbytes
         while self._pending and (
             len(self._pending) >= self._n_threads * _AHEAD_PER_THREAD
@@ -331,9 +331,11 @@ class ItemReader:
             item.nbytes = len(item.memory)
         if read.item.type == LoadItemType.BYTE_IO or item.memory is not None:
             return self._taken(item, target)
-        box = find_box(item, target if _is_flat(target) else None)
+        box = find_box(item, target if target is not None and is_plain(target) else None)
         if box is None:
             return loaded_by_torch(item, trusted=self._options.trusted)
+        if box.is_tangled:
+            return box.taken()
         first, *others = box.shares(self._block_nbytes)
         for share in others:
             submit(self._threads, self._on_thread, group.result, self._read_share, box, share)
@@ -379,7 +381,7 @@ class ItemReader:
             if not self._options.trusted:
                 check_object(data, file=item.file.path, item=item.name)
             return data
-        box = find_box(item, target if _is_flat(target) and target.is_cpu else None)
+        box = find_box(item, target if target is not None and is_plain(target) and target.is_cpu else None)
         return loaded_by_torch(item, trusted=self._options.trusted) if box is None else box.taken()
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, found: Any) -> None:
@@ -477,11 +479,6 @@ class ItemReader:
             for raw, at in zip(found, start.tolist(), strict=True)
         ]
         return np.array(crcs, dtype=np.int64)
-
-
-def _is_flat(target: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether ``target``, on any device, holds its elements one after the other, as they are stored."""
-    return target is not None and is_plain(target) and target.is_contiguous()
 
 
 def _decoded(item: StoredItem, transforms: Sequence[str]) -> memoryview:

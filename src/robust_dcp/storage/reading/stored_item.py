@@ -8,15 +8,19 @@ plans and planners. Several threads call it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise, product
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.staging.blocks import BlockLease, memory_at
+from robust_dcp.staging.blocks import BlockLease, extent_nbytes, memory_at
 from robust_dcp.storage.layouts.footer import BlockSums
 from robust_dcp.storage.options import Verify
 from robust_dcp.storage.reading.data_file import DataFile
@@ -291,9 +295,25 @@ def find_box(item: StoredItem, into: torch.Tensor | None) -> BoxRead | None:
     return None if found is None else BoxRead(item, *found, into)
 
 
+class _Piece(NamedTuple):
+    """Bytes of an item that are read at once.
+
+    Attributes:
+        begin, end: which bytes of the item.
+        part: which part of the box begins with them; ``None`` if they are read only for a checksum.
+    """
+
+    begin: int
+    end: int
+    part: tuple[int | slice, ...] | None
+
+
 class BoxRead:
-    """A part of a stored tensor, on its way into a tensor: the range of bytes from its first to its last element. For a
-    slice along dimension 0 these are its own bytes. For other boxes they are all rows that the box touches.
+    """A part of a stored tensor, on its way into a tensor.
+
+    A slice along dimension 0 is one range of bytes, which is read straight into a target that takes it in order. Of
+    other boxes the rows are read into blocks, several at once, and copied to their places. Columns are such a box: half
+    of what is read is not wanted.
 
     It is taken from memory at once (:meth:`taken`), or read from the file in pieces, which several threads may do.
 
@@ -301,8 +321,11 @@ class BoxRead:
         item: the item.
         record: the tensor that the box is part of.
         crc: the CRC-32 of its data, if it is known.
-        into: a flat tensor of the box's size, on any device. The box is put into it if the dtypes are equal and the box
-            is stored in one piece. It holds garbage if that fails.
+        into: a tensor of the box's size, on any device, with any strides, whose memory holds its elements as they are
+            stored. The box is put into it if the dtypes are equal. It holds garbage if that fails.
+
+    Attributes:
+        is_tangled: whether elements lie in other rows than their own, so that the box can only be taken from memory.
     """
 
     def __init__(self, item: StoredItem, record: Record, crc: int | None, into: torch.Tensor | None) -> None:
@@ -317,20 +340,40 @@ class BoxRead:
                 first = record.storage_offset + sum(o * s for o, s in zip(offsets, stride, strict=True))
                 count = 1 + sum((n - 1) * s for n, s in zip(lengths, stride, strict=True))
             in_order = zip(lengths, stride, contiguous_strides(lengths), strict=True)
-            is_one_piece = all(length == 1 or step == expected for length, step, expected in in_order)
+            is_one_piece = not count or all(length == 1 or step == expected for length, step, expected in in_order)
         self._item = item
         self._begin = record.data_offset + first * itemsize
         self._end = self._begin + count * itemsize
         self._sums = _sums(item, record, crc, self._begin, self._end)
-        self._range = (self._begin, self._end) if self._sums is None else self._sums.around(self._begin, self._end)
-        item.check_bounds(self._range[0], self._range[1] - self._range[0])
-        self._is_straight = into is not None and is_one_piece and into.dtype == record.dtype
-        self._buffer = torch.empty(count, dtype=record.dtype) if into is None or not self._is_straight else into
-        self._lengths, self._stride = lengths, stride
+        begin, end = (self._begin, self._end) if self._sums is None else self._sums.around(self._begin, self._end)
+        item.check_bounds(begin, end - begin)
+        self._made: torch.Tensor | None = None
+        if into is None or into.dtype != record.dtype:
+            into = self._made = torch.empty(lengths, dtype=record.dtype)
+        self._into, self._itemsize = into, itemsize
+        self._is_straight = is_one_piece and into.is_contiguous()
+        # The dimensions in the order in which they lie in the file, the outermost first.
+        self._order = sorted(range(len(lengths)), key=lambda each: -stride[each])
+        self._lengths = [lengths[each] for each in self._order]
+        self._steps = [stride[each] * itemsize for each in self._order]
+        inner = [self._extent(each) for each in range(1, len(lengths) + 1)]
+        self.is_tangled = not self._is_straight and any(
+            length > 1 and step < nbytes and (step or nbytes > itemsize)
+            for length, step, nbytes in zip(self._lengths, self._steps, inner, strict=True)
+        )
+
+    def _extent(self, dimension: int, length: int | None = None) -> int:
+        """The bytes from the first element to the end of the last one of the dimensions from ``dimension`` on, of which
+        the first has ``length``."""
+        lengths = self._lengths[dimension:]
+        steps = self._steps[dimension:]
+        if length is not None:
+            lengths[0] = length
+        return self._itemsize + sum((size - 1) * step for size, step in zip(lengths, steps, strict=True))
 
     def tensor(self) -> torch.Tensor | None:
         """A CPU tensor of the stored dtype, which owns its memory; ``None`` if ``into`` has been filled."""
-        return None if self._is_straight else self._buffer.as_strided(self._lengths, self._stride)
+        return self._made
 
     def taken(self) -> torch.Tensor | None:
         """Take the box out of an item that is in memory, to a tensor on the CPU. Returns the same as :meth:`tensor`.
@@ -338,12 +381,16 @@ class BoxRead:
         Raises:
             CorruptCheckpoint: the bytes are not those that were written.
         """
-        (first, last), nbytes = self._range, self._end - self._begin
+        first, last = begin, end = self._begin, self._end
+        if self._sums is not None:
+            first, last = self._sums.around(begin, end)
         found = self._item.view(first, last - first)
         if self._sums is not None:
             self._item.check(self._sums, first, last, crc32(found))
-        if nbytes:
-            memory_at(self._buffer.data_ptr(), nbytes)[:] = found[self._begin - first :][:nbytes]
+        if self._is_straight and begin < end:
+            memory_at(self._into.data_ptr(), end - begin)[:] = found[begin - first :][: end - begin]
+        elif begin < end:
+            self._put((), found, begin - first)
         return self.tensor()
 
     def shares(self, piece_nbytes: int) -> list[list[int]]:
@@ -353,23 +400,38 @@ class BoxRead:
         Args:
             piece_nbytes: the longest piece.
         """
-        if self._buffer.is_cpu:
-            self._view = bytes_of(self._buffer)
-        else:
-            self._flat = self._buffer.as_strided((self._buffer.numel(),), (1,)).view(torch.uint8)
-        # Pieces end at multiples of their length in the file. Bytes beyond the box are read only for their checksum.
-        self._pieces: list[tuple[int, int]] = []
-        first, last = self._range
-        for low, high in ((first, self._begin), (self._begin, self._end), (self._end, last)):
-            while low < high:
-                stop = min(high, low + piece_nbytes - (self._item.offset + low) % piece_nbytes)
-                self._pieces.append((low, stop - low))
-                low = stop
+        if self._is_straight and self._into.is_cpu:
+            self._view = bytes_of(self._into)
+        elif self._is_straight:
+            self._flat = self._into.as_strided((self._into.numel(),), (1,)).view(torch.uint8)
+        self._pieces: list[_Piece] = []
+        self._ranges: list[tuple[int, int, int]] = []  # bytes that are verified together, and the end of their pieces
+        rows = [_Piece(self._begin, self._end, ())] if self._is_straight else list(self._rows(piece_nbytes))
+        for near in _near_each_other(rows, self._sums):
+            first, last = begin, end = near[0].begin, near[-1].end
+            if self._sums is not None:
+                first, last = self._sums.around(begin, end)
+            self._add(first, begin, None, piece_nbytes)
+            for row, following in pairwise([*near, None]):
+                if row is None:
+                    continue
+                if self._is_straight:
+                    self._add(row.begin, row.end, (), piece_nbytes)
+                elif following is None or self._sums is None:
+                    self._pieces.append(row)
+                elif following.begin - row.begin <= piece_nbytes:  # what lies between is read with it
+                    self._pieces.append(row._replace(end=following.begin))
+                else:
+                    self._pieces.append(row)
+                    self._add(row.end, following.begin, None, piece_nbytes)
+            self._add(end, last, None, piece_nbytes)
+            self._ranges.append((first, last, len(self._pieces)))
         # Neighbours go to one thread, up to the length of a piece: handing a short piece over takes longer than reading
         # it.
         shares: list[list[int]] = [[]]
         filled = 0
-        for number, (_, nbytes) in enumerate(self._pieces):
+        for number, piece in enumerate(self._pieces):
+            nbytes = piece.end - piece.begin
             if filled + nbytes > piece_nbytes:
                 shares.append([])
                 filled = 0
@@ -379,6 +441,26 @@ class BoxRead:
         self._shares_left = len(shares)
         self._lock = threading.Lock()
         return shares
+
+    def _rows(self, piece_nbytes: int) -> Iterator[_Piece]:
+        """The box as rows, or parts of rows, of at most ``piece_nbytes`` bytes each, in the order of the file."""
+        piece_nbytes = min(piece_nbytes, _ROWS_NBYTES)
+        inner = next(at for at, step in enumerate(self._steps) if step <= piece_nbytes)
+        length, step = self._lengths[inner], self._steps[inner]
+        at_once = min(length, piece_nbytes // step if step else length)
+        for outer in product(*map(range, self._lengths[:inner])):
+            begin = self._begin + sum(each * step for each, step in zip(outer, self._steps, strict=False))
+            for low in range(0, length, at_once):
+                high = min(low + at_once, length)
+                at = begin + low * step
+                yield _Piece(at, at + self._extent(inner, high - low), (*outer, slice(low, high)))
+
+    def _add(self, begin: int, end: int, part: tuple[()] | None, piece_nbytes: int) -> None:
+        """Add pieces that end at multiples of their length in the file."""
+        while begin < end:
+            stop = min(end, begin + piece_nbytes - (self._item.offset + begin) % piece_nbytes)
+            self._pieces.append(_Piece(begin, stop, part))
+            begin = stop
 
     def read(self, share: Sequence[int], blocks: BlockLease) -> bool:
         """Read some pieces.
@@ -396,31 +478,72 @@ class BoxRead:
         """
         item, needed = self._item, self._sums is not None
         for number in share:
-            offset, nbytes = self._pieces[number]
-            start, place = offset - self._begin, item.offset + offset
-            is_wanted = self._begin <= offset < self._end
-            if is_wanted and self._buffer.is_cpu:
-                view, address = self._view[start : start + nbytes], self._buffer.data_ptr() + start
+            begin, end, part = self._pieces[number]
+            start, nbytes, place = begin - self._begin, end - begin, item.offset + begin
+            if part is not None and self._is_straight and self._into.is_cpu:
+                view, address = self._view[start : start + nbytes], self._into.data_ptr() + start
                 found, crc = item.file.read_piece(view, address, place, blocks, checksum=needed)
-                item.check_found(offset, nbytes, found)
+                item.check_found(begin, nbytes, found)
             else:
                 with blocks.lent() as block:
                     at, found = item.file.read_block(block, place, nbytes)
-                    item.check_found(offset, nbytes, found)
+                    item.check_found(begin, nbytes, found)
                     crc = crc32(block.view[at : at + nbytes]) if needed else 0
-                    if is_wanted:
+                    if part is not None and self._is_straight:
                         blocks.fill(self._flat[start : start + nbytes], block, at)
+                    elif part is not None and self._into.is_cpu:
+                        self._put(part, block.view, at)
+                    elif part is not None:
+                        target = self._into.permute(self._order)[part]
+                        steps = self._steps[len(self._steps) - target.dim() :]
+                        blocks.fill(target, block, at, [step // self._itemsize for step in steps])
             self._crc32s[number] = crc
         with self._lock:
             self._shares_left -= 1
             if self._shares_left > 0:
                 return False
-        if self._sums is not None:
+        done = 0
+        for first, last, stop in self._ranges:
             value = 0
-            for (_, nbytes), crc in zip(self._pieces, self._crc32s, strict=True):
-                value = crc32_of_both(value, crc, nbytes)
-            item.check(self._sums, *self._range, value)
+            for piece, crc in zip(self._pieces[done:stop], self._crc32s[done:stop], strict=True):
+                value = crc32_of_both(value, crc, piece.end - piece.begin)
+            done = stop
+            if self._sums is not None:
+                item.check(self._sums, first, last, value)
         return True
+
+    @cached_property
+    def _elements(self) -> npt.NDArray[Any]:
+        """The memory of the target, with the dimensions in the order of the file."""
+        dtype = _ELEMENTS[self._itemsize]
+        memory = memory_at(self._into.data_ptr(), extent_nbytes(self._into))
+        strides = [step * self._itemsize for step in self._into.stride()]
+        return np.ndarray(self._into.shape, dtype, memory, strides=strides).transpose(self._order)
+
+    def _put(self, part: tuple[int | slice, ...], data: memoryview, at: int) -> None:
+        """Copy this part of the box from ``data``, where it begins at ``at``. torch's own copy may use all cores, and
+        the data loaders need them."""
+        target = self._elements[part]
+        steps = self._steps[len(self._steps) - target.ndim :]
+        target[...] = np.ndarray(target.shape, target.dtype, data, offset=at, strides=steps)
+
+
+_ROWS_NBYTES: Final = 1 << 20
+"""So many bytes of rows are read at once: the checksum and the copy find them in the processor's cache."""
+
+_ELEMENTS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""By the size of an element in bytes: what NumPy copies it as."""
+
+
+def _near_each_other(rows: Sequence[_Piece], sums: BlockSums | None) -> Iterator[list[_Piece]]:
+    """Rows that are verified together. Between two lists lie whole blocks, which nobody needs to read."""
+    least = 2 * sums.block_nbytes if sums is not None else 0
+    begin = 0
+    for at, (row, following) in enumerate(pairwise(rows), 1):
+        if following.begin - row.end > least:
+            yield list(rows[begin:at])
+            begin = at
+    yield list(rows[begin:])
 
 
 # --- what is not a plain tensor
