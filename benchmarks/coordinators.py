@@ -65,7 +65,7 @@ class OurCoordinator:
         PLANS.clear()
         self.payloads = payloads
         self.ranks = payloads.ranks
-        self.plan_id = Offer().plan_id
+        self.plan_id = Offer().same
         self.kept: list[Rows] = [np.empty(0, dtype=np.intp)] * self.ranks
         self.plan: Plan | None = None
         self._local = local_of(COORDINATOR, self.ranks, payloads.n_items)
@@ -112,19 +112,13 @@ class _SimulatedChannel(Channel):
         self._watch = watch
         super().__init__(cast(Operation, _OnTheCoordinator(coordinator, save, watch)), COORDINATOR)
 
-    def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
-        made: list[M | None] = []
-
-        def plan() -> Sequence[M | None]:
-            made.extend(produce())
-            return made
-
-        own = super().scatter(phase, plan, message_type)
+    def scatter(self, phase: str, produce: Callable[[], Any], message_type: type[M], **more: Any) -> Any:
+        made, reply = super().scatter(phase, produce, message_type, **more)
         with self._watch.paused():
-            for rank, reply in enumerate(made):
-                if isinstance(reply, PlanReply):
-                    self._of.kept[rank] = reply.share.kept
-        return own
+            for rank, each in enumerate(made or ()):
+                if isinstance(each, PlanReply):
+                    self._of.kept[rank] = each.share.kept
+        return made, reply
 
 
 class _OnTheCoordinator(SimulatedOperation):
@@ -162,7 +156,7 @@ class _OnTheCoordinator(SimulatedOperation):
         changed = ranks - 1 if self._save == "change" else None
         if exchange == "agree":  # after the first save the ranks know a plan, which does not fit a change
             flags = [0 if self._save == "first" or rank == changed else MATCHES for rank in range(ranks)]
-            return [Offer(plan_id=of.plan_id, flags=flag) for flag in flags], {}
+            return [Offer(same=of.plan_id, flags=flag) for flag in flags], {}
         none = [Offer()] * ranks
         if exchange == "structures":
             return none, of.payloads.structures(changed=changed is not None)

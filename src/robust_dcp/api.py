@@ -300,7 +300,7 @@ def load(
                     again = "was overwritten while it was loaded: it is loaded once more"
                     logger.warning("%s %s (%s)", checkpoint, again, error)
             with clock.phase("apply"):
-                asked = channel.gather(f"{channel.operation}: apply", loading.apply, AskedKeys)
+                _, asked = channel.gather(f"{channel.operation}: apply", loading.apply, AskedKeys)
     if robust is not None and not is_url(robust.path):
         LOADED.put(robust.path, None, len(robust.path))
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
@@ -354,7 +354,7 @@ class _Load(msgspec.Struct, eq=False):
             find = partial(self.robust.source.find, by_index=by_index)
             stored = leader.broadcast(f"{leader.operation}: metadata", find, StoredMetadata)
         phase = "plan" if by_index else "plan by .metadata"
-        agreement = self.channel.agree(f"{leader.operation}: {phase}", partial(self._plan_own, stored))
+        _, agreement = self.channel.agree(f"{leader.operation}: {phase}", partial(self._plan_own, stored))
         n_plans = sum(map(agreement.count, WISHES.values()))
         if stored.index and n_plans < agreement.n_ranks:
             return self.agree_on_reads(leader, by_index=False)  # some ranks see another directory, say on a local disk
@@ -403,11 +403,11 @@ class _Load(msgspec.Struct, eq=False):
 
     def is_overwritten(self, reader: RobustReader) -> bool:
         """Let the coordinator look whether ``.metadata`` was replaced."""
-        found = self.channel.agree(
+        _, agreement = self.channel.agree(
             f"{self.channel.operation}: has it been overwritten",
             lambda: Offer(flags=int(self.channel.is_coordinator and reader.source.is_overwritten())),
         )
-        return found.count(1) > 0
+        return agreement.count(1) > 0
 
     def read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
         """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""

@@ -77,7 +77,7 @@ _LEADS_DIRECTORY: Final = 1
 """Flag of the offer after writing: this rank does not see the coordinator's directory, and is the first of those that
 see its own."""
 
-_NO_PLAN: Final = Offer().plan_id
+_NO_PLAN: Final = Offer().same
 _MAX_DIFFERING: Final = 200
 """How many differing values the coordinator tells the other ranks."""
 
@@ -186,12 +186,12 @@ class SaveSession:
             with self.cleaned_up_after_failure():
                 with self.clock.phase("plan"):
                     # Under rank 0, because which rank leads is not known yet.
-                    agreement = self.channel.led_by(0).agree(self.phase("agree"), partial(self._offer, describe))
+                    _, agreement = self.channel.led_by(0).agree(self.phase("agree"), partial(self._offer, describe))
                     self._follow_coordinator(agreement)
                     # Each rank decides alone, from the same bytes, so all agree.
                     may_reuse = (
-                        agreement.same_plan_id
-                        and agreement.plan_id != _NO_PLAN
+                        agreement.is_same
+                        and agreement.same != _NO_PLAN
                         and agreement.count(MATCHES) == agreement.n_ranks
                         and agreement.first_rank(_HAS_PLAN) == self.channel.coordinator_rank
                     )
@@ -203,7 +203,7 @@ class SaveSession:
                         self._make_plan(agreement)
                     self.local = replace(self.local, digests_of=None)  # or the planner and its session hold each other
                 if self.writer is not None:
-                    self.writer.adopt(agreement.told)
+                    self.writer.adopt(agreement.notice)
                     if is_url(self.writer.checkpoint_id):
                         self.writer.path = staging_directory(self.checkpoint, self.writer.mark)
                     # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait
@@ -241,10 +241,10 @@ class SaveSession:
             flags |= _HAS_PLAN if known.plan is not None else 0
             flags |= 0 if writer.has_ample_room(known.share.total_nbytes) else _NEEDS_ROOM
         self._own_offer = Offer(
-            plan_id=_NO_PLAN if known is None else known.offered_id,
+            same=_NO_PLAN if known is None else known.offered_id,
             flags=flags,
             value=0 if not self.queues else 1 if self.on_commit is not None else 2,
-            told=writer.mark if writer is not None and self.leads else 0,
+            notice=writer.mark if writer is not None and self.leads else 0,
         )
         return self._own_offer
 
@@ -268,16 +268,16 @@ class SaveSession:
         # A rank need not send its structure if the coordinator has offered a plan that holds it. What rank 0 has
         # offered is known to all.
         is_held = (
-            (agreement.same_plan_id or coordinator_rank == 0)
+            (agreement.is_same or coordinator_rank == 0)
             and agreement.first_rank(_HAS_PLAN) == coordinator_rank
-            and self._own_offer.plan_id == agreement.plan_id != _NO_PLAN
+            and self._own_offer.same == agreement.same != _NO_PLAN
             and bool(self._own_offer.flags & MATCHES)
         )
-        structures = self.channel.gather(
+        _, structures = self.channel.gather(
             self.phase("structures"), lambda: None if is_held else self.local.to_message(), ItemsMessage
         )
         self._may_be_writing = True
-        reply = self.channel.scatter(self.phase("plan"), lambda: self._plan_for_all(structures or []), PlanReply)
+        _, reply = self.channel.scatter(self.phase("plan"), lambda: self._plan_for_all(structures or []), PlanReply)
         if reply is None:
             raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
         self.how, self.differing_replicas = reply.how, reply.differing
@@ -356,7 +356,7 @@ class SaveSession:
             if self._checks_room:
                 refuse = partial(refuse_without_room, self.checkpoint)
                 self.channel.gather(self.phase("room"), self._room, RoomOfRank, then=refuse)
-            messages = self.channel.gather(
+            _, messages = self.channel.gather(
                 self.phase("write"), partial(self._write_own, source), Written, offer=self._written_offer
             )
             written = self.channel.last_agreement
