@@ -71,6 +71,19 @@ def test_a_url_of_an_unknown_kind_is_refused_before_anything_is_made(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("call", [robust_dcp.save, robust_dcp.async_save])
+def test_a_save_to_a_url_that_is_to_be_copied_elsewhere_too_is_refused_before_anything_is_made(
+    call: Any, tmp_path: Path, staging: Path
+) -> None:
+    writer = RobustWriter(tmp_path / "not used", drain_to=tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"RobustWriter\(drain_to='/.*/elsewhere'\) is for saves to a directory"):
+        call(state_dict(), checkpoint_id=f"memory://{tmp_path.name}/step_1", storage_writer=writer)
+    assert os.listdir(tmp_path) == []
+    call(state_dict(), checkpoint_id=tmp_path / "step_1", storage_writer=writer)
+    robust_dcp.finish_async_saves()
+    assert loaded(tmp_path / "elsewhere") == loaded(tmp_path / "step_1") == 1.0
+
+
 PLACES = [
     *("file://{path}", "FILE://{path}/", "file://localhost{path}", "file:///{path}"),
     *("a:b", "x:/y", "step=1/loss:0.3", "runs/s3://x", "c:", "://x", "1s://x", "s3:", "new/../x", "x/../y/."),

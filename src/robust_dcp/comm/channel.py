@@ -173,22 +173,19 @@ class Channel:
         """
         gathered: list[M | None] = []
 
-        def make() -> tuple[T, Any]:
-            made = produce()
-            return made, made if message is None else message(made)
+        def merge(made: Any, below: list[Payload]) -> Payload:
+            own = made if message is None else message(made)
+            return b"" if own is None and not below else self._merged(phase, own, below, message_type).encode()
 
-        def merge(made: tuple[T, M | None], below: list[Payload]) -> Payload:
-            return b"" if made[1] is None and not below else self._merged(phase, made[1], below, message_type).encode()
-
-        def open_all(made: tuple[T, M | None], below: list[Payload]) -> None:
+        def open_all(made: Any, below: list[Payload]) -> None:
             messages = self._merged(phase, None, below, message_type).open(message_type) if below else {}
             gathered.extend(map(messages.get, range(self.size)))
-            gathered[self.rank] = made[1]
+            gathered[self.rank] = made if message is None else message(made)
             if then is not None:
                 then(gathered)
 
-        work = Work(make, merge, open_all, None if offer is None else lambda made: offer(made[0]))
-        self.last_agreement, (made, _), _ = self._operation.run("gather", phase, self.coordinator_rank, work)
+        work = Work(produce, merge, open_all, offer)
+        self.last_agreement, made, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
         return made, gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
@@ -231,14 +228,11 @@ class Channel:
         """
         tree = Tree(self.rank, self.size, self.coordinator_rank)
 
-        def make() -> tuple[T, Any]:
-            made = produce()
-            return made, made if messages is None else messages(made)
-
-        def reply(made: tuple[T, Sequence[M | None]], below: list[Payload]) -> Payload:
-            if len(made[1]) != self.size:
-                raise ValueError(f"{phase!r} has {len(made[1])} messages for {self.size} ranks")
-            others = {rank: message for rank, message in enumerate(made[1]) if rank != self.rank}
+        def reply(made: Any, below: list[Payload]) -> Payload:
+            parts = made if messages is None else messages(made)
+            if len(parts) != self.size:
+                raise ValueError(f"{phase!r} has {len(parts)} messages for {self.size} ranks")
+            others = {rank: message for rank, message in enumerate(parts) if rank != self.rank}
             return Bundle.of(message_type, others).encode()
 
         def share(payload: Payload, child: int) -> Payload:
@@ -247,10 +241,10 @@ class Channel:
         def take(payload: Payload) -> M | None:
             return Bundle.decode(payload, message_type).of_ranks([self.rank]).open(message_type).get(self.rank)
 
-        work = Work(make if self.is_coordinator else lambda: None, reply=reply, share=share)
+        work = Work(produce if self.is_coordinator else lambda: None, reply=reply, share=share)
         self.last_agreement, made, payload = self._operation.run("scatter", phase, self.coordinator_rank, work)
         if self.is_coordinator:
-            return made[0], made[1][self.rank]
+            return made, (made if messages is None else messages(made))[self.rank]
         return None, self._decoded(phase, lambda: take(payload)) if payload else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
