@@ -316,6 +316,16 @@ class Channel:
         """
         self._operation.stop_if_announced()
 
+    def stop_if_given_up(self) -> None:
+        """Right before what cannot be undone: leave this rank's work as :meth:`stop_if_announced` does, and also if
+        this process stood still, and others have given up on it.
+
+        Raises:
+            Stopped: let it leave ``produce``.
+            ExchangeTimeout: the deadline has passed, or this process stood still. Let it leave ``produce`` as well.
+        """
+        self._operation.stop_if_given_up()
+
     def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
         """Between blocks of data, report how far this rank is, and leave its work as :meth:`stop_if_announced` does."""
         self.note_progress(done_nbytes, total_nbytes)

@@ -153,6 +153,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
 
         def tell() -> None:
             if channel.is_coordinator:
+                channel.stop_if_given_up()
                 on_commit()
 
         with self._saying_where(where, "on_commit has failed"):
@@ -220,7 +221,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
             def check_stop() -> None:
                 # Waiting is progress too: for a slow store, for the next try, for bandwidth. Each wait has its limit.
                 channel.note_progress()
-                channel.stop_if_announced()
+                channel.stop_if_given_up()
 
             copying = Copy(
                 path,

@@ -113,4 +113,9 @@ def commit_on_nodes(
         )
         _LAST["parent"] = parent
     directory.is_one_of_several(nodes)
-    channel.barrier(phase("commit"), lambda: None if to_publish is None else directory.finish(to_publish))
+
+    def finish() -> None:
+        if to_publish is not None:
+            directory.finish(to_publish, stop_if_given_up=channel.stop_if_given_up)
+
+    channel.barrier(phase("commit"), finish)

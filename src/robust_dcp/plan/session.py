@@ -596,7 +596,10 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
     def _publish(self) -> None:
         directory, metadata = self.agreed.session.writer.directory, self._make_metadata()
         directory.prepare(metadata, metadata.files)
-        directory.finish(metadata, are_checked=self.agreed.commits_together)
+        if self.agreed.commits_together:
+            directory.finish(metadata, are_checked=True, stop_if_given_up=self.agreed.plan.channel.stop_if_given_up)
+        else:  # the other ranks wait in a collective of stock's
+            directory.finish(metadata)
 
     def _make_metadata(self) -> MetadataToPublish:
         """On the coordinator: this checkpoint's ``.metadata`` and index.

@@ -6,10 +6,10 @@ The order is that of the promise:
 2. ``prepare``: ``.metadata``, the index and the files beside the data (Megatron's ``common.pt``) are written under
    names of this save, and fsynced. Data files get their names, where the layout asks for that; then the directory is
    fsynced once more.
-3. ``finish``: it is made sure that nobody else has written here. The index is renamed, then ``.metadata``, each over
-   the old one. The directory is fsynced: the new checkpoint is durable. Only now the files beside the data get their
-   names: until here the old ``.metadata`` needed the old ones. ``.metadata`` holds their digests, so a load of ours
-   knows them under both names.
+3. ``finish``: it is made sure that nobody else has written here, and that the other ranks have not given up the save.
+   The index is renamed, then ``.metadata``, each over the old one. The directory is fsynced: the new checkpoint is
+   durable. Only now the files beside the data get their names: until here the old ``.metadata`` needed the old ones.
+   ``.metadata`` holds their digests, so a load of ours knows them under both names.
 4. ``tidy_up``: only now the files of the earlier checkpoint are removed, and last the claim.
 
 The process may be killed, or the power may fail, between any two calls. Before the rename of ``.metadata`` the
@@ -406,11 +406,18 @@ class Save:
             # All other names were made durable by the ranks that gave them.
             self._disk.fsync_directory(self.path)
 
-    def finish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
+    def finish(
+        self,
+        metadata: MetadataToPublish,
+        *,
+        are_checked: bool = False,
+        stop_if_given_up: Callable[[], None] = lambda: None,
+    ) -> None:
         """Commit what :meth:`prepare` has prepared, durably and in one step. Call :meth:`tidy_up` afterwards.
 
         Args:
             are_checked: whether all ranks have called :meth:`check_own`.
+            stop_if_given_up: raises if other ranks may have given up the save. Called right before each rename.
 
         Raises:
             StorageError: a call failed. :attr:`may_be_committed` says whether the commit may have happened.
@@ -423,11 +430,13 @@ class Save:
         # This process may have been paused since the last look. If there are few files, another one costs nothing.
         if not are_checked or not is_recent or len(self.written) < len(files) <= _FEW_FILES:
             self.check_own(files)
+        stop_if_given_up()
         if INDEX_NAME in self._beside:
             try:
                 disk.rename(self._unfinished(INDEX_NAME), self._path_of(INDEX_NAME))
             except StorageError as error:
                 self._go_without_index(error)
+        stop_if_given_up()
         self.may_be_committed = True  # from here on, whatever fails
         disk.rename(self._unfinished(METADATA_NAME), path)
         disk.fsync_directory(self.path)
