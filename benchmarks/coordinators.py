@@ -110,7 +110,7 @@ class _Writer(RobustWriter):
 
     def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
         with self._watch.paused():
-            self.directory.check_own = lambda names=None: None  # type: ignore[method-assign]  # nothing is written
+            self.directory.check_written = lambda names=None: None  # type: ignore[method-assign]  # nothing is written
             return _written_files(self._items, self.kept, rank)
 
 
@@ -125,7 +125,7 @@ class _SimulatedChannel(Channel):
     def scatter(self, phase: str, produce: Callable[[], Any], message_type: type[M], **more: Any) -> Any:
         made, reply = super().scatter(phase, produce, message_type, **more)
         with self._watch.paused():
-            for rank, each in enumerate(made or ()):
+            for rank, each in enumerate(() if made is None else more["messages"](made)):
                 if isinstance(each, PlanReply):
                     self._of.kept[rank] = each.share.kept
         return made, reply

@@ -108,22 +108,22 @@ def _loaded(place: str) -> float | str:
 
 def _complaints(kind: str, url: str, staging: Path, ends: list[str]) -> Iterator[str]:
     returned = [1.0 + rank for rank, end in enumerate(ends) if end == "returned"]
-    found = _loaded(url)
+    there = _loaded(url)
     yield from (end for end in ends if end not in ("returned", "killed") and not end.startswith("refused: "))
     if kind != "file" and len(returned) > 1:
-        yield f"both have returned, and {found} is there"
-    if returned and found not in (returned if "killed" not in ends or kind != "file" else (1.0, 2.0)):
-        yield f"{returned} returned, and {found} is there: {ends}"
+        yield f"both have returned, and {there} is there"
+    if returned and there not in (returned if "killed" not in ends or kind != "file" else (1.0, 2.0)):
+        yield f"{returned} returned, and {there} is there: {ends}"
     staged = {each: _loaded(str(each)) for each in staging.glob("*") if (each / ".metadata").exists()}
     try:
         robust_dcp.save(_state(3.0), checkpoint_id=url)
         now = _loaded(url)
         if now != 3.0 or (returned and kind != "file"):
-            yield f"a third save has returned, and {now} is there; before: {found}"
+            yield f"a third save has returned, and {now} is there; before: {there}"
     except RobustCheckpointError as error:
         now = _loaded(url)
-        if now != found or not isinstance(now, float):
-            yield f"a third save is refused ({error.message:.300}), and {now} is there; before: {found}"
+        if now != there or not isinstance(now, float):
+            yield f"a third save is refused ({error.message:.300}), and {now} is there; before: {there}"
     for each, value in staged.items():
         if _loaded(str(each)) != value or not isinstance(value, float):
             yield f"{each} held {value}, and holds {_loaded(str(each))} after a save of another job"

@@ -348,8 +348,8 @@ class _Listener:
     def _listen(self, reader: socket.socket) -> None:
         while numbers := reader.recv(256):
             handler = signal.getsignal(signal.SIGTERM)
-            for known, reaction in self._reactions if signal.SIGTERM in numbers else ():
-                if handler == known:
+            for expected, reaction in self._reactions if signal.SIGTERM in numbers else ():
+                if handler == expected:
                     reaction()
 
     def stop(self) -> None:

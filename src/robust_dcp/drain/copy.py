@@ -396,9 +396,9 @@ class Copy:
         Raises:
             StorageError: a copy of another checkpoint has committed at the same time, and counts.
         """
-        target, own = self._target, self.manifest.names
+        target, names = self._target, self.manifest.names
         there = target.files()
-        left = [name for name in there if _has_mark(name) and name not in own]
+        left = [name for name in there if _has_mark(name) and name not in names]
         if left:  # after a look at the claims: a copy whose claim is gone has committed by now
             self._metadata_at_target(there)
         try:

@@ -95,7 +95,7 @@ def commit_on_nodes(
         to_publish = MetadataToPublish((part.metadata,), part.files, index=(part.index,) if part.index else ())
 
     def prepare() -> None:
-        directory.check_own()
+        directory.check_written()
         if to_publish is not None:
             directory.prepare(to_publish, directory.among(to_publish.files))
 

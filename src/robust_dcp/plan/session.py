@@ -562,7 +562,7 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
                         make_metadata=self._make_metadata,
                     )
                 elif agreed.commits_together:
-                    channel.barrier(phase("commit"), directory.check_own, then=self._publish)
+                    channel.barrier(phase("commit"), directory.check_written, then=self._publish)
                 elif channel.is_coordinator:  # the writer checks the files of all ranks
                     self._publish()
         except BaseException as error:

@@ -119,11 +119,11 @@ def ranks_share(agreement: Agreement) -> bool:
     """
     wishes = {wish: agreement.first_rank(flag) for wish, flag in WISHES.items() if agreement.count(flag)}
     if len(wishes) > 1:
-        found = ", ".join(
+        words = ", ".join(
             f"{wish} on rank {rank}" for wish, rank in sorted(wishes.items(), key=lambda each: each[1] or 0)
         )
         raise PlanConflict(
-            f"share_reads is {found}; pass the same to RobustReader on all ranks of a load",
+            f"share_reads is {words}; pass the same to RobustReader on all ranks of a load",
             key="share_reads",
             ranks=sorted(rank for rank in wishes.values() if rank is not None),
         )
@@ -275,17 +275,17 @@ def assign_readers(
     read_by: dict[int, list[int]] = defaultdict(list)
     for number, transfer in enumerate(transfers):
         read_by[transfer.reader].append(number)
-    known: dict[tuple[bytes, bytes], ReadShare | None] = {}  # replicas get one and the same share
+    share_of: dict[tuple[bytes, bytes], ReadShare | None] = {}  # replicas get one and the same share
     shares: list[ReadShare | None] = []
     for rank, of_rank in enumerate(needs.of_rank):
         transfer_of = transfer_of_need[of_rank]
         held = np.unique(np.append(transfer_of[transfer_of >= 0], np.array(read_by[rank], dtype=np.int32)))
         key = transfer_of.tobytes(), held.tobytes()
-        if key not in known and not len(held):
-            known[key] = None
-        elif key not in known:
+        if key not in share_of and not len(held):
+            share_of[key] = None
+        elif key not in share_of:
             of_held = {number: transfers[number] for number in held.tolist()}
-            known[key] = ReadShare(
+            share_of[key] = ReadShare(
                 groups={each.group: groups[each.group] for each in of_held.values()},
                 transfers={number: each[:2] for number, each in of_held.items()},
                 transfer_of=transfer_of.astype("<i4").tobytes(),
@@ -296,7 +296,7 @@ def assign_readers(
                     if rank not in groups[each.group]
                 },
             )
-        shares.append(known[key])
+        shares.append(share_of[key])
     return shares
 
 

@@ -465,5 +465,5 @@ class RemoteDisk(Disk):
 
 def _version_of(info: Mapping[str, Any]) -> int:
     """A number that differs if the contents do, as far as the store tells."""
-    said = repr([(name, info[name]) for name in _WHAT_CHANGES if info.get(name) is not None])
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+    versions = repr([(name, info[name]) for name in _WHAT_CHANGES if info.get(name) is not None])
+    return int.from_bytes(hashlib.blake2b(versions.encode(), digest_size=7).digest(), "little")

@@ -161,7 +161,7 @@ class RobustWriter(StorageWriter):
         return self.disk.room(self.path)[1] > 2 * nbytes + (1 << 30)
 
     def room(
-        self, rank: int, placements: Placements, known_places: npt.NDArray[np.int64] | None, *, is_alone: bool
+        self, rank: int, placements: Placements, earlier_places: npt.NDArray[np.int64] | None, *, is_alone: bool
     ) -> RoomOfRank:
         """How much room this rank needs on which file system, and how much is free. Called before any rank writes.
 
@@ -171,7 +171,7 @@ class RobustWriter(StorageWriter):
         number, free_nbytes = self.disk.room(self.path)
         # The same text on all ranks that see this very directory. Others count for each node.
         file_system = "" if is_alone else identity(self.disk, self.path, self.save_id) or f"{node_of(rank)}: {number}"
-        variable_nbytes = 0 if known_places is None else int(known_places[:, 1].sum())  # as in the save before
+        variable_nbytes = 0 if earlier_places is None else int(earlier_places[:, 1].sum())  # as in the save before
         pages = sum(-(-nbytes // PAGE_NBYTES) for nbytes in (*placements.file_nbytes, variable_nbytes))
         return RoomOfRank(file_system, pages * PAGE_NBYTES, free_nbytes)
 
@@ -198,7 +198,7 @@ class RobustWriter(StorageWriter):
         )
         written = self.write_files(files, source, check_stop, self.directory.not_removed)
         self.directory.written = tuple(map(uncommitted_name, written.names))
-        self.directory.own.update(self.directory.written, written.names)
+        self.directory.files.update(self.directory.written, written.names)
         return written
 
     # The hooks of `torch.distributed.checkpoint.save`, in the order in which it calls them.

@@ -477,8 +477,8 @@ def name_left_over(error: BaseException, paths: Collection[str]) -> None:
     if not paths:
         return
     shown = listed(sorted(set(paths)), _SHOWN_IN_ERRORS)
-    told = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
+    text = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
     if isinstance(error, errors.RobustCheckpointError):
-        error.message = f"{error.message}; {told}"
+        error.message = f"{error.message}; {text}"
     else:
-        logger.warning("%s", told)
+        logger.warning("%s", text)
