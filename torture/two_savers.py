@@ -153,6 +153,9 @@ def _save(
             if n_calls == dies_at and rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    Path(directory, f"ready {rank}").touch()
+    while not all(Path(directory, f"ready {each}").exists() for each in range(2)):
+        time.sleep(0.002)
     with contextlib.ExitStack() as stack:
         stack.enter_context(FaultDisk(directory, on={_ALL_CALLS: _only(count)}))
         if options:
@@ -169,9 +172,6 @@ def _save(
                 return answer
 
             stack.enter_context(mock.patch.object(s3fs.S3FileSystem, "_call_s3", counted))
-        Path(directory, f"ready {rank}").touch()
-        while not all(Path(directory, f"ready {each}").exists() for each in range(2)):
-            time.sleep(0.002)
         time.sleep(delays[rank])
         return _end_of(lambda: robust_dcp.save(_state(1.0 + rank), checkpoint_id=url))
 
