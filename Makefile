@@ -22,7 +22,8 @@
 #   make format  repairs what ruff can repair of the complaints of `check`
 #   make bench   the benchmarks
 #   make torture thousands of faults between ranks and at calls to files, kills, hostile checkpoints, async saves while
-#                training overwrites all tensors, and state dicts saved and loaded by us and by stock crosswise; SEED=1
+#                training overwrites all tensors, state dicts saved and loaded by us and by stock crosswise, and two jobs
+#                that save to one place; SEED=1
 #                (some hours)
 #   make gpu     tests and benchmark for a CUDA device, without network. GPU_PYTHON=python3 must have torch with CUDA. The
 #                other packages come from .gpu-wheels. Run `make gpu-wheels` on a machine with a network to fill it
@@ -43,7 +44,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 SEED ?= 1
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
-CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back state_dicts
+CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back state_dicts two_savers
 BENCHMARKS := planning loading storage messages async_save megatron
 
 .DELETE_ON_ERROR:

@@ -1,6 +1,6 @@
 """Rank 0 in a save of virtual ranks: ours and stock's. Files take the place of the other ranks.
 
-Ours is the real ``SaveSession`` over a channel that reads what arrives from files: it combines the offers of its
+Ours is the real save, stage by stage, over a channel that reads what arrives from files: it combines the offers of its
 children in the tree, decodes and plans structures, encodes the replies, handles its own share, and commits
 ``.metadata`` and the index with the plan into a directory. It writes no data.
 
@@ -39,13 +39,16 @@ from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.comm.frames import Frame, Kind, operation_id, phase_id
 from robust_dcp.comm.messages import Payload
 from robust_dcp.comm.operation import Operation, Work
+from robust_dcp.drain.delivery import Delivery
 from robust_dcp.items import Form, Items
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import PLANS, plans_of
 from robust_dcp.plan.plan import Plan, PlanReply, Rows
-from robust_dcp.plan.save_report import Written
-from robust_dcp.plan.session import MATCHES, SaveOptions, SaveSession, digest_of_places
+from robust_dcp.plan.save_report import Written, written_with_row
+from robust_dcp.plan.session import MATCHES, Planning, SaveOptions, SaveSession, digest_of_places
+from robust_dcp.plan.unloadable import UnloadableObjects
 from robust_dcp.report import PhaseReport
+from robust_dcp.save_queue import queues_of
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import WriteItemSource
@@ -65,7 +68,7 @@ class OurCoordinator:
         PLANS.clear()
         self.payloads = payloads
         self.ranks = payloads.ranks
-        self.plan_id = Offer().plan_id
+        self.plan_id = Offer().same
         self.kept: list[Rows] = [np.empty(0, dtype=np.intp)] * self.ranks
         self.plan: Plan | None = None
         self._local = local_of(COORDINATOR, self.ranks, payloads.n_items)
@@ -75,16 +78,23 @@ class OurCoordinator:
         watch = Stopwatch()
         channel = _SimulatedChannel(self, name, watch)
         writer = _Writer(directory, self._local.items, watch)
-        session = SaveSession(
-            channel, directory, writer, SaveOptions(on_structure_change="quiet"), commits_together=True
+        planning = Planning(channel, directory, SaveOptions(on_structure_change="quiet"), leads=True)
+        delivery = Delivery(
+            checkpoint=directory,
+            writer=writer,
+            target=None,
+            is_staged=False,
+            on_commit=None,
+            queue=queues_of(channel.ranks)[1],
+            open_channel=Channel.for_group,
         )
+        session = SaveSession(planning, writer, PhaseClock(channel), UnloadableObjects(), "", delivery)
         writer.directory.announce()
         watch.start()
-        session.agree(lambda: self._local, leads=True)
-        writer.kept = session.known.share.kept
-        self.plan = session.known.plan
-        session.write(lambda: WriteItemSource([], lambda item: torch.empty(0)))
-        session.commit()
+        agreed = session.agree(lambda: self._local)
+        writer.kept = agreed.plan.kept.share.kept
+        self.plan = agreed.plan.kept.plan
+        agreed.write(lambda: WriteItemSource([], lambda item: torch.empty(0))).commit()
         watch.stop()
         self.plan_id = plans_of(channel.ranks)[0].offered_id
         return watch
@@ -100,7 +110,7 @@ class _Writer(RobustWriter):
 
     def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
         with self._watch.paused():
-            self.directory.check_own = lambda names=None: None  # type: ignore[method-assign]  # nothing is written
+            self.directory.check_written = lambda names=None: None  # type: ignore[method-assign]  # nothing is written
             return _written_files(self._items, self.kept, rank)
 
 
@@ -112,19 +122,13 @@ class _SimulatedChannel(Channel):
         self._watch = watch
         super().__init__(cast(Operation, _OnTheCoordinator(coordinator, save, watch)), COORDINATOR)
 
-    def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
-        made: list[M | None] = []
-
-        def plan() -> Sequence[M | None]:
-            made.extend(produce())
-            return made
-
-        own = super().scatter(phase, plan, message_type)
+    def scatter(self, phase: str, produce: Callable[[], Any], message_type: type[M], **more: Any) -> Any:
+        made, reply = super().scatter(phase, produce, message_type, **more)
         with self._watch.paused():
-            for rank, reply in enumerate(made):
-                if isinstance(reply, PlanReply):
-                    self._of.kept[rank] = reply.share.kept
-        return own
+            for rank, each in enumerate(() if made is None else more["messages"](made)):
+                if isinstance(each, PlanReply):
+                    self._of.kept[rank] = each.share.kept
+        return made, reply
 
 
 class _OnTheCoordinator(SimulatedOperation):
@@ -162,7 +166,7 @@ class _OnTheCoordinator(SimulatedOperation):
         changed = ranks - 1 if self._save == "change" else None
         if exchange == "agree":  # after the first save the ranks know a plan, which does not fit a change
             flags = [0 if self._save == "first" or rank == changed else MATCHES for rank in range(ranks)]
-            return [Offer(plan_id=of.plan_id, flags=flag) for flag in flags], {}
+            return [Offer(same=of.plan_id, flags=flag) for flag in flags], {}
         none = [Offer()] * ranks
         if exchange == "structures":
             return none, of.payloads.structures(changed=changed is not None)
@@ -173,7 +177,7 @@ class _OnTheCoordinator(SimulatedOperation):
 
             def message_of(rank: int) -> Written | None:
                 new = b"" if known else places[rank].astype("<i8").tobytes()
-                return Written(places=new).with_row(rank, _clock(rank), 0, 0, ())
+                return written_with_row(new, {}, rank, _clock(rank), WrittenFiles(places[rank], (), 0))
 
             offers = [Offer(signature=digest_of_places(each)) for each in places[1:]]
             return [Offer(), *offers], messages_up(ranks, message_of, Written)

@@ -116,6 +116,9 @@ class SimulatedOperation:
     def stopped(self) -> None:
         """Report nothing: no rank fails here."""
 
+    def stop_if_given_up(self) -> None:
+        """Do nothing: no rank gives up."""
+
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """Do nothing: no rank waits here."""
 

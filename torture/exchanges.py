@@ -229,13 +229,13 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
         return Offer(bytes([rank]) * 16, bytes(16), rank + 1, 1)
 
     if step.verb == "agree":
-        found = channel.agree(phase, offer)
+        _, found = channel.agree(phase, offer)
         signature = combined_signature([bytes([each]) * 16 for each in range(size)], channel.coordinator_rank)
         return (found.signature, found.lowest, found.highest, found.counts[0]), (signature, 1, size, size)
     if step.verb == "barrier":
         return channel.barrier(phase, own_work), None
     if step.verb == "gather":
-        return channel.gather(phase, own, Text), [*map(text, range(size))] if rank == step.root else None
+        return channel.gather(phase, own, Text)[1], [*map(text, range(size))] if rank == step.root else None
     if step.verb == "broadcast":
         return channel.broadcast(phase, own, Text), text(step.root)
     if step.verb == "scatter":
@@ -244,7 +244,7 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
             own_work()
             return [text(each) if each % 3 else None for each in range(size)]
 
-        return channel.scatter(phase, all_texts, Text), text(rank) if rank % 3 else None
+        return channel.scatter(phase, all_texts, Text)[1], text(rank) if rank % 3 else None
     if step.verb == "relay":
         return _relay(channel, step, own_work)
     return channel.all_gather(phase, own, Text), [*map(text, range(size))]

@@ -6,12 +6,11 @@ an exchange. So if one rank fails, every rank raises the same exception.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Agreement, Channel, Offer
-from robust_dcp.drain.delivery import staging_directory
+from robust_dcp.drain.delivery import Delivery, writer_of_save
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
 from robust_dcp.names import StoredNames
@@ -45,15 +44,14 @@ from robust_dcp.plan.shared_reads import (
     sharing_offer,
 )
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.save_queue import queue_of
+from robust_dcp.save_queue import queues_of, telling_of_earlier
 from robust_dcp.stateful import StandIn, stand_ins_for, values_to_save
-from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of, place_of
+from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import StoredMetadata, overwritten
 from robust_dcp.storage.reading.reads import PlannedItems, may_ask_early
 from robust_dcp.storage.remote import filesystem_of
-from robust_dcp.storage.writer import RobustWriter
 
 CheckpointId = str | os.PathLike[str]
 
@@ -125,14 +123,18 @@ def save(
         deadline_seconds=deadline_seconds,
         kind=kind,
     )
-    with session.clock.telling_failures():
-        session.clock.tell("started")
-        session.queues[0].wait()  # for the earlier async saves of this group
-        with session.channel.together():
-            session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
-            session.write(partial(planner.source, session))
-            session.commit()
-    return session.report(blocked_seconds=session.clock.seconds)
+    clock, channel = session.clock, session.planning.channel
+    queues = queues_of(channel.ranks)
+    with clock.telling_failures():
+        clock.tell("started")
+        queues[0].wait()  # for the earlier async saves of this group
+        with channel.together():
+            with telling_of_earlier(queues):
+                agreed = session.agree(partial(describe, planner, session, state_dict))
+            written = agreed.write(partial(planner.source, agreed))
+            committed = written.commit()
+            committed.deliver()
+    return committed.report(blocked_seconds=clock.seconds)
 
 
 def open_save(
@@ -144,32 +146,7 @@ def open_save(
 ) -> tuple[RobustPlanner, SaveSession]:
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
     watch_in_terminal()
-    path, url = checkpoint_id, None
-    if checkpoint_id is not None and is_url(checkpoint_id):
-        place = place_of(checkpoint_id)
-        path = local_path_of(place)
-        if path is None:  # it is saved to by way of a local directory
-            # One of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
-            # `describe` raises that on all ranks.
-            with suppress(StorageError):
-                filesystem_of(place)
-            path, url = staging_directory(place, 0), place  # without a mark until the writer has one
-    writer = storage_writer
-    if writer is None:
-        if path is None:
-            raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
-        writer = RobustWriter(path)
-    elif isinstance(writer, RobustWriter):
-        writer.reset(path)
-        writer = copy.copy(writer)  # the next save may begin with the same one before this save is over
-    else:
-        raise TypeError(
-            f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
-            "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
-        )
-    if url is not None:
-        writer.checkpoint_id, writer.path = url, staging_directory(url, writer.mark)
-    name = checkpoint_name(writer.checkpoint_id)
+    writer = writer_of_save(checkpoint_id, storage_writer)
     if planner is None:
         planner = RobustPlanner()
     elif type(planner) is DefaultSavePlanner:
@@ -192,22 +169,32 @@ def open_save(
             f"{type(planner).__name__} overrides {', '.join(planner.hooks_of_stock)}, which only "
             "torch.distributed.checkpoint.save calls: call that, or override set_up_planner or resolve_data instead"
         )
-    session = planner.open_session(name, writer, **options)
-    session.on_commit = on_commit
-    # It comes after the async saves and drains of its group, all ranks commit, and listeners hear of it.
-    session.queues = (queue_of(session.channel.ranks), queue_of(session.channel.ranks, "drain"))
-    session.commits_together = session.clock.tells = True
-    return planner, session
+    planning, is_staged = (
+        planner.open_planning(checkpoint_name(writer.checkpoint_id), **options),
+        is_url(writer.checkpoint_id),
+    )
+    delivery = Delivery(
+        checkpoint=planning.checkpoint,
+        writer=writer,
+        target=planning.checkpoint if is_staged else writer.drain_to,
+        is_staged=is_staged,
+        on_commit=on_commit,
+        queue=queues_of(planning.channel.ranks)[1],
+        open_channel=partial(Channel.for_group, planning.options.process_group, no_dist=planning.options.no_dist),
+    )
+    return planner, planner.open_session(planning, writer, delivery)
 
 
 def describe(planner: RobustPlanner, session: SaveSession, state_dict: dict[str, Any]) -> LocalStructure:
-    """The structure of what this rank saves."""
-    for place in (session.checkpoint, getattr(session.writer, "drain_to", None)):
+    """The structure of what this rank saves, unless an earlier async save or drain has failed and nobody knows."""
+    channel, writer = session.planning.channel, session.writer
+    for queue in queues_of(channel.ranks):
+        queue.raise_unreported()
+    for place in (session.planning.checkpoint, writer.drain_to):
         if place is not None and local_path_of(place) is None:
             filesystem_of(place)
-    meta = None if session.writer is None else session.writer.storage_meta()
-    planner.set_up_planner(values_to_save(state_dict), meta, session.channel.is_coordinator)
-    return planner.describe(session.channel)
+    planner.set_up_planner(values_to_save(state_dict), writer.storage_meta(), channel.is_coordinator)
+    return planner.describe(channel)
 
 
 @entry_point
@@ -300,7 +287,7 @@ def load(
                     again = "was overwritten while it was loaded: it is loaded once more"
                     logger.warning("%s %s (%s)", checkpoint, again, error)
             with clock.phase("apply"):
-                asked = channel.gather(f"{channel.operation}: apply", loading.apply, AskedKeys)
+                _, asked = channel.gather(f"{channel.operation}: apply", loading.apply, AskedKeys)
     if robust is not None and not is_url(robust.path):
         LOADED.put(robust.path, None, len(robust.path))
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
@@ -354,7 +341,7 @@ class _Load(msgspec.Struct, eq=False):
             find = partial(self.robust.source.find, by_index=by_index)
             stored = leader.broadcast(f"{leader.operation}: metadata", find, StoredMetadata)
         phase = "plan" if by_index else "plan by .metadata"
-        agreement = self.channel.agree(f"{leader.operation}: {phase}", partial(self._plan_own, stored))
+        _, agreement = self.channel.agree(f"{leader.operation}: {phase}", partial(self._plan_own, stored))
         n_plans = sum(map(agreement.count, WISHES.values()))
         if stored.index and n_plans < agreement.n_ranks:
             return self.agree_on_reads(leader, by_index=False)  # some ranks see another directory, say on a local disk
@@ -403,11 +390,11 @@ class _Load(msgspec.Struct, eq=False):
 
     def is_overwritten(self, reader: RobustReader) -> bool:
         """Let the coordinator look whether ``.metadata`` was replaced."""
-        found = self.channel.agree(
+        _, agreement = self.channel.agree(
             f"{self.channel.operation}: has it been overwritten",
             lambda: Offer(flags=int(self.channel.is_coordinator and reader.source.is_overwritten())),
         )
-        return found.count(1) > 0
+        return agreement.count(1) > 0
 
     def read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
         """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from robust_dcp.api import CheckpointId, describe, open_save
 from robust_dcp.errors import entry_point
-from robust_dcp.plan.session import SaveSession
+from robust_dcp.plan.session import AgreedSave
 from robust_dcp.report import SaveReport
-from robust_dcp.save_queue import SaveFuture
+from robust_dcp.save_queue import SaveFuture, queues_of, telling_of_earlier
 from robust_dcp.staged_source import StagedSource
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
 from robust_dcp.writer_process import write_in_process
@@ -145,9 +145,9 @@ def async_save(
     """
     if async_checkpointer_type is not None:
         executor = getattr(async_checkpointer_type, "value", async_checkpointer_type)
-    for name, value, known in (("staging", staging, Staging), ("executor", executor, Executor)):
-        if value not in get_args(known):
-            raise ValueError(f"{name} is one of {', '.join(get_args(known))}, not {value!r}")
+    for name, value, allowed in (("staging", staging, Staging), ("executor", executor, Executor)):
+        if value not in get_args(allowed):
+            raise ValueError(f"{name} is one of {', '.join(get_args(allowed))}, not {value!r}")
     for name, number, least in (("max_in_flight", max_in_flight, 1), ("staging_nbytes", staging_nbytes, 0)):
         if number is not None and number < least:
             raise ValueError(f"{name} must be at least {least}, got {number}")
@@ -162,27 +162,29 @@ def async_save(
         deadline_seconds=deadline_seconds,
         kind=kind,
     )
-    queue = session.queues[0]
-    queue.wait(below=max_in_flight)
-    earlier = queue.under_way()
-    with session.channel.together(), session.clock.telling_failures():
-        session.clock.is_async = True
-        session.clock.tell("started")
-        session.agree(partial(describe, planner, session, state_dict), leads=session.channel.is_coordinator)
-        with session.cleaned_up_after_failure():
+    clock, channel = session.clock, session.planning.channel
+    queues = queues_of(channel.ranks)
+    queues[0].wait(below=max_in_flight)
+    earlier = queues[0].under_way()
+    with channel.together(), clock.telling_failures():
+        clock.is_async = True
+        clock.tell("started")
+        with telling_of_earlier(queues):
+            agreed = session.agree(partial(describe, planner, session, state_dict))
+        with session.undone_after_failure(agreed.plan.channel):
             staged = StagedSource(
-                partial(planner.source, session),
-                session.channel.note_progress,
+                partial(planner.source, agreed),
+                channel.note_progress,
                 STAGING if executor == "thread" else SHARED_STAGING,
                 limit_nbytes=staging_nbytes,
             )
             planner.forget_state_dict()
             del state_dict
             if staging == "full":
-                staged.copy(session.clock.phase("stage"))
-        saving = AsyncSave(staged.are_free, session.clock.seconds)
+                staged.copy(clock.phase("stage"))
+        saving = AsyncSave(staged.are_free, clock.seconds)
         # All hear if it fails.
-        queue.submit(partial(_finish, session, staged, saving, staging, executor), saving, after=earlier)
+        queues[0].submit(partial(_finish, agreed, staged, saving, staging, executor), saving, after=earlier)
     if staging == "full":
         saving.wait_staged()
     return saving
@@ -190,22 +192,22 @@ def async_save(
 
 @entry_point
 def _finish(
-    session: SaveSession, staged: StagedSource, saving: AsyncSave, staging: Staging, executor: Executor
+    agreed: AgreedSave, staged: StagedSource, saving: AsyncSave, staging: Staging, executor: Executor
 ) -> SaveReport:
     """The part of a save that the caller does not wait for: the copies, if not made yet, writing and commit."""
+    clock, channel = agreed.session.clock, agreed.plan.channel
     try:
-        with session.clock.telling_failures(), session.channel.together():
+        with clock.telling_failures(), channel.together():
             if staging == "lazy":
-                staged.copy(session.clock.phase("stage"))
-            if executor == "process" and session.writer is not None:
-                session.writer.write_files = partial(write_in_process, session.channel.stop_if_announced)
-            session.clock.remarks = staged.how
+                staged.copy(clock.phase("stage"))
+            if executor == "process":
+                agreed.session.writer.write_files = partial(write_in_process, channel.stop_if_announced)
+            clock.remarks = staged.how
             with staged.stream():
-                session.write(staged.ready)  # tensors without a copy are written first
-            session.commit()
+                written = agreed.write(staged.ready)  # tensors without a copy are written first
+            committed = written.commit()
+            committed.deliver()
     finally:
         staged.release()
     # A thread that wakes late has waited longer than the save took.
-    return session.report(
-        blocked_seconds=min(saving._waited_seconds, sum(each.seconds for each in session.clock.records))
-    )
+    return committed.report(blocked_seconds=min(saving._waited_seconds, sum(each.seconds for each in clock.records)))

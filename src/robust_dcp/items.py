@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed.checkpoint as dcp
 from msgspec.structs import replace
 
 from robust_dcp.coverage import columns_of
@@ -25,6 +26,8 @@ from robust_dcp.decoding import from_msgpack
 from robust_dcp.errors import ExchangeError, PlanConflict
 
 T = TypeVar("T")
+
+_PROTOCOL: Any = getattr(dcp, "CheckpointableTensor", None)
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -540,3 +543,22 @@ def distinct(numbers: Ints, n: int) -> tuple[Rows, Rows]:
     is_there = np.zeros(n, dtype=np.bool_)
     is_there[numbers] = True
     return np.flatnonzero(is_there), (np.cumsum(is_there) - 1)[numbers]
+
+
+def global_size(value: Any) -> torch.Size | None:
+    """The size of the whole tensor of which ``value`` is a part; ``None`` if ``value`` has no size."""
+    if is_checkpointable(value):
+        return torch.Size(value.global_shape)
+    size = getattr(value, "size", None)
+    return torch.Size(size()) if callable(size) else None
+
+
+def is_checkpointable(value: Any) -> bool:
+    """Whether a tensor says itself of which whole it is a part (``CheckpointableTensor`` of torch)."""
+    # The first test alone rules out almost every tensor. The other one looks at all attributes of the protocol.
+    return (
+        _PROTOCOL is not None
+        and hasattr(value, "global_offsets")
+        and isinstance(value, torch.Tensor)
+        and isinstance(value, _PROTOCOL)
+    )

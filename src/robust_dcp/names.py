@@ -21,9 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_dcp.items import Path
-from robust_dcp.plan.keys import without_wrappers
-from robust_dcp.plan.state_dict import global_size
+from robust_dcp.items import Path, global_size
 
 _WRAPPED_IN: Final[tuple[tuple[type[nn.Module], str], ...]] = (
     (DistributedDataParallel, "module"),
@@ -31,6 +29,19 @@ _WRAPPED_IN: Final[tuple[tuple[type[nn.Module], str], ...]] = (
     (ActivationWrapper, "_checkpoint_wrapped_module"),
 )
 """Module wrappers, each with the name under which it holds what it wraps."""
+
+WRAPPERS: Final = {
+    "module": "DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+"""Parts of names that a module wrapper adds, each with the wrapper."""
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the parts that module wrappers may have added."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _wrapped_in(module: nn.Module | None) -> str | None:

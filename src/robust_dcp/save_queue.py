@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from functools import partial
 from types import FrameType
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 20.0
 """How long a process goes on with a running save after SIGTERM. Launchers kill processes that have not ended after 30
 seconds."""
+
+_SAME_VERDICT_SECONDS: Final = 5.0
+"""All ranks hear within that time that a drain has failed."""
 
 
 class SaveFuture(Future[T]):
@@ -140,11 +143,11 @@ class SaveQueue:
             logger.error("another %s failed before: %s", self.what, error)
         return errors
 
-    def forget_told(self, told: BaseException) -> None:
-        """Forget the earlier errors that ``told`` tells of. All ranks know them: one has raised them in an exchange."""
+    def forget(self, error: BaseException) -> None:
+        """Forget the failures that ``error`` tells of. All ranks know them: one has raised them in an exchange."""
         with self._changed:
-            errors = {future: str(Future.exception(future)).partition("\n")[0] for future in self._failed}
-            self._failed = [future for future, error in errors.items() if error not in str(told)]
+            lines = {future: str(Future.exception(future)).partition("\n")[0] for future in self._failed}
+            self._failed = [future for future, line in lines.items() if line not in str(error)]
 
     def submit(
         self,
@@ -208,6 +211,24 @@ _QUEUES: Final[dict[tuple[str, tuple[int, ...]], SaveQueue]] = {}
 def queue_of(ranks: tuple[int, ...], what: str = "async save") -> SaveQueue:
     """The save queue of the group of these global ranks, or its queue of drains."""
     return _QUEUES.get((what, ranks)) or _QUEUES.setdefault((what, ranks), SaveQueue(what))
+
+
+def queues_of(ranks: tuple[int, ...]) -> tuple[SaveQueue, SaveQueue]:
+    """The save queue of the group of these global ranks, and its queue of drains."""
+    return queue_of(ranks), queue_of(ranks, "drain")
+
+
+@contextlib.contextmanager
+def telling_of_earlier(queues: tuple[SaveQueue, SaveQueue]) -> Iterator[None]:
+    """Around the exchange in which ranks raise the errors of earlier saves: each of these is raised once."""
+    try:
+        yield
+    except BaseException as error:
+        # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
+        queues[1].wait(timeout_seconds=_SAME_VERDICT_SECONDS)
+        for queue in queues:
+            queue.forget(error)
+        raise
 
 
 def _all_queues() -> list[SaveQueue]:
@@ -331,8 +352,8 @@ class _Listener:
     def _listen(self, reader: socket.socket) -> None:
         while numbers := reader.recv(256):
             handler = signal.getsignal(signal.SIGTERM)
-            for known, reaction in self._reactions if signal.SIGTERM in numbers else ():
-                if handler == known:
+            for expected, reaction in self._reactions if signal.SIGTERM in numbers else ():
+                if handler == expected:
                     reaction()
 
     def stop(self) -> None:

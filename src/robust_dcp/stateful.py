@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError
-from robust_dcp.names import StoredNames, bare_names, names_of_parameters
-from robust_dcp.plan.keys import without_wrappers
+from robust_dcp.names import StoredNames, bare_names, names_of_parameters, without_wrappers
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _EXTRA_STATE: Final = nn.modules.module._EXTRA_STATE_KEY_SUFFIX

@@ -22,23 +22,27 @@ from tests.harness.network import GlooNetwork, SimulatedNetwork, run_channels
 def _all_verbs(channel: Channel, nbytes: int) -> dict[str, Any]:
     rank, size = channel.rank, channel.size
     own = Note(rank, random.Random(rank).randbytes(nbytes))
-    agreement = channel.agree(
+    _, agreement = channel.agree(
         "agree", lambda: Offer(bytes([rank]) * 16, bytes([rank]) * 16, (rank + 1) << 40, rank % 2)
     )
-    gathered = channel.gather("gather", lambda: own, Note)
-    sparse = channel.gather(
+    made, gathered = channel.gather("gather", lambda: own, Note)
+    _, sparse = channel.gather(
         "sparse", lambda: own if rank % 2 else None, Note, offer=lambda m: Offer(value=m.rank if m else 99)
     )
     sparse_values = channel.last_agreement.lowest, channel.last_agreement.highest
-    silent = channel.gather("silent", lambda: None, Note)
+    seven, silent = channel.gather("silent", lambda: 7, Note, message=lambda number: None)
     told = channel.led_by(size // 3).broadcast("broadcast", lambda: own, Note)
-    part = channel.scatter(
-        "scatter", lambda: [Note(r, random.Random(r).randbytes(nbytes)) if r != 1 else None for r in range(size)], Note
+    everybody, part = channel.scatter(
+        "scatter",
+        lambda: range(size),
+        Note,
+        messages=lambda ranks: [Note(r, random.Random(r).randbytes(nbytes)) if r != 1 else None for r in ranks],
     )
-    nothing = channel.scatter("nothing", lambda: [None] * size, Note)
+    _, nothing = channel.scatter("nothing", lambda: [None] * size, Note)
     everything = channel.all_gather("all_gather", lambda: own, Note)
     channel.barrier("barrier")
     return {
+        "made": (made == own, seven, everybody),
         "agreement": agreement,
         "gathered": gathered,
         "sparse": sparse,
@@ -64,9 +68,10 @@ def test_every_verb_delivers_what_was_sent_and_to_whom(
     for rank, seen in enumerate(seen_by_ranks):
         agreement = seen["agreement"]
         assert agreement.signature == combined_signature([bytes([r]) * 16 for r in range(world_size)])
-        assert (agreement.n_ranks, agreement.same_plan_id) == (world_size, world_size == 1)
+        assert (agreement.n_ranks, agreement.is_same) == (world_size, world_size == 1)
         assert (agreement.lowest >> 40, agreement.highest >> 40) == (1, world_size)
         assert agreement.count(1) == world_size // 2
+        assert seen["made"] == (True, 7, range(world_size) if rank == 0 else None)
         assert seen["gathered"] == (notes if rank == 0 else None)
         assert seen["sparse"] == ([note if note.rank % 2 else None for note in notes] if rank == 0 else None)
         assert seen["sparse_values"] == (99 if world_size == 1 else 1, 99)

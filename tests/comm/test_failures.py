@@ -34,7 +34,7 @@ def test_an_exception_on_one_rank_is_raised_on_all_with_its_traceback(verb: str)
             verbs[verb]()
         assert isinstance(caught.value.__cause__, KeyError) == (channel.rank == 1)
         # Still in step, in the same operation.
-        assert channel.agree("next", Offer).n_ranks == channel.size
+        assert channel.agree("next", Offer)[1].n_ranks == channel.size
         assert channel._operation.key.occurrence == 0
         raise caught.value
 
@@ -95,7 +95,7 @@ def test_what_is_damaged_twice_is_named_on_all_ranks(kind: FaultKind, verb: str,
             if channel.rank == receiver:
                 network.heal()
             # Whether it ended well or not, the next one does.
-            found = channel.agree("next", lambda: Offer(value=channel.rank + 1))
+            _, found = channel.agree("next", lambda: Offer(value=channel.rank + 1))
             assert (found.lowest, found.highest) == (1, channel.size)
 
     error = the_one_error(run_channels(network, exchange))

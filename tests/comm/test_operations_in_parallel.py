@@ -27,7 +27,7 @@ def test_operations_run_at_the_same_time_though_ranks_start_them_in_different_or
     def gather_often(link: Link, operation: str) -> list[list[int] | None]:
         channel, found = Channel(Operation(link, operation, 40.0), 0), []
         for turn in range(10):
-            notes = channel.gather(f"turn {turn}", lambda: Note(channel.rank, operation.encode() * 20_000), Note)
+            _, notes = channel.gather(f"turn {turn}", lambda: Note(channel.rank, operation.encode() * 20_000), Note)
             found.append(
                 None if notes is None else [note.rank for note in notes if note and operation.encode() in note.data]
             )
@@ -65,7 +65,7 @@ def test_a_timeout_in_one_operation_leaves_the_other_alone() -> None:
 
         def gather_until_then() -> int:
             channel, n_turns = Channel(Operation(link, "save 2", 40.0), 0), 0
-            while not channel.agree(f"turn {n_turns}", lambda: Offer(flags=int(given_up.is_set()))).count(1):
+            while not channel.agree(f"turn {n_turns}", lambda: Offer(flags=int(given_up.is_set())))[1].count(1):
                 n_turns += 1
             return n_turns
 

@@ -31,7 +31,7 @@ def test_all_ranks_hang_on_the_root_and_those_below_a_rank_follow_it_child_by_ch
 offers = st.builds(
     Offer,
     signature=st.binary(min_size=16, max_size=16),
-    plan_id=st.sampled_from([bytes(16), bytes([1]) * 16, bytes([2]) * 16]),
+    same=st.sampled_from([bytes(16), bytes([1]) * 16, bytes([2]) * 16]),
     value=st.sampled_from([0, 0, 1, 5, 2**64 - 1]),
     flags=st.integers(0, (1 << N_FLAGS) - 1),
 )
@@ -50,8 +50,8 @@ def test_an_agreement_is_what_one_rank_would_say_that_sees_all_offers(of_all: li
     found = agreed(of_all, root)
     values = [offer.value for offer in of_all if offer.value]
     assert found.n_ranks == len(of_all)
-    assert found.plan_id == of_all[root].plan_id
-    assert found.same_plan_id == (len({offer.plan_id for offer in of_all}) == 1)
+    assert found.same == of_all[root].same
+    assert found.is_same == (len({offer.same for offer in of_all}) == 1)
     assert (found.lowest, found.highest) == (min(values, default=0), max(values, default=0))
     assert not values or of_all[found.lowest_rank].value == found.lowest
     assert not values or of_all[found.highest_rank].value == found.highest

@@ -97,8 +97,9 @@ def _half(body: bytes) -> Iterator[bytes]:
     raise ConnectionAbortedError
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FaultyStore]:
+@contextlib.contextmanager
+def running_store() -> Iterator[FaultyStore]:
+    """A store while the block runs."""
     from werkzeug.serving import WSGIRequestHandler, make_server  # this takes a second, as moto does
 
     class Handler(WSGIRequestHandler):
@@ -117,6 +118,12 @@ def server() -> Iterator[FaultyStore]:
     yield store
     server.shutdown()
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultyStore]:
+    with running_store() as store:
+        yield store
 
 
 @pytest.fixture

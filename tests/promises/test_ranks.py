@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp import RobustReader, RobustWriter
+from robust_dcp import CopyOptions, RobustReader, RobustWriter
 from robust_dcp.comm import connections
 from robust_dcp.comm.connections import Connections
 from robust_dcp.comm.link import Link
@@ -160,6 +161,40 @@ def stand_still(call: Call) -> None:
     wait = f"n=0; until {is_over}; do n=$((n + 1)); sleep 0.1; done"
     subprocess.Popen(["sh", "-c", f"{wait}; kill -KILL {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def freeze_once_in_commit(path: str, call: str, target: str | None) -> Verdict:
+    """Rank 0 stands still from a call on until the others have given up on it, and then goes on."""
+    rank, given_up = dist.get_rank(), f"{path}.given up"
+
+    def freeze(call: Call) -> None:
+        wait = f"n=0; until [ $n -gt 600 ] || [ -e '{given_up}' ]; do n=$((n + 1)); sleep 0.1; done"
+        subprocess.Popen(["sh", "-c", f"{wait}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    robust_dcp.save(state(1), checkpoint_id=path)
+    writer = RobustWriter(path, drain_to=target, drain_options=CopyOptions(call_timeout_seconds=2))
+    with FaultDisk(target or path, on={call: freeze} if rank == 0 else {}):
+        save = partial(robust_dcp.save, state(2), storage_writer=writer, timeout_seconds=4)
+        verdict = verdict_of(save) if target is None else verdict_of(lambda: (save(), robust_dcp.finish_async_saves()))
+    if rank == 1:
+        Path(given_up).touch()
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("call", "drains"),
+    [("fsync:.metadata*", False), ("rename:.robust_dcp.index", False), ("fsync:.metadata*", True)],
+)
+def test_a_rank_that_stood_still_while_it_commits_does_not_commit_what_the_others_have_given_up(
+    call: str, drains: bool, tmp_path: Path
+) -> None:
+    path, target = tmp_path / "checkpoint", str(tmp_path / "target") if drains else None
+    verdicts = values(run_ranks(3, freeze_once_in_commit, str(path), call, target, timeout_seconds=150))
+    assert [each.type_name for each in verdicts] == ["ExchangeTimeout"] * 3
+    assert all("rank 0" in str(each) for each in verdicts)
+    assert step_in(str(path)) == (2.0 if drains else 1.0)
+    assert not Path(f"{target}/.metadata").exists()
 
 
 def fail_while_the_others_write(path: str, failure: Fault) -> tuple[str, int]:

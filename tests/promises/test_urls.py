@@ -20,6 +20,8 @@ import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter, StorageError
 from robust_dcp.drain.delivery import staging_directory
 from tests.harness.ranks import run_ranks
+from torture import two_savers
+from torture.trials import run
 
 URLS: list[Any] = [
     "s3://bucket/step_1",
@@ -69,6 +71,19 @@ def test_a_url_of_an_unknown_kind_is_refused_before_anything_is_made(
         robust_dcp.save(state_dict(), storage_writer=RobustWriter(tmp_path / "here", drain_to="x://y"))
     assert not RobustReader.validate_checkpoint_id("x://y") and RobustReader.validate_checkpoint_id("memory://a/b")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", [robust_dcp.save, robust_dcp.async_save])
+def test_a_save_to_a_url_that_is_to_be_copied_elsewhere_too_is_refused_before_anything_is_made(
+    call: Any, tmp_path: Path, staging: Path
+) -> None:
+    writer = RobustWriter(tmp_path / "not used", drain_to=tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"RobustWriter\(drain_to='/.*/elsewhere'\) is for saves to a directory"):
+        call(state_dict(), checkpoint_id=f"memory://{tmp_path.name}/step_1", storage_writer=writer)
+    assert os.listdir(tmp_path) == []
+    call(state_dict(), checkpoint_id=tmp_path / "step_1", storage_writer=writer)
+    robust_dcp.finish_async_saves()
+    assert loaded(tmp_path / "elsewhere") == loaded(tmp_path / "step_1") == 1.0
 
 
 PLACES = [
@@ -250,6 +265,12 @@ def test_a_save_to_a_url_at_which_another_has_arrived_says_whose_is_there_and_wh
     assert f"is committed in {left}, but it has not arrived at {url}: " in error.value.message
     assert f"there is another checkpoint at {url}, of the save {there.split('.')[-2]}" in error.value.message
     assert (loaded(url), loaded(left), told) == (2.0, 1.0, [])
+
+
+def test_of_two_jobs_that_save_to_one_place_and_may_be_killed_each_that_returns_has_its_checkpoint_there() -> None:
+    """A short form of the campaign: directory, S3 and memory."""
+    results = run(two_savers.make_trials(9, seed=7))
+    assert [result.complaints for _, result in results if result.complaints] == []
 
 
 def _names_at(url: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class Channel:
     its process has ended, or if it is in another phase. The next exchange then starts afresh.
 
         channel = Channel.for_group(operation="save 3", timeout_seconds=60)
-        sizes = channel.gather("sizes", measure, Sizes)
+        sizes_here, sizes = channel.gather("sizes", measure, Sizes)
 
     Attributes:
         rank: this process's rank in the group.
@@ -107,14 +107,23 @@ class Channel:
         """This channel with another coordinator. It belongs to the same operation and reuses the connections."""
         return self if coordinator_rank == self.coordinator_rank else Channel(self._operation, coordinator_rank)
 
-    def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
-        """Combine the offers of all ranks, and return the result on every rank.
+    def agree(
+        self, phase: str, produce: Callable[[], T], offer: Callable[[T], Offer] | None = None
+    ) -> tuple[T, Agreement]:
+        """Combine the offers of all ranks.
+
+        Args:
+            offer: makes this rank's offer from what ``produce`` has made; ``None`` if that is the offer.
+
+        Returns:
+            What this rank has made, and on every rank the same agreement.
 
         Raises:
             RobustCheckpointError: see the class.
         """
-        self.last_agreement, _, _ = self._operation.run("agree", phase, self.coordinator_rank, Work(produce))
-        return self.last_agreement
+        work = Work(produce, offer=offer)
+        self.last_agreement, made, _ = self._operation.run("agree", phase, self.coordinator_rank, work)
+        return made, self.last_agreement
 
     def barrier(
         self,
@@ -137,41 +146,47 @@ class Channel:
     def gather(
         self,
         phase: str,
-        produce: Callable[[], M | None],
+        produce: Callable[[], T],
         message_type: type[M],
         *,
+        message: Callable[[T], M | None] | None = None,
         then: Callable[[list[M | None]], None] | None = None,
-        offer: Callable[[M | None], Offer] | None = None,
-    ) -> list[M | None] | None:
-        """Return every rank's message, in rank order, on the coordinator; ``None`` on the other ranks.
-
-        Messages with equal fields may share the same objects, so do not modify them.
+        offer: Callable[[T], Offer] | None = None,
+    ) -> tuple[T, list[M | None] | None]:
+        """Bring every rank's message to the coordinator.
 
         Args:
             phase: the name of the exchange, the same on all ranks.
-            produce: makes this rank's message. ``None`` means that there is nothing to say, and costs nothing.
+            produce: does this rank's work.
             message_type: the type that messages are decoded as and checked against.
+            message: makes this rank's message from what ``produce`` has made; ``None`` if that is the message. A
+                message that is ``None`` means that there is nothing to say, and costs nothing.
             then: is called on the coordinator with all messages. If it raises, all ranks raise.
-            offer: makes this rank's part of ``last_agreement`` from its message.
+            offer: makes this rank's part of ``last_agreement`` from what ``produce`` has made.
+
+        Returns:
+            What this rank has made, and on the coordinator all messages, in rank order; ``None`` on the other ranks.
+            Messages with equal fields may share the same objects, so do not modify them.
 
         Raises:
             RobustCheckpointError: see the class.
         """
         gathered: list[M | None] = []
 
-        def merge(own: M | None, below: list[Payload]) -> Payload:
+        def merge(made: Any, below: list[Payload]) -> Payload:
+            own = made if message is None else message(made)
             return b"" if own is None and not below else self._merged(phase, own, below, message_type).encode()
 
-        def open_all(own: M | None, below: list[Payload]) -> None:
-            found = self._merged(phase, None, below, message_type).open(message_type) if below else {}
-            gathered.extend(map(found.get, range(self.size)))
-            gathered[self.rank] = own
+        def open_all(made: Any, below: list[Payload]) -> None:
+            messages = self._merged(phase, None, below, message_type).open(message_type) if below else {}
+            gathered.extend(map(messages.get, range(self.size)))
+            gathered[self.rank] = made if message is None else message(made)
             if then is not None:
                 then(gathered)
 
         work = Work(produce, merge, open_all, offer)
-        self.last_agreement, _, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
-        return gathered if self.is_coordinator else None
+        self.last_agreement, made, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
+        return made, gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
         """Return the coordinator's message on every rank. ``produce`` runs on the coordinator only.
@@ -187,24 +202,37 @@ class Channel:
         self.last_agreement, own, payload = self._operation.run("broadcast", phase, self.coordinator_rank, work)
         return own if self.is_coordinator else self._decoded(phase, lambda: decode(payload, message_type))
 
-    def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
-        """Return the message that the coordinator made for this rank. ``produce`` runs on the coordinator only.
+    def scatter(
+        self,
+        phase: str,
+        produce: Callable[[], T],
+        message_type: type[M],
+        *,
+        messages: Callable[[T], Sequence[M | None]] | None = None,
+    ) -> tuple[T | None, M | None]:
+        """Send a message of the coordinator to each rank. ``produce`` runs on the coordinator only.
 
         Args:
             phase: the name of the exchange, the same on all ranks.
-            produce: makes one message for each rank, in rank order; ``None`` for nothing. An object that several
-                ranks get is sent once on each connection.
+            produce: does the coordinator's work.
             message_type: the type that messages are decoded as and checked against.
+            messages: makes one message for each rank from what ``produce`` has made, in rank order; ``None`` if those
+                are the messages. A message that is ``None`` is not sent. An object that several ranks get is sent once
+                on each connection.
+
+        Returns:
+            What the coordinator has made, ``None`` on the other ranks; and this rank's message.
 
         Raises:
             RobustCheckpointError: see the class.
         """
         tree = Tree(self.rank, self.size, self.coordinator_rank)
 
-        def reply(made: Sequence[M | None], below: list[Payload]) -> Payload:
-            if len(made) != self.size:
-                raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
-            others = {rank: message for rank, message in enumerate(made) if rank != self.rank}
+        def reply(made: Any, below: list[Payload]) -> Payload:
+            parts = made if messages is None else messages(made)
+            if len(parts) != self.size:
+                raise ValueError(f"{phase!r} has {len(parts)} messages for {self.size} ranks")
+            others = {rank: message for rank, message in enumerate(parts) if rank != self.rank}
             return Bundle.of(message_type, others).encode()
 
         def share(payload: Payload, child: int) -> Payload:
@@ -216,9 +244,8 @@ class Channel:
         work = Work(produce if self.is_coordinator else lambda: None, reply=reply, share=share)
         self.last_agreement, made, payload = self._operation.run("scatter", phase, self.coordinator_rank, work)
         if self.is_coordinator:
-            own: M | None = made[self.rank]
-            return own
-        return self._decoded(phase, lambda: take(payload)) if payload else None
+            return made, (made if messages is None else messages(made))[self.rank]
+        return None, self._decoded(phase, lambda: take(payload)) if payload else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
         """Return every rank's message, in rank order, on every rank. Use it for small messages: each rank gets all.
@@ -288,6 +315,16 @@ class Channel:
             ExchangeTimeout: the deadline has passed. Let it leave ``produce`` as well.
         """
         self._operation.stop_if_announced()
+
+    def stop_if_given_up(self) -> None:
+        """Right before what cannot be undone: leave this rank's work as :meth:`stop_if_announced` does, and also if
+        this process stood still, and others have given up on it.
+
+        Raises:
+            Stopped: let it leave ``produce``.
+            ExchangeTimeout: the deadline has passed, or this process stood still. Let it leave ``produce`` as well.
+        """
+        self._operation.stop_if_given_up()
 
     def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
         """Between blocks of data, report how far this rank is, and leave its work as :meth:`stop_if_announced` does."""

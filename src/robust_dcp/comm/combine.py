@@ -29,25 +29,24 @@ class Offer(msgspec.Struct, frozen=True):
 
     Attributes:
         signature: 16 bytes that identify what the rank holds.
-        plan_id: 16 bytes that identify the cached plan it could use; zeros for none.
+        same: 16 bytes that all ranks compare; zeros say nothing.
         value: 64 bits that the phase may use as it likes; 0 says nothing.
         flags: ``N_FLAGS`` bits that the phase may use as it likes.
-        told: 64 bits that one rank tells all others; 0 says nothing.
+        notice: 64 bits of one rank for all others; 0 says nothing.
     """
 
     signature: bytes = _NOTHING
-    plan_id: bytes = _NOTHING
+    same: bytes = _NOTHING
     value: int = 0
     flags: int = 0
-    told: int = 0
+    notice: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.signature) != SIGNATURE_NBYTES or len(self.plan_id) != SIGNATURE_NBYTES:
+        if len(self.signature) != SIGNATURE_NBYTES or len(self.same) != SIGNATURE_NBYTES:
             raise ValueError(
-                f"signature and plan_id have {len(self.signature)} and {len(self.plan_id)} bytes, not "
-                f"{SIGNATURE_NBYTES} each"
+                f"signature and same have {len(self.signature)} and {len(self.same)} bytes, not {SIGNATURE_NBYTES} each"
             )
-        for field, n_bits in (("value", 64), ("flags", N_FLAGS), ("told", 64)):
+        for field, n_bits in (("value", 64), ("flags", N_FLAGS), ("notice", 64)):
             if not 0 <= getattr(self, field) < 1 << n_bits:
                 raise ValueError(f"{field} is {getattr(self, field)}, which does not fit {n_bits} bits")
 
@@ -58,33 +57,32 @@ class Agreement(NamedTuple):
     Attributes:
         n_ranks: how many ranks it covers.
         signature: for one rank its own; for several ranks the hash of :func:`combined_signature`.
-        plan_id: the offer of the first rank of the range.
-        same_plan_id: whether all ranks offered that one.
+        same: the 16 bytes that the first rank of the range offered. is_same: whether all ranks offered these.
         lowest, highest: the extremes of the values that are not 0; 0 if there are none.
         lowest_rank, highest_rank: the first rank that offered each.
         counts: for each flag, how many ranks have it.
         first_ranks: for each flag, the first rank that has it; any rank if none does.
-        told: the value of the first rank that tells anything.
+        notice: that of the first rank that has one.
     """
 
     n_ranks: int
     signature: bytes
-    plan_id: bytes
-    same_plan_id: bool
+    same: bytes
+    is_same: bool
     lowest: int
     lowest_rank: int
     highest: int
     highest_rank: int
     counts: tuple[int, ...]
     first_ranks: tuple[int, ...]
-    told: int = 0
+    notice: int = 0
 
     @classmethod
     def of(cls, rank: int, offer: Offer, children: Sequence[Agreement] = ()) -> Agreement:
         """What a rank and its children, which are in the order of their places, have offered."""
         counts = tuple(offer.flags >> bit & 1 for bit in range(N_FLAGS))
         extremes = offer.value, rank, offer.value, rank
-        total = cls(1, offer.signature, offer.plan_id, True, *extremes, counts, (rank,) * N_FLAGS, offer.told)
+        total = cls(1, offer.signature, offer.same, True, *extremes, counts, (rank,) * N_FLAGS, offer.notice)
         signatures = [offer.signature]
         for child in children:
             signatures.append(child.signature)
@@ -93,14 +91,14 @@ class Agreement(NamedTuple):
             firsts = zip(total.counts, total.first_ranks, child.first_ranks, strict=True)
             total = total._replace(
                 n_ranks=total.n_ranks + child.n_ranks,
-                same_plan_id=total.same_plan_id and child.same_plan_id and total.plan_id == child.plan_id,
+                is_same=total.is_same and child.is_same and total.same == child.same,
                 lowest=lowest.lowest,
                 lowest_rank=lowest.lowest_rank,
                 highest=highest.highest,
                 highest_rank=highest.highest_rank,
                 counts=tuple(map(operator.add, total.counts, child.counts)),
                 first_ranks=tuple([first if count else of_child for count, first, of_child in firsts]),
-                told=total.told or child.told,
+                notice=total.notice or child.notice,
             )
         return total._replace(signature=_combined(signatures))
 
@@ -119,7 +117,7 @@ class Agreement(NamedTuple):
 
     def encode(self) -> bytes:
         """Encode for the body of a frame."""
-        return _LAYOUT.pack(*self[:8], *self.counts, *self.first_ranks, self.told)
+        return _LAYOUT.pack(*self[:8], *self.counts, *self.first_ranks, self.notice)
 
     @classmethod
     def decode(cls, body: bytes) -> Agreement:

@@ -507,6 +507,31 @@ class Operation:
             problem = Problem.of_late({rank: f"rank {rank} is not done"}, self.deadline_seconds)
             raise missing_ranks_error(problem, self, self.link.size, ())
 
+    def stop_if_given_up(self) -> None:
+        """Leave this rank's own work as :meth:`stop_if_announced` does, or if others may have given up on this rank.
+
+        A process that was frozen (``SIGSTOP``, say) first reads what has come meanwhile. If it stood still for all of
+        timeout, all neighbours have to be there still: they send beats. Before that its last beat may have been a while
+        ago.
+
+        Raises:
+            Stopped, ExchangeTimeout: let it leave the work.
+        """
+        exchange, beat_seconds = self._exchange, min(patience.BEAT_SECONDS, self.timeout_seconds / 4)
+        if exchange is not None:
+            with self._changed:
+                while (left := exchange.catching_up_seconds()) and self._end_message is None:
+                    self._changed.wait(left)
+        self.stop_if_announced()
+        if exchange is None or exchange.stood_still_seconds + beat_seconds < self.timeout_seconds:
+            return
+        lately = time.monotonic() - 1.5 * beat_seconds
+        if any(exchange.heard.get(peer, 0.0) < lately for peer in exchange.tree.neighbours):
+            rank, seconds = self.link.rank, exchange.stood_still_seconds
+            text = f"rank {rank} stood still for {seconds:.1f} seconds, and others have given up on it"
+            problem = Problem.of_silent(rank, self.timeout_seconds, text)
+            raise missing_ranks_error(problem, self, self.link.size, ())
+
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """Record that this rank's work has advanced, and how far, if the caller knows. Any thread may call this."""
         exchange = self._exchange

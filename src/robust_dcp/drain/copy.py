@@ -321,11 +321,12 @@ class Copy:
                 "has removed or replaced them. The copy is not committed. Copy again when nothing else writes there"
             )
         if committed != manifest.metadata:
-            target.put(METADATA_NAME, manifest.metadata)
-            arrived = target.read(METADATA_NAME) or b""
+            # Another copy may have committed since that look. Then its file stays, and this copy is refused.
+            target.put(METADATA_NAME, manifest.metadata, is_new=committed is None)
+            arrived = self._metadata_at_target(there) or b""
             if arrived != manifest.metadata:
-                found = f"{len(arrived)} bytes that are not those"
-                raise self._not_as_sent(METADATA_NAME, f"{len(manifest.metadata)} bytes", found)
+                words = f"{len(arrived)} bytes that are not those"
+                raise self._not_as_sent(METADATA_NAME, f"{len(manifest.metadata)} bytes", words)
             self._count(files=1, nbytes=len(manifest.metadata))
         self._clean_up()
         if self.record.target:
@@ -395,9 +396,9 @@ class Copy:
         Raises:
             StorageError: a copy of another checkpoint has committed at the same time, and counts.
         """
-        target, own = self._target, self.manifest.names
+        target, names = self._target, self.manifest.names
         there = target.files()
-        left = [name for name in there if _has_mark(name) and name not in own]
+        left = [name for name in there if _has_mark(name) and name not in names]
         if left:  # after a look at the claims: a copy whose claim is gone has committed by now
             self._metadata_at_target(there)
         try:

@@ -10,6 +10,7 @@ that, but for what a save has left that was killed before its commit.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
@@ -17,6 +18,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -25,19 +28,62 @@ from robust_dcp.drain.copy import Copy, CopyResult
 from robust_dcp.drain.record import DrainRecord, announce_copy, awaited_copy, digest_at, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
 from robust_dcp.phases import PhaseClock
+from robust_dcp.save_queue import SaveFuture, SaveQueue
 from robust_dcp.storage.committing.saving_file import sweep
-from robust_dcp.storage.files.paths import METADATA_NAME, STAGING_PREFIX, is_url
+from robust_dcp.storage.files.paths import METADATA_NAME, STAGING_PREFIX, is_url, local_path_of, place_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
+from robust_dcp.storage.remote import filesystem_of
 from robust_dcp.storage.writer import RobustWriter
 
 logger = logging.getLogger(__name__)
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """The sizes of data files at the target, and whether a later save is in the directory. The coordinator tells."""
+class _Seen(msgspec.Struct, frozen=True):
+    """The coordinator says how large data files at the target are, and whether a later save is in the directory."""
 
     there: dict[str, int] = {}
     is_replaced: bool = False
+
+
+def writer_of_save(checkpoint_id: str | os.PathLike[str] | None, storage_writer: object) -> RobustWriter:
+    """The writer of one save by ``robust_dcp.save``. What belongs to a URL it makes in a directory of that save alone.
+
+    Raises:
+        TypeError: it is no ``RobustWriter``.
+        ValueError: there is neither a place nor a writer; a URL is of an unknown kind; or the save is to a URL, and a
+            copy of it is wanted at another place.
+    """
+    path, url = checkpoint_id, None
+    if checkpoint_id is not None and is_url(checkpoint_id):
+        place = place_of(checkpoint_id)
+        path = local_path_of(place)
+        if path is None:
+            # One of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
+            # another error is raised later, on all ranks.
+            with suppress(StorageError):
+                filesystem_of(place)
+            path, url = _staging_root(), place
+    if storage_writer is None:
+        if path is None:
+            raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
+        writer = RobustWriter(path)
+    elif isinstance(storage_writer, RobustWriter):
+        storage_writer.reset(path)
+        writer = copy.copy(storage_writer)  # the next save may begin with the same one before this save is over
+    else:
+        raise TypeError(
+            f"robust_dcp.save writes with RobustWriter, not with {type(storage_writer).__name__}; to keep that writer "
+            "call torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
+        )
+    if url is not None:
+        if writer.drain_to is not None:
+            raise ValueError(
+                f"RobustWriter(drain_to={writer.drain_to!r}) is for saves to a directory, and a save to {url} leaves "
+                "none that could be copied from: save to a directory, and call robust_dcp.copy_checkpoint for one of "
+                "the two places, or leave drain_to out"
+            )
+        writer.stage(url, partial(staging_directory, url))
+    return writer
 
 
 class Delivery(msgspec.Struct, kw_only=True, eq=False):
@@ -45,77 +91,83 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
 
     Attributes:
         checkpoint: its name in exchanges and messages: the directory that it was saved to, or the URL.
-        channel, clock: of the save.
-        writer: has committed it.
-        names: the data files that this rank has written.
-        leads: whether this rank has committed in its directory: the coordinator, and one rank of each node with a
-            directory of its own.
+        writer: commits it.
+        target: where it is copied to; ``None`` if it stays where it is.
+        is_staged: whether it is made in a directory of this save alone, and belongs to the target, a URL.
         on_commit: as for ``save``.
-        drain: calls a function on a thread beside training, after the earlier drains of the group.
-        open_channel: makes the channel for a copy, when its turn has come.
+        queue: the drains of the group.
+        open_channel: makes the channel for a copy, when its turn has come, from the name of its operation and a
+            timeout.
     """
 
     checkpoint: str
-    channel: Channel
-    clock: PhaseClock
     writer: RobustWriter
-    names: Collection[str]
-    leads: bool
+    target: str | None
+    is_staged: bool
     on_commit: Callable[[], object] | None
-    drain: Callable[[Callable[[], CopyResult]], object]
-    open_channel: Callable[[], Channel]
+    queue: SaveQueue
+    open_channel: Callable[..., Channel]
     _record: DrainRecord = DrainRecord("", "")
     _held: ExitStack = msgspec.field(default_factory=ExitStack)
 
-    @property
-    def is_staged(self) -> bool:
-        """Whether the checkpoint was made in a directory of this save alone, and belongs to a URL."""
-        return is_url(self.writer.checkpoint_id)
+    def deliver(
+        self,
+        channel: Channel,
+        clock: PhaseClock,
+        *,
+        names: Collection[str],
+        leads: bool,
+        after: Collection[SaveFuture[Any]],
+    ) -> None:
+        """Do it all, in this order, right after the commit; only a copy of ``drain_to`` is left to the queue.
 
-    @property
-    def target(self) -> str | None:
-        """Where the checkpoint is copied to; ``None`` if it stays where it is."""
-        return os.fsdecode(self.writer.checkpoint_id) if self.is_staged else self.writer.drain_to
-
-    def deliver(self) -> None:
-        """Do it all, in this order, right after the commit; only a copy of ``drain_to`` is left to a thread.
+        Args:
+            channel, clock: of the save.
+            names: the data files that this rank has written.
+            leads: whether this rank has committed in its directory: the coordinator, and one rank of each node with a
+                directory of its own.
+            after: the drains that were under way before the commit.
 
         Raises:
             RobustCheckpointError: the same on all ranks. It says that the checkpoint is committed, and where.
         """
         target = self.target
         if target is None:
-            self._tell_of_commit(self.writer.path)
-        elif self.is_staged:
+            return self._tell_of_commit(channel, self.writer.path)
+        if leads:
             self._announce(target)
-            with self.clock.phase("drain"):
-                copied = self._copy(target)
+        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
+        timeout_seconds = max(channel.timeout_seconds, 2 * self.writer.drain_options.call_timeout_seconds)
+        make_copy = partial(self._copy, target, timeout_seconds, names, leads=leads)
+        if self.is_staged:
+            with clock.phase("drain"):
+                copied = make_copy()
                 what = f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s"
-                self.clock.remarks += (what,)
+                clock.remarks += (what,)
                 with self._saying_where(target, "what was staged for it is not removed"):
-                    self.channel.barrier(f"save {self.checkpoint}: remove what was staged", self._remove_staged)
-                self._tell_of_commit(target)
-        else:
-            self._announce(target)
-            try:
-                self._tell_of_commit(self.writer.path)
-            finally:
-                # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note
-                # of an earlier save. If it raises, the checkpoint is committed all the same.
-                self.drain(lambda: self._copy(target))
+                    phase = f"save {self.checkpoint}: remove what was staged"
+                    channel.barrier(phase, partial(self._remove_staged, leads=leads))
+                return self._tell_of_commit(channel, target)
+        try:
+            return self._tell_of_commit(channel, self.writer.path)
+        finally:
+            # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note of an
+            # earlier save. If it raises, the checkpoint is committed all the same.
+            self.queue.submit(make_copy, after=after)
 
-    def _tell_of_commit(self, where: str) -> None:
+    def _tell_of_commit(self, channel: Channel, where: str) -> None:
         """Call ``on_commit`` on the coordinator. If it raises, all ranks raise."""
         on_commit = self.on_commit
         if on_commit is None:
             return
 
         def tell() -> None:
-            if self.channel.is_coordinator:
+            if channel.is_coordinator:
+                channel.stop_if_given_up()
                 on_commit()
 
         with self._saying_where(where, "on_commit has failed"):
-            self.channel.barrier(f"save {self.checkpoint}: on_commit", tell)
+            channel.barrier(f"save {self.checkpoint}: on_commit", tell)
 
     @contextmanager
     def _saying_where(self, where: str, failure: str) -> Iterator[None]:
@@ -129,8 +181,6 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
 
     def _announce(self, target: str) -> None:
         """Note in the checkpoint that it will be copied, and keep it from being removed until that is done."""
-        if not self.leads:
-            return
         path, disk = self.writer.path, self.writer.disk
         self._held.enter_context(needed_for_a_load(disk, path))
         try:
@@ -154,16 +204,16 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
             if other == name or other.rpartition("-")[0] != name.rpartition("-")[0] or os.path.islink(path):
                 continue
             with suppress(StorageError):  # it has vanished, or is not committed
-                record = awaited_copy(disk, path)  # first: who notes a copy holds the lock by then
+                record = awaited_copy(disk, path)  # who notes a copy holds the lock by then, until it has arrived
                 if record is None or record.target != target:
                     continue
                 with disk.reading(os.path.join(path, METADATA_NAME)) as file:
-                    if disk.lock(file):
+                    if disk.lock(file) and awaited_copy(disk, path) == record:
                         digests.append(record.digest)
         return tuple(digests)
 
-    def _copy(self, target: str) -> CopyResult:
-        """Copy it. Called on all ranks.
+    def _copy(self, target: str, timeout_seconds: float, names: Collection[str], *, leads: bool) -> CopyResult:
+        """Copy it. Called on all ranks, with the arguments of :meth:`deliver`.
 
         Returns:
             What this rank has sent. If a later save has replaced the checkpoint in its directory, and its own drain
@@ -176,14 +226,14 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         path, disk = self.writer.path, self.writer.disk
         name = f"drain {self.checkpoint}"
         with self._held, self._saying_where(path, f"it has not arrived at {target}"):
-            channel = self.open_channel()
+            channel = self.open_channel(operation=name, timeout_seconds=timeout_seconds)
 
             def check_stop() -> None:
                 # Waiting is progress too: for a slow store, for the next try, for bandwidth. Each wait has its limit.
                 channel.note_progress()
-                channel.stop_if_announced()
+                channel.stop_if_given_up()
 
-            copy = Copy(
+            copying = Copy(
                 path,
                 target,
                 self.writer.drain_options,
@@ -194,34 +244,34 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
             )
             with channel.together():
                 try:
-                    begun = channel.broadcast(f"{name}: begin", lambda: _Told(copy.begin()), _Told)
+                    begun = channel.broadcast(f"{name}: begin", lambda: _Seen(copying.begin()), _Seen)
                     if not channel.is_coordinator:
-                        copy.there = begun.there
-                    channel.barrier(f"{name}: send", lambda: copy.send_data(self.names))
+                        copying.there = begun.there
+                    channel.barrier(f"{name}: send", lambda: copying.send_data(names))
                     # As the coordinator's own work, not after the others': they then hear of its progress.
-                    channel.barrier(f"{name}: commit", copy.commit if channel.is_coordinator else lambda: None)
-                    if self.leads and not channel.is_coordinator:
+                    channel.barrier(f"{name}: commit", copying.commit if channel.is_coordinator else lambda: None)
+                    if leads and not channel.is_coordinator:
                         note_arrival(disk, path, self._record)
                 except (CorruptCheckpoint, StorageError):
                     if self.is_staged:  # the caller waits for this very checkpoint
                         raise
-                    if not channel.broadcast(f"{name}: is it replaced", self._look, _Told).is_replaced:
+                    if not channel.broadcast(f"{name}: is it replaced", self._look, _Seen).is_replaced:
                         raise  # otherwise the copy of the later save removes what this one has sent
                     logger.info("%s was replaced before it was copied to %s", path, target)
-                return copy.result
+                return copying.result
 
-    def _look(self) -> _Told:
+    def _look(self) -> _Seen:
         """Whether the directory holds a later save by now. If it was removed, it does not."""
         with suppress(StorageError):
             digest = digest_at(self.writer.disk, self.writer.path)
-            return _Told(is_replaced=self._record.digest not in ("", digest))
-        return _Told()
+            return _Seen(is_replaced=self._record.digest not in ("", digest))
+        return _Seen()
 
-    def _remove_staged(self) -> None:
+    def _remove_staged(self, *, leads: bool) -> None:
         """Remove what this save has staged, which has arrived, and what saves have left that were killed before their
         commit."""
         shutil.rmtree(self.writer.path, ignore_errors=True)  # other ranks do the same
-        if not self.leads:
+        if not leads:
             return
         root, disk = os.path.dirname(self.writer.path), self.writer.disk
         with suppress(StorageError):
@@ -233,9 +283,11 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
 
 def staging_directory(url: str, mark: int) -> str:
     """Where the save with this mark makes what belongs to ``url``: in a directory that no other save has."""
-    root = os.environ.get("ROBUST_DCP_STAGING") or os.path.join(
-        tempfile.gettempdir(), f"{STAGING_PREFIX}staging-{os.getuid()}"
-    )
     name = url.rstrip("/").rpartition("/")[2]
     digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
-    return os.path.join(os.path.abspath(root), f"{STAGING_PREFIX}{name}-{digest}-{mark:016x}")
+    return os.path.join(_staging_root(), f"{STAGING_PREFIX}{name}-{digest}-{mark:016x}")
+
+
+def _staging_root() -> str:
+    root = os.environ.get("ROBUST_DCP_STAGING")
+    return os.path.abspath(root or os.path.join(tempfile.gettempdir(), f"{STAGING_PREFIX}staging-{os.getuid()}"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import inspect
 import os
 import re
 import secrets
@@ -20,13 +21,16 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import READ_BY_NAME, is_behind_link, is_data_file, local_path_of, locate
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.remote import Calls, RemoteDisk
+from robust_dcp.storage.remote import Calls, RemoteDisk, status_of
 
 _MOST_METADATA_NBYTES: Final = 16 << 30
 _UNFINISHED: Final = re.compile(r".*\.[0-9a-f]{8}\.copying", re.DOTALL)
 _MOST_TAKEN: Final = 10
 _MOST_PARTS: Final = 9_000
 """S3 takes at most 10,000 parts of a file."""
+
+_PRECONDITION_FAILED, _NOT_IMPLEMENTED = 412, 501
+"""What a store says of a file that is there already, and of a call that it does not know."""
 
 
 def open_place(place: str, calls: Calls, disk: Disk | None = None) -> Place:
@@ -141,21 +145,25 @@ class Place:
         """The bytes of a small file; ``None`` if it does not exist."""
         return self.disk.read_file(self.path_of(name), _MOST_METADATA_NBYTES)
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, *, is_new: bool = False) -> None:
         """Write a small file, durably."""
-        self.write(name, lambda: [data], len(data), len(data))
+        self.write(name, lambda: [data], len(data), len(data), is_new=is_new)
         self.sync()
 
-    def write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
+    def write(
+        self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int, *, is_new: bool = False
+    ) -> None:
         """Write a file in parts of ``part_nbytes``. It gets its name when all of it is there.
 
         Args:
             parts: gives the content. It is called again if the file is sent again.
+            is_new: if a file of that name is there, that one stays. Where this cannot be said in one call, the later of
+                two counts. In a store the file has one part.
         """
         n_tries = 0
         while True:
             try:
-                return self._write(name, parts, nbytes, part_nbytes)
+                return self._write(name, parts, nbytes, part_nbytes, is_new)
             except StorageError as error:  # noqa: PERF203 a try takes longer than that
                 # Other copies of this checkpoint that are over may have taken the unfinished file for a leftover.
                 is_taken = n_tries < _MOST_TAKEN and (error.errno, error.operation) == (errno.ENOENT, "rename")
@@ -216,7 +224,9 @@ class Place:
                 with suppress(StorageError):
                     self.disk.unlink(os.path.join(directory, name))
 
-    def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
+    def _write(
+        self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int, is_new: bool
+    ) -> None:
         path = self.path_of(name)
         if is_behind_link(self.disk, self.url, name):
             raise StorageError(
@@ -242,13 +252,24 @@ class Place:
             if hasattr(os, "posix_fadvise") and file.fd >= 0:
                 with suppress(OSError):  # what is read back shall come from the device, not from memory
                     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            self._calls.run("rename", path, lambda: self.disk.rename(unfinished, path))
+            give_name = self._give_new_name if is_new else self.disk.rename
+            self._calls.run("rename", path, lambda: give_name(unfinished, path))
         except BaseException:
             with suppress(StorageError):
                 self.disk.unlink(unfinished)
             raise
         finally:
             self.disk.close(file)
+
+    def _give_new_name(self, unfinished: str, path: str) -> None:
+        try:
+            self.disk.link(unfinished, path)
+        except StorageError as error:
+            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):  # there are no hard links
+                return self.disk.rename(unfinished, path)
+            if error.errno != errno.EEXIST:
+                raise
+        return self.disk.unlink(unfinished)
 
     def _remove(self, name: str) -> None:
         self.disk.unlink(self.path_of(name))
@@ -294,10 +315,14 @@ class _Store(Place):
         # Encryption by KMS gives ETags that are no MD5s.
         return self.gives_etags and content.etag == str(self._remote.info(self.path_of(name)).get("ETag")).strip('"')
 
-    def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
+    def _write(
+        self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int, is_new: bool
+    ) -> None:
         path, url = self._path(name), self.path_of(name)
         if nbytes <= part_nbytes:
             (data,) = parts()
+            if is_new and self._refuses_to_replace(path, url, data):
+                return
             self._calls.run("send", url, lambda: self._filesystem.pipe_file(path, data))
             return
         file = self._calls.run("create", url, lambda: self._filesystem.open(path, "wb", block_size=part_nbytes))
@@ -312,6 +337,21 @@ class _Store(Place):
             with suppress(AttributeError):  # some files do not let it be set
                 file.closed = True  # else it would be finished when Python collects it
             raise
+
+    def _refuses_to_replace(self, path: str, url: str, data: bytes) -> bool:
+        """Write a file unless one of that name is there. Return whether the store can do that."""
+        pipe_file = getattr(self._filesystem, "_pipe_file", self._filesystem.pipe_file)
+        if "mode" not in inspect.signature(pipe_file).parameters:  # fsspec of 2024, and some stores
+            return False
+        try:
+            self._calls.run("send", url, lambda: self._filesystem.pipe_file(path, data, mode="create"))
+        except StorageError as error:
+            status = status_of(error.__cause__)
+            if status == _NOT_IMPLEMENTED:
+                return False
+            if status != _PRECONDITION_FAILED and error.errno != errno.EEXIST:
+                raise
+        return True
 
     def _remove(self, name: str) -> None:
         self._filesystem.rm_file(self._path(name))

@@ -141,9 +141,9 @@ class Preemption:
             return False
         channel = Channel.for_group(self._group, operation="should_save")
         noted, step_id = next(iter(_signals.noted), 0), step.to_bytes(16, "little")
-        agreed = channel.agree("signals", lambda: Offer(plan_id=step_id, value=int(noted), flags=int(is_slow)))
+        _, agreed = channel.agree("signals", lambda: Offer(same=step_id, value=int(noted), flags=int(is_slow)))
         self._n_unasked = 0 if agreed.counts[0] or agreed.highest else _FEWER - 1
-        if not agreed.same_plan_id:
+        if not agreed.is_same:
             raise ExchangeError(
                 f"should_save was called for step {step} on rank {channel.rank}, and for another step on another rank: "
                 "call it for the same steps on all ranks",

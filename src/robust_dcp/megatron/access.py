@@ -136,7 +136,7 @@ class AccessCheck(msgspec.Struct, frozen=True, eq=False):
     @property
     def is_known(self) -> bool:
         """Whether the structures of all ranks were validated before. All ranks get the same answer."""
-        return self.agreement.same_plan_id and self.agreement.plan_id == self.agreement.signature
+        return self.agreement.is_same and self.agreement.same == self.agreement.signature
 
     @entry_point
     def run(self, phase: str, *, refuses: bool = True) -> tuple[str, ...]:
@@ -190,13 +190,11 @@ def agree_on_access(
         shards: prepares the ShardedTensors and ShardedObjects of this rank. If it raises, all ranks raise.
         value: called after ``shards``. It returns 64 bits that all ranks compare.
     """
-    offered: list[ShardFacts] = []
 
-    def prepare() -> Offer:
-        offered.append(shards())
-        signature = offered[0].once(described).signature
+    def offer(facts: ShardFacts) -> Offer:
+        signature = facts.once(described).signature
         identity = _RIGHT.get((channel.ranks, signature)) or bytes(16)
-        return Offer(signature=signature, plan_id=identity, value=value())
+        return Offer(signature=signature, same=identity, value=value())
 
-    agreement = channel.agree(phase, prepare)
-    return AccessCheck(channel, offered[0], agreement)
+    facts, agreement = channel.agree(phase, shards, offer)
+    return AccessCheck(channel, facts, agreement)

@@ -187,30 +187,28 @@ def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
             add up to the global shape, or ranks disagree about a shape. It names keys and ranks. All ranks raise it.
         RobustCheckpointError: something else failed on any rank. All ranks raise it.
     """
-    tensors: dict[str, DTensor] = {}
-    parts: dict[str, LocalPart] = {}
-    columns = ShardColumns([])
-    signature = b""
 
-    def offer() -> Offer:
-        nonlocal columns, signature
-        tensors.update(dtensors_of(state_dict))
+    def look() -> tuple[dict[str, DTensor], dict[str, LocalPart], ShardColumns, bytes]:
+        tensors = dtensors_of(state_dict)
         spreads: dict[Any, Any] = {}
-        parts.update({key: describe(key, value, spreads) for key, value in tensors.items()})
+        parts = {key: describe(key, value, spreads) for key, value in tensors.items()}
         columns = columns_of(parts)
         signature = hashlib.blake2b(msgspec.msgpack.encode(columns), digest_size=16).digest()
-        known = _OFFSETS.get(signature)
-        return Offer(signature=signature) if known is None else Offer(signature=signature, plan_id=known[0])
+        return tensors, parts, columns, signature
 
-    agreement = channel.agree(PHASE, offer)
+    def offer(seen: tuple[Any, Any, Any, bytes]) -> Offer:
+        solved = _OFFSETS.get(seen[-1])
+        return Offer(signature=seen[-1]) if solved is None else Offer(signature=seen[-1], same=solved[0])
+
+    (tensors, parts, columns, signature), agreement = channel.agree(PHASE, look, offer)
     made_for = agreement.signature
-    known = _OFFSETS.get(signature)
-    if known is not None and agreement.same_plan_id and agreement.plan_id == made_for:
-        offsets = known[1]
+    solved = _OFFSETS.get(signature)
+    if solved is not None and agreement.is_same and agreement.same == made_for:
+        offsets = solved[1]
     else:
-        gathered = channel.gather(f"{PHASE}: shapes", lambda: columns if columns.spreads else None, ShardColumns)
-        mine = channel.scatter(f"{PHASE}: offsets", lambda: solve(gathered or [], channel.ranks), PlacedOffsets)
-        offsets = mine or PlacedOffsets([])
+        _, gathered = channel.gather(f"{PHASE}: shapes", lambda: columns if columns.spreads else None, ShardColumns)
+        _, share = channel.scatter(f"{PHASE}: offsets", lambda: solve(gathered or [], channel.ranks), PlacedOffsets)
+        offsets = share or PlacedOffsets([])
         _OFFSETS.put(signature, (made_for, offsets), sum(map(len, offsets.spreads)))
     for spread, begins in zip(columns.spreads, offsets.spreads, strict=True):
         for key, row in zip(spread.keys, spread.shapes(begins).tolist(), strict=True):

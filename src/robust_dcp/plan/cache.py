@@ -39,7 +39,7 @@ GroupKey = tuple[int, ...]
 """The global ranks of a process group, in group order. A plan depends on nothing else of its group."""
 
 
-class KnownPlan(msgspec.Struct, frozen=True, eq=False):
+class KeptPlan(msgspec.Struct, frozen=True, eq=False):
     """What a rank keeps of a plan.
 
     Attributes:
@@ -73,7 +73,7 @@ class KnownPlan(msgspec.Struct, frozen=True, eq=False):
         return (int.from_bytes(self.share.plan_id, "little") ^ self.places_mark).to_bytes(16, "little")
 
 
-PLANS: Final[Cache[tuple[GroupKey, bytes, str], KnownPlan]] = Cache(max_nbytes=2 << 30)
+PLANS: Final[Cache[tuple[GroupKey, bytes, str], KeptPlan]] = Cache(max_nbytes=2 << 30)
 """The plans that this process used last, over all groups. The kind is part of the key, because two kinds may hold the
 same and still change independently."""
 
@@ -81,20 +81,20 @@ LOADED: Final[Cache[str, None]] = Cache(max_nbytes=1 << 20, max_entries=4)
 """The directories of checkpoints that this process loaded last. They may hold plans for what it will save."""
 
 
-def plans_of(group: GroupKey) -> list[KnownPlan]:
+def plans_of(group: GroupKey) -> list[KeptPlan]:
     """The plans of a group, the latest first.
 
     A search is no use of a plan. A plan counts as used when its save is committed and it is put in again."""
-    return [known for key, known in PLANS.latest_first() if key[0] == group]
+    return [kept for key, kept in PLANS.latest_first() if key[0] == group]
 
 
-def keep_plan(group: GroupKey, known: KnownPlan) -> None:
+def keep_plan(group: GroupKey, kept: KeptPlan) -> None:
     """Keep a plan as the latest of its group. Of each kind there are two at most, because all ranks' items take memory:
     a job may save two structures in turn, and a hundred changes take no more memory than one."""
-    nbytes = 0 if known.plan is None else known.plan.memory_nbytes
+    nbytes = 0 if kept.plan is None else kept.plan.memory_nbytes
     # Placements have 20 bytes for each item at most.
-    PLANS.put((group, known.share.plan_id, known.kind), known, nbytes + 20 * known.share.n_items)
-    of_kind = [key for key, each in PLANS.latest_first() if each.plan and (key[0], key[2]) == (group, known.kind)]
+    PLANS.put((group, kept.share.plan_id, kept.kind), kept, nbytes + 20 * kept.share.n_items)
+    of_kind = [key for key, each in PLANS.latest_first() if each.plan and (key[0], key[2]) == (group, kept.kind)]
     for key in of_kind[2:]:
         PLANS.forget(key)
 
@@ -106,14 +106,14 @@ def forget_plan(group: GroupKey, plan_id: bytes) -> None:
             PLANS.forget(key)
 
 
-def plan_of(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> KnownPlan | None:
+def plan_of(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> KeptPlan | None:
     """The plan to offer: that of this rank's structure, or else that of a loaded checkpoint, or else the latest."""
     plans = plans_of(group)
     fitting = next((each for each in plans if each.signature == local.signature.value), None)
     return fitting or _plan_of_loaded(group, rank, local, leads=leads) or next(iter(plans), None)
 
 
-def last_of_kind(group: GroupKey, named: str | None, ranks: Sequence[Items]) -> KnownPlan | None:
+def last_of_kind(group: GroupKey, named: str | None, ranks: Sequence[Items]) -> KeptPlan | None:
     """On the coordinator, the last plan of the kind of these items of all ranks; ``None`` for a new kind.
 
     Without a name from the caller, it is the plan that has most names in common with the items. They must be half of
@@ -123,18 +123,18 @@ def last_of_kind(group: GroupKey, named: str | None, ranks: Sequence[Items]) -> 
     Args:
         named: the caller's name of the kind.
     """
-    last: dict[str, KnownPlan] = {}
-    for known in plans_of(group):
-        if known.plan is not None:
-            last.setdefault(known.kind, known)
+    last: dict[str, KeptPlan] = {}
+    for kept in plans_of(group):
+        if kept.plan is not None:
+            last.setdefault(kept.kind, kept)
     if named is not None and NAMED + named in last:
         return last[NAMED + named]
     n_now = sum(len(items.names) for items in ranks)
     best, most = None, 0
-    for kind, known in last.items():
-        if known.plan is None or kind.startswith(NAMED):
+    for kind, kept in last.items():
+        if kept.plan is None or kind.startswith(NAMED):
             continue
-        before = known.plan.items
+        before = kept.plan.items
         n_shared = sum(
             len(one.names) if one.names is other.names else len(set(one.names).intersection(other.names))
             for one, other in zip(before, ranks, strict=True)
@@ -142,11 +142,11 @@ def last_of_kind(group: GroupKey, named: str | None, ranks: Sequence[Items]) -> 
         n_before = sum(len(items.names) for items in before)
         is_alike = 2 * n_shared >= max(n_before, n_now) or 10 * n_shared >= 9 * min(n_before, n_now)
         if n_shared > most and is_alike:
-            best, most = known, n_shared
+            best, most = kept, n_shared
     return best
 
 
-def _plan_of_loaded(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> KnownPlan | None:
+def _plan_of_loaded(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> KeptPlan | None:
     """A plan for this rank's structure in the checkpoints that were loaded, the latest first. Each is used once."""
     for directory, _ in LOADED.latest_first():
         try:
@@ -162,7 +162,7 @@ def _plan_of_loaded(group: GroupKey, rank: int, local: LocalStructure, *, leads:
             continue
         LOADED.forget(directory)
         signature, kind = local.signature.value, share.plan_id.hex()
-        known = KnownPlan(share, placements, signature, plan, loaded_from=directory, kind=kind)
-        keep_plan(group, known)
-        return known
+        kept = KeptPlan(share, placements, signature, plan, loaded_from=directory, kind=kind)
+        keep_plan(group, kept)
+        return kept
     return None

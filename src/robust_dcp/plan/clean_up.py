@@ -38,7 +38,7 @@ def nothing_is_committed(channel: Channel, phase: str, directory: Save, error: B
     if _was_interrupted(error):
         return False
     try:
-        state = channel.agree(
+        _, state = channel.agree(
             f"{phase}: is it committed",
             lambda: Offer(flags=int(channel.is_coordinator and directory.may_be_committed)),
         )
@@ -65,7 +65,7 @@ def clean_up(channel: Channel, phase: str, directory: Save, error: BaseException
 
     if not _was_interrupted(error):
         try:
-            gathered = channel.gather(
+            _, gathered = channel.gather(
                 f"{phase}: remove files", lambda: _NotRemoved(tuple(left)) if left else None, _NotRemoved
             )
             left = list(channel.broadcast(f"{phase}: remove directories", remove_directories, _NotRemoved).paths)

@@ -18,16 +18,9 @@ import msgspec
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
+from robust_dcp.names import WRAPPERS, without_wrappers
 from robust_dcp.report import listed
 from robust_dcp.storage.index.stored_index import index_of
-
-_WRAPPERS: Final = {
-    "module": "DistributedDataParallel",
-    "_orig_mod": "torch.compile",
-    "_fsdp_wrapped_module": "FSDP",
-    "_checkpoint_wrapped_module": "activation checkpointing",
-}
-"""Parts of names that a module wrapper adds, each with the wrapper."""
 
 _PARTS_IN_A_PREFIX: Final = 3
 _MISSING_COMPARED: Final = 1000
@@ -69,15 +62,10 @@ def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
     if not pairs or 2 * len(pairs) < len(missing):
         return None
     key, name = pairs[0]
-    here, there = (set(each.split(".")) & _WRAPPERS.keys() for each in pairs[0])
-    by = " and ".join(_WRAPPERS[part] for part in sorted(here ^ there or here))
+    here, there = (set(each.split(".")) & WRAPPERS.keys() for each in pairs[0])
+    by = " and ".join(WRAPPERS[part] for part in sorted(here ^ there or here))
     how = f"under such names as {name!r} for {key!r}"
     return len(pairs), f"{how} ({by}: save and load the state dict of the same module, wrapped or not)"
-
-
-def without_wrappers(name: str) -> str:
-    """A name without the parts that module wrappers may have added."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _renamed(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str] | None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.coverage import Box, Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
+from robust_dcp.items import global_size
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import (
     chunks_held,
@@ -32,7 +33,7 @@ from robust_dcp.plan.load_items import (
     unusable_targets,
     whole_tensors,
 )
-from robust_dcp.plan.state_dict import flattened, global_size, holds_shards, overridden
+from robust_dcp.plan.state_dict import flattened, holds_shards, overridden
 from robust_dcp.storage.index.stored_index import StoredIndex, index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.reads import PlannedItems

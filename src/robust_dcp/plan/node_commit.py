@@ -25,7 +25,7 @@ from robust_dcp.storage.committing.save import MetadataToPublish, NodeOfSave, Sa
 
 logger = logging.getLogger(__name__)
 
-_TOLD: dict[str, str] = {}
+_LAST: dict[str, str] = {}
 """Below which directory the last such save of this process was. The next one there is no news for people."""
 
 
@@ -76,26 +76,26 @@ def commit_on_nodes(
         RobustCheckpointError: the same on all ranks. If ``directory.may_be_committed``, some node may have committed.
     """
     leads = leads_directory or channel.is_coordinator
-    places = channel.gather(phase("places"), lambda: _Place(socket.gethostname(), leads), _Place) or []
+    _, places = channel.gather(phase("places"), lambda: _Place(socket.gethostname(), leads), _Place)
 
     def for_directories() -> list[_ForDirectory | None]:
         made, ranks = make_metadata(), defaultdict[str, list[int]](list)
-        for rank, place in enumerate(places):
+        for rank, place in enumerate(places or ()):
             if place is not None:
                 ranks[place.host].append(rank)
         nodes = tuple(NodeOfSave(host, tuple(each)) for host, each in ranks.items())
         metadata, index = b"".join(made.fragments), b"".join(made.index)
         message = _ForDirectory(metadata, index, tuple(sorted(made.files)), nodes)
-        return [message if place is not None and place.leads else None for place in places]
+        return [message if place is not None and place.leads else None for place in places or ()]
 
-    told = channel.scatter(phase("metadata of nodes"), for_directories, _ForDirectory)
-    nodes = () if told is None else told.nodes
+    _, part = channel.scatter(phase("metadata of nodes"), for_directories, _ForDirectory)
+    nodes = () if part is None else part.nodes
     to_publish = None
-    if told is not None:
-        to_publish = MetadataToPublish((told.metadata,), told.files, index=(told.index,) if told.index else ())
+    if part is not None:
+        to_publish = MetadataToPublish((part.metadata,), part.files, index=(part.index,) if part.index else ())
 
     def prepare() -> None:
-        directory.check_own()
+        directory.check_written()
         if to_publish is not None:
             directory.prepare(to_publish, directory.among(to_publish.files))
 
@@ -103,14 +103,19 @@ def commit_on_nodes(
     if channel.is_coordinator:
         parent = os.path.dirname(os.path.abspath(directory.path))
         logger.log(
-            logging.INFO if parent == _TOLD.get("parent") else logging.WARNING,
+            logging.INFO if parent == _LAST.get("parent") else logging.WARNING,
             "%s is another directory on different nodes: the checkpoint lies in %d directories, on %s, and each has "
             "only the files of its own ranks. robust_dcp.load with ranks on these nodes finds all of them; other "
             "readers need them in one directory. If this was not intended, a mount is missing on some nodes",
             directory.path,
-            sum(place is not None and place.leads for place in places),
+            sum(place is not None and place.leads for place in places or ()),
             listed(node.host for node in nodes),
         )
-        _TOLD["parent"] = parent
+        _LAST["parent"] = parent
     directory.is_one_of_several(nodes)
-    channel.barrier(phase("commit"), lambda: None if to_publish is None else directory.finish(to_publish))
+
+    def finish() -> None:
+        if to_publish is not None:
+            directory.finish(to_publish, stop_if_given_up=channel.stop_if_given_up)
+
+    channel.barrier(phase("commit"), finish)

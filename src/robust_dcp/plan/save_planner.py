@@ -1,7 +1,7 @@
 """``RobustPlanner``: DCP's ``SavePlanner``, implemented with ``plan``.
 
-This module translates between DCP's hooks and a :class:`~robust_dcp.plan.session.SaveSession`. It decides nothing about
-plans itself.
+This module translates between DCP's hooks and the stages of a save (``plan.session``). It decides nothing about plans
+itself.
 """
 
 from __future__ import annotations
@@ -27,9 +27,19 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from robust_dcp import __version__
 from robust_dcp.comm import Channel
+from robust_dcp.drain.delivery import Delivery
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
+from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.plan import LocalStructure
-from robust_dcp.plan.session import OnReplicaMismatch, OnStructureChange, SaveOptions, SaveSession
+from robust_dcp.plan.session import (
+    AgreedPlan,
+    AgreedSave,
+    OnReplicaMismatch,
+    OnStructureChange,
+    Planning,
+    SaveOptions,
+    SaveSession,
+)
 from robust_dcp.plan.state_dict import (
     DescribedItems,
     KnownStructure,
@@ -148,12 +158,13 @@ class RobustPlanner(DefaultSavePlanner):
         self._writer: RobustWriter | None = None
         self._checkpoint_id: str | os.PathLike[str] | None = None
         self._set_up_error: Exception | None = None
-        self._session: SaveSession | None = None
+        self._agreed: AgreedSave | AgreedPlan | None = None
 
-    def open_session(self, checkpoint: str, writer: RobustWriter | None = None, **given: Any) -> SaveSession:
-        """Begin a save. Nothing is exchanged yet.
+    def open_planning(self, checkpoint: str, *, leads: bool | None = None, **given: Any) -> Planning:
+        """Begin to plan a save. Nothing is exchanged yet.
 
         Args:
+            leads: whether stock has made this rank the coordinator; ``None`` for the channel's.
             given: options in the place of this planner's, as in :class:`SaveOptions`. ``None`` and ``False`` are none.
         """
         given = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -165,9 +176,21 @@ class RobustPlanner(DefaultSavePlanner):
             deadline_seconds=options.deadline_seconds,
             no_dist=options.no_dist,
         )
-        unloadable = UnloadableObjects(options.on_unloadable_object, self.refused)
+        return Planning(channel, checkpoint, options, channel.is_coordinator if leads is None else leads)
+
+    def open_session(self, planning: Planning, writer: RobustWriter, delivery: Delivery | None = None) -> SaveSession:
+        """Begin a save by ``RobustWriter``. Nothing is exchanged yet.
+
+        Args:
+            delivery: what follows the commit; ``None`` inside stock's ``save``, of which listeners do not hear.
+        """
         return SaveSession(
-            channel, checkpoint, writer, options, unloadable, needs_one_directory=self.needs_one_directory
+            planning,
+            writer,
+            PhaseClock(planning.channel, tells=delivery is not None),
+            UnloadableObjects(planning.options.on_unloadable_object, self.refused),
+            self.needs_one_directory,
+            delivery,
         )
 
     def describe(self, channel: Channel) -> LocalStructure:
@@ -221,20 +244,21 @@ class RobustPlanner(DefaultSavePlanner):
             by_lookup=bool(overridden(self, RobustPlanner, ("lookup_object",))),
         )
 
-    def source(self, session: SaveSession) -> ItemSource:
+    def source(self, agreed: AgreedSave) -> ItemSource:
         """The data of this rank's share of the plan, in plan order. The writer takes it from here.
 
         If a subclass overrides ``lookup_object``, ``resolve_data`` or ``transform_object``, these are called for every
         item.
         """
-        resolve = partial(session.unloadable.resolve, self.resolve_data)
+        unloadable = agreed.session.unloadable
+        resolve = partial(unloadable.resolve, self.resolve_data)
         if overridden(self, RobustPlanner, ("lookup_object", "resolve_data", "transform_object")):
-            return WriteItemSource(self.kept_items(session), resolve)
+            return WriteItemSource(self.kept_items(agreed.plan), resolve)
 
         def lookup(index: MetadataIndex) -> Any:
-            return session.unloadable.take(index.fqn, self.lookup_object(index))
+            return unloadable.take(index.fqn, self.lookup_object(index))
 
-        return StateDictSource(self._items, self._structure, session.known.share.kept, lookup, resolve)
+        return StateDictSource(self._items, self._structure, agreed.plan.kept.share.kept, lookup, resolve)
 
     def forget_state_dict(self) -> None:
         """Drop the state dict after everything to write has been copied, because its memory may be needed."""
@@ -255,9 +279,9 @@ class RobustPlanner(DefaultSavePlanner):
         if self.is_coordinator and self._writer is not None:
             planner.metadata = CommittedMetadata(self._writer.path)
 
-    def kept_items(self, session: SaveSession) -> list[WriteItem]:
+    def kept_items(self, plan: AgreedPlan) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
-        return [self._items.write_item(place) for place in self._structure.order[session.known.share.kept].tolist()]
+        return [self._items.write_item(place) for place in self._structure.order[plan.kept.share.kept].tolist()]
 
     def _digests_of(self, places: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
         """Digests of what would be written for some items. 0 means that it cannot be read."""
@@ -312,7 +336,7 @@ class RobustPlanner(DefaultSavePlanner):
         self._writer = storage_meta.writer if isinstance(storage_meta, WriterMeta) else None
         self._checkpoint_id = None if storage_meta is None else storage_meta.checkpoint_id
         self.is_coordinator = is_coordinator
-        self._session = None
+        self._agreed = None
         self._set_up_error = None
         try:
             # What DefaultSavePlanner.set_up_planner sets. It is called only if flattening has to handle ShardedTensor:
@@ -330,36 +354,38 @@ class RobustPlanner(DefaultSavePlanner):
                 self.state_dict, self.mappings = flat, mappings
         except Exception as error:  # describe raises it inside the exchange, so that no rank waits for this one
             self._set_up_error = error
-            found = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
-            if isinstance(error, ValueError) and found is not None:
+            match = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
+            if isinstance(error, ValueError) and match is not None:
                 self._set_up_error = PlanConflict(
-                    f"the state dict has two values that flatten to the name {found[1]!r} (a key with dots, and a "
+                    f"the state dict has two values that flatten to the name {match[1]!r} (a key with dots, and a "
                     "nested dict); rename one of them",
-                    key=found[1],
+                    key=match[1],
                 )
 
     @entry_point
     def create_local_plan(self) -> SavePlan:
         """Agree with all ranks on the plan. The plan returned here, which stock gathers, is empty."""
-        session = self.open_session(checkpoint_name(self._checkpoint_id), self._writer)
-        session.agree(lambda: self.describe(session.channel), leads=self.is_coordinator)
-        if self._writer is None and session.n_leaders > 1:
+        planning = self.open_planning(checkpoint_name(self._checkpoint_id), leads=self.is_coordinator)
+        describe = partial(self.describe, planning.channel)
+        if self._writer is not None:
+            self._agreed = self.open_session(planning, self._writer).agree(describe)
+            return SavePlan([])
+        self._agreed = plan = planning.agree(describe)
+        if plan.n_leaders > 1:
             raise RobustCheckpointError(
-                f"no_dist=True in a job of {session.channel.size} ranks needs RobustWriter: with another storage "
+                f"no_dist=True in a job of {plan.channel.size} ranks needs RobustWriter: with another storage "
                 "writer each rank would write its own .metadata over those of the others; pass "
                 "storage_writer=RobustWriter(path), or RobustPlanner(no_dist=True) to save on one rank alone"
             )
-        self._session = session
         return SavePlan([])
 
     @entry_point
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return an empty plan for each rank, and the metadata to commit. The real plan is made already."""
-        session = self._begun()
-        if self._writer is not None:
-            session.commits_together = len(all_plans) < session.channel.size
-            return list(all_plans), CommittedMetadata(session.checkpoint, session)
-        plan = session.known.plan
+        agreed = self._begun()
+        if isinstance(agreed, AgreedSave):
+            return list(all_plans), CommittedMetadata(agreed.session.planning.checkpoint)
+        plan = agreed.kept.plan
         if plan is None:
             raise RobustCheckpointError(
                 "RobustPlanner plans for all ranks together, and with use_collectives=False each would commit by "
@@ -369,19 +395,17 @@ class RobustPlanner(DefaultSavePlanner):
 
     @entry_point
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return this rank's share. RobustWriter finds the session in ``planner_data``."""
-        session = self._begun()
-        self.plan = replace(
-            new_plan,
-            items=self.kept_items(session),
-            planner_data=None if self._writer is None else session,
-        )
+        """Return this rank's share. RobustWriter finds the save in ``planner_data``."""
+        agreed = self._begun()
+        is_ours = isinstance(agreed, AgreedSave)
+        items = self.kept_items(agreed.plan if isinstance(agreed, AgreedSave) else agreed)
+        self.plan = replace(new_plan, items=items, planner_data=agreed if is_ours else None)
         return self.plan
 
-    def _begun(self) -> SaveSession:
-        if self._session is None:
+    def _begun(self) -> AgreedSave | AgreedPlan:
+        if self._agreed is None:
             raise RobustCheckpointError("create_local_plan() must be called before the later hooks of a save")
-        return self._session
+        return self._agreed
 
 
 @dataclass(eq=False)
@@ -406,15 +430,11 @@ class CommittedMetadata(Metadata):
     """The metadata of a committed checkpoint. Pickled it is only a path; its content is read on first use.
 
     After the commit, stock broadcasts the result of ``create_global_plan`` to every rank. So that message is small.
-
-    Attributes:
-        save: the save that will commit it, which ``RobustWriter.finish`` finds here. A copy has none.
     """
 
-    def __init__(self, checkpoint: str, save: SaveSession | None = None) -> None:
+    def __init__(self, checkpoint: str) -> None:
         # Do not call the dataclass's __init__: it would set fields that are properties here.
         self._checkpoint = checkpoint
-        self.save = save
 
     @cached_property
     def stored(self) -> Metadata:

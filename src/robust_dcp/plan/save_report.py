@@ -21,6 +21,7 @@ from robust_dcp import __version__
 from robust_dcp.environment import node_name
 from robust_dcp.phases import PhaseClock
 from robust_dcp.report import Modules, PlanReport, Ranks, SavedReport, Straggler, shortened
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 _ROW: Final = struct.Struct("<fffQI")
 """What a rank tells of its part of a save, as in ``report.Ranks``: the seconds that it planned, staged and wrote, bytes
@@ -55,16 +56,15 @@ class Written(msgspec.Struct, frozen=True):
     places: bytes = b""
     unloadable: dict[str, str] = {}
 
-    def with_row(self, rank: int, clock: PhaseClock, nbytes: int, files: int, how: Sequence[str]) -> Written:
-        """The message of a rank whose row is to be in the report. Its texts have bounded lengths.
 
-        Args:
-            nbytes, files, how: what it has written, into how many files, and in which ways.
-        """
-        seconds = {phase.name: phase.seconds for phase in clock.records}
-        row = _ROW.pack(seconds["plan"], seconds.get("stage", 0.0), clock.own_write_seconds, nbytes, files)
-        how = tuple(map(shortened, (*how, *clock.remarks)[:_MOST_TEXTS]))
-        return msgspec.structs.replace(self, row=row, node=shortened(node_name(rank)), how=how)
+def written_with_row(
+    places: bytes, unloadable: dict[str, str], rank: int, clock: PhaseClock, files: WrittenFiles
+) -> Written:
+    """The message of a rank whose row is to be in the report. Its texts have bounded lengths."""
+    seconds = {phase.name: phase.seconds for phase in clock.records}
+    row = _ROW.pack(seconds["plan"], seconds.get("stage", 0.0), clock.own_write_seconds, files.nbytes, len(files.names))
+    how = tuple(map(shortened, (*files.how, *clock.remarks)[:_MOST_TEXTS]))
+    return Written(row, shortened(node_name(rank)), how, places, unloadable)
 
 
 def make_report(
@@ -118,9 +118,9 @@ def make_report(
 
 def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]:
     """The ranks that took half as long again as the median rank, and at least 0.1 seconds longer; the slowest first."""
-    if len(ranks) < 2:
+    if len(ranks.rank) < 2:
         return ()
-    found, middle = [], (len(ranks) - 1) // 2
+    stragglers, middle = [], (len(ranks.rank) - 1) // 2
     longest = sorted(ranks.plan_seconds)[middle]
     late = [max(longest - seconds, 0.0) for seconds in ranks.plan_seconds]
     for phase, seconds in (("plan", late), ("stage", ranks.stage_seconds), ("write", ranks.write_seconds)):
@@ -128,8 +128,8 @@ def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]
         limit = max(median * _SLOW_FACTOR, median + _SLOW_SECONDS)
         for rank, node, taken in zip(ranks.rank, ranks.node, seconds, strict=True):
             if taken > limit:
-                found.append(Straggler(rank, nodes[node], phase, round(taken, 6), round(median, 6)))
-    return tuple(sorted(found, key=lambda each: each.median_seconds - each.seconds)[:_MOST_STRAGGLERS])
+                stragglers.append(Straggler(rank, nodes[node], phase, round(taken, 6), round(median, 6)))
+    return tuple(sorted(stragglers, key=lambda each: each.median_seconds - each.seconds)[:_MOST_STRAGGLERS])
 
 
 def module_sizes(names: Sequence[str], nbytes: npt.NDArray[np.int64]) -> Modules:
@@ -143,15 +143,15 @@ def module_sizes(names: Sequence[str], nbytes: npt.NDArray[np.int64]) -> Modules
     """
     sizes: dict[str, int] = {"": 0}
     parts: dict[str, list[str]] = {}
-    for name, own in zip(names, nbytes.tolist(), strict=True):
-        sizes[""] += own
+    for name, size in zip(names, nbytes.tolist(), strict=True):
+        sizes[""] += size
         module = ""
         for word in name.split("."):
             part = f"{module}.{word}" if module else word
             if part not in sizes:
                 parts.setdefault(module, []).append(part)
                 sizes[part] = 0
-            sizes[part] += own if part else 0
+            sizes[part] += size if part else 0
             module = part
     listed, modules = [("", -1, sizes[""])], [""]
     for row, module in enumerate(modules):  # it grows

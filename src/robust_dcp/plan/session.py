@@ -1,8 +1,14 @@
-"""One save on one rank, from its turn to its report.
+"""One save on one rank, in stages.
 
-This module owns the order of exchanges in a save, and what is kept for the next save. Its steps are taken one by one,
-also where stock DCP saves, through the hooks of ``RobustPlanner`` and ``RobustWriter``. The session tells its writer
-what to do when. How values are described and digested, and how bytes get to a disk, is handed to it.
+Each stage is an object that has what is known by then, and makes the next one:
+
+    agreed = session.agree(describe)    # which plan: what each rank writes, and where
+    written = agreed.write(source)      # the files of all ranks are durable
+    committed = written.commit()        # the checkpoint is visible
+
+This module owns the order of exchanges in a save, and what is kept for the next save. Where stock DCP saves, the hooks
+of ``RobustPlanner`` and ``RobustWriter`` go from stage to stage. How values are described and digested, and how bytes
+get to a disk, is handed to it.
 """
 
 from __future__ import annotations
@@ -10,11 +16,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal
+from operator import attrgetter
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,8 +30,7 @@ from msgspec.structs import replace
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from robust_dcp.comm import Agreement, Channel, Offer, combined_signature
-from robust_dcp.drain.copy import CopyResult
-from robust_dcp.drain.delivery import Delivery, staging_directory
+from robust_dcp.drain.delivery import Delivery
 from robust_dcp.errors import (
     ExchangeError,
     PlanConflict,
@@ -35,21 +40,20 @@ from robust_dcp.errors import (
 )
 from robust_dcp.items import ItemsMessage
 from robust_dcp.phases import PhaseClock
-from robust_dcp.plan.cache import NAMED, KnownPlan, forget_plan, keep_plan, last_of_kind, plan_of, plans_of
+from robust_dcp.plan.cache import NAMED, KeptPlan, forget_plan, keep_plan, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
-from robust_dcp.plan.save_report import Written, make_report
+from robust_dcp.plan.save_report import Written, make_report, written_with_row
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
 from robust_dcp.report import PlanReport, SaveReport, listed
-from robust_dcp.save_queue import SaveQueue
+from robust_dcp.save_queue import SaveFuture
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.index.form import Section
-from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_room
 from robust_dcp.storage.writing.engine import WrittenFiles
@@ -78,12 +82,9 @@ _LEADS_DIRECTORY: Final = 1
 """Flag of the offer after writing: this rank does not see the coordinator's directory, and is the first of those that
 see its own."""
 
-_NO_PLAN: Final = Offer().plan_id
+_NO_PLAN: Final = Offer().same
 _MAX_DIFFERING: Final = 200
 """How many differing values the coordinator tells the other ranks."""
-
-_SAME_VERDICT_SECONDS: Final = 5.0
-"""All ranks hear within that time that a drain has failed."""
 
 
 class SaveOptions(msgspec.Struct, frozen=True):
@@ -99,206 +100,149 @@ class SaveOptions(msgspec.Struct, frozen=True):
     kind: str | None = None
 
 
-@dataclass(eq=False)
-class SaveSession:
-    """The state of one save on one rank. Call ``agree``, ``write`` and ``commit`` in this order.
+# The plan.
 
-    Args:
-        channel: the channel to the other ranks. After :meth:`agree` its coordinator is the rank that plans and commits.
-        checkpoint: the checkpoint's name. It is part of every phase's name, so saves to different places are noticed.
-        writer: writes and commits. If it is ``None``, stock calls another writer, and the session only plans.
-        unloadable: the objects on this rank that a load would refuse, and what to do about them.
-        commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
-            coordinator does, and stock tells the others.
-        needs_one_directory: what kind of save this is, if it cannot be made on nodes that do not share the directory,
-            for example because one rank writes more files into it.
+
+class AgreedPlan(msgspec.Struct, frozen=True, eq=False):
+    """The plan of one save, on which all ranks have agreed.
 
     Attributes:
-        queues: the async saves and the drains of the group, which this save comes after. None inside stock ``save``.
-        on_commit: as for ``save``.
-        leads: whether the caller made this rank the coordinator. ``n_leaders`` says how many ranks were made it.
+        channel: its coordinator is the rank that plans and commits.
         local: what this rank holds.
+        kept: what this rank writes, where, and how it was the last time.
         how: how the plan was made.
         differing_replicas: values with contents that differ between ranks, and the ranks that hold them. They are
             compared only when a plan is made.
-        clock: how long the phases of this save took on this rank, with the wait for other ranks.
-        messages: on the coordinator, what each rank has said of what it has written.
+        n_leaders: how many ranks the caller has made the coordinator. With ``no_dist=True`` stock makes each rank one.
+        was_offered: whether all ranks have offered this plan, and hold what it was made for.
+    """
+
+    channel: Channel
+    local: LocalStructure
+    kept: KeptPlan
+    how: PlanReport
+    differing_replicas: dict[str, tuple[int, ...]]
+    n_leaders: int
+    was_offered: bool
+
+
+class _Decision(NamedTuple):
+    """What the coordinator keeps of a new plan, and what it sends to each rank."""
+
+    kept: KeptPlan
+    replies: list[PlanReply]
+
+
+class Planning(msgspec.Struct, frozen=True, eq=False):
+    """How the ranks of a save agree on its plan.
+
+    Attributes:
+        channel: the channel to the other ranks.
+        checkpoint: the checkpoint's name. It is part of every phase's name, so saves to different places are noticed.
+        options: as given.
+        leads: whether the caller made this rank the coordinator. If exactly one rank leads, it plans and commits.
     """
 
     channel: Channel
     checkpoint: str
-    writer: RobustWriter | None = None
-    options: SaveOptions = field(default_factory=SaveOptions)
-    unloadable: UnloadableObjects = field(default_factory=UnloadableObjects)
-    commits_together: bool = False
-    needs_one_directory: str = ""
-
-    queues: tuple[SaveQueue, ...] = field(default=(), init=False)
-    on_commit: Callable[[], object] | None = field(default=None, init=False)
-    leads: bool = field(default=True, init=False)
-    n_leaders: int = field(default=0, init=False)
-    local: LocalStructure = field(init=False)
-    how: PlanReport = field(default_factory=PlanReport, init=False)
-    differing_replicas: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
-    written: WrittenFiles | None = field(default=None, init=False)
-    unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
-    leads_directory: bool = field(default=False, init=False)
-    clock: PhaseClock = field(init=False)
-    messages: Sequence[Written | None] = field(default=(), init=False)
-    _known: KnownPlan | None = field(default=None, init=False)
-    _own_offer: Offer = field(default_factory=Offer, init=False)
-    _may_be_writing: bool = field(default=False, init=False)
-    _has_joined: bool = field(default=False, init=False)
-    _checks_room: bool = field(default=True, init=False)
-    _are_on_nodes: bool = field(default=False, init=False)
-    _written_signature: bytes = field(default=b"", init=False)
-    _places_of_all: tuple[Places, ...] = field(default=(), init=False)
-
-    def __post_init__(self) -> None:
-        self.clock = PhaseClock(self.channel, tells=False)
-
-    @property
-    def known(self) -> KnownPlan:
-        """The plan of this save, after :meth:`agree`: what this rank writes, where, and how it was the last time."""
-        if self._known is None:
-            raise ValueError("the ranks have not agreed on a plan")
-        return self._known
+    options: SaveOptions
+    leads: bool
 
     def phase(self, name: str) -> str:
-        """The name of a phase of this save in exchanges and errors."""
+        """The name of a phase of the save in exchanges and errors."""
         return f"save {self.checkpoint}: {name}"
 
-    def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> None:
-        """Let the writer begin, and agree with all ranks on the plan of this save.
+    def agree(self, describe: Callable[[], LocalStructure]) -> AgreedPlan:
+        """Agree on a new plan, for another storage writer than ours: it does not tell whether a checkpoint was
+        committed, so no earlier plan counts.
 
-        If an earlier async save or drain has failed, and some rank has not seen its error yet, all ranks raise it.
+        Raises:
+            PlanConflict: the ranks contradict each other.
+            ExchangeError: a rank is missing, late, or in another operation.
+        """
+        local, agreement = self.channel.agree(self.phase("agree"), describe, lambda local: self.offer(local, None))
+        return self.settle(local, None, agreement, ())
+
+    def offer(self, local: LocalStructure, kept: KeptPlan | None) -> Offer:
+        """What this rank says at first: the plan that it would use, which need not fit the structure."""
+        flags = _LEADS if self.leads else 0
+        if kept is None:
+            return Offer(flags=flags)
+        flags |= MATCHES if kept.signature == local.signature.value else 0
+        flags |= _HAS_PLAN if kept.plan is not None else 0
+        return Offer(same=kept.offered_id, flags=flags)
+
+    def settle(
+        self, local: LocalStructure, kept: KeptPlan | None, agreement: Agreement, earlier: Sequence[KeptPlan]
+    ) -> AgreedPlan:
+        """Use the plan that all ranks have offered, if each still holds what it was made for. Otherwise let the
+        coordinator make one.
 
         Args:
-            describe: describes this rank's structure. If it raises, every rank raises.
-            leads: whether the caller made this rank the coordinator. If exactly one rank leads, it plans and commits.
+            kept: the plan that this rank has offered.
+            agreement: what all ranks have offered. Each rank decides alone, from the same bytes, so all decide alike.
+            earlier: the plans of earlier saves, the latest first.
 
         Raises:
             PlanConflict: the ranks contradict each other.
             StructureChanged: the structure changed, with ``on_structure_change="error"``.
             ExchangeError: a rank is missing, late, or in another operation.
         """
-        self.leads = leads
-        try:
-            with self.cleaned_up_after_failure():
-                with self.clock.phase("plan"):
-                    # Under rank 0, because which rank leads is not known yet.
-                    agreement = self.channel.led_by(0).agree(self.phase("agree"), partial(self._offer, describe))
-                    self._follow_coordinator(agreement)
-                    # Each rank decides alone, from the same bytes, so all agree.
-                    may_reuse = (
-                        agreement.same_plan_id
-                        and agreement.plan_id != _NO_PLAN
-                        and agreement.count(MATCHES) == agreement.n_ranks
-                        and agreement.first_rank(_HAS_PLAN) == self.channel.coordinator_rank
-                    )
-                    if may_reuse:
-                        since = self.known.loaded_from and f" since {self.known.loaded_from}"
-                        self.how = PlanReport("reused", f"no rank's structure has changed{since}")
-                        self._checks_room = agreement.count(_NEEDS_ROOM) > 0  # ask only if room is short
-                    else:
-                        self._make_plan(agreement)
-                    self.local = replace(self.local, digests_of=None)  # or the planner and its session hold each other
-                if self.writer is not None:
-                    self.writer.adopt(agreement.told)
-                    if is_url(self.writer.checkpoint_id):
-                        self.writer.path = staging_directory(self.checkpoint, self.writer.mark)
-                    # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait
-                    # for it, because they look for the announcement before they write.
-                    if self.channel.coordinator_rank != 0:
-                        self.channel.barrier(self.phase("announce"), then=self.writer.directory.announce)
-                    elif self.channel.is_coordinator:
-                        self.writer.directory.announce()
-        except BaseException as told:
-            # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
-            for queue in self.queues[1:]:
-                queue.wait(timeout_seconds=_SAME_VERDICT_SECONDS)
-            for queue in self.queues:
-                queue.forget_told(told)
-            raise
-
-    def _offer(self, describe: Callable[[], LocalStructure]) -> Offer:
-        """Look at what this rank holds, and offer the plan that it would use, which need not fit the structure."""
-        writer = self.writer
-        if writer is not None and self.leads and self.channel.rank == 0:
-            # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
-            writer.directory.announce()
-        for queue in self.queues:
-            queue.raise_unreported()
-        self.local = describe()
-        known = None
-        if writer is not None:  # another storage writer does not tell whether its checkpoint was committed
-            known = self._known = plan_of(self.channel.ranks, self.channel.rank, self.local, leads=self.leads)
-        self._may_be_writing = known is not None  # some rank may have the plan before others are there
-        flags = _LEADS if self.leads else 0
-        if known is None or writer is None:
-            flags |= _NEEDS_ROOM
+        n_leaders, leader, channel = agreement.count(_LEADS), agreement.first_rank(_LEADS), self.channel
+        if leader is not None and n_leaders == 1:  # not always rank 0
+            channel = channel.led_by(leader)
+        coordinator_rank = channel.coordinator_rank
+        has_plan = agreement.first_rank(_HAS_PLAN) == coordinator_rank and agreement.same != _NO_PLAN
+        how, differing = PlanReport(), dict[str, tuple[int, ...]]()
+        was_offered = has_plan and agreement.is_same and agreement.count(MATCHES) == agreement.n_ranks
+        if kept is not None and was_offered:
+            since = kept.loaded_from and f" since {kept.loaded_from}"
+            how = PlanReport("reused", f"no rank's structure has changed{since}")
         else:
-            flags |= MATCHES if known.signature == self.local.signature.value else 0
-            flags |= _HAS_PLAN if known.plan is not None else 0
-            flags |= 0 if writer.has_ample_room(known.share.total_nbytes) else _NEEDS_ROOM
-        self._own_offer = Offer(
-            plan_id=_NO_PLAN if known is None else known.offered_id,
-            flags=flags,
-            value=0 if not self.queues else 1 if self.on_commit is not None else 2,
-            told=writer.mark if writer is not None and self.leads else 0,
-        )
-        return self._own_offer
-
-    def _follow_coordinator(self, agreement: Agreement) -> None:
-        """Stock ``save`` makes one rank the coordinator, not always rank 0. With ``no_dist=True`` each rank is one."""
-        if not agreement.same_value:  # some ranks would come to one exchange more than others
-            self._may_be_writing = False  # all ranks have heard the same, and refuse
-            raise ExchangeError(
-                f"{self.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
-                f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it",
-                phase=self.phase("agree"),
-                ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
+            # A rank need not send its structure if the coordinator has offered a plan that holds it. What rank 0 has
+            # offered is known to all.
+            is_held = (
+                (agreement.is_same or coordinator_rank == 0)
+                and has_plan
+                and kept is not None
+                and (kept.offered_id, kept.signature) == (agreement.same, local.signature.value)
             )
-        self.n_leaders, leader = agreement.count(_LEADS), agreement.first_rank(_LEADS)
-        if leader is not None and self.n_leaders == 1:
-            self.channel = self.channel.led_by(leader)
+            _, structures = channel.gather(
+                self.phase("structures"), lambda: None if is_held else local.to_message(), ItemsMessage
+            )
+            decision, reply = channel.scatter(
+                self.phase("plan"),
+                lambda: self._decide(channel, local, kept, structures or [], earlier),
+                PlanReply,
+                messages=attrgetter("replies"),
+            )
+            if reply is None:
+                raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
+            how, differing = reply.how, reply.differing
+            if decision is not None:
+                kept = decision.kept
+            else:  # without places, which the coordinator may not have: this rank sends them
+                kept = KeptPlan(reply.share, local.place(reply.share), local.signature.value)
+        local = replace(local, digests_of=None)  # or the planner and the save hold each other
+        return AgreedPlan(channel, local, kept, how, differing, n_leaders, was_offered)
 
-    def _make_plan(self, agreement: Agreement) -> None:
-        """Send the structures to the coordinator, which makes the plan, and get this rank's share."""
-        coordinator_rank = self.channel.coordinator_rank
-        # A rank need not send its structure if the coordinator has offered a plan that holds it. What rank 0 has
-        # offered is known to all.
-        is_held = (
-            (agreement.same_plan_id or coordinator_rank == 0)
-            and agreement.first_rank(_HAS_PLAN) == coordinator_rank
-            and self._own_offer.plan_id == agreement.plan_id != _NO_PLAN
-            and bool(self._own_offer.flags & MATCHES)
-        )
-        structures = self.channel.gather(
-            self.phase("structures"), lambda: None if is_held else self.local.to_message(), ItemsMessage
-        )
-        self._may_be_writing = True
-        reply = self.channel.scatter(self.phase("plan"), lambda: self._plan_for_all(structures or []), PlanReply)
-        if reply is None:
-            raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
-        self.how, self.differing_replicas = reply.how, reply.differing
-        if not self.channel.is_coordinator:
-            # Without places, which the coordinator may not have: this rank sends them.
-            self._known = KnownPlan(reply.share, self.local.place(reply.share), self.local.signature.value)
-
-    def _plan_for_all(self, messages: Sequence[ItemsMessage | None]) -> list[PlanReply]:
-        """On the coordinator: take an earlier plan for these structures, or make a plan. Returns each rank's reply."""
-        group, local = self.channel.ranks, self.local
-        items, signatures = structures_of_all(messages, None if self._known is None else self._known.plan, local)
-        plans = [] if self.writer is None else plans_of(group)
-        for known in plans:
-            if known.plan is not None and known.plan.signatures == tuple(signatures):
-                self._known = known
+    def _decide(
+        self,
+        channel: Channel,
+        local: LocalStructure,
+        offered: KeptPlan | None,
+        messages: Sequence[ItemsMessage | None],
+        earlier: Sequence[KeptPlan],
+    ) -> _Decision:
+        """On the coordinator: take an earlier plan for these structures, or make a plan."""
+        items, signatures = structures_of_all(messages, None if offered is None else offered.plan, local)
+        for kept in earlier:
+            if kept.plan is not None and kept.plan.signatures == tuple(signatures):
                 how = PlanReport(
                     "reused", "the structures are those of an earlier save, which some ranks had not offered"
                 )
-                return [PlanReply(share, how) for share in known.plan.shares]
-        last = last_of_kind(group, self.options.kind, items) if plans else None
+                return _Decision(kept, [PlanReply(share, how) for share in kept.plan.shares])
+        last = last_of_kind(channel.ranks, self.options.kind, items) if earlier else None
         how = PlanReport("built", "the coordinator has no plan of a committed save of this kind by this group")
         if last is not None and last.plan is not None:
             senders = ranks_in_words([rank for rank, message in enumerate(messages) if message is not None])
@@ -318,11 +262,11 @@ class SaveSession:
                 logger.warning("%s: plan %s, %s", self.checkpoint, how.outcome, how.reason)
         decided = make_global_plan(items, lowest_rank=local.lowest_rank)
         differing = self._compare(decided, [b"" if each is None else each.digests for each in messages])
-        plan = Plan.of(decided, group, signatures, local)
-        share = plan.shares[self.channel.rank]
+        plan = Plan.of(decided, channel.ranks, signatures, local)
+        share = plan.shares[channel.rank]
         kind = share.plan_id.hex() if last is None else last.kind
-        self._known = KnownPlan(share, local.place(share), local.signature.value, plan, kind=kind)
-        return [PlanReply(each, how, differing) for each in plan.shares]
+        kept = KeptPlan(share, local.place(share), local.signature.value, plan, kind=kind)
+        return _Decision(kept, [PlanReply(each, how, differing) for each in plan.shares])
 
     def _compare(self, plan: GlobalPlan, digests: Sequence[bytes]) -> dict[str, tuple[int, ...]]:
         """On the coordinator: compare what several ranks hold, since only one copy of it is saved.
@@ -333,8 +277,8 @@ class SaveSession:
         Raises:
             PlanConflict: something differs, with ``on_replica_mismatch="error"``.
         """
-        found = find_differing(plan.items, plan.contested, digests)
-        differing = [each for each in found if not each.is_contested]
+        compared = find_differing(plan.items, plan.contested, digests)
+        differing = [each for each in compared if not each.is_contested]
         ranks = {each.key: tuple(sorted(sum(each.ranks, ()))) for each in differing[:_MAX_DIFFERING]}
         if differing and self.options.on_replica_mismatch == "error":
             key = differing[0].key
@@ -343,80 +287,211 @@ class SaveSession:
             )
         if differing:
             logger.warning("%s: %s", self.checkpoint, _in_words(differing))
-        _warn_of_replicas(self.checkpoint, plan.unclaimed, [each for each in found if each.is_contested])
+        _warn_of_replicas(self.checkpoint, plan.unclaimed, [each for each in compared if each.is_contested])
         return ranks
 
-    def write(self, source: Callable[[], ItemSource]) -> None:
+
+# The stages.
+
+
+class SaveSession(msgspec.Struct, frozen=True, eq=False):
+    """One save on one rank, before its ranks have agreed.
+
+    Attributes:
+        planning: with whom it is planned, and how.
+        writer: writes and commits.
+        clock: how long the phases of this save took on this rank, with the wait for other ranks.
+        unloadable: the objects on this rank that a load would refuse, and what to do about them.
+        needs_one_directory: what kind of save this is, if it cannot be made on nodes that do not share the directory,
+            for example because one rank writes more files into it.
+        delivery: what follows the commit. ``None`` inside stock's ``save``, which knows nothing of it.
+    """
+
+    planning: Planning
+    writer: RobustWriter
+    clock: PhaseClock
+    unloadable: UnloadableObjects
+    needs_one_directory: str
+    delivery: Delivery | None
+
+    def agree(self, describe: Callable[[], LocalStructure]) -> AgreedSave:
+        """Let the writer begin, and agree with all ranks on the plan.
+
+        Args:
+            describe: describes this rank's structure. If it raises, every rank raises.
+
+        Raises:
+            PlanConflict: the ranks contradict each other.
+            StructureChanged: the structure changed, with ``on_structure_change="error"``.
+            ExchangeError: a rank is missing, late, or in another operation.
+        """
+        planning, writer = self.planning, self.writer
+        channel, ranks = planning.channel, planning.channel.ranks
+
+        def look() -> tuple[LocalStructure, KeptPlan | None]:
+            if planning.leads and channel.rank == 0:
+                # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
+                writer.directory.announce()
+            local = describe()
+            return local, plan_of(ranks, channel.rank, local, leads=planning.leads)
+
+        with self.clock.phase("plan"):
+            # Before all ranks are there, some may write if all have a plan: if this one has none, nobody writes.
+            with self.undone_after_failure(channel, may_be_writing=lambda: bool(plans_of(ranks))):
+                (local, kept), agreement = channel.agree(planning.phase("agree"), look, self._offer)
+            with self.undone_after_failure(channel, may_be_writing=lambda: False):  # all have heard the same
+                if not agreement.same_value:  # some ranks would come to one exchange more than others
+                    raise ExchangeError(
+                        f"{planning.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
+                        f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it",
+                        phase=planning.phase("agree"),
+                        ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
+                    )
+            with self.undone_after_failure(channel):
+                plan = planning.settle(local, kept, agreement, plans_of(ranks))
+        with self.undone_after_failure(plan.channel):
+            writer.adopt(agreement.notice)
+            # Rank 0 has announced the save before it agreed. If another rank is the coordinator, all ranks wait for it,
+            # because they look for the announcement before they write.
+            if plan.channel.coordinator_rank != 0:
+                plan.channel.barrier(planning.phase("announce"), then=writer.directory.announce)
+            elif plan.channel.is_coordinator:
+                writer.directory.announce()
+        return AgreedSave(
+            self,
+            plan,
+            commits_together=self.delivery is not None or plan.n_leaders > 1,
+            checks_room=not plan.was_offered or agreement.count(_NEEDS_ROOM) > 0,  # ask only if room is short
+        )
+
+    def _offer(self, looked: tuple[LocalStructure, KeptPlan | None]) -> Offer:
+        local, kept = looked
+        offer, delivery = self.planning.offer(local, kept), self.delivery
+        has_room = kept is not None and self.writer.has_ample_room(kept.share.total_nbytes)
+        return replace(
+            offer,
+            flags=offer.flags | (0 if has_room else _NEEDS_ROOM),
+            value=0 if delivery is None else 1 if delivery.on_commit is not None else 2,
+            notice=self.writer.mark if self.planning.leads else 0,
+        )
+
+    @contextmanager
+    def undone_after_failure(
+        self, channel: Channel, may_be_writing: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
+        """Remove what this save has made if the block fails.
+
+        If the ranks are out of step and some may be writing, nothing is removed. The coordinator may have heard from
+        all ranks and be committing. If it is not, the next save into the directory removes what is left."""
+        try:
+            yield
+        except BaseException as error:
+            directory = self.writer.directory
+            if failed_in_step(error):
+                clean_up(channel, self.planning.phase("clean up"), directory, error)
+            elif channel.size > 1 and may_be_writing():
+                directory.release()
+            else:
+                directory.roll_back(error)
+            # Inside stock `save` with collectives the coordinator's error says everything, and stock prints all errors.
+            is_in_stock = not self.planning.leads and self.delivery is None
+            if is_in_stock and isinstance(error, RobustCheckpointError) and not isinstance(error, ExchangeError):
+                raise error.in_brief() from error
+            raise
+
+
+class _FilesOfRank(NamedTuple):
+    """What a rank has written, and whether it leads in a directory that the coordinator does not see."""
+
+    files: WrittenFiles
+    leads_directory: bool
+
+
+class AgreedSave(msgspec.Struct, frozen=True, eq=False):
+    """A save whose ranks have agreed on a plan.
+
+    Attributes:
+        session: the save.
+        plan: the plan.
+        commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
+            coordinator does, and stock tells the others.
+        checks_room: whether the ranks add up before they write whether there is room.
+    """
+
+    session: SaveSession
+    plan: AgreedPlan
+    commits_together: bool
+    checks_room: bool
+
+    def write(self, source: Callable[[], ItemSource]) -> WrittenSave:
         """Let the writer write this rank's files. Learn whether all ranks have written, and what a load would refuse.
 
         Args:
             source: gives the data of this rank's share, in plan order. If it fails, or if writing fails, the other
                 ranks hear of it while they still write (:meth:`Channel.check_stop`), and all ranks raise.
         """
-        with self.cleaned_up_after_failure(), self.clock.phase("write"):
-            if self._checks_room:
-                refuse = partial(refuse_without_room, self.checkpoint)
-                self.channel.gather(self.phase("room"), self._room, RoomOfRank, then=refuse)
-            messages = self.channel.gather(
-                self.phase("write"), partial(self._write_own, source), Written, offer=self._written_offer
+        session, channel, checkpoint = self.session, self.plan.channel, self.session.planning.checkpoint
+        phase, leads_directory = session.planning.phase, None
+        with session.undone_after_failure(channel), session.clock.phase("write"):
+            if self.checks_room:
+                leads_directory, _ = channel.gather(
+                    phase("room"),
+                    self._join,
+                    RoomOfRank,
+                    message=self._room,
+                    then=partial(refuse_without_room, checkpoint),
+                )
+            here, messages = channel.gather(
+                phase("write"),
+                partial(self._write, source, leads_directory),
+                Written,
+                message=self._message,
+                offer=_offer_of_files,
             )
-            written = self.channel.last_agreement
-            self._are_on_nodes = written.count(_LEADS_DIRECTORY) > 0
-            what = self.needs_one_directory
+            agreement = channel.last_agreement
+            what = session.needs_one_directory
             if not self.commits_together:
                 what = "A save by torch.distributed.checkpoint"
-            elif not self.local.layout.may_share_directory:
-                what = f"A save with layout={self.local.layout.name!r}"
-            if self._are_on_nodes and what:
-                raise not_one_directory(self.checkpoint, f"rank {written.first_rank(_LEADS_DIRECTORY)}", what)
-        if messages is None:
-            return
-        self.messages = messages
-        told = {rank: message.unloadable for rank, message in enumerate(messages) if message and message.unloadable}
-        if told:
-            self.unloadable_objects = report_unloadable(self.checkpoint, told)
-        self._written_signature = written.signature
+            elif not self.plan.local.layout.may_share_directory:
+                what = f"A save with layout={self.plan.local.layout.name!r}"
+            is_on_nodes = agreement.count(_LEADS_DIRECTORY) > 0
+            if is_on_nodes and what:
+                raise not_one_directory(checkpoint, f"rank {agreement.first_rank(_LEADS_DIRECTORY)}", what)
+        messages = messages or []
+        refused = {rank: each.unloadable for rank, each in enumerate(messages) if each and each.unloadable}
+        unloadable = report_unloadable(checkpoint, refused) if refused else {}
+        return WrittenSave(self, *here, is_on_nodes, messages, agreement.signature, unloadable)
 
-    def _joined(self) -> tuple[RobustWriter, Placements]:
-        """The writer, which has found the directory of the save, and the places of this rank's items."""
-        if self.writer is None:
-            raise ValueError("this save was planned for another storage writer")
-        if self.channel.size > 1 and not self._has_joined:
-            self._has_joined = True
-            self.leads_directory = self.writer.directory.join()
-        return self.writer, self.known.placements
+    def _join(self) -> bool:
+        """Whether this rank leads in a directory that the coordinator does not see."""
+        return self.plan.channel.size > 1 and self.session.writer.directory.join()
 
-    def _room(self) -> RoomOfRank:
-        writer, placements = self._joined()
-        return writer.room(self.channel.rank, placements, self.known.variable_places, is_alone=self.channel.size == 1)
+    def _room(self, leads_directory: bool) -> RoomOfRank:
+        kept, channel = self.plan.kept, self.plan.channel
+        is_alone = channel.size == 1
+        return self.session.writer.room(channel.rank, kept.placements, kept.variable_places, is_alone=is_alone)
 
-    def _write_own(self, source: Callable[[], ItemSource]) -> Written | None:
-        """Write this rank's files. Returns what the coordinator does not know of them."""
-        writer, placements = self._joined()
-        rank, known_places = self.channel.rank, self.known.variable_places
+    def _write(self, source: Callable[[], ItemSource], leads_directory: bool | None) -> _FilesOfRank:
+        if leads_directory is None:
+            leads_directory = self._join()
+        session, channel = self.session, self.plan.channel
         started = time.perf_counter()
-        written = writer.write(rank, source(), placements, self.channel.check_stop)
-        self.clock.own_write_seconds = time.perf_counter() - started
-        self.written = written
-        unloadable = self.unloadable.found
-        self.unloadable.raise_if_forbidden(self.checkpoint)
-        places = b""
-        if known_places is None or not np.array_equal(known_places, written.variable_places):
-            places = written.variable_places.astype("<i8").tobytes()
-        told = Written(places=places, unloadable=unloadable)
-        if writer.options.report:
-            return told.with_row(rank, self.clock, written.nbytes, len(written.names), written.how)
-        return told if places or unloadable else None
+        files = session.writer.write(channel.rank, source(), self.plan.kept.placements, channel.check_stop)
+        session.clock.own_write_seconds = time.perf_counter() - started
+        session.unloadable.raise_if_forbidden(session.planning.checkpoint)
+        return _FilesOfRank(files, leads_directory)
 
-    def _written_offer(self, _: Written | None) -> Offer:
-        """By the digest of this rank's places the coordinator notices if it would fill in other places than it
-        meant."""
-        if self.written is None:
-            return Offer()
-        flags = _LEADS_DIRECTORY if self.leads_directory else 0
-        return Offer(signature=digest_of_places(self.written.variable_places), flags=flags)
+    def _message(self, here: _FilesOfRank) -> Written | None:
+        """What the coordinator does not know of the files of this rank."""
+        session, files, places_before = self.session, here.files, self.plan.kept.variable_places
+        places, refused = b"", session.unloadable.refused
+        if places_before is None or not np.array_equal(places_before, files.variable_places):
+            places = files.variable_places.astype("<i8").tobytes()
+        if session.writer.options.report:
+            return written_with_row(places, refused, self.plan.channel.rank, session.clock, files)
+        return Written(places=places, unloadable=refused) if places or refused else None
 
-    def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+    def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> WrittenSave:
         """Do the same as :meth:`write` when stock ``save`` calls the writer's ``write_data``.
 
         Stock lets each rank commit only with ``no_dist=True``. Otherwise the coordinator alone commits. Then this rank
@@ -429,199 +504,216 @@ class SaveSession:
         """
 
         def source() -> ItemSource:
-            make: Callable[[SaveSession], ItemSource] | None = getattr(planner, "source", None)
+            make: Callable[[AgreedSave], ItemSource] | None = getattr(planner, "source", None)
             if make is not None:
                 return make(self)
-            return WriteItemSource(items, partial(self.unloadable.resolve, planner.resolve_data))
+            return WriteItemSource(items, partial(self.session.unloadable.resolve, planner.resolve_data))
 
-        self.write(source)
-        if not self.channel.is_coordinator and not self.commits_together:
-            self._keep_plan(confirmed=False)
+        written = self.write(source)
+        if not self.plan.channel.is_coordinator and not self.commits_together:
+            written.keep_plan(confirmed=False)
+        return written
 
-    def commit(self) -> None:
-        """Make the checkpoint visible, keep the plan for the next save, and do what follows a commit.
+
+def _offer_of_files(here: _FilesOfRank) -> Offer:
+    """By the digest of the places of each rank the coordinator notices if it would fill in other places than it
+    meant."""
+    flags = _LEADS_DIRECTORY if here.leads_directory else 0
+    return Offer(signature=digest_of_places(here.files.variable_places), flags=flags)
+
+
+class WrittenSave(msgspec.Struct, frozen=True, eq=False):
+    """A save whose files are durable on all ranks. Readers do not see them yet.
+
+    Attributes:
+        agreed: the save, and its plan.
+        files: what this rank has written.
+        leads_directory: whether this rank commits in a directory that the coordinator does not see.
+        is_on_nodes: whether some rank does.
+        messages: on the coordinator, what each rank has said of what it has written.
+        signature: the combined digests of the places of all ranks.
+        unloadable_objects: on the coordinator, objects that a load would refuse, and why, by key.
+    """
+
+    agreed: AgreedSave
+    files: WrittenFiles
+    leads_directory: bool
+    is_on_nodes: bool
+    messages: Sequence[Written | None]
+    signature: bytes
+    unloadable_objects: dict[str, str]
+
+    def commit(self) -> CommittedSave:
+        """Make the checkpoint visible, and keep the plan for the next save.
 
         Each rank that commits checks that its files are still as it wrote them. Then the coordinator publishes. Once
         all ranks know that the checkpoint is committed, the coordinator removes what it replaces; no rank waits for
         that.
         """
-        writer = self.writer
-        if writer is None:
-            raise ValueError("this save was planned for another storage writer")
-        earlier_drains = self.queues[1].under_way() if self.queues else ()
+        agreed, plan, session = self.agreed, self.agreed.plan, self.agreed.session
+        channel, phase, directory = plan.channel, session.planning.phase, session.writer.directory
+        earlier_drains = () if session.delivery is None else session.delivery.queue.under_way()
         try:
-            with self.clock.phase("commit"):
-                if self._are_on_nodes:
+            with session.clock.phase("commit"):
+                if self.is_on_nodes:
                     commit_on_nodes(
-                        self.channel,
-                        self.phase,
-                        writer.directory,
+                        channel,
+                        phase,
+                        directory,
                         leads_directory=self.leads_directory,
-                        make_metadata=partial(self._make_metadata, writer),
+                        make_metadata=self._make_metadata,
                     )
-                elif self.commits_together:
-                    publish = partial(self._publish, writer)
-                    self.channel.barrier(self.phase("commit"), writer.directory.check_own, then=publish)
-                elif self.channel.is_coordinator:  # the writer checks the files of all ranks
-                    self._publish(writer)
+                elif agreed.commits_together:
+                    channel.barrier(phase("commit"), directory.check_written, then=self._publish)
+                elif channel.is_coordinator:  # the writer checks the files of all ranks
+                    self._publish()
         except BaseException as error:
             # Only some ranks may know how the commit ended.
-            forget_plan(self.channel.ranks, self.known.share.plan_id)
-            directory, phase = writer.directory, self.phase("clean up")
-            if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
+            forget_plan(channel.ranks, plan.kept.share.plan_id)
+            if not agreed.commits_together:  # only the coordinator is here, and it knows the files of all ranks
                 directory.roll_back(error)
-            elif failed_in_step(error) and nothing_is_committed(self.channel, phase, directory, error):
-                clean_up(self.channel, phase, directory, error)
+            elif failed_in_step(error) and nothing_is_committed(channel, phase("clean up"), directory, error):
+                clean_up(channel, phase("clean up"), directory, error)
             else:
                 directory.release()
             raise
-        self._keep_plan(confirmed=self.commits_together)
-        if self.channel.is_coordinator and writer.options.report:
-            metadata = None if self.known.plan is None else self.known.plan.metadata
-            writer.directory.leave_report(
+        self.keep_plan(confirmed=agreed.commits_together)
+        if channel.is_coordinator and session.writer.options.report:
+            metadata = None if plan.kept.plan is None else plan.kept.plan.metadata
+            directory.leave_report(
                 lambda save_id, fallbacks: make_report(
                     self.messages,
-                    self.clock,
-                    checkpoint=self.checkpoint,
+                    session.clock,
+                    checkpoint=session.planning.checkpoint,
                     save_id=save_id,
-                    plan=self.how,
+                    plan=plan.how,
                     fallbacks=fallbacks,
                     modules=None if metadata is None else metadata.module_sizes,
                 )
             )
-        if self.channel.is_coordinator or self.leads_directory:
-            writer.directory.tidy_up()
-        if self.queues:  # stock knows nothing of a delivery
-            self._delivery(writer, partial(self.queues[1].submit, after=earlier_drains)).deliver()
+        if channel.is_coordinator or self.leads_directory:
+            directory.tidy_up()
+        return CommittedSave(self, earlier_drains)
 
-    def _publish(self, writer: RobustWriter) -> None:
-        metadata = self._make_metadata(writer)
-        writer.directory.prepare(metadata, metadata.files)
-        writer.directory.finish(metadata, are_checked=self.commits_together)
+    def _publish(self) -> None:
+        directory, metadata = self.agreed.session.writer.directory, self._make_metadata()
+        directory.prepare(metadata, metadata.files)
+        if self.agreed.commits_together:
+            directory.finish(metadata, are_checked=True, stop_if_given_up=self.agreed.plan.channel.stop_if_given_up)
+        else:  # the other ranks wait in a collective of stock's
+            directory.finish(metadata)
 
-    def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
-        """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index.
+    def _make_metadata(self) -> MetadataToPublish:
+        """On the coordinator: this checkpoint's ``.metadata`` and index.
 
         Raises:
             ExchangeError: the places of items of variable size are not those that the ranks meant.
         """
-        plan = self.known.plan
+        plan, session = self.agreed.plan.kept.plan, self.agreed.session
         if plan is None:
             raise ValueError("only the coordinator has the metadata")
-        none = np.empty((0, 2), dtype=np.int64)
-        places = list(self.known.places_of_all or [none] * len(self.messages))
-        for rank, message in enumerate(self.messages):
-            if message is not None and message.places:
-                if len(message.places) % 16:
-                    raise ExchangeError(f"rank {rank} sent {len(message.places)} bytes of places", ranks=[rank])
-                places[rank] = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
-        meant = combined_signature(list(map(digest_of_places, places)), self.channel.coordinator_rank)
-        if meant != self._written_signature:
+        places = self._places_of_all()
+        meant = combined_signature(list(map(digest_of_places, places)), self.agreed.plan.channel.coordinator_rank)
+        if meant != self.signature:
             raise ExchangeError(
                 "the places of the objects that ranks wrote are not those that the coordinator has; save again"
             )
-        self._places_of_all = tuple(places)
         stored: Mapping[str, Section] = {}
         if not plan.is_contested:  # if several ranks claim the main replica, a resumed job must warn again
             try:
                 stored = plan.sections
             except Exception as error:  # the checkpoint is complete without it
                 without = "its plan could not be stored, so a job that resumes from it makes a new plan"
-                logger.warning("%s: %s: %s", self.checkpoint, without, error)
-        return plan.metadata.encode(self._places_of_all, writer.plain_meta(), stored)
+                logger.warning("%s: %s: %s", session.planning.checkpoint, without, error)
+        return plan.metadata.encode(places, session.writer.plain_meta(), stored)
 
-    def _delivery(self, writer: RobustWriter, drain: Callable[[Callable[[], CopyResult]], object]) -> Delivery:
-        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
-        least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
-        return Delivery(
-            checkpoint=self.checkpoint,
-            channel=self.channel,
-            clock=self.clock,
-            writer=writer,
-            names=() if self.written is None else self.written.names,
-            leads=self.channel.is_coordinator or self.leads_directory,
-            on_commit=self.on_commit,
-            drain=drain,
-            open_channel=lambda: Channel.for_group(
-                self.options.process_group,
-                operation=f"drain {self.checkpoint}",
-                timeout_seconds=max(self.channel.timeout_seconds, least_timeout_seconds),
-                no_dist=self.options.no_dist,
-            ),
-        )
+    def _places_of_all(self) -> tuple[Places, ...]:
+        """On the coordinator, the places of every rank's items of variable size: as before, or as it has said.
 
-    @contextmanager
-    def cleaned_up_after_failure(self) -> Iterator[None]:
-        """Remove what this save has made if the block fails.
+        Raises:
+            ExchangeError: a rank has not sent pairs of numbers.
+        """
+        none = np.empty((0, 2), dtype=np.int64)
+        places = list(self.agreed.plan.kept.places_of_all or [none] * len(self.messages))
+        for rank, message in enumerate(self.messages):
+            if message is not None and message.places:
+                if len(message.places) % 16:
+                    raise ExchangeError(f"rank {rank} sent {len(message.places)} bytes of places", ranks=[rank])
+                places[rank] = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
+        return tuple(places)
 
-        If the ranks are out of step and some may be writing, nothing is removed. The coordinator may have heard from
-        all ranks and be committing. If it is not, the next save into the directory removes what is left."""
-        try:
-            yield
-        except BaseException as error:
-            if self.writer is not None:
-                directory = self.writer.directory
-                if failed_in_step(error):
-                    clean_up(self.channel, self.phase("clean up"), directory, error)
-                elif self._may_be_writing and self.channel.size > 1:
-                    directory.release()
-                else:
-                    directory.roll_back(error)
-            # Inside stock `save` with collectives the coordinator's error says everything, and stock prints all errors.
-            is_in_stock = not self.leads and not self.commits_together
-            if is_in_stock and isinstance(error, RobustCheckpointError) and not isinstance(error, ExchangeError):
-                raise error.in_brief() from error
-            raise
-
-    def _keep_plan(self, *, confirmed: bool) -> None:
+    def keep_plan(self, *, confirmed: bool) -> None:
         """Keep the plan for the next save.
 
         Args:
             confirmed: whether this rank knows that the checkpoint was committed.
         """
-        if self.written is None:
-            return
-        known = self.known
-        kept = replace(
-            known,
-            variable_places=self.written.variable_places if confirmed else None,
-            places_of_all=None if known.plan is None else self._places_of_all,
-            places_mark=self.writer.mark if confirmed and self.writer is not None else 0,
-            loaded_from="",
-            kind=NAMED + self.options.kind
-            if self.options.kind is not None
-            else known.kind or known.share.plan_id.hex(),
+        kept, session = self.agreed.plan.kept, self.agreed.session
+        kind = session.planning.options.kind
+        keep_plan(
+            self.agreed.plan.channel.ranks,
+            replace(
+                kept,
+                variable_places=self.files.variable_places if confirmed else None,
+                places_of_all=None if kept.plan is None else self._places_of_all(),
+                places_mark=session.writer.mark if confirmed else 0,
+                loaded_from="",
+                kind=kept.kind or kept.share.plan_id.hex() if kind is None else NAMED + kind,
+            ),
         )
-        keep_plan(self.channel.ranks, kept)
+
+
+class CommittedSave(msgspec.Struct, frozen=True, eq=False):
+    """A save that has made a checkpoint.
+
+    Attributes:
+        written: what it has written.
+        earlier_drains: those that were under way before the commit.
+    """
+
+    written: WrittenSave
+    earlier_drains: Collection[SaveFuture[Any]]
+
+    def deliver(self) -> None:
+        """Do what follows the commit.
+
+        Raises:
+            RobustCheckpointError: the same on all ranks. It says that the checkpoint is committed, and where.
+        """
+        written, plan, session = self.written, self.written.agreed.plan, self.written.agreed.session
+        if session.delivery is not None:
+            leads = plan.channel.is_coordinator or written.leads_directory
+            session.delivery.deliver(
+                plan.channel, session.clock, names=written.files.names, leads=leads, after=self.earlier_drains
+            )
 
     def report(self, *, blocked_seconds: float) -> SaveReport:
         """The report of the save, which is over. Listeners are told that it has ended."""
-        written = self.written
-        path = "" if self.writer is None else self.writer.path
-        if is_url(self.checkpoint):
-            path = self.checkpoint
+        written, plan, session = self.written, self.written.agreed.plan, self.written.agreed.session
+        files, checkpoint, clock = written.files, session.planning.checkpoint, session.clock
+        path = checkpoint if is_url(checkpoint) else session.writer.path
         report = SaveReport(
-            checkpoint_id=self.checkpoint,
-            rank=self.channel.rank,
-            world_size=self.channel.size,
-            items=len(self.known.share.kept),
-            nbytes=0 if written is None else written.nbytes,
-            phases=tuple(self.clock.records),
+            checkpoint_id=checkpoint,
+            rank=plan.channel.rank,
+            world_size=plan.channel.size,
+            items=len(plan.kept.share.kept),
+            nbytes=files.nbytes,
+            phases=tuple(clock.records),
             blocked_seconds=blocked_seconds,
-            plan=self.how.outcome,
-            reason=self.how.reason,
-            changes=self.how.changes,
-            differing_replicas=self.differing_replicas,
-            unloadable_objects=self.unloadable_objects,
-            total_nbytes=None if self.known.plan is None else self.known.plan.nbytes,
-            files=() if written is None else written.names,
-            how=(*(() if written is None else written.how), *self.clock.remarks),
-            peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
-            stragglers=tuple(self.channel.stragglers),
-            leads_directory=self.leads_directory,
+            plan=plan.how.outcome,
+            reason=plan.how.reason,
+            changes=plan.how.changes,
+            differing_replicas=plan.differing_replicas,
+            unloadable_objects=written.unloadable_objects,
+            total_nbytes=None if plan.kept.plan is None else plan.kept.plan.nbytes,
+            files=files.names,
+            how=(*files.how, *clock.remarks),
+            peak_buffer_nbytes=files.peak_buffer_nbytes,
+            stragglers=tuple(plan.channel.stragglers),
+            leads_directory=written.leads_directory,
             _read_metadata=lambda: RobustReader(path).read_metadata(),
         )
-        self.clock.tell("ended", report=report, seconds=self.clock.seconds)
+        clock.tell("ended", report=report, seconds=clock.seconds)
         return report
 
 

@@ -60,7 +60,7 @@ _LARGE_NBYTES: Final = 1 << 20
 """Smaller items are assigned in the order of their places. So one rank reads items that are next to each other, in one
 read."""
 
-_NOTHING: Final = Offer().plan_id
+_NOTHING: Final = Offer().same
 
 _CAN: Final = 1
 WISHES: Final = {True: 2, False: 4, None: 8}
@@ -92,7 +92,7 @@ def sharing_offer(share_reads: bool | None, rank: int, items: Sequence[ReadItem]
     parts = (planned.names, planned.kinds, planned.kind_of.tobytes(), planned.others)
     encoded = msgspec.msgpack.encode(parts, enc_hook=str)  # a dtype is its name
     digest = hashlib.blake2b(encoded, digest_size=len(_NOTHING)).digest()
-    return Offer(plan_id=digest, value=node_of(rank), flags=flags)
+    return Offer(same=digest, value=node_of(rank), flags=flags)
 
 
 def node_reads_the_same(agreement: Agreement) -> bool:
@@ -100,7 +100,7 @@ def node_reads_the_same(agreement: Agreement) -> bool:
 
     This is known if all ranks of the load read the same, and several of them are on this node.
     """
-    if agreement.n_ranks == 1 or not agreement.same_plan_id or agreement.plan_id == _NOTHING:
+    if agreement.n_ranks == 1 or not agreement.is_same or agreement.same == _NOTHING:
         return False
     return agreement.same_value or ranks_on_this_node() > 1
 
@@ -119,11 +119,11 @@ def ranks_share(agreement: Agreement) -> bool:
     """
     wishes = {wish: agreement.first_rank(flag) for wish, flag in WISHES.items() if agreement.count(flag)}
     if len(wishes) > 1:
-        found = ", ".join(
+        words = ", ".join(
             f"{wish} on rank {rank}" for wish, rank in sorted(wishes.items(), key=lambda each: each[1] or 0)
         )
         raise PlanConflict(
-            f"share_reads is {found}; pass the same to RobustReader on all ranks of a load",
+            f"share_reads is {words}; pass the same to RobustReader on all ranks of a load",
             key="share_reads",
             ranks=sorted(rank for rank in wishes.values() if rank is not None),
         )
@@ -275,17 +275,17 @@ def assign_readers(
     read_by: dict[int, list[int]] = defaultdict(list)
     for number, transfer in enumerate(transfers):
         read_by[transfer.reader].append(number)
-    known: dict[tuple[bytes, bytes], ReadShare | None] = {}  # replicas get one and the same share
+    share_of: dict[tuple[bytes, bytes], ReadShare | None] = {}  # replicas get one and the same share
     shares: list[ReadShare | None] = []
     for rank, of_rank in enumerate(needs.of_rank):
         transfer_of = transfer_of_need[of_rank]
         held = np.unique(np.append(transfer_of[transfer_of >= 0], np.array(read_by[rank], dtype=np.int32)))
         key = transfer_of.tobytes(), held.tobytes()
-        if key not in known and not len(held):
-            known[key] = None
-        elif key not in known:
+        if key not in share_of and not len(held):
+            share_of[key] = None
+        elif key not in share_of:
             of_held = {number: transfers[number] for number in held.tolist()}
-            known[key] = ReadShare(
+            share_of[key] = ReadShare(
                 groups={each.group: groups[each.group] for each in of_held.values()},
                 transfers={number: each[:2] for number, each in of_held.items()},
                 transfer_of=transfer_of.astype("<i4").tobytes(),
@@ -296,7 +296,7 @@ def assign_readers(
                     if rank not in groups[each.group]
                 },
             )
-        shares.append(known[key])
+        shares.append(share_of[key])
     return shares
 
 
@@ -440,9 +440,8 @@ def share_reads(
     Raises:
         RobustCheckpointError: the same on all ranks.
     """
-    needed: list[_Needed] = []
 
-    def tell() -> Needs | None:
+    def find() -> tuple[list[Any], _Needed]:
         index = index_of(reader.metadata)
         number_of: Callable[[MetadataIndex], int | None] = (
             {stored: number for number, stored in enumerate(reader.metadata.storage_data or {})}.get
@@ -458,8 +457,10 @@ def share_reads(
             elif target is not None and is_plain(target):
                 box = _number_of_box(read, target)
                 rows.append(((number, box), place, target, target.numel() * target.element_size()))
-        keys, of_rank = _in_order(rows)
-        needed.append(of_rank)
+        return _in_order(rows)
+
+    def message(keys_and_needs: tuple[list[Any], _Needed]) -> Needs | None:
+        keys, needed = keys_and_needs
         if not keys:
             return None
         items, boxes = zip(*keys, strict=True)
@@ -467,16 +468,16 @@ def share_reads(
             node=node_of(channel.rank),
             items=np.array(items, dtype="<i4").tobytes(),
             boxes=np.array(boxes, dtype="<u8").tobytes(),
-            nbytes=np.array(of_rank.nbytes, dtype="<i8").tobytes(),
+            nbytes=np.array(needed.nbytes, dtype="<i8").tobytes(),
         )
 
     def assign() -> list[ReadShare | None]:
         across_nodes = reader.options.share_reads is None
-        return assign_readers(told or [], _places_in_files(reader.metadata), across_nodes=across_nodes)
+        return assign_readers(needs or [], _places_in_files(reader.metadata), across_nodes=across_nodes)
 
-    told = channel.gather(f"load {checkpoint}: reads", tell, Needs)
-    share = channel.scatter(f"load {checkpoint}: readers", assign, ReadShare)
-    return SharedReads(channel.rank, reader, plan.items, needed[0], share)
+    (_, needed), needs = channel.gather(f"load {checkpoint}: reads", find, Needs, message=message)
+    _, share = channel.scatter(f"load {checkpoint}: readers", assign, ReadShare)
+    return SharedReads(channel.rank, reader, plan.items, needed, share)
 
 
 def _that_others_may_read(
@@ -531,13 +532,13 @@ def _places_in_files(metadata: Metadata) -> Int64:
 
 def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader) -> list[int]:
     """For each ``.metadata`` that some rank sees, the first rank that sees it; the coordinator comes first."""
-    told = channel.all_gather(
+    committed = channel.all_gather(
         f"load {checkpoint}: who has .metadata", lambda: _Committed(reader.source.fit()), _Committed
     )
     first: dict[bytes, int] = {}
     for rank in sorted(range(channel.size), key=lambda rank: rank != channel.coordinator_rank):
-        if told[rank].fit:
-            first.setdefault(told[rank].fit, rank)
+        if committed[rank].fit:
+            first.setdefault(committed[rank].fit, rank)
     return list(first.values())
 
 
@@ -574,10 +575,9 @@ def find_elsewhere(
         RobustCheckpointError: the same on all ranks.
     """
     phase = f"load {checkpoint}"
-    reads: list[Read] = []
 
     def miss() -> _Missing:
-        reads.extend(reads_of(plan.items, reader.metadata, reader.path))
+        reads = reads_of(plan.items, reader.metadata, reader.path)
         return _Missing(tuple(reader.missing_files({read.relative_path for read in reads})))
 
     missing = channel.all_gather(f"{phase}: missing files", miss, _Missing)
@@ -595,18 +595,18 @@ def find_elsewhere(
         return None  # one directory, from which a file is gone
     if lost:
         raise _lost(reader, lost, [rank for rank, each in enumerate(missing) if set(lost) & set(each.files)], nodes)
-    needed: list[_Needed] = []
-
-    def ask() -> Needs | None:
-        boxes, of_rank = _unseen(planner, reads, set(missing[channel.rank].files))
-        needed.append(of_rank)
-        return Needs(unseen=boxes) if boxes else None
-
-    needs = channel.gather(f"{phase}: wanted parts", ask, Needs)
-    share = channel.scatter(f"{phase}: parts to read", lambda: assign_readers(needs or [], holders=holders), ReadShare)
+    (_, needed), needs = channel.gather(
+        f"{phase}: wanted parts",
+        lambda: _unseen(planner, reads_of(plan.items, reader.metadata, reader.path), set(missing[channel.rank].files)),
+        Needs,
+        message=lambda boxes_and_needs: Needs(unseen=boxes_and_needs[0]) if boxes_and_needs[0] else None,
+    )
+    _, share = channel.scatter(
+        f"{phase}: parts to read", lambda: assign_readers(needs or [], holders=holders), ReadShare
+    )
     if channel.is_coordinator:
         logger.info("%s: %d of its files are read by ranks on other nodes", checkpoint, len(wanted))
-    return SharedReads(channel.rank, reader, plan.items, needed[0], share)
+    return SharedReads(channel.rank, reader, plan.items, needed, share)
 
 
 def _unseen(planner: LoadPlanner, reads: Sequence[Read], missing: Collection[str]) -> tuple[tuple[Box, ...], _Needed]:

@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -29,7 +28,16 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.decoding import from_json
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
-from robust_dcp.items import Form, ItemKind, Items, ItemStructure, Path, items_of, sorted_places
+from robust_dcp.items import (
+    Form,
+    ItemKind,
+    Items,
+    ItemStructure,
+    Path,
+    is_checkpointable,
+    items_of,
+    sorted_places,
+)
 from robust_dcp.staging.blocks import PLAIN, on_cpu
 from robust_dcp.staging.staging_buffers import TensorForm
 from robust_dcp.storage.records.checksum import crc32
@@ -62,7 +70,7 @@ _KINDS = {
 }
 _TYPES = {kind: item_type for item_type, kind in _KINDS.items()}
 
-_PROTOCOL: Any = getattr(dcp, "CheckpointableTensor", None)
+
 """``None`` before torch 2.15."""
 
 ItemData = torch.Tensor | MetadataIndex
@@ -278,7 +286,7 @@ def has_own_chunks(value: Any) -> bool:
         hasattr(value, "__create_chunk_list__")
         or hasattr(value, "__create_write_items__")
         or hasattr(value, "__get_tensor_shard__")
-        or _is_checkpointable(value)
+        or is_checkpointable(value)
     )
 
 
@@ -288,30 +296,12 @@ def own_chunks(value: Any) -> Sequence[ChunkStorageMetadata] | None:
     if callable(create_chunk_list):
         chunks: Sequence[ChunkStorageMetadata] = create_chunk_list()
         return chunks
-    if _is_checkpointable(value):
+    if is_checkpointable(value):
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             for offsets, sizes in zip(value.global_offsets, value.local_sizes, strict=True)
         ]
     return None
-
-
-def global_size(value: Any) -> torch.Size | None:
-    """The size of the whole tensor of which ``value`` is a part; ``None`` if ``value`` has no size."""
-    if _is_checkpointable(value):
-        return torch.Size(value.global_shape)
-    size = getattr(value, "size", None)
-    return torch.Size(size()) if callable(size) else None
-
-
-def _is_checkpointable(value: Any) -> bool:
-    # The first test alone rules out almost every tensor. The other one looks at all attributes of the protocol.
-    return (
-        _PROTOCOL is not None
-        and hasattr(value, "global_offsets")
-        and isinstance(value, torch.Tensor)
-        and isinstance(value, _PROTOCOL)
-    )
 
 
 # The signature of a structure. If every rank shows the one that a cached plan was made for, the plan still holds.

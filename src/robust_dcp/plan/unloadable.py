@@ -41,13 +41,16 @@ class UnloadableObjects:
 
     Args:
         mode: what to do about unloadable objects.
-        known: what was found before the save began, by key.
+        refused: what was found before the save began, by key.
+
+    Attributes:
+        refused: why a load would refuse an object, by key.
     """
 
-    def __init__(self, mode: OnUnloadableObject = "warn", known: Mapping[str, NotData] | None = None) -> None:
+    def __init__(self, mode: OnUnloadableObject = "warn", refused: Mapping[str, NotData] | None = None) -> None:
         self.mode: OnUnloadableObject = mode
         self._registered = frozenset(registered_by_user())
-        self.found: dict[str, str] = {key: str(refusal) for key, refusal in (known or {}).items()}
+        self.refused: dict[str, str] = {key: str(refusal) for key, refusal in (refused or {}).items()}
 
     def take(self, key: str, data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
         """Take the data of an item on its way to the writer: check what is pickled.
@@ -70,7 +73,7 @@ class UnloadableObjects:
                 verdict = (refusal_of(pickled),)
                 _VERDICTS.put(digest, verdict, 500)
             if verdict[0] is not None:
-                self.found[key] = str(verdict[0])
+                self.refused[key] = str(verdict[0])
         return data
 
     def resolve(self, resolve_data: Resolve, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -79,38 +82,38 @@ class UnloadableObjects:
 
     def raise_if_forbidden(self, checkpoint: str) -> None:
         """Raise :class:`UnsafeCheckpoint` if the mode is ``"error"`` and anything was found."""
-        if self.mode == "error" and self.found:
-            told = _in_words({key: (why, ()) for key, why in self.found.items()})
+        if self.mode == "error" and self.refused:
+            words = _in_words({key: (why, ()) for key, why in self.refused.items()})
             raise UnsafeCheckpoint(
-                f'{checkpoint} is not saved (on_unloadable_object="error"): {told}', what=next(iter(self.found))
+                f'{checkpoint} is not saved (on_unloadable_object="error"): {words}', what=next(iter(self.refused))
             )
 
 
-def report_unloadable(checkpoint: str, found: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+def report_unloadable(checkpoint: str, refused: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     """On the coordinator, warn once of what all ranks have found.
 
     Args:
-        found: for each rank that has found something a dict from key to reason.
+        refused: for each rank that has found something a dict from key to reason.
 
     Returns:
         The reason for each key.
     """
     together: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for rank, keys in found.items():
+    for rank, keys in refused.items():
         for key, why in keys.items():
-            told, ranks = together.get(key, (why, ()))
-            together[key] = (told, (*ranks, rank))
+            first, ranks = together.get(key, (why, ()))
+            together[key] = (first, (*ranks, rank))
     logger.warning("%s is saved, but cannot be loaded as it is: %s", checkpoint, _in_words(together))
     return {key: why for key, (why, _) in together.items()}
 
 
-def _in_words(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+def _in_words(refused: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     shown = [
         f"{key!r} needs {why}" + (f" ({ranks_in_words(list(ranks))})" if ranks else "")
-        for key, (why, ranks) in sorted(found.items())
+        for key, (why, ranks) in sorted(refused.items())
     ]
     return (
-        f"a load refuses {len(found)} object(s) of it: {listed(shown, between='; ')}. Give what has a state_dict "
+        f"a load refuses {len(refused)} object(s) of it: {listed(shown, between='; ')}. Give what has a state_dict "
         "(modules, optimizers, schedulers) a key of its own at the top of the state dict. Save plain values (numbers, "
         "text, lists, dicts, tensors) in place of other objects, register their classes with "
         "torch.serialization.add_safe_globals([...]) in the program that saves and in the one that loads, or load with "

@@ -159,7 +159,7 @@ class Calls:
                 if attempt >= allowed or not can_get_better(error):
                     if isinstance(error, RobustCheckpointError):  # told by a disk, or by a call within this one
                         raise
-                    raise _told(operation, path, error, attempt + 1) from error
+                    raise _failure(operation, path, error, attempt + 1) from error
                 self._wait_after(operation, path, error, attempt)
         raise RuntimeError("the loop returns or raises")
 
@@ -206,7 +206,7 @@ def can_get_better(error: BaseException) -> bool:
     """
     if isinstance(error, RobustCheckpointError):
         return error.__cause__ is not None and not error.was_repeated and can_get_better(error.__cause__)
-    status = _status_of(error)
+    status = status_of(error)
     if status is not None and 400 <= status < 500:
         return status in _WORTH_A_RETRY
     if _errno_of(error) in _PERMANENT or type(error).__name__ in _NO_CREDENTIALS:
@@ -214,7 +214,7 @@ def can_get_better(error: BaseException) -> bool:
     return not isinstance(error, _MISTAKES)
 
 
-def _status_of(error: BaseException) -> int | None:
+def status_of(error: BaseException | None) -> int | None:
     """The status of HTTP that an error of botocore, gcsfs, adlfs, aiohttp, requests or httpx tells."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
@@ -240,14 +240,14 @@ def _words_of(error: BaseException) -> str:
     return f"{words or 'no reason was given'} ({type(error).__name__})"
 
 
-def _told(operation: str, path: str, error: Exception, attempts: int) -> StorageError:
+def _failure(operation: str, path: str, error: Exception, attempts: int) -> StorageError:
     number = errno.EACCES if type(error).__name__ in _NO_CREDENTIALS else _errno_of(error)
     tries = f" after {attempts} tries" if attempts > 1 else ""
     advice = _ADVICE.get(number or 0, _AGAIN)
     message = f"{operation} {path}: {_words_of(error)}{tries}; {advice}"
-    told = StorageError(message, path=path, errno=number, operation=operation)
-    told.was_repeated = attempts > 1
-    return told
+    failure = StorageError(message, path=path, errno=number, operation=operation)
+    failure.was_repeated = attempts > 1
+    return failure
 
 
 # Copies.
@@ -465,5 +465,5 @@ class RemoteDisk(Disk):
 
 def _version_of(info: Mapping[str, Any]) -> int:
     """A number that differs if the contents do, as far as the store tells."""
-    said = repr([(name, info[name]) for name in _WHAT_CHANGES if info.get(name) is not None])
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+    versions = repr([(name, info[name]) for name in _WHAT_CHANGES if info.get(name) is not None])
+    return int.from_bytes(hashlib.blake2b(versions.encode(), digest_size=7).digest(), "little")

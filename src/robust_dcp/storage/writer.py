@@ -110,8 +110,10 @@ class RobustWriter(StorageWriter):
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
         self._directory: Save | None = None
+        self._directory_of: Callable[[int], str] | None = None
         self._is_coordinator = False
         self._is_agreed = False
+        self._written: Any = None
 
     # The methods of one save, in the order in which `api.save` calls them.
 
@@ -120,12 +122,23 @@ class RobustWriter(StorageWriter):
         """A number that tells the files of this save from those of other saves."""
         return int(mark_of(self.save_id), 16)
 
+    def stage(self, url: str, directory_of: Callable[[int], str]) -> None:
+        """Make the checkpoint of a URL in a directory of this save alone.
+
+        Args:
+            directory_of: that of the save with a mark.
+        """
+        self.checkpoint_id, self._directory_of = url, directory_of
+        self.path = directory_of(self.mark)
+
     def adopt(self, mark: int) -> None:
         """Use the coordinator's ``mark`` for this save. Called on every rank before :meth:`write`."""
         self._is_agreed = True
         if mark != self.mark:
             self.save_id = f"{mark:016x}"
             self._directory = None
+            if self._directory_of is not None:
+                self.path = self._directory_of(mark)
 
     @property
     def directory(self) -> Save:
@@ -148,7 +161,7 @@ class RobustWriter(StorageWriter):
         return self.disk.room(self.path)[1] > 2 * nbytes + (1 << 30)
 
     def room(
-        self, rank: int, placements: Placements, known_places: npt.NDArray[np.int64] | None, *, is_alone: bool
+        self, rank: int, placements: Placements, earlier_places: npt.NDArray[np.int64] | None, *, is_alone: bool
     ) -> RoomOfRank:
         """How much room this rank needs on which file system, and how much is free. Called before any rank writes.
 
@@ -158,7 +171,7 @@ class RobustWriter(StorageWriter):
         number, free_nbytes = self.disk.room(self.path)
         # The same text on all ranks that see this very directory. Others count for each node.
         file_system = "" if is_alone else identity(self.disk, self.path, self.save_id) or f"{node_of(rank)}: {number}"
-        variable_nbytes = 0 if known_places is None else int(known_places[:, 1].sum())  # as in the save before
+        variable_nbytes = 0 if earlier_places is None else int(earlier_places[:, 1].sum())  # as in the save before
         pages = sum(-(-nbytes // PAGE_NBYTES) for nbytes in (*placements.file_nbytes, variable_nbytes))
         return RoomOfRank(file_system, pages * PAGE_NBYTES, free_nbytes)
 
@@ -185,7 +198,7 @@ class RobustWriter(StorageWriter):
         )
         written = self.write_files(files, source, check_stop, self.directory.not_removed)
         self.directory.written = tuple(map(uncommitted_name, written.names))
-        self.directory.own.update(self.directory.written, written.names)
+        self.directory.files.update(self.directory.written, written.names)
         return written
 
     # The hooks of `torch.distributed.checkpoint.save`, in the order in which it calls them.
@@ -198,6 +211,7 @@ class RobustWriter(StorageWriter):
         if self._directory is not None:
             self._directory.release()
             self._directory = None
+        self._directory_of = self._written = None
         self._is_agreed = False
         self.write_files = write_files
 
@@ -244,7 +258,8 @@ class RobustWriter(StorageWriter):
         # agreed on. If DCP calls a hook of the writer instead, the hook lets it go on.
         save: Any = plan.planner_data
         if hasattr(save, "write_items"):
-            save.write_items(plan.items, planner)
+            written = save.write_items(plan.items, planner)
+            self._written = written if self._is_coordinator else None  # for finish
         else:
             results = self._write_unplanned(plan, planner)
         future: Future[list[WriteResult]] = Future()
@@ -292,9 +307,9 @@ class RobustWriter(StorageWriter):
 
     @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        save: Any = vars(metadata).pop("save", None)  # who keeps the metadata does not keep the save
-        if hasattr(save, "write_items"):
-            save.commit()
+        written, self._written = self._written, None
+        if written is not None:
+            written.commit()
             return
         metadata.storage_meta = self.plain_meta()
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}

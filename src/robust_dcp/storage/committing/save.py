@@ -6,10 +6,10 @@ The order is that of the promise:
 2. ``prepare``: ``.metadata``, the index and the files beside the data (Megatron's ``common.pt``) are written under
    names of this save, and fsynced. Data files get their names, where the layout asks for that; then the directory is
    fsynced once more.
-3. ``finish``: it is made sure that nobody else has written here. The index is renamed, then ``.metadata``, each over
-   the old one. The directory is fsynced: the new checkpoint is durable. Only now the files beside the data get their
-   names: until here the old ``.metadata`` needed the old ones. ``.metadata`` holds their digests, so a load of ours
-   knows them under both names.
+3. ``finish``: it is made sure that nobody else has written here, and that the other ranks have not given up the save.
+   The index is renamed, then ``.metadata``, each over the old one. The directory is fsynced: the new checkpoint is
+   durable. Only now the files beside the data get their names: until here the old ``.metadata`` needed the old ones.
+   ``.metadata`` holds their digests, so a load of ours knows them under both names.
 4. ``tidy_up``: only now the files of the earlier checkpoint are removed, and last the claim.
 
 The process may be killed, or the power may fail, between any two calls. Before the rename of ``.metadata`` the
@@ -118,9 +118,9 @@ def _committed_in(disk: Disk, path: str) -> _Committed | None:
         StorageError: it cannot be read.
     """
     fingerprint = disk.fingerprint(path)
-    known = _COMMITTED.get(os.path.realpath(path))
-    if fingerprint is None or (known is not None and known.fingerprint == fingerprint):
-        return None if fingerprint is None else known
+    committed = _COMMITTED.get(os.path.realpath(path))
+    if fingerprint is None or (committed is not None and committed.fingerprint == fingerprint):
+        return None if fingerprint is None else committed
     data = disk.read_file(path)
     if data is None:
         return None
@@ -193,7 +193,7 @@ class Save:
         earlier: the checkpoint that was there; ``None`` if there was none, or this rank has not announced the save.
         left_overs: what other saves have left there.
         written: the names of the files that this rank has written, before the commit.
-        own: the names of the files that this rank has made, or that it commits.
+        files: the names of the files that this rank has made, or that it commits.
         not_removed: paths of files that this rank made and could not remove. Whoever fails to remove one adds it here.
         may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed.
     """
@@ -215,7 +215,7 @@ class Save:
         self.earlier: _Committed | None = None
         self.left_overs = LeftOvers()
         self.written: tuple[str, ...] = ()
-        self.own: set[str] = set()
+        self.files: set[str] = set()
         self.not_removed: list[str] = []
         self.may_be_committed = False
         self._disk = disk
@@ -327,7 +327,7 @@ class Save:
 
     # The commit.
 
-    def check_own(self, names: Collection[str] | None = None) -> None:
+    def check_written(self, names: Collection[str] | None = None) -> None:
         """Make sure, right before the commit, that data files of this save are still there: those that this rank has
         written, or ``names``.
 
@@ -384,7 +384,7 @@ class Save:
                 operation="commit",
             )
         uncommitted = {uncommitted_name(name): name for name in sorted(files)}
-        self.own.update(files, uncommitted)
+        self.files.update(files, uncommitted)
         if not self._layout.may_share_directory:
             # Readers would take files of a killed save as part of the new checkpoint.
             remove_data_files(self._disk, self.path, self.left_overs.files)
@@ -396,7 +396,7 @@ class Save:
             except StorageError as error:
                 self._go_without_index(error)
         names_beside = self._names_beside()
-        self.own.update(names_beside)
+        self.files.update(names_beside)
         for before, name in names_beside.items():
             self._disk.write_file(self._path_of(before), self._files_beside[name] or b"")
         for before, name in uncommitted.items():
@@ -406,11 +406,18 @@ class Save:
             # All other names were made durable by the ranks that gave them.
             self._disk.fsync_directory(self.path)
 
-    def finish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
+    def finish(
+        self,
+        metadata: MetadataToPublish,
+        *,
+        are_checked: bool = False,
+        stop_if_given_up: Callable[[], None] = lambda: None,
+    ) -> None:
         """Commit what :meth:`prepare` has prepared, durably and in one step. Call :meth:`tidy_up` afterwards.
 
         Args:
-            are_checked: whether all ranks have called :meth:`check_own`.
+            are_checked: whether all ranks have called :meth:`check_written`.
+            stop_if_given_up: raises if other ranks may have given up the save. Called right before each rename.
 
         Raises:
             StorageError: a call failed. :attr:`may_be_committed` says whether the commit may have happened.
@@ -422,12 +429,14 @@ class Save:
         is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
         # This process may have been paused since the last look. If there are few files, another one costs nothing.
         if not are_checked or not is_recent or len(self.written) < len(files) <= _FEW_FILES:
-            self.check_own(files)
+            self.check_written(files)
+        stop_if_given_up()
         if INDEX_NAME in self._beside:
             try:
                 disk.rename(self._unfinished(INDEX_NAME), self._path_of(INDEX_NAME))
             except StorageError as error:
                 self._go_without_index(error)
+        stop_if_given_up()
         self.may_be_committed = True  # from here on, whatever fails
         disk.rename(self._unfinished(METADATA_NAME), path)
         disk.fsync_directory(self.path)
@@ -497,9 +506,9 @@ class Save:
             beside = {name for name in self.names if name in beside or name.startswith(f"{NODES_NAME}.")}
             earlier = frozenset[str]() if self.earlier is None else self.earlier.files or frozenset()
             beside |= {name for name, data in self._files_beside.items() if data is None and name in self.names}
-            superseded = ((earlier | self.left_overs.files) - self.own) | beside
-            left = remove_data_files(self._disk, self.path, superseded, keep=self.own)
-            self.left_overs.tell_what_stays(self.path, set(self.names) - self.own - superseded)
+            superseded = ((earlier | self.left_overs.files) - self.files) | beside
+            left = remove_data_files(self._disk, self.path, superseded, keep=self.files)
+            self.left_overs.tell_what_stays(self.path, set(self.names) - self.files - superseded)
             if self._saving is None:
                 return
             # The announcement stays while a file that it accounts for could not be removed. The next save tries again.
@@ -526,7 +535,7 @@ class Save:
         """After a save that has failed, remove the files that this rank has made. Returns the paths of those that are
         still there.
         """
-        names = set(self.own)
+        names = set(self.files)
         if self._saving is not None:
             names |= {os.path.basename(self._unfinished(name)) for name in (METADATA_NAME, INDEX_NAME)}
         left = [self._path_of(name) for name in remove_data_files(self._disk, self.path, names)]

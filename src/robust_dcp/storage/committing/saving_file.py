@@ -149,11 +149,14 @@ class OtherSave(msgspec.Struct, frozen=True):
         name: the name of the file.
         record: what the file holds; ``None`` if it is not whole: its save was killed before any rank wrote.
         is_over: whether the save is over; ``None`` if it may be running on another machine.
+        heirs: where its process has ended although its lock is held: the processes that have inherited it. A child does
+            that keeps the files of its parent open, and was not forked by Python.
     """
 
     name: str
     record: SavingRecord | None
     is_over: bool | None
+    heirs: tuple[int, ...] = ()
 
     @property
     def mark(self) -> str:
@@ -164,6 +167,10 @@ class OtherSave(msgspec.Struct, frozen=True):
         """Tells people which process runs or ran the save."""
         who = "unknown" if self.record is None else f"process {self.record.pid} on {self.record.host}"
         state = {True: "it is over", False: "it is running", None: "it may be running on another machine"}[self.is_over]
+        if self.heirs:
+            state = (
+                f"it has ended, and its lock is held by process {', '.join(map(str, self.heirs))}, which it has forked"
+            )
         return f"{self.name} ({who}; {state})"
 
     @classmethod
@@ -187,7 +194,8 @@ class OtherSave(msgspec.Struct, frozen=True):
                 record = None
             is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == boot_id()
             if is_free is not None and (is_of_this_boot or disk.is_of_this_machine(path)):
-                return cls(name, record, is_free)
+                has_ended = record is not None and is_of_this_boot and not os.path.exists(f"/proc/{record.pid}")
+                return cls(name, record, is_free, _opened_by(path) if has_ended and not is_free else ())
             is_old = now_seconds - disk.modified_seconds(path) > _OVER_AFTER_SECONDS
             return cls(name, record, True if is_old and is_free is not False else None)
         except errors.StorageError as error:
@@ -196,6 +204,17 @@ class OtherSave(msgspec.Struct, frozen=True):
             elif error.errno != errno.ENOENT:
                 raise
             return None
+
+
+def _opened_by(path: str) -> tuple[int, ...]:
+    """The other processes that have a file open, as far as this one may see them."""
+    path, pids = os.path.realpath(path), []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            files = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{name}/fd")}
+            if path in files and int(name) != os.getpid():
+                pids.append(int(name))
+    return tuple(sorted(pids))
 
 
 def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]:
@@ -215,19 +234,21 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
             return ()
         now_seconds = disk.modified_seconds(directory)  # since the file of the save that asks was put there
         read = [OtherSave.read(disk, directory, name, now_seconds=now_seconds) for name in names]
-        found = tuple(save for save in read if save is not None)
-        running = [save for save in found if save.is_over is False]
+        saves = tuple(save for save in read if save is not None)
+        running = [save for save in saves if save.is_over is False]
         if not running:
             break
         if min(save.mark for save in running) < mark or time.monotonic() > deadline_seconds:
+            what, advice = f"another save is running into {directory}", "wait until it is over or end that process"
+            if running[0].heirs:
+                what, advice = f"{directory} is locked by a save that is over", "end that process"
             raise errors.StorageError(
-                f"another save is running into {directory} ({running[0]}): wait until it is "
-                "over or end that process, or save to another directory; nothing of it has been touched",
+                f"{what} ({running[0]}): {advice}, or save to another directory; nothing of it has been touched",
                 path=directory,
                 operation="begin",
             )
         time.sleep(_LOOK_AGAIN_SECONDS)
-    for save in found:
+    for save in saves:
         if save.is_over is None:
             logger.warning(
                 "%s: another save is running into it, or its machine crashed (%s). If it is running, one of the two "
@@ -235,7 +256,7 @@ def others_in(disk: Disk, directory: str, *, mark: str) -> tuple[OtherSave, ...]
                 directory,
                 save,
             )
-    return found
+    return saves
 
 
 @contextlib.contextmanager
@@ -294,8 +315,8 @@ def identity(disk: Disk, directory: str, save_id: str) -> str:
     """A text that all ranks have in common which see the same file of a save, and so the same directory. It is empty if
     there is none.
     """
-    found = disk.fingerprint(_path(directory, save_id))
-    return "" if found is None else repr(found)
+    fingerprint = disk.fingerprint(_path(directory, save_id))
+    return "" if fingerprint is None else repr(fingerprint)
 
 
 # What saves have left.
@@ -456,8 +477,8 @@ def name_left_over(error: BaseException, paths: Collection[str]) -> None:
     if not paths:
         return
     shown = listed(sorted(set(paths)), _SHOWN_IN_ERRORS)
-    told = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
+    text = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
     if isinstance(error, errors.RobustCheckpointError):
-        error.message = f"{error.message}; {told}"
+        error.message = f"{error.message}; {text}"
     else:
-        logger.warning("%s", told)
+        logger.warning("%s", text)
