@@ -47,6 +47,7 @@ class Written(msgspec.Struct, frozen=True):
         places: int64 ``[n, 2]``, offset and length of the rank's items of variable size, in plan order. No bytes if the
             coordinator knows these places.
         unloadable: objects that a load would refuse, and why, by key.
+        hashes: the SHA-256 of the rank's files, if they are wanted.
     """
 
     row: bytes = b""
@@ -54,6 +55,7 @@ class Written(msgspec.Struct, frozen=True):
     how: tuple[str, ...] = ()
     places: bytes = b""
     unloadable: dict[str, str] = {}
+    hashes: dict[str, str] = {}
 
     def with_row(self, rank: int, clock: PhaseClock, nbytes: int, files: int, how: Sequence[str]) -> Written:
         """The message of a rank whose row is to be in the report. Its texts have bounded lengths.

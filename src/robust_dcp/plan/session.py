@@ -371,6 +371,9 @@ class SaveSession:
         if messages is None:
             return
         self.messages = messages
+        if self.writer is not None:
+            for message in filter(None, messages):
+                self.writer.directory.hashes.update(message.hashes)
         told = {rank: message.unloadable for rank, message in enumerate(messages) if message and message.unloadable}
         if told:
             self.unloadable_objects = report_unloadable(self.checkpoint, told)
@@ -402,10 +405,10 @@ class SaveSession:
         places = b""
         if known_places is None or not np.array_equal(known_places, written.variable_places):
             places = written.variable_places.astype("<i8").tobytes()
-        told = Written(places=places, unloadable=unloadable)
+        told = Written(places=places, unloadable=unloadable, hashes=writer.directory.hashes)
         if writer.options.report:
             return told.with_row(rank, self.clock, written.nbytes, len(written.names), written.how)
-        return told if places or unloadable else None
+        return told if places or unloadable or told.hashes else None
 
     def _written_offer(self, _: Written | None) -> Offer:
         """By the digest of this rank's places the coordinator notices if it would fill in other places than it
