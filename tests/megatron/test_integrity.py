@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,18 +14,20 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import torch
 import torch.distributed as dist
 
-from robust_dcp import CorruptCheckpoint, RobustCheckpointError
+import robust_dcp
+from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustWriter, StorageError
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.integrity import MANIFEST_FILE, save_manifest, verify_files
+from robust_dcp.megatron.integrity import MANIFEST_FILE, encode_manifest, verify_files
 from robust_dcp.megatron.versions import backend_of
+from tests.faults.disk import FaultDisk
 from tests.harness.damage import flip_bit
 from tests.megatron.torch_dist import Scenarios, failures_of
 
 SCENARIOS = Scenarios()
-NOBODYS = "common.pt"
-"""The file that no rank has written in this save."""
+OF_MEGATRON = "common.pt"
 
 
 def on_rank_0(act: Callable[[], object]) -> None:
@@ -34,19 +37,16 @@ def on_rank_0(act: Callable[[], object]) -> None:
     dist.barrier()
 
 
-def save(directory: Path, of_rank_1: str = "__1_0.distcp") -> None:
-    """Hash a directory as it is when two ranks have written a file each, and Megatron its own."""
-
-    def write() -> None:
-        (directory / "a_directory").mkdir(parents=True, exist_ok=True)
-        (directory / "__0_0.distcp").write_bytes(os.urandom(3 << 20))
-        (directory / "__1_0.distcp").write_bytes(b"")
-        (directory / NOBODYS).write_bytes(os.urandom(7))
-        (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-
-    on_rank_0(write)
-    names = ["__0_0.distcp" if dist.get_rank() == 0 else of_rank_1]
-    save_manifest(Channel.for_group(timeout_seconds=50), "save", str(directory), names)
+def save(directory: Path) -> None:
+    """As the saves of Megatron that ask for a manifest do, which 0.16.1 does not know."""
+    writer = RobustWriter(directory, report=False)
+    writer.beside = {
+        OF_MEGATRON: os.urandom(7),
+        MANIFEST_FILE: encode_manifest,
+        "metadata.json": b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}',
+    }
+    robust_dcp.save({f"of rank {dist.get_rank()}": torch.rand(1 << 19)}, storage_writer=writer, timeout_seconds=50)
+    dist.barrier()  # no rank waits until the coordinator has tidied up
 
 
 def verify(directory: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -54,12 +54,12 @@ def verify(directory: Path, group: dist.ProcessGroup | None = None) -> None:
 
 
 @SCENARIOS.add
-def the_manifest_names_each_file_with_its_sha256(directory: Path) -> None:
+def the_manifest_names_each_file_with_its_sha256_but_the_index_which_has_checksums(directory: Path) -> None:
     for _ in range(2):  # the second replaces the first
         save(directory)
     manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
-    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != MANIFEST_FILE)
-    assert manifest["algorithm"] == "sha256"
+    files = [path for path in directory.iterdir() if path.name not in (MANIFEST_FILE, ".robust_dcp.index")]
+    assert manifest["algorithm"] == "sha256" and len(files) == 5
     assert manifest["files"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     rank_0_alone = dist.new_group([0])  # a job of another size may verify it
     if dist.get_rank() == 0:
@@ -67,10 +67,15 @@ def the_manifest_names_each_file_with_its_sha256(directory: Path) -> None:
 
 
 @SCENARIOS.add
-def a_file_that_a_rank_cannot_hash_fails_all_ranks_and_leaves_no_manifest(directory: Path) -> None:
-    error, ((rank, message),) = failures_of(lambda: save(directory, "is_not_there"))
-    assert rank == 1 and "is_not_there" in message and "hash files" in str(error)
-    assert not (directory / MANIFEST_FILE).exists()
+def whenever_a_save_ends_the_manifest_is_that_of_the_checkpoint(directory: Path) -> None:
+    save(directory)
+    with FaultDisk(directory, on={"rename:.metadata": OSError(errno.EIO, "")}):
+        failures_of(lambda: save(directory))
+    verify(directory)
+    with FaultDisk(directory, on={f"rename:{OF_MEGATRON}": OSError(errno.EIO, "")}), pytest.raises(StorageError):
+        save(directory)
+    assert list(directory.glob(f"{MANIFEST_FILE}.*"))  # as after a kill, before they get their names
+    verify(directory)
 
 
 def name_a_file_outside(path: Path) -> None:
@@ -80,9 +85,10 @@ def name_a_file_outside(path: Path) -> None:
 
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
-    ("__0_0.distcp", lambda path: flip_bit(path, 1 << 20), ".distcp: expected"),
-    (NOBODYS, Path.unlink, f"{NOBODYS}: No such file"),
-    (NOBODYS, lambda path: (path.unlink(), os.mkfifo(path)), f"{NOBODYS}: no regular file"),
+    ("__1_0.*.distcp", lambda path: flip_bit(path, 1 << 20), ".distcp: expected"),
+    (".metadata", lambda path: path.write_bytes(path.read_bytes() + b"."), ".metadata: expected"),
+    (OF_MEGATRON, Path.unlink, f"{OF_MEGATRON}: No such file"),
+    (OF_MEGATRON, lambda path: (path.unlink(), os.mkfifo(path)), f"{OF_MEGATRON}: no regular file"),
     (MANIFEST_FILE, Path.unlink, "only a checkpoint that was saved with --verify-integrity can be verified"),
     (MANIFEST_FILE, lambda path: path.write_text("{"), "is not a manifest of files"),
     (MANIFEST_FILE, lambda path: path.write_text('{"x":' * 100_000), "is not a manifest of files"),
@@ -98,7 +104,7 @@ def all_ranks_are_told_what_is_not_as_it_was_saved(directory: Path) -> None:
     for number, (name, damage, told) in enumerate(DAMAGE):
         damaged = directory / str(number)
         on_rank_0(lambda damaged=damaged: shutil.copytree(directory / "whole", damaged))
-        on_rank_0(lambda path=damaged / name, damage=damage: damage(path))
+        on_rank_0(lambda damaged=damaged, name=name, damage=damage: damage(*damaged.glob(name)))
         with pytest.raises(RobustCheckpointError) as caught:
             verify(damaged)
         assert told in str(caught.value) and "CheckpointingException" in str(caught.value)

@@ -655,4 +655,34 @@ def a_checkpoint_of_another_format_is_left_to_megatron_and_that_is_said(director
     assert len(messages) == 1 and "loads of of_tomorrow checkpoints (only torch_dist is taken over)" in messages[0]
 
 
+@SCENARIOS.add
+def a_save_that_is_committed_after_the_common_state_was_read_is_loaded_whole(directory: Path) -> None:
+    """A rank builds its factories when the common state has been read, and no shard."""
+    with chosen():
+        for step in (1, 2, 3):
+            save(_state(step), directory / str(step))
+
+    def template(*commits_in_between: int) -> dict[str, Any]:
+        halves, numbers = _halves("halves", torch.zeros(4)), iter(commits_in_between)
+
+        def build(*args: Any) -> Any:
+            number = next(numbers, None)
+            if dist.get_rank() == 0 and number is not None:
+                shutil.rmtree(directory / "latest")
+                shutil.copytree(directory / str(number), directory / "latest")
+            return halves.build_fn(*args)
+
+        return _template() | {"halves": ShardedTensorFactory("halves", halves.data, build, halves.merge_fn)}
+
+    if dist.get_rank() == 0:
+        shutil.copytree(directory / "1", directory / "latest")
+    dist.barrier()
+    with chosen():
+        loaded = _load(directory / "latest", lambda: template(2))
+        assert loaded == _load(directory / "2") and loaded["iteration"] == 2
+        with pytest.raises(StorageError, match="latest was overwritten while it was loaded: load it again once"):
+            _load(directory / "latest", lambda: template(3, 1))
+        assert _load(directory / "latest")["iteration"] == 1
+
+
 test_on_two_ranks = SCENARIOS.test()

@@ -125,7 +125,7 @@ class Scenario:
             return
         # A killed conversion leaves a directory that tells by its name what it is (docs/cli.md).
         left = [each.name for each in Path(directory).rglob("*") if ".converting-" not in str(each)]
-        unfinished = (".robust_dcp.saving", "common.pt.", "metadata.json.")
+        unfinished = (".robust_dcp.saving", "common.pt.", "integrity.json.", "metadata.json.")
         rest = [name for name in left if name.endswith((".tmp", ".lock")) or name.startswith(unfinished)]
         # What a manager notes is some bytes, and stays if it is killed just then.
         rest = [name for name in rest if not name.startswith(("latest.", ".robust_dcp.step.json."))]

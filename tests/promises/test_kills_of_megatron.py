@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from robust_dcp.storage.files.paths import mark_of
 from tests.megatron.torch_dist import chosen, queue_option
 from tests.promises.scenarios import Scenario
 from tests.promises.test_kills import left_by_kills, left_by_power_cuts
+
+MANIFEST = {"verify_integrity": True} if "verify_integrity" in signature(dist_checkpointing.save).parameters else {}
 
 
 def state(value: int) -> dict[str, Any]:
@@ -52,10 +55,11 @@ def save(directory: str, value: int, *, is_async: bool = False) -> None:
 
     def act() -> None:
         if not is_async:
-            dist_checkpointing.save(state(value), path, RobustSaveStrategy())
+            dist_checkpointing.save(state(value), path, RobustSaveStrategy(), **MANIFEST)
             return
         strategy = FullyParallelSaveStrategyWrapper(RobustSaveStrategy(), dist.group.WORLD, True)
-        dist_checkpointing.save(state(value), path, strategy, async_sharded_save=True, **queue_option()).execute_sync()
+        options = queue_option() | MANIFEST
+        dist_checkpointing.save(state(value), path, strategy, async_sharded_save=True, **options).execute_sync()
 
     in_job(act)
 
@@ -64,7 +68,7 @@ def iteration(directory: str) -> int | None:
     """The iteration whose weights and learning rate are there; ``None`` if Megatron finds no checkpoint."""
     path = f"{directory}/c"
     try:
-        loaded = in_job(lambda: dist_checkpointing.load(state(-1), path, RobustLoadStrategy()))
+        loaded = in_job(lambda: dist_checkpointing.load(state(-1), path, RobustLoadStrategy(), **MANIFEST))
     except (CheckpointingException, RobustCheckpointError) as error:
         if "is not a distributed checkpoint" in str(error) or "does not exist" in str(error):
             return None

@@ -14,13 +14,14 @@ and here each step is then done on that rank alone.
 | validate | a gather, if this structure was not found valid before, or the mode needs the keys of all ranks |
 | strictness | a broadcast of the checkpoint's keys and a barrier; only in modes that compare keys |
 | read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` in each of its groups |
-| merge | a barrier |
+| merge | ``agree``: rank 0 looks whether another save was committed since it has read the common state |
 """
 
 from __future__ import annotations
 
 import inspect
 import io
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +37,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from robust_dcp import api
-from robust_dcp.comm import Channel
-from robust_dcp.errors import entry_point
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.megatron import common_state, integrity, versions
 from robust_dcp.megatron.access import PART, agree_on_access, key_of
 from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
@@ -51,10 +52,12 @@ from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.pieces import PieceReader
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.metadata_source import MetadataSource
+from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.switch.patching import log_left_to_stock
+
+logger = logging.getLogger(__name__)
 
 CheckpointDir = str | os.PathLike[str]
 
@@ -302,11 +305,12 @@ def load_sharded_metadata(_: Any, strategy: Any, checkpoint_dir: CheckpointDir) 
 
 class _Opened(msgspec.Struct, frozen=True):
     """What rank 0 found in the directory. ``common`` has the bytes of the common state, in ``torch.save``'s format.
-    ``is_file`` says whether they came from ``common.pt``."""
+    ``is_file`` says whether they came from ``common.pt``, and ``fit`` tells this ``.metadata`` from other saves'."""
 
     backend: str
     common: bytes = b""
     is_file: bool = True
+    fit: bytes = b""
 
 
 class _Keys(msgspec.Struct, frozen=True):
@@ -329,6 +333,10 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     bound = inspect.signature(stock).bind(*args, **kwargs)
     bound.apply_defaults()
+    return _load(stock, bound, is_last_try=False)
+
+
+def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_try: bool) -> Any:
     call = bound.arguments
     directory, strategy = directory_path(call["checkpoint_dir"]), call["sharded_strategy"]
     group, timeout_seconds = call.get("process_group"), current_options().exchange_timeout_seconds
@@ -343,7 +351,7 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
         if opened.backend != "torch_dist":
             log_left_to_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
-            return stock(*args, **kwargs)
+            return stock(*bound.args, **bound.kwargs)
 
         result: dict[str, Any] = {}
         sharded: dict[str, Any] = {}
@@ -375,12 +383,17 @@ def load(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
         loaded = _read(sharded, directory, strategy, group, channel, phase, no_dist=no_dist)
 
-        def merge_loaded() -> None:
+        def merge_loaded() -> Offer:
             nonlocal result
             merge(result, loaded)
             result = apply_factory_merges(result, factories)
+            return Offer(flags=int(channel.is_coordinator and MetadataSource(Disk(), directory).fit() != opened.fit))
 
-        channel.barrier(f"{phase}: merge", merge_loaded)
+        if channel.agree(f"{phase}: merge", merge_loaded).count(1):  # shards and common state may be of two saves
+            if is_last_try:
+                raise overwritten(directory, StorageError("saves were committed meanwhile", path=directory))
+            logger.warning("%s was overwritten while it was loaded: it is loaded once more", directory)
+            return _load(stock, bound, is_last_try=True)
     return (result, missing, unexpected) if returns_mismatch else result
 
 
@@ -448,14 +461,15 @@ def _read_common(directory: str) -> _Opened:
     """Read the common state's bytes from ``common.pt``, or from a ShardedObject as Megatron 0.19 saves it."""
     path = os.path.join(directory, common_state.COMMON_FILE)
     source, trusted = MetadataSource(Disk(), directory), current_options().trusted
+    fit = source.fit()
     file = source.read_beside(common_state.COMMON_FILE, common_state.MAX_NBYTES, trusted=trusted)
     if file is not None:
-        return _Opened("torch_dist", file)
+        return _Opened("torch_dist", file, fit=fit)
     key = ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key
     reader = PieceReader(directory, buffer_nbytes=_BUFFER_NBYTES)
     if key not in reader.metadata.state_dict_metadata:
         raise CheckpointingException(f"Common file {path} does not exist")
-    return _Opened("torch_dist", dict(reader.objects([key]))[key], is_file=False)
+    return _Opened("torch_dist", dict(reader.objects([key]))[key], is_file=False, fit=fit)
 
 
 def _decoded(opened: _Opened, directory: str) -> Any:

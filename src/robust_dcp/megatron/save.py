@@ -1,16 +1,15 @@
 """Saves of the format ``torch_dist``: ``megatron.core.dist_checkpointing.save`` and Megatron's save strategies.
 
-Stock applies factories, writes ``common.pt`` on rank 0 and writes ``metadata.json`` between its collectives, where
-other ranks do not hear of a failure. Here these steps run inside exchanges, so a failure reaches all ranks, and both
-files are committed with the shards: a process that is killed leaves no shards beside the iteration of another save.
-This module owns the order of the steps.
+Stock applies factories, writes ``common.pt`` on rank 0 and writes ``metadata.json`` and the manifest of hashes between
+its collectives, where other ranks do not hear of a failure. Here these steps run inside exchanges, so a failure reaches
+all ranks, and these files are committed with the shards: a process that is killed leaves no shards beside the iteration
+of another save. This module owns the order of the steps.
 
 | step | exchanges |
 | --- | --- |
 | prepare | ``agree``: each rank offers the signature of the shards it accesses and the digest of its common state |
 | validate | none, if all ranks found this structure valid before; else a gather |
-| write, commit | those of :func:`robust_dcp.save`; rank 0 commits ``common.pt`` and ``metadata.json``, too |
-| manifest | a gather of the files' hashes; only with ``verify_integrity`` |
+| write, commit | those of :func:`robust_dcp.save`; rank 0 commits ``common.pt``, ``metadata.json``, the manifest |
 
 An asynchronous save returns when each rank has copied the data that it writes. It finishes in the finalizer of its
 request.
@@ -22,7 +21,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -42,6 +40,7 @@ from robust_dcp.megatron.failures import as_megatron_raises, meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import MegatronPlanner, ShardFacts
 from robust_dcp.report import SaveReport
+from robust_dcp.storage.committing.save import FileBeside
 from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.layouts.places import separated
 from robust_dcp.storage.records.kinds import NotData
@@ -58,7 +57,7 @@ def _save_shards(
     strategy: Any,
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: CheckpointDir,
-    beside: Mapping[str, bytes | None] = {},
+    beside: Mapping[str, FileBeside] = {},
     **known: Any,
 ) -> Any:
     """Save the shards of a sharded state dict, now or beside training. All ranks of the group call it together.
@@ -210,7 +209,7 @@ class _Prepared(msgspec.Struct, eq=False):
 
     sharded: dict[str, Any] = msgspec.field(default_factory=dict)
     facts: ShardFacts = msgspec.field(default_factory=lambda: ShardFacts([]))
-    beside: dict[str, bytes | None] = msgspec.field(default_factory=dict)
+    beside: dict[str, FileBeside] = msgspec.field(default_factory=dict)
     refused: dict[str, NotData] = msgspec.field(default_factory=dict)
     digests: common_state.LeafDigests = msgspec.field(default_factory=lambda: common_state.LeafDigests({}))
 
@@ -247,21 +246,24 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         known = {"facts": prepared.facts, "refused": prepared.refused}
         return _save_shards(save, call["sharded_strategy"], prepared.sharded, directory, prepared.beside, **known)
 
-    # It may run much later, so it keeps no part of the state dict.
-    hashes_files = call.get("verify_integrity", False)
-    finish = partial(_finish, strategy, channel, phase, directory, hashes_files)
-    if not is_async:
-        report = save_shards(api.save)
-        log_report(report)
-        finish(report)
-        return None
-    return request_for(request_class, BackgroundSave(save_shards(async_save)), finish)
+    def finish(report: SaveReport) -> None:
+        if strategy is not None and not isinstance(strategy, tuple):
+            strategy.last_report = report
+
+    if is_async:
+        return request_for(request_class, BackgroundSave(save_shards(async_save)), finish)
+    report = save_shards(api.save)
+    log_report(report)
+    finish(report)
+    return None
 
 
 def _prepare_and_validate(
     call: Mapping[str, Any], directory: str, strategy: Any, channel: Channel, phase: str
 ) -> _Prepared:
     prepared = _Prepared()
+    if call.get("verify_integrity", False):
+        prepared.beside[integrity.MANIFEST_FILE] = integrity.encode_manifest  # each rank hashes what it writes
     validates = call["validate_access_integrity"]
 
     def prepare() -> ShardFacts:
@@ -283,7 +285,7 @@ def _prepare_and_validate(
             # The last one gets its name last, because it says that the checkpoint is complete. What an earlier
             # checkpoint had, and this one has not, goes: a common state of before, and the hashes of its files.
             prepared.beside.setdefault(common_state.COMMON_FILE, None)
-            prepared.beside[integrity.MANIFEST_FILE] = None
+            prepared.beside.setdefault(integrity.MANIFEST_FILE, None)
             prepared.beside[common_state.CONFIG_FILE] = versions.checkpoint_config(strategy)
         prepared.facts = ShardFacts(nested_values(prepared.sharded))
         return prepared.facts
@@ -298,26 +300,3 @@ def _prepare_and_validate(
     if is_wanted and not check.is_known:
         check.run(f"{phase}: validate")
     return prepared
-
-
-@entry_point
-def _finish(
-    strategy: Any,
-    channel: Channel,
-    phase: str,
-    directory: str,
-    hashes_files: bool,
-    report: SaveReport,
-) -> None:
-    """The last step of a save, after the checkpoint is committed.
-
-    Args:
-        strategy: the strategy, without a wrapper.
-        hashes_files: whether a manifest is wanted.
-        report: the report of saving the shards.
-    """
-    if strategy is not None and not isinstance(strategy, tuple):
-        strategy.last_report = report
-    if hashes_files:
-        with as_megatron_raises():
-            integrity.save_manifest(channel, phase, directory, report.files)

@@ -29,8 +29,10 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
 from robust_dcp.decoding import from_json
+from robust_dcp.megatron.options import current_options
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.small_files import read_small_file
+from robust_dcp.storage.reading.metadata_source import MetadataSource
 
 _MAX_CONFIG_NBYTES = 1 << 20
 
@@ -151,13 +153,17 @@ def backend_of(checkpoint_dir: str) -> str:
 
     Raises:
         CheckpointingException: there is no such directory, or no ``metadata.json`` in it.
-        CorruptCheckpoint, StorageError: ``metadata.json`` is damaged or cannot be read.
+        CorruptCheckpoint, StorageError: ``metadata.json`` is damaged, of another save, or cannot be read.
     """
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist")
     path, what = os.path.join(checkpoint_dir, core.CONFIG_FNAME), "a JSON object with the field sharded_backend"
     decode = partial(from_json, kind=_Config)
-    config = read_small_file(Disk(), path, decode, what=what, at_most=_MAX_CONFIG_NBYTES)
+    disk, trusted = Disk(), current_options().trusted
+    read = partial(
+        MetadataSource(disk, checkpoint_dir).read_beside, core.CONFIG_FNAME, _MAX_CONFIG_NBYTES, trusted=trusted
+    )
+    config = read_small_file(disk, path, decode, what=what, at_most=_MAX_CONFIG_NBYTES, read=read)
     if config is None:
         raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
     return config.sharded_backend[:100]

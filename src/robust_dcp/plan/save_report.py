@@ -48,6 +48,7 @@ class Written(msgspec.Struct, frozen=True):
         places: int64 ``[n, 2]``, offset and length of the rank's items of variable size, in plan order. No bytes if the
             coordinator knows these places.
         unloadable: objects that a load would refuse, and why, by key.
+        hashes: the SHA-256 of the rank's files, if they are wanted.
     """
 
     row: bytes = b""
@@ -55,16 +56,15 @@ class Written(msgspec.Struct, frozen=True):
     how: tuple[str, ...] = ()
     places: bytes = b""
     unloadable: dict[str, str] = {}
+    hashes: dict[str, str] = {}
 
 
-def written_with_row(
-    places: bytes, unloadable: dict[str, str], rank: int, clock: PhaseClock, files: WrittenFiles
-) -> Written:
-    """The message of a rank whose row is to be in the report. Its texts have bounded lengths."""
+def with_row(message: Written, rank: int, clock: PhaseClock, files: WrittenFiles) -> Written:
+    """The message with the row of the rank in the report. Its texts have bounded lengths."""
     seconds = {phase.name: phase.seconds for phase in clock.records}
     row = _ROW.pack(seconds["plan"], seconds.get("stage", 0.0), clock.own_write_seconds, files.nbytes, len(files.names))
     how = tuple(map(shortened, (*files.how, *clock.remarks)[:_MOST_TEXTS]))
-    return Written(row, shortened(node_name(rank)), how, places, unloadable)
+    return msgspec.structs.replace(message, row=row, node=shortened(node_name(rank)), how=how)
 
 
 def make_report(

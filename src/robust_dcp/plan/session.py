@@ -47,7 +47,7 @@ from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
 from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
-from robust_dcp.plan.save_report import Written, make_report, written_with_row
+from robust_dcp.plan.save_report import Written, make_report, with_row
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
 from robust_dcp.report import PlanReport, SaveReport, listed
 from robust_dcp.save_queue import SaveFuture
@@ -458,6 +458,8 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
             if is_on_nodes and what:
                 raise not_one_directory(checkpoint, f"rank {agreement.first_rank(_LEADS_DIRECTORY)}", what)
         messages = messages or []
+        for message in filter(None, messages):
+            session.writer.directory.hashes.update(message.hashes)
         refused = {rank: each.unloadable for rank, each in enumerate(messages) if each and each.unloadable}
         unloadable = report_unloadable(checkpoint, refused) if refused else {}
         return WrittenSave(self, *here, is_on_nodes, messages, agreement.signature, unloadable)
@@ -487,9 +489,10 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
         places, refused = b"", session.unloadable.refused
         if places_before is None or not np.array_equal(places_before, files.variable_places):
             places = files.variable_places.astype("<i8").tobytes()
+        message = Written(places=places, unloadable=refused, hashes=session.writer.directory.hashes)
         if session.writer.options.report:
-            return written_with_row(places, refused, self.plan.channel.rank, session.clock, files)
-        return Written(places=places, unloadable=refused) if places or refused else None
+            return with_row(message, self.plan.channel.rank, session.clock, files)
+        return message if places or refused or message.hashes else None
 
     def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> WrittenSave:
         """Do the same as :meth:`write` when stock ``save`` calls the writer's ``write_data``.

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from robust_dcp.environment import node_of
 from robust_dcp.errors import StorageError, entry_point, ranks_in_words
-from robust_dcp.storage.committing.save import MetadataToPublish, Save, not_one_directory
+from robust_dcp.storage.committing.save import FileBeside, MetadataToPublish, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import absolute, directory_path, is_url, mark_of, place_of, uncommitted_name
@@ -77,9 +77,8 @@ class RobustWriter(StorageWriter):
             an async save runs.
         checkpoint_id: the place that the checkpoint and its report name as their own: the path as it was given, or
             where they are moved or copied to.
-        beside: the files that the checkpoint has beside its data, by name, such as Megatron's ``common.pt``; ``None``
-            for one that it does not have, although an earlier checkpoint in the directory may have it. Set it on the
-            rank that commits. They are committed with the data.
+        beside: the files that the checkpoint has beside its data, by name. They are committed with the data. Set it on
+            the rank that commits, and what is made from the hashes of all files on every rank.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
             them.
 
@@ -106,7 +105,7 @@ class RobustWriter(StorageWriter):
         self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
         self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
-        self.beside: Mapping[str, bytes | None] = {}
+        self.beside: Mapping[str, FileBeside] = {}
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
         self._directory: Save | None = None
@@ -199,6 +198,8 @@ class RobustWriter(StorageWriter):
         written = self.write_files(files, source, check_stop, self.directory.not_removed)
         self.directory.written = tuple(map(uncommitted_name, written.names))
         self.directory.files.update(self.directory.written, written.names)
+        if self.directory.needs_hashes:
+            self.directory.hash_written(check_stop)
         return written
 
     # The hooks of `torch.distributed.checkpoint.save`, in the order in which it calls them.
@@ -326,7 +327,9 @@ class RobustWriter(StorageWriter):
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-        note_files_beside(meta, {name: digest_beside(data) for name, data in self.beside.items() if data is not None})
+        note_files_beside(
+            meta, {name: digest_beside(data) for name, data in self.beside.items() if isinstance(data, bytes)}
+        )
         return meta
 
     @classmethod

@@ -53,6 +53,7 @@ from robust_dcp.storage.files.paths import (
     NODES_NAME,
     SAFETENSORS_SUFFIX,
     STAGING_PREFIX,
+    committed_name,
     is_data_file,
     mark_of,
     name_before_commit,
@@ -60,7 +61,7 @@ from robust_dcp.storage.files.paths import (
 )
 from robust_dcp.storage.files.small_files import read_hint
 from robust_dcp.storage.layouts.places import Layout
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, digest_beside, referenced_files
 from robust_dcp.structure_cache import Cache
 from robust_dcp.threads import submit
 
@@ -134,6 +135,12 @@ def _committed_in(disk: Disk, path: str) -> _Committed | None:
     return _Committed(fingerprint, files, save_id if isinstance(save_id, str) else None)
 
 
+FileBeside = bytes | Callable[[Mapping[str, str]], bytes] | None
+"""A file that a checkpoint has beside its data, such as Megatron's ``common.pt``: its bytes; or what makes them from
+the SHA-256 of the other files of the checkpoint, by name; or ``None`` if the checkpoint has no such file, although an
+earlier one in the directory may have it."""
+
+
 class NodeOfSave(msgspec.Struct, frozen=True):
     """A node that has written a part of a checkpoint, if the nodes of the save share no directory.
 
@@ -183,8 +190,7 @@ class Save:
         path: the checkpoint's directory.
         layout: the layout of the data files.
         save_id: the id of the save, which ``.metadata`` will hold.
-        beside: the files that the checkpoint has beside its data, by name; ``None`` for one that it does not have.
-            Given on the rank that commits.
+        beside: the files that the checkpoint has beside its data. Given on the rank that commits.
         overwrite: whether a committed checkpoint in the directory may be replaced.
         is_staged: whether the checkpoint belongs to a URL. Then the directory is this user's alone.
 
@@ -194,6 +200,8 @@ class Save:
         left_overs: what other saves have left there.
         written: the names of the files that this rank has written, before the commit.
         files: the names of the files that this rank has made, or that it commits.
+        hashes: the SHA-256 of data files by name, if a file beside the data is made from them: of those that this rank
+            has written, and on the rank that commits of those that it has been told.
         not_removed: paths of files that this rank made and could not remove. Whoever fails to remove one adds it here.
         may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed.
     """
@@ -205,7 +213,7 @@ class Save:
         layout: Layout,
         save_id: str,
         *,
-        beside: Mapping[str, bytes | None],
+        beside: Mapping[str, FileBeside],
         overwrite: bool,
         is_staged: bool,
     ) -> None:
@@ -216,6 +224,7 @@ class Save:
         self.left_overs = LeftOvers()
         self.written: tuple[str, ...] = ()
         self.files: set[str] = set()
+        self.hashes: dict[str, str] = {}
         self.not_removed: list[str] = []
         self.may_be_committed = False
         self._disk = disk
@@ -397,8 +406,11 @@ class Save:
                 self._go_without_index(error)
         names_beside = self._names_beside()
         self.files.update(names_beside)
+        of_files = self._hashes_of_all(set(files)) if self.needs_hashes else {}
         for before, name in names_beside.items():
-            self._disk.write_file(self._path_of(before), self._files_beside[name] or b"")
+            content = self._files_beside[name] or b""
+            data = content(of_files) if callable(content) else content
+            self._disk.write_file(self._path_of(before), data)
         for before, name in uncommitted.items():
             if before != name:
                 self._disk.rename(self._path_of(before), self._path_of(name))
@@ -460,6 +472,28 @@ class Save:
         """The names of the files beside the data after the commit, by those before it."""
         mark = mark_of(self.save_id)
         return {name_before_commit(name, mark): name for name, data in self._files_beside.items() if data is not None}
+
+    @property
+    def needs_hashes(self) -> bool:
+        """Whether a file beside the data is made from the hashes of the others."""
+        return any(map(callable, self._files_beside.values()))
+
+    def hash_written(self, check_stop: Callable[[int, int], None]) -> None:
+        """Hash the data files that this rank has written, into :attr:`hashes`.
+
+        Raises:
+            StorageError: one cannot be read.
+        """
+        paths = {committed_name(name): self._path_of(name) for name in self.written}
+        self.hashes.update(self._disk.hashes_of(paths, check_stop))
+
+    def _hashes_of_all(self, names: set[str]) -> dict[str, str]:
+        """The SHA-256 of the files of the new checkpoint by name, of its data files as the ranks have hashed them. The
+        index is not among them: it gets its name before the commit, and has checksums of its own."""
+        hashes = dict(self.hashes)
+        hashes |= self._disk.hashes_of({name: self._path_of(uncommitted_name(name)) for name in names - hashes.keys()})
+        hashes |= {name: digest_beside(data) for name, data in self._files_beside.items() if isinstance(data, bytes)}
+        return hashes | self._disk.hashes_of({METADATA_NAME: self._unfinished(METADATA_NAME)})
 
     def _go_without_index(self, error: StorageError) -> None:
         """A step of writing the index has failed: nothing of it stays, and the checkpoint has none."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 # One call takes at most IOV_MAX buffers: 1024 on Linux, macOS and the BSDs.
 _BUFFERS_PER_CALL: Final = 1024
+
+_HASHED_NBYTES: Final = 1 << 20
 
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
@@ -157,6 +160,28 @@ class Disk:
         with self.reading(path) as file:
             length = min(at_most, file.nbytes)
             return file.nbytes, self.read(file, file.nbytes - length, length)
+
+    def hashes_of(
+        self, paths: Mapping[str, str], check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None
+    ) -> dict[str, str]:
+        """The SHA-256 of files, in hex, by name.
+
+        Args:
+            paths: by name.
+            check_stop: called between blocks with how many bytes are hashed, and how many there are.
+        """
+        total_nbytes = sum(self.read_end(path, 0)[0] for path in paths.values())
+        hashes, done_nbytes, buffer = dict[str, str](), 0, memoryview(bytearray(_HASHED_NBYTES))
+        for name, path in paths.items():
+            found = hashlib.sha256()
+            with self.reading(path) as file:
+                for offset in range(0, file.nbytes, _HASHED_NBYTES):
+                    n_read = self.pread_into(file, buffer[: file.nbytes - offset], offset)
+                    found.update(buffer[:n_read])
+                    done_nbytes += n_read
+                    check_stop(done_nbytes, total_nbytes)
+            hashes[name] = found.hexdigest()
+        return hashes
 
     def write_file(self, path: str, data: Buffer | Sequence[Buffer], *, durable: bool = True) -> Fingerprint:
         """Make a new file with these bytes; ``durable``: wait until the device has them. After an error the file may be

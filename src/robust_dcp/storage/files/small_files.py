@@ -23,23 +23,32 @@ NO_REGULAR_FILE: Final = (errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.ELOOP)
 """What the system says of a directory, a FIFO, a device, a socket, and of a link that is not followed."""
 
 
-def read_small_file(disk: Disk, path: str, decode: Callable[[bytes], T], *, what: str, at_most: int) -> T | None:
+def read_small_file(
+    disk: Disk,
+    path: str,
+    decode: Callable[[bytes], T],
+    *,
+    what: str,
+    at_most: int,
+    read: Callable[[], bytes | None] | None = None,
+) -> T | None:
     """What a file says; ``None`` if there is none, which is found out without our errors, because they need torch.
 
     Args:
         decode: gives the value, or raises ``ValueError``.
         what: the kind of file, in words, for the error.
         at_most: how many bytes it may have.
+        read: reads it, if that is more than to read what has this path.
 
     Raises:
         CorruptCheckpoint: it is no regular file, too long, or cannot be decoded.
         StorageError: the file system refuses.
     """
-    if not disk.exists(path):
+    if read is None and not disk.exists(path):
         return None
     reason = "what is no regular file"
     try:
-        data = disk.read_file(path, at_most)
+        data = disk.read_file(path, at_most) if read is None else read()
     except errors.StorageError as error:
         if error.errno not in NO_REGULAR_FILE:
             raise
