@@ -389,7 +389,8 @@ def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_t
             result = apply_factory_merges(result, factories)
             return Offer(flags=int(channel.is_coordinator and MetadataSource(Disk(), directory).fit() != opened.fit))
 
-        if channel.agree(f"{phase}: merge", merge_loaded).count(1):  # shards and common state may be of two saves
+        _, agreement = channel.agree(f"{phase}: merge", merge_loaded)
+        if agreement.count(1):  # shards and common state may be of two saves
             if is_last_try:
                 raise overwritten(directory, StorageError("saves were committed meanwhile", path=directory))
             logger.warning("%s was overwritten while it was loaded: it is loaded once more", directory)
