@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter, StorageError
@@ -84,6 +85,16 @@ def test_a_save_to_a_url_that_is_to_be_copied_elsewhere_too_is_refused_before_an
     call(state_dict(), checkpoint_id=tmp_path / "step_1", storage_writer=writer)
     robust_dcp.finish_async_saves()
     assert loaded(tmp_path / "elsewhere") == loaded(tmp_path / "step_1") == 1.0
+
+
+def test_a_writer_that_has_saved_to_a_url_keeps_its_own_place(tmp_path: Path, staging: Path) -> None:
+    writer, url = RobustWriter(tmp_path / "own"), f"memory://{tmp_path.name}/step_1"
+    planner = DefaultSavePlanner()
+    robust_dcp.save(state_dict(), checkpoint_id=url, storage_writer=writer, planner=planner)
+    assert planner.metadata.state_dict_metadata.keys() == {"w"}  # read there
+    assert writer.path == str(tmp_path / "own") and sorted(os.listdir(tmp_path)) == ["staging"]
+    robust_dcp.save(state_dict(), storage_writer=writer)
+    assert loaded(writer.path) == loaded(url) == 1.0
 
 
 PLACES = [
