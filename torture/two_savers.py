@@ -31,7 +31,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import robust_dcp
 from robust_dcp import RobustCheckpointError
 from tests.drain.test_stores import BUCKET, running_store
-from tests.faults.disk import CHANGES, Call, FaultDisk
+from tests.faults.disk import CHANGES, FaultDisk
 from tests.harness.ranks import run_ranks
 from torture.trials import Result, Trial, main
 
@@ -157,7 +157,7 @@ def _save(
     while not all(Path(directory, f"ready {each}").exists() for each in range(2)):
         time.sleep(0.002)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(FaultDisk(directory, on={_ALL_CALLS: _only(count)}))
+        stack.enter_context(FaultDisk(directory, on={_ALL_CALLS: count}))
         if options:
             import s3fs
 
@@ -174,10 +174,6 @@ def _save(
             stack.enter_context(mock.patch.object(s3fs.S3FileSystem, "_call_s3", counted))
         time.sleep(delays[rank])
         return _end_of(lambda: robust_dcp.save(_state(1.0 + rank), checkpoint_id=url))
-
-
-def _only(count: Callable[[], None]) -> Callable[[Call], None]:
-    return lambda call: count()
 
 
 def _save_in_threads(url: str, fails_at: int, delays: tuple[float, float]) -> list[str]:

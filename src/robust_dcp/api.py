@@ -169,10 +169,8 @@ def open_save(
             f"{type(planner).__name__} overrides {', '.join(planner.hooks_of_stock)}, which only "
             "torch.distributed.checkpoint.save calls: call that, or override set_up_planner or resolve_data instead"
         )
-    planning, is_staged = (
-        planner.open_planning(checkpoint_name(writer.checkpoint_id), **options),
-        is_url(writer.checkpoint_id),
-    )
+    planning = planner.open_planning(checkpoint_name(writer.checkpoint_id), **options)
+    is_staged = is_url(writer.checkpoint_id)
     delivery = Delivery(
         checkpoint=planning.checkpoint,
         writer=writer,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter, StorageError
@@ -84,6 +88,16 @@ def test_a_save_to_a_url_that_is_to_be_copied_elsewhere_too_is_refused_before_an
     call(state_dict(), checkpoint_id=tmp_path / "step_1", storage_writer=writer)
     robust_dcp.finish_async_saves()
     assert loaded(tmp_path / "elsewhere") == loaded(tmp_path / "step_1") == 1.0
+
+
+def test_a_writer_that_has_saved_to_a_url_keeps_its_own_place(tmp_path: Path, staging: Path) -> None:
+    writer, url = RobustWriter(tmp_path / "own"), f"memory://{tmp_path.name}/step_1"
+    planner = DefaultSavePlanner()
+    robust_dcp.save(state_dict(), checkpoint_id=url, storage_writer=writer, planner=planner)
+    assert planner.metadata.state_dict_metadata.keys() == {"w"}  # read there
+    assert writer.path == str(tmp_path / "own") and sorted(os.listdir(tmp_path)) == ["staging"]
+    robust_dcp.save(state_dict(), storage_writer=writer)
+    assert loaded(writer.path) == loaded(url) == 1.0
 
 
 PLACES = [
@@ -265,6 +279,34 @@ def test_a_save_to_a_url_at_which_another_has_arrived_says_whose_is_there_and_wh
     assert f"is committed in {left}, but it has not arrived at {url}: " in error.value.message
     assert f"there is another checkpoint at {url}, of the save {there.split('.')[-2]}" in error.value.message
     assert (loaded(url), loaded(left), told) == (2.0, 1.0, [])
+
+
+def test_of_two_saves_to_a_url_that_commit_at_the_same_moment_one_is_refused(
+    tmp_path: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one has looked and found nothing there. Then the other one commits and returns."""
+    url, writes = f"memory://{tmp_path.name}/step_1", MemoryFileSystem.pipe_file
+    is_there, goes_on, puts = threading.Event(), threading.Event(), list[str]()
+
+    @functools.wraps(writes)
+    def pipe_file(self: Any, path: str, *data: Any, **more: Any) -> None:
+        if path.endswith("/.metadata") and not puts:
+            puts.append(path)
+            is_there.set()
+            assert goes_on.wait(60)
+        writes(self, path, *data, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(save_to, url, 1.0)
+        assert is_there.wait(60)
+        try:
+            save_to(url, 2.0)
+        finally:
+            goes_on.set()
+        with pytest.raises(StorageError, match=f"it has not arrived at {url}: there is another checkpoint at"):
+            first.result(60)
+    assert loaded(url) == 2.0 and [loaded(each) for each in staging.iterdir()] == [1.0]
 
 
 def test_of_two_jobs_that_save_to_one_place_and_may_be_killed_each_that_returns_has_its_checkpoint_there() -> None:

@@ -510,9 +510,8 @@ class Operation:
     def stop_if_given_up(self) -> None:
         """Leave this rank's own work as :meth:`stop_if_announced` does, or if others may have given up on this rank.
 
-        A process that was frozen (``SIGSTOP``, say) first reads what has come meanwhile. If it stood still for all of
-        timeout, all neighbours have to be there still: they send beats. Before that its last beat may have been a while
-        ago.
+        A process that was frozen (``SIGSTOP``, say) first reads what has come meanwhile. If the others heard nothing of
+        it for the timeout, all neighbours have to be there still: they send beats.
 
         Raises:
             Stopped, ExchangeTimeout: let it leave the work.
@@ -525,7 +524,7 @@ class Operation:
         self.stop_if_announced()
         if exchange is None or exchange.stood_still_seconds + beat_seconds < self.timeout_seconds:
             return
-        lately = time.monotonic() - 1.5 * beat_seconds
+        lately = time.monotonic() - 1.5 * patience.BEAT_SECONDS  # what was sent before has been read long ago
         if any(exchange.heard.get(peer, 0.0) < lately for peer in exchange.tree.neighbours):
             rank, seconds = self.link.rank, exchange.stood_still_seconds
             text = f"rank {rank} stood still for {seconds:.1f} seconds, and others have given up on it"

@@ -321,7 +321,7 @@ class Copy:
                 "has removed or replaced them. The copy is not committed. Copy again when nothing else writes there"
             )
         if committed != manifest.metadata:
-            # Another copy may have committed since that look. Then its file stays, and this copy is refused.
+            # Another copy may have committed since that look. If its file can stay, this copy is refused.
             target.put(METADATA_NAME, manifest.metadata, is_new=committed is None)
             arrived = self._metadata_at_target(there) or b""
             if arrived != manifest.metadata:

@@ -62,13 +62,13 @@ def writer_of_save(checkpoint_id: str | os.PathLike[str] | None, storage_writer:
             # another error is raised later, on all ranks.
             with suppress(StorageError):
                 filesystem_of(place)
-            path, url = _staging_root(), place
+            url = place
     if storage_writer is None:
-        if path is None:
+        if checkpoint_id is None:
             raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
-        writer = RobustWriter(path)
+        writer = RobustWriter(_staging_root() if path is None else path)
     elif isinstance(storage_writer, RobustWriter):
-        storage_writer.reset(path)
+        storage_writer.reset(path)  # that of a save to a URL keeps its own place
         writer = copy.copy(storage_writer)  # the next save may begin with the same one before this save is over
     else:
         raise TypeError(

@@ -146,24 +146,24 @@ class Place:
         return self.disk.read_file(self.path_of(name), _MOST_METADATA_NBYTES)
 
     def put(self, name: str, data: bytes, *, is_new: bool = False) -> None:
-        """Write a small file, durably."""
-        self.write(name, lambda: [data], len(data), len(data), is_new=is_new)
+        """Write a small file, durably.
+
+        Args:
+            is_new: no such file was there. If there is one by now, it stays in a store that can do that in one call.
+        """
+        self.write(name, lambda: [data], len(data), len(data))
         self.sync()
 
-    def write(
-        self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int, *, is_new: bool = False
-    ) -> None:
+    def write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
         """Write a file in parts of ``part_nbytes``. It gets its name when all of it is there.
 
         Args:
             parts: gives the content. It is called again if the file is sent again.
-            is_new: if a file of that name is there, that one stays. Where this cannot be said in one call, the later of
-                two counts. In a store the file has one part.
         """
         n_tries = 0
         while True:
             try:
-                return self._write(name, parts, nbytes, part_nbytes, is_new)
+                return self._write(name, parts, nbytes, part_nbytes)
             except StorageError as error:  # noqa: PERF203 a try takes longer than that
                 # Other copies of this checkpoint that are over may have taken the unfinished file for a leftover.
                 is_taken = n_tries < _MOST_TAKEN and (error.errno, error.operation) == (errno.ENOENT, "rename")
@@ -224,9 +224,7 @@ class Place:
                 with suppress(StorageError):
                     self.disk.unlink(os.path.join(directory, name))
 
-    def _write(
-        self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int, is_new: bool
-    ) -> None:
+    def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
         path = self.path_of(name)
         if is_behind_link(self.disk, self.url, name):
             raise StorageError(
@@ -252,24 +250,13 @@ class Place:
             if hasattr(os, "posix_fadvise") and file.fd >= 0:
                 with suppress(OSError):  # what is read back shall come from the device, not from memory
                     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            give_name = self._give_new_name if is_new else self.disk.rename
-            self._calls.run("rename", path, lambda: give_name(unfinished, path))
+            self._calls.run("rename", path, lambda: self.disk.rename(unfinished, path))
         except BaseException:
             with suppress(StorageError):
                 self.disk.unlink(unfinished)
             raise
         finally:
             self.disk.close(file)
-
-    def _give_new_name(self, unfinished: str, path: str) -> None:
-        try:
-            self.disk.link(unfinished, path)
-        except StorageError as error:
-            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):  # there are no hard links
-                return self.disk.rename(unfinished, path)
-            if error.errno != errno.EEXIST:
-                raise
-        return self.disk.unlink(unfinished)
 
     def _remove(self, name: str) -> None:
         self.disk.unlink(self.path_of(name))
@@ -283,6 +270,26 @@ class _Store(Place):
         super().__init__(url, self._remote, calls)
         self._filesystem = self._remote.filesystem
         self.gives_etags = hasattr(self._filesystem, "call_s3")
+
+    def put(self, name: str, data: bytes, *, is_new: bool = False) -> None:
+        if not (is_new and self._refuses_to_replace(name, data)):
+            super().put(name, data)
+
+    def _refuses_to_replace(self, name: str, data: bytes) -> bool:
+        """Write a file unless one of that name is there. Return whether the store can do that."""
+        path, url = self._path(name), self.path_of(name)
+        pipe_file = getattr(self._filesystem, "_pipe_file", self._filesystem.pipe_file)
+        if "mode" not in inspect.signature(pipe_file).parameters:  # fsspec of 2024, and some stores
+            return False
+        try:
+            self._calls.run("send", url, lambda: self._filesystem.pipe_file(path, data, mode="create"))
+        except StorageError as error:
+            status = status_of(error.__cause__)
+            if status == _NOT_IMPLEMENTED:
+                return False
+            if status != _PRECONDITION_FAILED and error.errno != errno.EEXIST:
+                raise
+        return True
 
     def sync(self) -> None:
         """Nothing is left to do."""
@@ -315,14 +322,10 @@ class _Store(Place):
         # Encryption by KMS gives ETags that are no MD5s.
         return self.gives_etags and content.etag == str(self._remote.info(self.path_of(name)).get("ETag")).strip('"')
 
-    def _write(
-        self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int, is_new: bool
-    ) -> None:
+    def _write(self, name: str, parts: Callable[[], Iterable[bytes]], nbytes: int, part_nbytes: int) -> None:
         path, url = self._path(name), self.path_of(name)
         if nbytes <= part_nbytes:
             (data,) = parts()
-            if is_new and self._refuses_to_replace(path, url, data):
-                return
             self._calls.run("send", url, lambda: self._filesystem.pipe_file(path, data))
             return
         file = self._calls.run("create", url, lambda: self._filesystem.open(path, "wb", block_size=part_nbytes))
@@ -337,21 +340,6 @@ class _Store(Place):
             with suppress(AttributeError):  # some files do not let it be set
                 file.closed = True  # else it would be finished when Python collects it
             raise
-
-    def _refuses_to_replace(self, path: str, url: str, data: bytes) -> bool:
-        """Write a file unless one of that name is there. Return whether the store can do that."""
-        pipe_file = getattr(self._filesystem, "_pipe_file", self._filesystem.pipe_file)
-        if "mode" not in inspect.signature(pipe_file).parameters:  # fsspec of 2024, and some stores
-            return False
-        try:
-            self._calls.run("send", url, lambda: self._filesystem.pipe_file(path, data, mode="create"))
-        except StorageError as error:
-            status = status_of(error.__cause__)
-            if status == _NOT_IMPLEMENTED:
-                return False
-            if status != _PRECONDITION_FAILED and error.errno != errno.EEXIST:
-                raise
-        return True
 
     def _remove(self, name: str) -> None:
         self._filesystem.rm_file(self._path(name))

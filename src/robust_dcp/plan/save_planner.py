@@ -277,7 +277,7 @@ class RobustPlanner(DefaultSavePlanner):
         write_items: Any = _WriteItems(items)
         planner.plan = SavePlan(write_items, planner_data=self.mappings if self.flatten_state_dict else None)
         if self.is_coordinator and self._writer is not None:
-            planner.metadata = CommittedMetadata(self._writer.path)
+            planner.metadata = CommittedMetadata(self._writer.place)
 
     def kept_items(self, plan: AgreedPlan) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""

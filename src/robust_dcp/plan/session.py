@@ -52,7 +52,6 @@ from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, re
 from robust_dcp.report import PlanReport, SaveReport, listed
 from robust_dcp.save_queue import SaveFuture
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
-from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_room
@@ -694,7 +693,7 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
         """The report of the save, which is over. Listeners are told that it has ended."""
         written, plan, session = self.written, self.written.agreed.plan, self.written.agreed.session
         files, checkpoint, clock = written.files, session.planning.checkpoint, session.clock
-        path = checkpoint if is_url(checkpoint) else session.writer.path
+        place = session.writer.place
         report = SaveReport(
             checkpoint_id=checkpoint,
             rank=plan.channel.rank,
@@ -714,7 +713,7 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
             peak_buffer_nbytes=files.peak_buffer_nbytes,
             stragglers=tuple(plan.channel.stragglers),
             leads_directory=written.leads_directory,
-            _read_metadata=lambda: RobustReader(path).read_metadata(),
+            _read_metadata=lambda: RobustReader(place).read_metadata(),
         )
         clock.tell("ended", report=report, seconds=clock.seconds)
         return report

@@ -121,6 +121,11 @@ class RobustWriter(StorageWriter):
         """A number that tells the files of this save from those of other saves."""
         return int(mark_of(self.save_id), 16)
 
+    @property
+    def place(self) -> str:
+        """Where the checkpoint is once it has arrived: the URL, or the directory."""
+        return os.fsdecode(self.checkpoint_id) if is_url(self.checkpoint_id) else self.path
+
     def stage(self, url: str, directory_of: Callable[[int], str]) -> None:
         """Make the checkpoint of a URL in a directory of this save alone.
 

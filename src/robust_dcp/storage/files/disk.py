@@ -326,10 +326,6 @@ class Disk:
         """Give ``source`` the name ``target`` in one step. If there is a file of that name, it is replaced."""
         _call("rename", target, os.replace, source, target)
 
-    def link(self, source: str, target: str) -> None:
-        """Give ``source`` the name ``target`` too. If there is a file of that name, that is an error (EEXIST)."""
-        _call("link", target, os.link, source, target)
-
     def unlink(self, path: str) -> None:
         """Remove a file or a symbolic link (not its target)."""
         _call("remove", path, os.unlink, path)
