@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from robust_dcp import api
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import CorruptCheckpoint, StorageError, entry_point
+from robust_dcp.errors import CorruptCheckpoint, entry_point
 from robust_dcp.megatron import common_state, integrity, versions
 from robust_dcp.megatron.access import PART, agree_on_access, key_of
 from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
@@ -391,7 +391,7 @@ def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_t
 
         if channel.agree(f"{phase}: merge", merge_loaded).count(1):  # shards and common state may be of two saves
             if is_last_try:
-                raise overwritten(directory, StorageError("saves were committed meanwhile", path=directory))
+                raise overwritten(directory, "saves were committed meanwhile")
             logger.warning("%s was overwritten while it was loaded: it is loaded once more", directory)
             return _load(stock, bound, is_last_try=True)
     return (result, missing, unexpected) if returns_mismatch else result
@@ -483,7 +483,7 @@ def _decoded(opened: _Opened, directory: str) -> Any:
     if not isinstance(common, dict):
         expected, found = "a dict as the common state", f"{type(common).__name__}"
         raise CorruptCheckpoint(
-            f"{file} is damaged: expected {expected}, found {found}; take another checkpoint",
+            f"{file} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",
             file=file,
             item=item,
             expected=expected,
