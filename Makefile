@@ -11,7 +11,8 @@
 #   make megatron-checkpoints MEGATRON=path  the checkpoints of all versions of Megatron in tests/megatron/saved_by
 #   make test-stock STOCK_TESTS=path  PyTorch's own tests of distributed checkpoints on CPU, with stock and with robust_dcp.
 #                path is test/distributed/checkpoint of PyTorch's sources, of the version of the installed torch;
-#                STOCK_FILES="test_utils.py e2e/*" runs some of them
+#                STOCK_FILES="test_utils.py e2e/*" runs some of them. Or MEGATRON=path, a checkout of Megatron-LM: its
+#                tests/unit_tests/dist_checkpointing on eight ranks (hours); STOCK_EVERY=8 runs each eighth of a file
 #   make test-hooks  saves and loads as TensorBoard and OpenTelemetry see them
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
@@ -132,14 +133,16 @@ $(COMPAT)/saved_by/%: | $(INSTALLED)
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
 
 # None of PyTorch's code is here: whoever has its sources names them.
-STOCK_TESTS ?=
+STOCK_TESTS ?= $(MEGATRON)
 STOCK_FILES ?=
+STOCK_EVERY ?= 1
 
-test-stock: $(INSTALLED)
-	@test -d "$(STOCK_TESTS)" || \
-	  { echo "make test-stock STOCK_TESTS=path: the path of test/distributed/checkpoint in PyTorch's sources" >&2; exit 1; }
+test-stock: $(INSTALLED) $(COMPAT)/nvidia-resiliency-ext-0.6.0/.installed
+	@test -d "$(STOCK_TESTS)" || { echo "make test-stock STOCK_TESTS=path or MEGATRON=path: see the head of Makefile" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input expecttest
-	$(BIN)/python scripts/stock_tests.py $(STOCK_TESTS) $(if $(STOCK_FILES),--only $(foreach each,$(STOCK_FILES),'$(each)'))
+	PYTHONPATH=$(if $(MEGATRON),$(abspath tests/megatron/standins):$(abspath $(COMPAT)/nvidia-resiliency-ext-0.6.0)) \
+	  $(BIN)/python scripts/stock_tests.py $(STOCK_TESTS) --every $(STOCK_EVERY) \
+	  $(if $(STOCK_FILES),--only $(foreach each,$(STOCK_FILES),'$(each)'))
 
 test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -m "compat or not compat" tests/report_page

@@ -281,7 +281,7 @@ def load(
                         loading.read_from_nodes(robust, error)
                         break
                     if is_last_try:
-                        raise overwritten(checkpoint, error) from error
+                        raise overwritten(checkpoint, error.message) from error
                     again = "was overwritten while it was loaded: it is loaded once more"
                     logger.warning("%s %s (%s)", checkpoint, again, error)
             with clock.phase("apply"):

@@ -14,6 +14,7 @@ import types
 import zipfile
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ def into_plans_of_megatron(directory: str, opcodes: bytes) -> None:
     metadata = dcp.FileSystemReader(directory).read_metadata()
     vars(metadata)["all_local_plans"] = [{"a": ["\x07"]}]
     (Path(directory) / ".metadata").write_bytes(with_opcodes(metadata, opcodes))
+
+
+def into_common_state(directory: str, opcodes: bytes) -> None:
+    """Of a checkpoint of Megatron's that stock has saved."""
+    (Path(directory) / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (Path(directory) / "common.pt").write_bytes(archive_of(with_opcodes({"deep": ["\x07"]}, opcodes)))
 
 
 def load(directory: str) -> Any:
@@ -279,9 +286,15 @@ HARMFUL: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("opcodes", HARMFUL.values(), ids=HARMFUL)
-@pytest.mark.parametrize("place", ["object", "planner_data, read"])
+@pytest.mark.parametrize("place", ["object", "planner_data, read", "common state"])
 def test_what_would_run_code_or_never_end_is_refused_at_once(tmp_path: Path, place: str, opcodes: bytes) -> None:
-    write, read = PLACES[place]
+    if place == "common state":
+        pytest.importorskip("megatron.core")
+        from robust_dcp.megatron.load import load_common_state_dict
+
+        write, read = into_common_state, partial(load_common_state_dict, None)
+    else:
+        write, read = PLACES[place]
     write(stock_checkpoint(str(tmp_path)), opcodes)
     with pytest.raises((UnsafeCheckpoint, CorruptCheckpoint)):
         read(str(tmp_path))

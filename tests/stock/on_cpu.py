@@ -1,21 +1,17 @@
-"""Runs pytest so that PyTorch's tests of distributed checkpoints run on CPU: ``python -m tests.stock.on_cpu FILE``.
+"""Runs pytest so that PyTorch's tests of distributed checkpoints run on CPU: ``python on_cpu.py FILE``.
 
 Their conditions on GPUs and on NCCL are taken out, and ``.cuda()`` leaves everything where it is. Their ranks are
 forked instead of spawned: four ranks would import torch for ten seconds in each test. What is spawned all the same
 imports the main module again, which is this one.
-
-What came of each test is written into the file that ``STOCK_OUTCOMES`` names. Each save and each load of robust_dcp
-that ends well, on whatever rank, is a line in the file that ``STOCK_CALLS`` names.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import outcomes
 import pytest
 import torch
 from torch import nn
@@ -71,34 +67,9 @@ _with_comms = sharded_tensor.with_comms
 sharded_tensor.with_comms = lambda func=None, init_rpc=True, backend="gloo": _with_comms(func, init_rpc, "gloo")
 
 
-def _append(variable: str, line: str) -> None:
-    with open(os.environ[variable], "a") as file:
-        file.write(f"{line}\n")
-
-
-def _current_test() -> str:
-    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-
-
-if os.environ.get("ROBUST_DCP") == "1":
-    import robust_dcp
-
-    def _count(event: robust_dcp.Event) -> None:
-        if event.name == "ended":
-            _append("STOCK_CALLS", json.dumps([_current_test(), event.kind]))
-
-    robust_dcp.on_event(_count)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write what came of a test. What fails while it is set up or torn down has failed."""
-    if report.when == "call" or report.outcome != "passed":
-        _append("STOCK_OUTCOMES", json.dumps([report.nodeid, report.outcome, str(report.longrepr or "")[-3000:]]))
-
-
 def main(arguments: list[str]) -> int:
-    """Run pytest, with this module as a plugin."""
-    return int(pytest.main(arguments, plugins=[sys.modules[__name__]]))
+    """Run pytest, and write down what came of each test."""
+    return int(pytest.main(arguments, plugins=[outcomes]))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from robust_dcp import api
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import StorageError, entry_point
+from robust_dcp.errors import CorruptCheckpoint, entry_point
 from robust_dcp.megatron import common_state, integrity, versions
 from robust_dcp.megatron.access import PART, agree_on_access, key_of
 from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
@@ -392,7 +392,7 @@ def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_t
         _, agreement = channel.agree(f"{phase}: merge", merge_loaded)
         if agreement.count(1):  # shards and common state may be of two saves
             if is_last_try:
-                raise overwritten(directory, StorageError("saves were committed meanwhile", path=directory))
+                raise overwritten(directory, "saves were committed meanwhile")
             logger.warning("%s was overwritten while it was loaded: it is loaded once more", directory)
             return _load(stock, bound, is_last_try=True)
     return (result, missing, unexpected) if returns_mismatch else result
@@ -478,5 +478,16 @@ def _decoded(opened: _Opened, directory: str) -> Any:
     file, item = directory, versions.COMMON_STATE_KEY
     if opened.is_file:
         file, item = os.path.join(directory, common_state.COMMON_FILE), common_state.COMMON_FILE
-    found = load_object(opened.common, file=file, item=item, trusted=current_options().trusted)
-    return found if opened.is_file else found[0]
+    common = load_object(opened.common, file=file, item=item, trusted=current_options().trusted)
+    if not opened.is_file and isinstance(common, list) and common:  # Megatron saves an object as a list of one
+        common = common[0]
+    if not isinstance(common, dict):
+        expected, found = "a dict as the common state", f"{type(common).__name__}"
+        raise CorruptCheckpoint(
+            f"{file} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",
+            file=file,
+            item=item,
+            expected=expected,
+            found=found,
+        )
+    return common

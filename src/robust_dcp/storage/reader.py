@@ -195,7 +195,7 @@ class RobustReader(StorageReader):
         except CorruptCheckpoint as error:
             # Our own load does not check it here: there all ranks notice it together, and start over.
             if self._check_stop is _never_stops and self.source.is_overwritten():
-                raise overwritten(self.path, error) from error
+                raise overwritten(self.path, error.message) from error
             raise
         self.peak_buffer_nbytes, self.unverified_nbytes = reads.peak_nbytes, reads.verification.unverified_nbytes
         future: Future[None] = Future()

@@ -14,7 +14,7 @@ from errno import ENOENT, ENOTDIR
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
+from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import mark_of, metadata_name, name_before_commit
 from robust_dcp.storage.files.what_is_there import what_is_there
@@ -33,13 +33,11 @@ from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_
 logger = logging.getLogger(__name__)
 
 
-def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
-    """The error of a load when another save has replaced its files. ``error`` is the error by which that was
-    noticed.
-    """
+def overwritten(path: str, reason: str) -> StorageError:
+    """The error of a load when another save has replaced its files. ``reason`` is how that was noticed."""
     return StorageError(
         f"{path} was overwritten while it was loaded: load it again once no save runs into it, or save each step into "
-        f"a directory of its own ({error.message})",
+        f"a directory of its own ({reason})",
         path=path,
         operation="load",
     )
