@@ -63,24 +63,36 @@ def _read_manifest(directory: str) -> _Manifest:
     """The manifest that has the hash of this ``.metadata``. If the save was killed right after its commit, it still has
     the mark of the save behind its name."""
     backend_of(directory)
-    disk, decode = Disk(), partial(from_json, kind=_Manifest)
+    disk, path = Disk(), os.path.join(directory, MANIFEST_FILE)
+    of_metadata = disk.hashes_of({METADATA_NAME: os.path.join(directory, METADATA_NAME)})[METADATA_NAME]
     marked = [name for name in disk.list_directory(directory) if name.startswith(f"{MANIFEST_FILE}.")]
-    manifests = list[_Manifest]()
-    for path in (os.path.join(directory, name) for name in (MANIFEST_FILE, *marked)):
+    first: _Manifest | CorruptCheckpoint | None = None
+    for name in (MANIFEST_FILE, *marked):
+        manifest: _Manifest | CorruptCheckpoint | None
         try:
-            manifest = read_small_file(disk, path, decode, what="a manifest of files", at_most=MAX_NBYTES)
-        except CorruptCheckpoint as error:
-            raise CheckpointingException(f"{path} is not a manifest of files: {error.found}") from None
-        if manifest is not None and manifest.algorithm != _ALGORITHM:
-            raise CheckpointingException(f"{path} holds hashes of {manifest.algorithm!r}, expected {_ALGORITHM!r}")
-        manifests += [] if manifest is None else [manifest]
-    if not manifests:
+            manifest = read_small_file(
+                disk,
+                os.path.join(directory, name),
+                partial(from_json, kind=_Manifest),
+                what="a manifest of files",
+                at_most=MAX_NBYTES,
+            )
+        except CorruptCheckpoint as error:  # one with a mark may be of a save that was killed while it wrote
+            manifest = error
+        if isinstance(manifest, _Manifest) and manifest.files.get(METADATA_NAME) == of_metadata:
+            first = manifest
+            break
+        if name == MANIFEST_FILE:
+            first = manifest
+    if first is None:
         raise CheckpointingException(
-            f"there is no {os.path.join(directory, MANIFEST_FILE)}: only a checkpoint that was saved with "
-            "--verify-integrity can be verified"
+            f"there is no {path}: only a checkpoint that was saved with --verify-integrity can be verified"
         )
-    hashes = disk.hashes_of({METADATA_NAME: os.path.join(directory, METADATA_NAME)})
-    return next((each for each in manifests if each.files.get(METADATA_NAME) == hashes[METADATA_NAME]), manifests[0])
+    if isinstance(first, CorruptCheckpoint):
+        raise CheckpointingException(f"{path} is not a manifest of files: {first.found}")
+    if first.algorithm != _ALGORITHM:
+        raise CheckpointingException(f"{path} holds hashes of {first.algorithm!r}, expected {_ALGORITHM!r}")
+    return first
 
 
 def _compare(directory: str, expected: Mapping[str, str], check_stop: Callable[[int, int], None]) -> None:
