@@ -284,6 +284,9 @@ def _end_with_unreported() -> None:
 _ENDS_AT: list[float] = []
 """Until when this process goes on with its saves, once it was told to end."""
 
+_LINE_SECONDS: Final = 1.0
+"""How long a line takes at most until it is in the log."""
+
 _TOO_LATE: Final[set[SaveQueue]] = set()
 """Of these queues the log says already that they are not over."""
 
@@ -297,7 +300,9 @@ def end_by_sigterm() -> None:
     _ENDS_AT.append(time.monotonic() + GRACE_SECONDS)  # a launcher may say it more than once: the first time counts
     for queue in _all_queues():
         is_over = queue.wait(timeout_seconds=max(0.0, _ENDS_AT[0] - time.monotonic()))
-        if not is_over and queue not in _TOO_LATE:
+        if not is_over and queue in _TOO_LATE:
+            time.sleep(_LINE_SECONDS)  # the other thread is just saying so
+        elif not is_over:
             _TOO_LATE.add(queue)
             logger.error(
                 "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is still "
