@@ -22,9 +22,9 @@ import msgspec
 import torch
 
 from robust_dcp.api import save
-from robust_dcp.contents import fit_nothing, fits
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.errors import StorageError, entry_point
+from robust_dcp.names import fit_nothing, fits
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, storage_error

@@ -383,12 +383,12 @@ class Series:
                 self._missed_metrics.add(policy.metric)
                 there = sorted({name for each in checkpoints for name in each.metrics})
                 logger.warning(
-                    "%s: %s of %s checkpoints have no metric %r, such as %s: keep_best says nothing of them, and %s. %s",
+                    "%s: %s of %s checkpoints, such as %s, lack the metric %r of keep_best: %s. %s",
                     self.root,
                     len(unrated),
                     len(checkpoints),
-                    policy.metric,
                     unrated[-1].name,
+                    policy.metric,
                     "they stay" if len(of_metrics) == len(policies) else "the other policies decide",
                     f"The metrics that there are: {', '.join(there)}" if there else "No checkpoint has any metric",
                 )
