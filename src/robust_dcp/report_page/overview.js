@@ -17,14 +17,13 @@ function showOverview(save) {
   const rate = writeRate(save);
   const isSlow = save.stragglers.length > 0;
   replace(byId("tiles"),
-    tile("Training stood still", secondsOf(stillSeconds(save)),
-      save.is_async ? "until the call returned; the rest was written beside training" : "for the whole save"),
-    tile(save.is_async ? "Save, beside training" : "Save", secondsOf(save.seconds),
+    ...(save.is_async ? [tile("Training stood still", secondsOf(stillSeconds(save)), "until the call returned")] : []),
+    tile(save.is_async ? "Save, beside training" : "Save; training stood still", secondsOf(save.seconds),
       save.phases.map(({ name, seconds }) => `${name} ${inSeconds(seconds)}`).join(" · ")),
     ...(intervalOf(save) ? [tile("Since the commit before", secondsOf(intervalOf(save)), medianInterval())] : []),
     tile("Written", sizeOf(save.total_nbytes), `by ${counted(save.world_size, "rank")} on ${counted(save.n_nodes, "node")}`),
     tile("Write rate, all ranks", [sizeOf(Math.round(rate))[0], `${sizeOf(Math.round(rate))[1]}/s`],
-      "bytes of all ranks by the seconds of the write phase"),
+      "bytes by the seconds of the write phase"),
     tile("Plan", [save.plan.outcome, ""], save.plan.reason),
     ...(slowest === null ? [] : [tile("Slowest writer", [`rank ${ranks.rank[slowest]}`, ""],
       `${inSeconds(ranks.write_seconds[slowest])}; the median rank took ${inSeconds(median(ranks.write_seconds))}`,
