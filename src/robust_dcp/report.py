@@ -7,6 +7,7 @@ no torch, so that a report can be shown where no torch is installed.
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -129,6 +130,10 @@ class _Report:
             shown["plan"] = {"outcome": shown["plan"], "reason": shown.pop("reason"), "changes": shown.pop("changes")}
         report = {"version": VERSION, "kind": self.kind, "seconds": self.seconds, **shown}
         return json.dumps(report, default=asdict)
+
+    def _repr_html_(self) -> str:
+        """The table, in a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _lines(self, headline: str) -> str:
         rows = [headline, f"  {'phase':<8}{'seconds':>9}{'exchanges':>11}{'messages':>10}{'bytes sent':>12}"]
