@@ -61,6 +61,8 @@ class AsyncSave(SaveFuture[SaveReport], AbstractContextManager["AsyncSave"]):
     def wait_staged(self) -> None:
         """Wait until tensors may change. If copying fails, :meth:`result` raises the error on all ranks."""
         started = time.perf_counter()
+        if self.queue is not None and not self.staging_completion.done():
+            self.queue.refuse_endless_wait(self)
         self.staging_completion.result()
         self._waited_seconds += time.perf_counter() - started
 
