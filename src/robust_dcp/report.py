@@ -199,7 +199,9 @@ class LoadReport(_Report):
     """What a load did. It prints as a table.
 
     Attributes:
-        missing_keys: keys of the state dict that the checkpoint does not have (only with ``allow_partial_load``).
+        missing_keys: keys of the state dict that the checkpoint does not have, and that were allowed to be missing.
+        remarks: on the coordinator, which keys of all ranks were missing, and which keys of the checkpoint no rank has
+            asked for, in words.
         shared_nbytes: the part of ``nbytes`` that other ranks read and sent to this one.
         unverified_nbytes: bytes that this rank read without comparing them with a checksum.
     """
@@ -207,6 +209,7 @@ class LoadReport(_Report):
     kind = "load"
 
     missing_keys: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     shared_nbytes: int = 0
     unverified_nbytes: int = 0
     _find_unread_keys: Callable[[], tuple[str, ...]] = field(default=tuple, repr=False, compare=False)
@@ -226,7 +229,12 @@ class LoadReport(_Report):
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
             f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
             f"{f', {sizes_in_words(self.unverified_nbytes)} not verified' if self.unverified_nbytes else ''}"
-        )
+        ) + "".join(f"\n  keys: {each}" for each in self.remarks or self._own_remarks())
+
+    def _own_remarks(self) -> list[str]:
+        """What this rank knows of missing keys without the others."""
+        n_missing = len(self.missing_keys)
+        return [f"it does not have {n_missing} of the keys: {listed(self.missing_keys)}"] if n_missing else []
 
 
 def listed(names: Iterable[object], most: int = 8, between: str = ", ") -> str:

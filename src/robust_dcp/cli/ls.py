@@ -27,6 +27,7 @@ from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import COPYING_PREFIX, METADATA_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, is_cut_off
 
 _THREADS: Final = 8  # a network file system answers several at once
 _RECENT_SECONDS: Final = 600.0
@@ -133,8 +134,14 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
         saves_of_ours = "saving now"
     elif None in states and is_recent():
         saves_of_ours = _UNKNOWN
-    if METADATA_NAME in names or metadata_name(0) in names:
-        return f"committed, {saves_of_ours}".removesuffix(", ")
+    metadata = next((each for each in (METADATA_NAME, metadata_name(0)) if each in names), None)
+    if metadata is not None:
+        try:
+            end = disk.read_end(os.path.join(path, metadata), TRAILER_NBYTES)
+        except errors.StorageError:
+            return "unreadable"
+        committed = f"damaged: {metadata} is cut off" if is_cut_off(*end) else "committed"
+        return f"{committed}, {saves_of_ours}".removesuffix(", ")
     if saves_of_ours or not names:
         return saves_of_ours or "empty"
     if any(name.startswith(COPYING_PREFIX) for name in names):

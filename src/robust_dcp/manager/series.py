@@ -165,7 +165,10 @@ class KeepEvery:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """The best ones by a metric. Of equal ones the newest. A checkpoint without the metric, or with NaN, is none.
+    """The best ones by a metric. Of equal ones the newest.
+
+    A checkpoint without the metric (NaN is none) is not rated. The other policies decide on it. If there are only such
+    policies, and none of them rates it, it stays: a mistyped name must not cost the history of a run.
 
     Attributes:
         metric: its name.
@@ -184,9 +187,13 @@ class KeepBest:
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
         sign = 1 if self.best == "smallest" else -1
-        rated = [each for each in checkpoints if not math.isnan(each.metrics.get(self.metric, math.nan))]
+        rated = list(filter(self.rates, checkpoints))
         rated.sort(key=lambda each: (sign * each.metrics[self.metric], -each.step))
         return rated[: self.number]
+
+    def rates(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint has the metric."""
+        return not math.isnan(checkpoint.metrics.get(self.metric, math.nan))
 
 
 def _check_number(name: str, value: object) -> None:
@@ -242,6 +249,7 @@ class Series:
             raise ValueError(f"name={name!r} does not say which step a directory is of; {_NAME_ADVICE}")
         self.latest_name = LATEST_NAME if self.prefix == "step_" else f"{LATEST_NAME}.{self.prefix}"
         self.tracker_name = TRACKER_NAME if self.prefix == "iter_" else None
+        self._missed_metrics: set[str] = set()
 
     def path_of(self, step: int) -> str:
         """The directory of a step.
@@ -362,7 +370,31 @@ class Series:
         asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
         kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
         kept |= {each.path for each in (latest, *checkpoints[-1:]) if each is not None}
+        kept |= {each.path for each in self._not_rated(policies, checkpoints)}
         return [(each, "" if each.path in kept else self._why_it_stays(each.path)) for each in checkpoints]
+
+    def _not_rated(self, policies: Sequence[KeepPolicy], checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """The checkpoints of which no policy can say anything, as they lack its metric. A metric that one of them lacks
+        is named in one warning."""
+        of_metrics = [policy for policy in policies if isinstance(policy, KeepBest)]
+        for policy in of_metrics:
+            unrated = [each for each in checkpoints if not policy.rates(each)]
+            if unrated and policy.metric not in self._missed_metrics:
+                self._missed_metrics.add(policy.metric)
+                there = sorted({name for each in checkpoints for name in each.metrics})
+                logger.warning(
+                    "%s: %s of %s checkpoints, such as %s, lack the metric %r of keep_best: %s. %s",
+                    self.root,
+                    len(unrated),
+                    len(checkpoints),
+                    unrated[-1].name,
+                    policy.metric,
+                    "they stay" if len(of_metrics) == len(policies) else "the other policies decide",
+                    f"The metrics that there are: {', '.join(there)}" if there else "No checkpoint has any metric",
+                )
+        if len(of_metrics) < len(policies):
+            return []
+        return [each for each in checkpoints if not any(policy.rates(each) for policy in of_metrics)]
 
     def is_ours(self, path: str) -> bool:
         """Whether a checkpoint carries our mark: ``.metadata`` ends as only ours does. Nobody else's is ever removed.

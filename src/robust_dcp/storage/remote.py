@@ -53,12 +53,22 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def _not_installed(url: str, what: str) -> StorageError:
+    scheme = url.partition("://")[0]
+    package = next((name for name, schemes in _PACKAGES.items() if scheme in schemes), "fsspec, and its package for it")
     return StorageError(
-        f"{url} is in a store that needs another package ({what}): pip install 'robust_dcp[remote]', and the package "
-        "of fsspec for that store (s3fs, gcsfs, adlfs)",
+        f"{url} is in a store that needs another package ({what}): pip install {package}",
         path=url,
         operation="open",
     )
+
+
+_PACKAGES: Final = {
+    "s3fs": ("s3", "s3a"),
+    "gcsfs": ("gs", "gcs"),
+    "adlfs": ("az", "abfs", "abfss", "adl"),
+    "huggingface_hub": ("hf",),
+}
+"""The packages of stores, each with the URLs that it is for. They bring fsspec along."""
 
 
 # Calls.
