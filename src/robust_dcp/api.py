@@ -26,6 +26,7 @@ from robust_dcp.drain.delivery import Delivery, writer_of_save
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch_in_terminal
 from robust_dcp.names import StoredNames
+from robust_dcp.nodes.files import ranks_with_metadata
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.keys import AskedKeys, asked_keys, missing_in_words, unread_in_words
@@ -39,7 +40,6 @@ from robust_dcp.plan.shared_reads import (
     find_elsewhere,
     node_reads_the_same,
     ranks_share,
-    ranks_with_metadata,
     share_reads,
     sharing_offer,
 )

@@ -39,13 +39,13 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 from robust_dcp.items import ItemsMessage
+from robust_dcp.nodes.commit import commit_on_nodes
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import NAMED, KeptPlan, forget_plan, keep_plan, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
-from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
 from robust_dcp.plan.save_report import Written, make_report, with_row
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
