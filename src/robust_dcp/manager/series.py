@@ -20,6 +20,10 @@ A checkpoint stays if at least one policy keeps it. You can write your own polic
 
     CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
 
+A series may lie in a store as well: the root is a URL then, and the disk that of the store. There a checkpoint is
+removed in another order, since nothing can be renamed: a note of the removal, ``.metadata``, all other files that a
+save or a copy of ours gives such names, the note. Only a checkpoint goes whose record names this series.
+
 Only what carries our mark is removed: a checkpoint whose ``.metadata`` is ours, files with the mark of a crashed save,
 and directories that an earlier removal has renamed. A checkpoint is first renamed to a name that no checkpoint has.
 Then its files are removed. If the process is killed in between, the next removal finds the directory by its name. So at
@@ -49,11 +53,20 @@ from robust_dcp.drain.record import digest_at, inode_of, is_awaited
 from robust_dcp.storage.committing.saving_file import (
     claimed,
     is_gone,
-    saving_files_in,
     sweep,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import (
+    COPYING_PREFIX,
+    METADATA_NAME,
+    READ_BY_NAME,
+    RECORD_NAME,
+    REMOVING_PREFIX,
+    SAVING_PREFIX,
+    is_url,
+    metadata_name,
+    writer_of,
+)
 from robust_dcp.storage.files.small_files import pass_over, read_hint
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
@@ -70,6 +83,8 @@ _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, s
 _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
 _OVER_AFTER_SECONDS: Final = 3600.0
+_UNFINISHED: Final = (SAVING_PREFIX, COPYING_PREFIX)
+_OF_OURS: Final = ".robust_dcp."
 
 
 class Job(msgspec.Struct, frozen=True, order=True):
@@ -104,6 +119,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
         digest: tells its save from others. A record of another save does not count: it is still there if a save into
             the same directory was killed right after its commit. Empty in records of earlier versions.
         job: who has saved it; ``None`` if it was not a manager.
+        series: the prefix of the names of the series that it was saved in.
     """
 
     step: int
@@ -112,6 +128,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     metrics: dict[str, float] = {}
     digest: str = ""
     job: Job | None = None
+    series: str | None = None
 
     @property
     def name(self) -> str:
@@ -242,7 +259,8 @@ class Series:
 
     def __init__(self, disk: Disk, root: str, name: str = "step_{step}") -> None:
         self.disk = disk
-        self.root = os.path.normpath(root)
+        self.is_in_store = is_url(root)
+        self.root = root if self.is_in_store else os.path.normpath(root)
         self.name = name
         self.prefix, _ = parse_name(self._formatted(0)) or ("", 0)
         if any(self.step_of(self._formatted(step)) != step for step in (0, 1234567)):
@@ -279,11 +297,11 @@ class Series:
         Raises:
             StorageError: the root cannot be looked at.
         """
-        return [path for path in self._paths() if os.path.isdir(path)]
+        return self._paths(self.disk.directories_in)
 
-    def _paths(self) -> list[str]:
-        """The paths that have a name of this series, whatever is there."""
-        names = self.disk.list_directory(self.root) if self.disk.exists(self.root) else []
+    def _paths(self, names_in: Callable[[str], list[str]]) -> list[str]:
+        """The paths that have a name of this series."""
+        names = names_in(self.root) if self.disk.exists(self.root) else []
         return [os.path.join(self.root, name) for name in names if self.step_of(name) is not None]
 
     def look(self, *, skips_unknown: bool = True, by_ranks: bool = False) -> list[Checkpoint]:
@@ -297,7 +315,7 @@ class Series:
             StorageError: the root cannot be looked at, or a directory of a step, which may hold a checkpoint.
         """
         checkpoints: list[Checkpoint] = []
-        for path in self._paths():  # whether it is a directory may not be known now
+        for path in self._paths(self.disk.list_directory):  # whether it is a directory may not be known now
             metadata = os.path.join(path, METADATA_NAME)
             try:
                 if by_ranks and not self.disk.exists(metadata):
@@ -404,6 +422,29 @@ class Series:
         """
         return files_are_marked(self.disk.read_end(os.path.join(path, METADATA_NAME), TRAILER_NBYTES)[1])
 
+    def may_be_removed(self, path: str) -> bool:
+        """Whether a checkpoint carries our mark, and in a store that of this series: others may keep theirs there.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        if self.is_in_store:
+            record = self.record_at(path)
+            if record is None or record.series != self.prefix:
+                return False
+        return self.is_ours(path)
+
+    def replaced_by_a_save(self, path: str) -> tuple[str, ...]:
+        """The digest of the checkpoint in a store whose place a save of its step takes, if there is one: of this
+        series, or of a save that was killed before it wrote the record. Over any other the save is refused.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        if not self.is_in_store or not self.disk.exists(os.path.join(path, METADATA_NAME)):
+            return ()
+        return (digest_at(self.disk, path),) if self.may_be_removed(path) or self.was_cut_off(path) else ()
+
     def was_cut_off(self, path: str) -> bool:
         """Whether a checkpoint is ours, and its save was killed before it wrote the record.
 
@@ -417,8 +458,8 @@ class Series:
         try:
             if os.path.islink(path):
                 return "somebody has put a link there"
-            if not self.is_ours(path):
-                return "robust_dcp has not saved it"
+            if not self.may_be_removed(path):
+                return "this series has not saved it" if self.is_ours(path) else "robust_dcp has not saved it"
             return "its copy has not arrived" if is_awaited(self.disk, path) else None
         except errors.StorageError as error:
             return f"it cannot be read: {error.message}"
@@ -514,16 +555,16 @@ def series_in(disk: Disk, root: str) -> list[Series]:
         StorageError: the root cannot be looked at.
     """
     found: dict[str, Series] = {}
-    for name in disk.list_directory(root):
+    for name in disk.directories_in(root):
         prefix, _ = parse_name(name) or (None, None)
         path = os.path.join(root, name)
-        if prefix is None or prefix in found or not os.path.isdir(path):
+        if prefix is None or prefix in found:
             continue
         try:
             names = disk.list_directory(path)
         except errors.StorageError:
             continue
-        if any(each.endswith(METADATA_NAME) for each in names) or saving_files_in(names):
+        if any(each.endswith(METADATA_NAME) or each.startswith(_UNFINISHED) for each in names):
             found[prefix] = Series(disk, root, prefix.replace("{", "{{").replace("}", "}}") + "{step}")
     return list(found.values())
 
@@ -551,13 +592,10 @@ def prune(
     pruned: dict[str, list[str]] = {"removed": [], "in_use": [], "swept": [], "failed": []}
     if not disk.exists(root):  # nothing was saved yet
         return pruned
-    for name in disk.list_directory(root):
-        path = os.path.join(root, name)
-        if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
-            _attempt(_remove_tree, disk, path)
-        elif series.is_unfinished_name(name):
-            _attempt(_remove_unfinished, series, path)
-    for path in series.directories():
+    end_removals(series)
+    for name in filter(series.is_unfinished_name, disk.list_directory(root)):
+        _attempt(_remove_unfinished, series, os.path.join(root, name))
+    for path in [] if series.is_in_store else series.directories():
         if _attempt(sweep, disk, path):
             pruned["swept"].append(path)
     doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
@@ -565,6 +603,17 @@ def prune(
         outcomes = {True: "removed", False: "in_use", None: "failed"}
         pruned[outcomes[_attempt(_remove, series, path)]].append(path)
     return pruned
+
+
+def end_removals(series: Series) -> None:
+    """Go on with removals that were cut off.
+
+    Raises:
+        StorageError: the root cannot be looked at.
+    """
+    for name in series.disk.list_directory(series.root) if series.disk.exists(series.root) else ():
+        if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
+            _attempt(_end_removal, series, os.path.join(series.root, name))
 
 
 def _attempt(remove: Callable[[T, str], bool], where: T, path: str) -> bool | None:
@@ -591,14 +640,44 @@ def _remove(series: Series, path: str) -> bool:
             name, the next :func:`prune` goes on.
     """
     disk, doomed = series.disk, os.path.join(series.root, f"{REMOVING_PREFIX}{os.path.basename(path)}")
+    if series.is_in_store:
+        if not series.may_be_removed(path):
+            return False
+        disk.replace_file(doomed, digest_at(disk, path).encode())
+        return _end_removal(series, doomed)
     if disk.exists(doomed):  # an earlier removal of that name was cut off
         _remove_tree(disk, doomed)
     with claimed(disk, path), not_being_loaded(disk, path) as is_free:
-        if not is_free or not series.is_ours(path):  # stock may have saved over it meanwhile
+        if not is_free or not series.may_be_removed(path):  # stock may have saved over it meanwhile
             return False
         disk.rename(path, doomed)
     disk.fsync_directory(series.root)
-    return _remove_tree(disk, doomed)
+    return _end_removal(series, doomed)
+
+
+def _end_removal(series: Series, doomed: str) -> bool:
+    """Go on with a removal. In a store it may be that of a checkpoint whose place a later save has taken.
+
+    Returns:
+        Whether the checkpoint is gone. In a store not if a copy to its place has begun.
+
+    Raises:
+        StorageError: a call failed.
+    """
+    disk, name = series.disk, os.path.basename(doomed).removeprefix(REMOVING_PREFIX)
+    if not series.is_in_store:
+        return _remove_tree(disk, doomed)
+    path = os.path.join(series.root, name)
+    names = disk.list_directory(path) if disk.exists(path) else []
+    if any(each.startswith(COPYING_PREFIX) for each in names):
+        return False
+    if METADATA_NAME not in names or digest_at(disk, path) == (disk.read_file(doomed, _DIGEST_LENGTH) or b"").decode():
+        for each in sorted(names, key=METADATA_NAME.__ne__):  # what is left is no checkpoint
+            writer = writer_of(each)
+            if (writer is not None and writer.mark) or each in READ_BY_NAME or each.startswith(_OF_OURS):
+                disk.unlink(os.path.join(path, each))
+    disk.unlink(doomed)
+    return True
 
 
 def _remove_unfinished(series: Series, path: str) -> bool:
