@@ -205,7 +205,7 @@ def _finish(
             if executor == "process":
                 agreed.session.writer.write_files = partial(write_in_process, channel.stop_if_announced)
             clock.remarks = staged.how
-            with staged.stream():
+            with staged.streams():
                 written = agreed.write(staged.ready)  # tensors without a copy are written first
             committed = written.commit()
             committed.deliver()
