@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.delivery import Delivery, writer_of_save
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.hooks import watch_in_terminal
+from robust_dcp.hooks import watch
 from robust_dcp.names import StoredNames
 from robust_dcp.nodes.files import ranks_with_metadata
 from robust_dcp.phases import PhaseClock
@@ -145,7 +145,7 @@ def open_save(
     **options: Any,
 ) -> tuple[RobustPlanner, SaveSession]:
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
-    watch_in_terminal()
+    watch()
     writer = writer_of_save(checkpoint_id, storage_writer)
     if planner is None:
         planner = RobustPlanner()
@@ -239,7 +239,7 @@ def load(
     Raises:
         RobustCheckpointError: or one of its subclasses.
     """
-    watch_in_terminal()
+    watch()
     if storage_reader is None and checkpoint_id is None:
         raise ValueError("pass checkpoint_id, the directory to load from, or storage_reader=RobustReader(path)")
     if planner is None:

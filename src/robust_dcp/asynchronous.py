@@ -184,7 +184,8 @@ def async_save(
             del state_dict
             if staging == "full":
                 staged.copy(clock.phase("stage"))
-        saving = AsyncSave(staged.are_free, clock.seconds)
+        clock.blocked_seconds = clock.seconds
+        saving = AsyncSave(staged.are_free, clock.blocked_seconds)
         # All hear if it fails.
         queues[0].submit(partial(_finish, agreed, staged, saving, staging, executor), saving, after=earlier)
     if staging == "full":

@@ -336,6 +336,8 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
         save_id: the id in ``.metadata``. A file with another id is the report of another save.
         saved_at_seconds: when it was committed, in seconds since 1970, by the clock of the coordinator.
         seconds: wall time on the coordinator, from the call until the commit.
+        blocked_seconds: of them, how long training stood still on the coordinator; ``None`` in reports of earlier
+            versions.
         world_size, coordinator_rank: of the group that saved.
         is_async: whether it was written while training went on.
         total_nbytes: what all ranks wrote together.
@@ -356,6 +358,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str = ""
     saved_at_seconds: _Seconds = 0.0
     seconds: _Seconds = 0.0
+    blocked_seconds: _Seconds | None = None
     world_size: _Count = 1
     coordinator_rank: int = 0
     is_async: bool = False

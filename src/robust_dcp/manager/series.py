@@ -39,6 +39,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
 from functools import partial
@@ -83,6 +85,7 @@ _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, s
 _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
 _OVER_AFTER_SECONDS: Final = 3600.0
+_THREADS: Final = 8  # each call to a store takes some ten milliseconds
 _UNFINISHED: Final = (SAVING_PREFIX, COPYING_PREFIX)
 _OF_OURS: Final = ".robust_dcp."
 
@@ -314,22 +317,26 @@ class Series:
         Raises:
             StorageError: the root cannot be looked at, or a directory of a step, which may hold a checkpoint.
         """
-        checkpoints: list[Checkpoint] = []
-        for path in self._paths(self.disk.list_directory):  # whether it is a directory may not be known now
+
+        def look_at(path: str) -> Checkpoint | None:
             metadata = os.path.join(path, METADATA_NAME)
             try:
                 if by_ranks and not self.disk.exists(metadata):
                     metadata = os.path.join(path, metadata_name(0))
                 if not self.disk.exists(metadata):  # not by an error, because our errors need torch
-                    continue
+                    return None
                 saved_seconds = self.disk.modified_seconds(metadata)
                 record = self.record_at(path) or Checkpoint(0)
             except errors.StorageError as error:
                 if skips_unknown or error.errno in (ENOENT, ENOTDIR):
-                    continue
+                    return None
                 raise
             step = self.step_of(os.path.basename(path)) or 0
-            checkpoints.append(msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds))
+            return msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds)
+
+        paths = self._paths(self.disk.list_directory)  # whether each is a directory may not be known now
+        with ThreadPoolExecutor(_THREADS) if self.is_in_store else nullcontext() as pool:
+            checkpoints = list(filter(None, pool.map(look_at, paths) if pool else map(look_at, paths)))
         return sorted(checkpoints)
 
     def record_at(self, path: str) -> Checkpoint | None:
@@ -595,8 +602,10 @@ def prune(
     end_removals(series)
     for name in filter(series.is_unfinished_name, disk.list_directory(root)):
         _attempt(_remove_unfinished, series, os.path.join(root, name))
-    for path in [] if series.is_in_store else series.directories():
-        if _attempt(sweep, disk, path):
+    committed = {each.path for each in series.look()} if series.is_in_store else set[str]()
+    for path in set(series.directories()) - committed:
+        is_swept = _attempt(_sweep_store, series, path) if series.is_in_store else _attempt(sweep, disk, path)
+        if is_swept:
             pruned["swept"].append(path)
     doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
     for path in [each for each in doomed if only is None or each in only]:
@@ -669,14 +678,39 @@ def _end_removal(series: Series, doomed: str) -> bool:
         return _remove_tree(disk, doomed)
     path = os.path.join(series.root, name)
     names = disk.list_directory(path) if disk.exists(path) else []
-    if any(each.startswith(COPYING_PREFIX) for each in names):
+    if _is_copied_to(series, path, names):
         return False
     if METADATA_NAME not in names or digest_at(disk, path) == (disk.read_file(doomed, _DIGEST_LENGTH) or b"").decode():
-        for each in sorted(names, key=METADATA_NAME.__ne__):  # what is left is no checkpoint
-            writer = writer_of(each)
-            if (writer is not None and writer.mark) or each in READ_BY_NAME or each.startswith(_OF_OURS):
-                disk.unlink(os.path.join(path, each))
+        for each in sorted(filter(_is_of_ours, names), key=METADATA_NAME.__ne__):  # what is left is no checkpoint
+            disk.unlink(os.path.join(path, each))
     disk.unlink(doomed)
+    return True
+
+
+def _is_of_ours(name: str) -> bool:
+    """Whether a save or a copy of ours gives a file such a name. No other file in a store is removed."""
+    writer = writer_of(name)
+    return (writer is not None and bool(writer.mark)) or name in READ_BY_NAME or name.startswith(_OF_OURS)
+
+
+def _is_copied_to(series: Series, path: str, names: Iterable[str]) -> bool:
+    """Whether a copy to a place in a store may still run. It is over if it began an hour before ``latest`` was moved
+    again: there are no locks that would tell."""
+    disk, latest_path = series.disk, os.path.join(series.root, series.latest_name)
+    claims = [os.path.join(path, name) for name in names if name.startswith(COPYING_PREFIX)]
+    latest_seconds = disk.modified_seconds(latest_path) if claims and disk.exists(latest_path) else 0.0
+    return any(disk.modified_seconds(claim) > latest_seconds - _OVER_AFTER_SECONDS for claim in claims)
+
+
+def _sweep_store(series: Series, path: str) -> bool:
+    """Remove what a copy to a store has left that was killed before it committed. Returns whether it is gone."""
+    disk = series.disk
+    names = disk.list_directory(path)
+    is_left = any(name.startswith(COPYING_PREFIX) for name in names) and METADATA_NAME not in names
+    if not is_left or _is_copied_to(series, path, names):
+        return False
+    for name in sorted(filter(_is_of_ours, names), key=lambda name: name.startswith(COPYING_PREFIX)):
+        disk.unlink(os.path.join(path, name))
     return True
 
 
