@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import functools
 import logging
@@ -33,6 +34,7 @@ from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import RECORD_NAME, absolute, directory_path, place_of, real_place
 from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
+from robust_dcp.storage.options import WriteOptions
 from robust_dcp.storage.remote import CopyOptions
 from robust_dcp.storage.writer import RobustWriter
 
@@ -95,6 +97,8 @@ class CheckpointManager:
             background. One that has not arrived there is not removed, whatever the policies say, and goes on with the
             next save.
         drain_options: how to copy, see :class:`CopyOptions`.
+        parity_nodes: as for :class:`WriteOptions`, for drives of each node. The latest checkpoint that outlives the
+            loss of a node stays until a newer one does.
         process_group: the ranks that save together; ``None`` for all.
 
     Without any policy nothing is ever removed.
@@ -126,6 +130,7 @@ class CheckpointManager:
         name: str = "step_{step}",
         drain_to: str | os.PathLike[str] | None = None,
         drain_options: CopyOptions | None = None,
+        parity_nodes: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._disk = Disk()
@@ -138,6 +143,7 @@ class CheckpointManager:
                 f"drain_to is {self.root}, the manager's own root: checkpoints are copied to another place"
             )
         self._drain_options = drain_options or CopyOptions()
+        self._parity_nodes = WriteOptions(parity_nodes=parity_nodes).parity_nodes
         self._group = process_group
         self._pruning = threading.Lock()
         self._leads = self._has_saved = False
@@ -335,11 +341,16 @@ class CheckpointManager:
         )
         channel.barrier("does another job save here", self._job.check_alone if channel.is_coordinator else lambda: None)
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
+        if self._drain_to is not None or self._parity_nodes is not None:
+            # Another manager may use it, too.
+            options["storage_writer"] = copy.copy(options.get("storage_writer") or RobustWriter(path))
+        if self._parity_nodes is not None:
+            writer = options["storage_writer"]
+            writer.options = dataclasses.replace(writer.options, parity_nodes=self._parity_nodes)
         if self._drain_to is not None:
-            writer = copy.copy(options.get("storage_writer") or RobustWriter(path))  # another manager may use it, too
+            writer = options["storage_writer"]
             writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
             writer.drain_options = self._drain_options
-            options["storage_writer"] = writer
             if self._is_coordinator():
                 self._resume_drains(self._drain_to)
             self._has_saved = True
