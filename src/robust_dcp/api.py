@@ -418,7 +418,7 @@ class _Load(msgspec.Struct, eq=False):
             try:
                 with self.clock.phase("plan"):
                     self.agree_on_reads(channel.led_by(source), by_index=False)
-                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
+                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner, source)
                 if self.shared is None and source == channel.coordinator_rank:
                     continue  # no file is missing, so the error had another reason
                 self.read()

@@ -528,15 +528,16 @@ def _places_in_files(metadata: Metadata) -> Int64:
 
 
 def find_elsewhere(
-    channel: Channel, checkpoint: str, reader: RobustReader, plan: LoadPlan, planner: LoadPlanner
+    channel: Channel, checkpoint: str, reader: RobustReader, plan: LoadPlan, planner: LoadPlanner, source: int
 ) -> SharedReads | None:
     """Agree on who reads what for ranks that do not see it.
 
     Args:
         plan: this rank's plan, made with the metadata that ``reader`` has.
+        source: a rank that sees the ``.metadata`` that is loaded.
 
     Returns:
-        ``None`` on all ranks if no rank misses a file, or if no other node is known that could have it.
+        ``None`` on all ranks if no rank has missed a file, or if no other node is known that could have it.
 
     Raises:
         CorruptCheckpoint: no rank of the load sees a file that is needed. The error names the files, the nodes that
@@ -549,9 +550,11 @@ def find_elsewhere(
     def reads() -> list[Read]:  # in an exchange, so that all ranks hear of an error
         return reads_of(plan.items, reader.metadata, reader.path)
 
-    elsewhere = find_files(channel, phase, reader, lambda: {read.relative_path for read in reads()})
+    elsewhere = find_files(channel, phase, reader, lambda: {read.relative_path for read in reads()}, source)
     if elsewhere is None:
         return None
+    if not elsewhere.holders:
+        return SharedReads(channel.rank, reader, plan.items, _Needed((), (), ()), None)
     (_, needed), needs = channel.gather(
         f"{phase}: wanted parts",
         lambda: _unseen(planner, reads(), elsewhere.missing),
