@@ -100,7 +100,7 @@ def measure_limits(directory: str) -> list[Row]:
     """Copies between device and pinned memory, and direct I/O."""
     block = Block(_LIMIT_NBYTES)
     if _HAS_CUDA:
-        block.pin()
+        block.pin(_DEVICE)
     on_device = torch.zeros(_LIMIT_NBYTES, dtype=torch.uint8, device=_DEVICE)
     gib = _LIMIT_NBYTES / _GIB
     rows = [
@@ -130,7 +130,7 @@ def measure_copies(limits: list[Row]) -> list[Row]:
     def fill(thread: int) -> None:
         for target in targets[thread :: len(blocks)]:
             for at in range(0, len(target), BLOCK_NBYTES):
-                lease.fill(target[at : at + BLOCK_NBYTES], blocks[thread], 0)
+                lease.fill([target[at : at + BLOCK_NBYTES]], blocks[thread], [0])
 
     with ThreadPoolExecutor(len(blocks)) as pool:
         loading = sum(map(len, targets)) / _seconds(lambda: list(pool.map(fill, range(len(blocks)))))

@@ -26,6 +26,7 @@ from robust_dcp.drain.delivery import Delivery, writer_of_save
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks import watch
 from robust_dcp.names import StoredNames
+from robust_dcp.nodes.files import ranks_with_metadata
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.keys import AskedKeys, asked_keys, missing_in_words, unread_in_words
@@ -39,7 +40,6 @@ from robust_dcp.plan.shared_reads import (
     find_elsewhere,
     node_reads_the_same,
     ranks_share,
-    ranks_with_metadata,
     share_reads,
     sharing_offer,
 )
@@ -418,7 +418,7 @@ class _Load(msgspec.Struct, eq=False):
             try:
                 with self.clock.phase("plan"):
                     self.agree_on_reads(channel.led_by(source), by_index=False)
-                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
+                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner, source)
                 if self.shared is None and source == channel.coordinator_rank:
                     continue  # no file is missing, so the error had another reason
                 self.read()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -165,6 +166,8 @@ class SaveReport(_Report):
             was written while training waited, and why.
         leads_directory: whether this rank has committed in a directory of its own node, because the nodes do not share
             the checkpoint's directory. One rank on each node does; ``False`` for the coordinator.
+        protection: where ``parity_nodes`` were asked for: ``under way``; what the checkpoint outlives by now, such as
+            ``any 1 of 8 nodes``; or ``not protected`` and why. Empty where nothing is to be done.
     """
 
     kind = "save"
@@ -180,6 +183,13 @@ class SaveReport(_Report):
     how: tuple[str, ...] = ()
     leads_directory: bool = False
     _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
+    _protection: Future[str] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def protection(self) -> str:
+        if self._protection is None:
+            return ""
+        return self._protection.result() if self._protection.done() else "under way"
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -189,7 +199,7 @@ class SaveReport(_Report):
         return self._read_metadata()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_read_metadata": None}
+        return {**self.__dict__, "_read_metadata": None, "_protection": None}
 
     def __str__(self) -> str:
         return self._lines(

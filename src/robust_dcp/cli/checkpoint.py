@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from robust_dcp.cli.output import CommandFailed, age, number, size
+from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_url
 from robust_dcp.storage.files.what_is_there import what_is_there
@@ -89,6 +90,7 @@ def _remote_disk(url: str) -> Disk:
 def summary_json(contents: Contents) -> dict[str, Any]:
     """What it holds, in numbers."""
     n_tensors = sum(item.is_tensor for item in contents.items)
+    note = None if contents.mark is None else read_parity_note(contents.disk, contents.path, contents.mark)
     is_safetensors = any(file.name.endswith(SAFETENSORS_SUFFIX) for file in contents.files)
     return {
         "path": contents.path,
@@ -101,6 +103,7 @@ def summary_json(contents: Contents) -> dict[str, Any]:
         "nbytes": sum(item.nbytes for item in contents.items),
         "files": len(contents.files),
         "file_nbytes": contents.file_nbytes,
+        "protection": None if note is None else str(note),
     }
 
 
@@ -110,5 +113,10 @@ def summary(contents: Contents) -> str:
     return (
         f"{of['path']}: {number(of['tensors'], 'tensor')}, {number(of['objects'], 'object')}, {size(of['nbytes'])} in "
         f"{number(of['files'], 'file')} ({size(of['file_nbytes'])}), layout {of['layout']}, written by "
-        f"{of['written_by']} {age(of['saved_seconds'])}"
+        f"{of['written_by']} {age(of['saved_seconds'])}{protected_in_words(of['protection'])}"
     )
+
+
+def protected_in_words(protection: object) -> str:
+    """What follows the state of a checkpoint that outlives the loss of a node."""
+    return "" if protection is None else f", protected: {protection}"

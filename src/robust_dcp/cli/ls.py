@@ -20,9 +20,10 @@ from typing import Any, Final
 
 from robust_dcp import errors
 from robust_dcp.cli.arguments import place
-from robust_dcp.cli.checkpoint import disk_of_root
+from robust_dcp.cli.checkpoint import disk_of_root, protected_in_words
 from robust_dcp.cli.output import Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, parse_name, series_in
+from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import COPYING_PREFIX, METADATA_NAME, REMOVING_PREFIX, metadata_name
@@ -128,7 +129,8 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
         except errors.StorageError:
             return "unreadable"
         committed = f"damaged: {metadata} is cut off" if is_cut_off(*end) else "committed"
-        return f"{committed}, {saves_of_ours}".removesuffix(", ")
+        state = f"{committed}, {saves_of_ours}".removesuffix(", ")
+        return state + protected_in_words(read_parity_note(disk, path))
     if saves_of_ours or not names:
         return saves_of_ours or "empty"
     if any(name.startswith(COPYING_PREFIX) for name in names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import functools
 import logging
@@ -32,6 +33,7 @@ from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, absolute, local_path_of, place_of, real_place
 from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
+from robust_dcp.storage.options import WriteOptions
 from robust_dcp.storage.remote import CopyOptions, disk_at
 from robust_dcp.storage.writer import RobustWriter
 
@@ -102,6 +104,8 @@ class CheckpointManager:
             next save.
         drain_options: how to copy, see :class:`CopyOptions`.
         drain_keep_last: how many checkpoints stay below ``drain_to``, those with the highest steps. ``None`` for all.
+        parity_nodes: as for :class:`WriteOptions`, for drives of each node. The latest checkpoint that outlives the
+            loss of a node stays until a newer one does.
         process_group: the ranks that save together; ``None`` for all.
 
     Without any policy nothing is ever removed.
@@ -135,6 +139,7 @@ class CheckpointManager:
         drain_to: str | os.PathLike[str] | None = None,
         drain_options: CopyOptions | None = None,
         drain_keep_last: int | None = None,
+        parity_nodes: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         place = place_of(root)
@@ -154,6 +159,7 @@ class CheckpointManager:
             raise ValueError("drain_keep_last is about the copies below drain_to: pass that, or keep_last")
         self._drain_policies = policies_of(drain_keep_last, None, None)
         self._drain_options = drain_options or CopyOptions()
+        self._parity_nodes = WriteOptions(parity_nodes=parity_nodes).parity_nodes
         self._group = process_group
         self._pruning = threading.Lock()
         self._leads = self._has_saved = False
@@ -361,11 +367,16 @@ class CheckpointManager:
 
         begun = channel.broadcast("does another job save here", begin, _Begun)
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
+        if self._drain_to is not None or self._parity_nodes is not None:
+            # Another manager may use it, too.
+            options["storage_writer"] = copy.copy(options.get("storage_writer") or RobustWriter(path))
+        if self._parity_nodes is not None:
+            writer = options["storage_writer"]
+            writer.options = dataclasses.replace(writer.options, parity_nodes=self._parity_nodes)
         if self._drain_to is not None:
-            writer = copy.copy(options.get("storage_writer") or RobustWriter(path))  # another manager may use it, too
+            writer = options["storage_writer"]
             writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
             writer.drain_options, writer.on_arrival = self._drain_options, self._has_arrived
-            options["storage_writer"] = writer
             if self._is_coordinator():
                 self._resume_drains(self._drain_to)
             self._has_saved = True

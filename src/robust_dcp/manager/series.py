@@ -52,6 +52,7 @@ import msgspec
 from robust_dcp import errors
 from robust_dcp.decoding import from_json
 from robust_dcp.drain.record import digest_at, inode_of, is_awaited
+from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.storage.committing.saving_file import (
     claimed,
     is_gone,
@@ -381,8 +382,8 @@ class Series:
         each policy is asked twice: for all checkpoints, and for those up to the latest. So what was saved before the
         job went back takes no place from what it saves now, and is not removed for it.
 
-        The latest and the newest stay whatever the policies say, and so do links, what robust_dcp has not saved, and
-        what has not arrived where it is copied to.
+        The latest and the newest stay whatever the policies say, and so do links, what robust_dcp has not saved, what
+        has not arrived where it is copied to, and the newest one that outlives the loss of a node.
 
         Raises:
             StorageError: the root cannot be looked at.
@@ -396,6 +397,8 @@ class Series:
         kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
         kept |= {each.path for each in (latest, *checkpoints[-1:]) if each is not None}
         kept |= {each.path for each in self._not_rated(policies, checkpoints)}
+        protected = next((each for each in reversed(checkpoints) if read_parity_note(self.disk, each.path)), None)
+        kept |= set() if protected is None else {protected.path}
         return [(each, "" if each.path in kept else self._why_it_stays(each.path)) for each in checkpoints]
 
     def _not_rated(self, policies: Sequence[KeepPolicy], checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:

@@ -32,6 +32,7 @@ _LEAST: Final = {
     "threads": 1,
     "files_per_rank": 1,
     "buffer_bytes": BLOCKS_PER_THREAD * PAGE_NBYTES,
+    "parity_nodes": 2,
 }
 
 
@@ -62,6 +63,7 @@ class WriteKeywords(TypedDict, total=False):
     direct: bool | None
     overwrite: bool
     report: bool
+    parity_nodes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,9 @@ class WriteOptions:
         overwrite: whether a committed checkpoint in the directory may be replaced.
         report: whether each save leaves ``.robust_dcp.report.json`` beside the checkpoint: how long each rank took, how
             it wrote, how the plan was made, and how large the modules are.
+        parity_nodes: where each node saves to a drive of its own: about how many nodes form a group. Beside training
+            they make parity, for ``1 / (parity_nodes - 1)`` more bytes, by which the checkpoint outlives the loss of
+            any one node of each group. 2 is a mirror. The same on all ranks. ``None``: no parity.
 
     Raises:
         ValueError: an option is out of range.
@@ -107,6 +112,7 @@ class WriteOptions:
     direct: bool | None = None
     overwrite: bool = True
     report: bool = True
+    parity_nodes: int | None = None
 
     def __post_init__(self) -> None:
         layout_named(self.layout)
@@ -124,11 +130,14 @@ class WriteOptions:
         """
         return self.files_per_rank or self.threads or _FILES_PER_RANK
 
+    @property
+    def buffer_nbytes(self) -> int:
+        """``buffer_bytes``, or what suits the node."""
+        return self.buffer_bytes or min(max(_node_nbytes() // 64 // ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
+
     def fitted(self, page_nbytes: int) -> tuple[int, int]:
         """(threads, bytes of a block) that together stay within ``buffer_bytes``. Blocks are whole pages."""
-        buffer_bytes = self.buffer_bytes
-        if buffer_bytes is None:
-            buffer_bytes = min(max(_node_nbytes() // 64 // ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
+        buffer_bytes = self.buffer_nbytes
         threads = default_threads() if self.threads is None else self.threads
         threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
         block_nbytes = min(BLOCK_NBYTES, buffer_bytes // (BLOCKS_PER_THREAD * threads))
