@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import compress
 from typing import Any, Final
 
 import msgspec
@@ -146,25 +147,39 @@ def asked_keys(metadata: Metadata, asked: Mapping[str, Any]) -> AskedKeys | None
     return AskedKeys(zlib.compress(np.packbits(bits).tobytes(), 1))
 
 
+def asked_by_any(asked: Sequence[AskedKeys | None]) -> AskedKeys | None:
+    """What several ranks have asked for together."""
+    if None in asked:
+        return None
+    several = {rank.bits for rank in asked if rank is not None}
+    if len(several) == 1:
+        return asked[0]
+    columns = [np.frombuffer(zlib.decompress(bits), dtype=np.uint8) for bits in several]
+    return AskedKeys(zlib.compress(np.bitwise_or.reduce(columns).tobytes(), 1))
+
+
+def unread_keys(metadata: Metadata, asked: AskedKeys | None) -> list[str]:
+    """The keys of a checkpoint that were not asked for, ascending."""
+    if asked is None:
+        return []
+    n_saved = len(metadata.state_dict_metadata)
+    found = np.unpackbits(np.frombuffer(zlib.decompress(asked.bits), dtype=np.uint8), count=n_saved).astype(np.bool_)
+    return list(compress(sorted(metadata.state_dict_metadata), ~found)) if not found.all() else []
+
+
 def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None]) -> str:
     """Say which keys no rank has asked for; nothing if there are none.
 
     Args:
         asked: what each rank has asked for; ``None`` for a rank that has asked for all, or whose planner does not tell.
     """
-    if None in asked:
+    all_unread = unread_keys(metadata, asked_by_any(asked))
+    if not all_unread:
         return ""
-    n_saved = len(metadata.state_dict_metadata)
-    found = np.zeros(n_saved, dtype=np.bool_)
-    for bits in {rank.bits for rank in asked if rank is not None}:
-        found |= np.unpackbits(np.frombuffer(zlib.decompress(bits), dtype=np.uint8), count=n_saved).astype(np.bool_)
-    if found.all():
-        return ""
-    saved = sorted(metadata.state_dict_metadata)
-    sizes = Counter(map(_group, saved))
+    n_saved, sizes = len(metadata.state_dict_metadata), Counter(map(_group, metadata.state_dict_metadata))
     unread: dict[str, list[str]] = defaultdict(list)
-    for number in np.flatnonzero(~found).tolist():
-        unread[_group(saved[number])].append(saved[number])
+    for key in all_unread:
+        unread[_group(key)].append(key)
     groups = []
     for group, keys in unread.items():
         size = sizes[group]
@@ -172,7 +187,7 @@ def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None]) -> st
             groups.append(f"{group} ({len(keys)} of {size}: {listed(map(repr, keys), _SHOWN_KEYS)})")
         else:
             groups.append(group if keys == [group] else f"{group} (all {size})")
-    return f"nobody has asked for {int((~found).sum())} of its {n_saved} keys: {listed(groups)}"
+    return f"nobody has asked for {len(all_unread)} of its {n_saved} keys: {listed(groups)}"
 
 
 def _group(key: str) -> str:
