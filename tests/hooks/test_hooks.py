@@ -176,7 +176,7 @@ def test_prometheus_finds_a_file_with_the_last_step_and_its_age(
     found = {line.split()[0]: float(line.split()[1]) for line in Path("robust_dcp.prom").read_text().splitlines()}
     assert found["robust_dcp_last_committed_step"] == 20 and found["robust_dcp_failures_total"] == 1
     assert before <= found["robust_dcp_last_committed_timestamp_seconds"] <= time.time()
-    assert found["robust_dcp_save_bytes"] == 36 and 0 < found["robust_dcp_save_seconds"] < 600
+    assert found["robust_dcp_save_bytes"] >= 36 and 0 < found["robust_dcp_save_seconds"] < 600
 
 
 @pytest.mark.compat
