@@ -193,7 +193,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                     if isinstance(entry, TensorStorageMetadata):
                         tensors[key] = value
             self.missing_keys = tuple(sorted(missing))
-            problems = [*(f"{_MISSING}{key!r}" for key in self._unexpected_keys()), *problems]
+            problems = [*(f"{_MISSING}{key!r}" for key in (self._unexpected_keys() if missing else ())), *problems]
             if problems:
                 raise PlanConflict(self._in_words(problems))
             targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]
