@@ -122,7 +122,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             on_meta = {
                 name: value
                 for name, value in self.state_dict.items()
-                if isinstance(value, torch.Tensor) and value.device.type == "meta"
+                if isinstance(value, torch.Tensor) and value.is_meta
             }
             if dist.is_initialized():
                 _init_state_dict(on_meta)  # allocates them
