@@ -151,6 +151,7 @@ PATCHES: tuple[Patch, ...] = (
         )
     ),
     Patch(_LM, "save_checkpoint", _ours("failures.save_checkpoint"), optional=True),
+    Patch(_LM, "load_checkpoint", _ours("nodes.load_checkpoint"), optional=True),
     Patch(
         "megatron.training.async_utils",
         "maybe_finalize_async_save",

@@ -73,6 +73,12 @@ OPTIONS: tuple[Option, ...] = (
         ("raise", "warn"),
         "when a save fails on any rank: raise on all of them, or log why and go on with training",
     ),
+    Option(
+        "parity_nodes",
+        (),
+        "where each node saves to a drive of its own: about how many nodes keep parity for each other, so that a "
+        "checkpoint outlives the loss of any one of them; none if it is not given",
+    ),
 )
 
 _chosen: list[Planner] = []
@@ -98,6 +104,7 @@ class MegatronOptions:
         exchange_timeout_seconds: the timeout of each exchange between ranks.
         trusted: whether objects may run code when they are loaded.
         save_failure: ``"raise"`` or ``"warn"``. With ``"warn"`` a failed save is logged and training goes on.
+        parity_nodes: as for ``WriteOptions``.
     """
 
     planner: Planner = field(default_factory=default_planner)
@@ -105,6 +112,7 @@ class MegatronOptions:
     exchange_timeout_seconds: float = 300.0
     trusted: bool = False
     save_failure: Literal["raise", "warn"] = "raise"
+    parity_nodes: int | None = None
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:
