@@ -33,6 +33,7 @@ PUBLIC_NAMES = [
     "KeepPolicy",
     "LoadReport",
     "PlanConflict",
+    "ProofReport",
     "ReadOptions",
     "RobustCheckpointError",
     "RobustLoadPlanner",
@@ -52,6 +53,7 @@ PUBLIC_NAMES = [
     "install",
     "load",
     "on_event",
+    "prove",
     "save",
     "uninstall",
 ]

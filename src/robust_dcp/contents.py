@@ -7,13 +7,12 @@ all of it without a target.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final, NamedTuple
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from robust_dcp.coverage import Box, Coverage
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint
+from robust_dcp.names import fits
 from robust_dcp.nodes.files import files_elsewhere
 from robust_dcp.nodes.parity_file import check_parity, parity_name
 from robust_dcp.storage.files.disk import Disk
@@ -42,16 +42,6 @@ from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.reads import PlannedItems
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})")
-
-
-def fits(name: str, globs: Sequence[str]) -> bool:
-    """Whether one of the patterns fits a name, or is that name, which may hold brackets."""
-    return name in globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-
-def fit_nothing(globs: Iterable[str], names: Collection[str]) -> list[str]:
-    """The patterns that fit none of the names: somebody has mistyped them."""
-    return [glob for glob in globs if not any(fits(name, (glob,)) for name in names)]
 
 
 class Chunk(NamedTuple):

@@ -30,6 +30,8 @@ from robust_dcp.manager.series import KeepPolicy as KeepPolicy
 from robust_dcp.plan.load_planner import RobustLoadPlanner as RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner as RobustPlanner
 from robust_dcp.plan.state_dict import StructureSignature as StructureSignature
+from robust_dcp.proof import ProofReport as ProofReport
+from robust_dcp.proof import prove as prove
 from robust_dcp.report import LoadReport as LoadReport
 from robust_dcp.report import SaveReport as SaveReport
 from robust_dcp.save_queue import finish_async_saves as finish_async_saves

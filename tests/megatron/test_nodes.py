@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 import robust_dcp
 from demo import megatron_cpu
-from robust_dcp.megatron.nodes import load_checkpoint
+from robust_dcp.megatron.resume import load_checkpoint
 from tests.harness.hosts import become_node, can_become_node
 from tests.harness.ranks import run_ranks, values
 from tests.megatron.torch_dist import chosen

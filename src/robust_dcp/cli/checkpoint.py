@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from robust_dcp.contents import Contents
 
 
-def holds_checkpoint(path: str) -> bool:
+def holds_checkpoint(path: str, disk: Disk | None = None) -> bool:
     """Whether a directory has a ``.metadata``, those of ranks that saved for themselves, or safetensors files."""
     ends = (METADATA_NAME, SAFETENSORS_SUFFIX)
-    return os.path.isdir(path) and any(name.endswith(ends) for name in Disk().list_directory(path))
+    if not is_url(path) and not os.path.isdir(path):
+        return False
+    return any(name.endswith(ends) for name in (disk or Disk()).list_directory(path))
 
 
 def check_directory(path: str) -> None:
@@ -31,6 +33,21 @@ def check_directory(path: str) -> None:
         raise CommandFailed(f"{path}: {what_is_there(Disk(), path)}")
     if not os.access(path, os.R_OK | os.X_OK):
         raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
+
+
+def disk_of_root(root: str) -> Disk:
+    """The file system of a directory, or of a URL, that holds the checkpoints of a run.
+
+    Raises:
+        CommandFailed: it is not there, or cannot be used.
+    """
+    if not is_url(root):
+        check_directory(root)
+        return Disk()
+    disk = _remote_disk(root)
+    if not disk.exists(root):
+        raise CommandFailed(f"{root}: {what_is_there(disk, root)}")
+    return disk
 
 
 def open_checkpoint(path: str) -> Contents:
@@ -58,10 +75,14 @@ def disk_of(path: str) -> Disk:
         if not holds_checkpoint(path):
             raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(Disk(), path)}")
         return Disk()
+    return _remote_disk(path)
+
+
+def _remote_disk(url: str) -> Disk:
     from robust_dcp.storage.remote import RemoteDisk
 
     try:
-        return RemoteDisk(path)
+        return RemoteDisk(url)
     except ValueError as error:
         raise CommandFailed(str(error)) from error
 

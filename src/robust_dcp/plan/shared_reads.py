@@ -15,6 +15,7 @@ import logging
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -35,7 +36,7 @@ from robust_dcp.errors import (
 )
 from robust_dcp.nodes.files import find_files
 from robust_dcp.plan.global_plan import by_holders
-from robust_dcp.staging.blocks import flat_bytes, parts_in_order
+from robust_dcp.staging.blocks import BlockLease, flat_bytes, is_plain, parts_in_order
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.layouts.places import Places, deal, fill_up
 from robust_dcp.storage.options import ranks_on_this_node
@@ -43,7 +44,6 @@ from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.reads import PlannedItems, Read, item_name, may_ask_early, reads_of, target_of
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
-from robust_dcp.storage.records.record import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -690,7 +690,8 @@ class SharedReads:
             RobustCheckpointError: the same on all ranks.
         """
         self._check_stop = check_stop
-        channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived))
+        with closing(BlockLease(BUCKET_NBYTES, 1, of_load=True)) as self._blocks:
+            channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived))
 
     def load_objects(self, planner: LoadPlanner, directory: str) -> None:
         """Pass the objects that came from other ranks to ``planner``.
@@ -731,9 +732,9 @@ class SharedReads:
         if len(parts) == 1 and received.data_ptr() == parts[0].data_ptr():
             return
         for part, where in _side_by_side(parts, received):
-            flat = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-            flat_bytes(flat).copy_(where)
-            part.copy_(flat)
+            # torch views only memory that is aligned as elements of another dtype.
+            aligned = where if where.storage_offset() % part.itemsize == 0 else where.clone()
+            self._blocks.fill_from(aligned.view(part.dtype).view(part.shape), part)
 
 
 class _IntoSlots(DefaultLoadPlanner):

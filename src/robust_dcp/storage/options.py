@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, Literal, TypedDict, TypeVar
 
@@ -233,6 +234,12 @@ def given_options(kind: type[Options], options: Options | None, keywords: Mappin
             f"{', '.join(keywords)} and options were given: give all options in one way, or pass "
             f"options=dataclasses.replace(options, {next(iter(keywords))}=…)"
         )
+    unknown = [name for name in keywords if name not in kind.__annotations__]
+    if unknown:
+        near = get_close_matches(unknown[0], kind.__annotations__, n=1, cutoff=0.5)
+        what = f"; did you mean {near[0]}?" if near else f": {', '.join(kind.__annotations__)}"
+        writer = "RobustWriter" if kind is WriteOptions else "RobustReader"
+        raise TypeError(f"{writer} has no option {unknown[0]!r}{what}")
     return kind(**keywords) if options is None else options
 
 
