@@ -45,7 +45,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 SEED ?= 1
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
-CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back state_dicts two_savers
+CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back state_dicts two_savers lost_nodes
 BENCHMARKS := planning loading storage reshards sharing messages async_save megatron
 
 .DELETE_ON_ERROR:

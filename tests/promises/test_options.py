@@ -39,6 +39,7 @@ def test_options_are_given_as_an_object_or_as_keywords(
         (ReadOptions, {"verify_checksums": "some"}, "verify_checksums is True, False or \"all\", not 'some'"),
         (WriteOptions, {"layout": "parquet"}, "layout must be one of"),
         (WriteOptions, {"files_per_rank": 0}, "at least"),
+        (WriteOptions, {"parity_nodes": 1}, "at least"),
     ],
     ids=str,
 )

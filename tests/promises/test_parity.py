@@ -6,8 +6,10 @@ of a node of its own under one path.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import random
 import re
 import shutil
 from collections.abc import Sequence
@@ -23,7 +25,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp import RobustWriter
+from robust_dcp import CheckpointManager, RobustWriter
+from tests.cli.commands import shell
+from tests.faults.disk import FaultDisk
+from tests.harness.damage import flip_bit
 from tests.harness.hosts import become_node, can_become_node
 from tests.harness.ranks import on_ranks
 
@@ -104,7 +109,10 @@ def save(tmp: str, placing: str, kind: str, k: int | None) -> str:
         return ""
     path = become(tmp, placing[rank])
     report = robust_dcp.save(
-        state_of(kind, group, blank=False), storage_writer=RobustWriter(path, parity_nodes=k), process_group=group
+        state_of(kind, group, blank=False),
+        storage_writer=RobustWriter(path, parity_nodes=k),
+        process_group=group,
+        timeout_seconds=30,
     )
     robust_dcp.finish_async_saves()
     return report.protection
@@ -116,7 +124,7 @@ def lose_and_load(tmp: str, placing: str, kind: str, lost: Sequence[str], other:
     rank, groups = dist.get_rank(), {size: group_of(size) for size in sorted({len(placing), len(other)})}
     if rank == 0:
         for node in lost:
-            shutil.rmtree(Path(tmp, "nodes", node, "ckpt"))
+            shutil.rmtree(Path(tmp, "nodes", node, "ckpt"), ignore_errors=True)
     dist.barrier()
     result = ""
     if rank < len(other):
@@ -124,7 +132,7 @@ def lose_and_load(tmp: str, placing: str, kind: str, lost: Sequence[str], other:
         path = become(tmp, other[rank])
         state = state_of(kind, group, blank=True)
         try:
-            robust_dcp.load(state, checkpoint_id=path, process_group=group, timeout_seconds=60)
+            robust_dcp.load(state, checkpoint_id=path, process_group=group, timeout_seconds=30)
             if kind == "dtensors":
                 state = {name: value.full_tensor() if name != "object" else value for name, value in state.items()}
                 expected = {**values_of(len(placing)), "object": "of all " * 50}
@@ -223,3 +231,92 @@ def test_two_lost_nodes_of_a_group_are_named_with_their_group_and_what_is_there(
     assert not list(Path(tmp, "nodes").glob("*/ckpt/.robust_dcp.parity*"))  # that of the checkpoint before
     error, *_ = on_ranks(SIZE, lose_and_load, tmp, "abcd", "dtensors", "c", "abcd")
     assert "no node of this load has parity by which" in error
+
+
+# --- what fails, and who keeps what
+
+
+def save_steps(tmp: str, placing: str, faults: Sequence[str | None]) -> list[tuple[str, list[int]]]:
+    """Save a step for each fault, which strikes the last rank while parity is made. What the report says of each, and
+    which steps the manager keeps after it."""
+    group, rank = group_of(len(placing)), dist.get_rank()
+    if rank >= len(placing):
+        return []
+    root, outcomes = os.path.dirname(become(tmp, placing[rank])), []
+    manager = CheckpointManager(f"{root}/ckpt", keep_last=1, parity_nodes=8, process_group=group)
+    for step, fault in enumerate(faults, 1):
+        on = {} if fault is None or rank < len(placing) - 1 else {fault: OSError(errno.ENOSPC, "no space")}
+        with FaultDisk(root, on=on):
+            report = manager.save(step, state_of("dtensors", group, blank=False))
+            robust_dcp.finish_async_saves()
+        dist.barrier(group)
+        outcomes.append((report.protection, [each.step for each in manager.checkpoints()]))
+    return outcomes
+
+
+def load_latest(tmp: str, placing: str, lost: dict[str, str]) -> tuple[int, str]:
+    """Lose a step, or all, on nodes, and load the latest. Which step that is, and why others were skipped."""
+    group, rank = group_of(len(placing)), dist.get_rank()
+    if rank == 0:
+        for node, step in lost.items():
+            shutil.rmtree(Path(tmp, "nodes", node, "ckpt", step))
+    dist.barrier()
+    if rank >= len(placing):
+        return 0, ""
+    state = state_of("dtensors", group, blank=True)
+    loaded = CheckpointManager(become(tmp, placing[rank]), process_group=group).load_latest(state)
+    assert loaded is not None
+    assert torch.equal(state["rows"].full_tensor(), values_of(len(placing))["rows"])
+    return loaded.checkpoint.step, "".join(each.reason for each in loaded.skipped)
+
+
+@pytest.mark.parametrize(
+    "fault", ["allocate|truncate:.robust_dcp.parity*", "write:.robust_dcp.parity*", "read:*.distcp"]
+)
+def test_parity_that_cannot_be_made_costs_nothing_but_itself_and_a_manager_keeps_the_last_protected_checkpoint(
+    tmp_path: Path, fault: str
+) -> None:
+    tmp = str(tmp_path)
+    protections, kept = zip(*on_ranks(SIZE, save_steps, tmp, "abc", [None, fault, fault, None, None])[1], strict=True)
+    assert protections[0] == protections[3] == protections[4] == "any 1 of 3 nodes"
+    assert all(each.startswith("not protected: ") and "ENOSPC" in each for each in protections[1:3])
+    assert kept == ([1], [1, 2], [1, 3], [1, 4], [4, 5])
+    assert not list(tmp_path.glob("nodes/*/ckpt/*/*.tmp"))
+    assert on_ranks(SIZE, load_latest, tmp, "abc", {"a": ""})[0] == (5, "")
+    step, reason = on_ranks(SIZE, load_latest, tmp, "abc", {"a": "", "c": "step_5"})[0]
+    assert step == 4 and "has lost 2 nodes, host-a, host-c" in reason
+
+
+def test_commands_on_a_node_say_what_its_checkpoint_outlives_and_verify_what_it_has(tmp_path: Path) -> None:
+    on_ranks(SIZE, save, str(tmp_path), "abc", "dtensors", 3)
+    root = tmp_path / "nodes" / "b"
+    os.rename(root / "ckpt", root / "step_7")
+    assert "protected: any 1 of 3 nodes" in shell("ls", root).out
+    assert "protected: any 1 of 3 nodes" in shell("inspect", root / "step_7").err
+    verified = shell("verify", root / "step_7", "--json")
+    assert verified.code == 0 and "any 1 of 3 nodes (host-a, host-b, host-c)" in str(verified.json["notes"])
+    parity = next((root / "step_7").glob(".robust_dcp.parity.*"))
+    flip_bit(parity, 100)
+    broken = shell("verify", root / "step_7", "--json")
+    assert broken.code == 1 and [each["file"] for each in broken.json["problems"]] == [parity.name]
+    flip_bit(parity, parity.stat().st_size - 60)
+    assert shell("verify", root / "step_7").code == 1 and "protected" not in shell("ls", root).out
+    next((root / "step_7").glob("*.distcp")).unlink()
+    assert shell("verify", root / "step_7", "--fast").code == 1
+
+
+def test_flipped_bits_with_and_without_a_lost_node_are_named_and_never_loaded(tmp_path: Path) -> None:
+    tmp, dice = str(tmp_path), random.Random(65)
+    on_ranks(SIZE, save, tmp, "abc", "dtensors", 3)
+    keep(tmp)
+    n_named = 0
+    for number in range(24):
+        lost = ["", "c", "a"][number % 3]
+        kinds = ["*.distcp", ".robust_dcp.parity.*"][number % 2]
+        file = dice.choice(sorted(each for each in tmp_path.glob(f"nodes/*/ckpt/{kinds}") if each.parts[-3] != lost))
+        flip_bit(file, dice.randrange(file.stat().st_size), dice.randrange(8))
+        errors = on_ranks(SIZE, lose_and_load, tmp, "abc", "dtensors", lost, "abc")[:3]
+        assert all(each.startswith(("", "CorruptCheckpoint: ")[bool(each)]) for each in errors), errors
+        n_named += any(errors)
+        restore(tmp)
+    assert n_named >= 8

@@ -40,6 +40,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     COPYING_PREFIX,
     METADATA_NAME,
+    PARITY_PREFIX,
     REMOVING_PREFIX,
     SAVING_PREFIX,
     committed_name,
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_NOT_COPIED: Final = (SAVING_PREFIX, COPYING_PREFIX, REMOVING_PREFIX, DRAIN_RECORD_NAME)
+_NOT_COPIED: Final = (SAVING_PREFIX, COPYING_PREFIX, REMOVING_PREFIX, PARITY_PREFIX, DRAIN_RECORD_NAME)
 _CLAIM_TRIES: Final = 5
 _SHOWN: Final = 5
 

@@ -82,6 +82,11 @@ def writer_of_save(checkpoint_id: str | os.PathLike[str] | None, storage_writer:
                 "none that could be copied from: save to a directory, and call robust_dcp.copy_checkpoint for one of "
                 "the two places, or leave drain_to out"
             )
+        if writer.options.parity_nodes is not None:
+            raise ValueError(
+                f"parity_nodes={writer.options.parity_nodes} is for drives of each node, and a save to {url} leaves "
+                "nothing there: leave it out"
+            )
         writer.stage(url, partial(staging_directory, url))
     return writer
 

@@ -397,7 +397,8 @@ class Series:
         kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
         kept |= {each.path for each in (latest, *checkpoints[-1:]) if each is not None}
         kept |= {each.path for each in self._not_rated(policies, checkpoints)}
-        protected = next((each for each in reversed(checkpoints) if read_parity_note(self.disk, each.path)), None)
+        on_drives = () if self.is_in_store else reversed(checkpoints)
+        protected = next((each for each in on_drives if read_parity_note(self.disk, each.path)), None)
         kept |= set() if protected is None else {protected.path}
         return [(each, "" if each.path in kept else self._why_it_stays(each.path)) for each in checkpoints]
 

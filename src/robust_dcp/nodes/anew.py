@@ -42,7 +42,7 @@ from robust_dcp.report import listed
 from robust_dcp.storage.committing.saving_file import claimed, is_gone
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, READ_BY_NAME, name_before_commit, writer_of
-from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reading.metadata_source import MetadataSource
 
 logger = logging.getLogger(__name__)
 
@@ -118,14 +118,28 @@ class _SmallFiles(msgspec.Struct, frozen=True):
     files: dict[str, bytes]
 
 
-def make_anew(channel: Channel, phase: str, reader: RobustReader, lost: Collection[str], source: int) -> str:
+class Checkpoint(NamedTuple):
+    """A checkpoint on nodes that do not share its directory, as a rank knows it.
+
+    Attributes:
+        source: where its metadata comes from.
+        mark: of its save.
+        leader: a rank that sees its ``.metadata``.
+        buffer_nbytes: how much memory this rank may take.
+    """
+
+    source: MetadataSource
+    mark: str
+    leader: int
+    buffer_nbytes: int
+
+
+def make_anew(channel: Channel, phase: str, checkpoint: Checkpoint, lost: Collection[str]) -> str:
     """Make the files of lost nodes anew, if others of their groups can. All ranks call this together.
 
     Args:
         phase: what the names of exchanges begin with.
-        reader: of the checkpoint.
         lost: data files that no rank sees.
-        source: a rank that sees the ``.metadata`` that is loaded.
 
     Returns:
         Why that cannot be done; empty if all of ``lost`` are there now.
@@ -133,16 +147,16 @@ def make_anew(channel: Channel, phase: str, reader: RobustReader, lost: Collecti
     Raises:
         RobustCheckpointError: the same on all ranks: something else failed.
     """
-    save_id = getattr(reader.metadata.storage_meta, "save_id", None)
-    mark = save_id.replace("-", "")[:16] if isinstance(save_id, str) else ""
     for n_left in reversed(range(_TRIES)):
-        _, seen = channel.gather(f"{phase}: what is on each node", partial(_look, channel.rank, reader, mark), _Seen)
-        plan = channel.broadcast(f"{phase}: what is made anew", partial(_plan, seen or [], lost, source), _Plan)
+        _, seen = channel.gather(f"{phase}: what is on each node", partial(_look, channel.rank, checkpoint), _Seen)
+        plan = channel.broadcast(
+            f"{phase}: what is made anew", partial(_plan, seen or [], lost, checkpoint.leader), _Plan
+        )
         if plan.reason:
             return plan.reason
         try:
             for each in plan.lost:
-                _MakingAnew(channel, phase, reader, each, source).run()
+                _MakingAnew(channel, phase, checkpoint, each).run()
             return ""
         except StorageError as error:  # the same on all ranks
             if error.errno not in _BEGINS_AGAIN or not n_left:
@@ -151,14 +165,14 @@ def make_anew(channel: Channel, phase: str, reader: RobustReader, lost: Collecti
     return ""
 
 
-def _look(rank: int, reader: RobustReader, mark: str) -> _Seen:
-    disk, path = reader.source.disk, reader.path
+def _look(rank: int, checkpoint: Checkpoint) -> _Seen:
+    source, mark = checkpoint.source, checkpoint.mark
+    disk, path = source.disk, source.path
     names = disk.list_directory(path) if disk.exists(path) else []
     files = tuple(name for name in names if (writer := writer_of(name)) and writer.mark == mark)
     note = read_parity_note(disk, path, mark) if mark and names else None
     room_nbytes = disk.room(path)[1]
-    buffer_nbytes = reader.options.buffer_bytes
-    return _Seen(where(disk, path), node_name(rank), room_nbytes, reader.source.fit(), files, note, buffer_nbytes)
+    return _Seen(where(disk, path), node_name(rank), room_nbytes, source.fit(), files, note, checkpoint.buffer_nbytes)
 
 
 class _Directory(NamedTuple):
@@ -168,14 +182,14 @@ class _Directory(NamedTuple):
     seen: _Seen
 
 
-def _plan(of_ranks: Sequence[_Seen | None], lost: Collection[str], source: int) -> _Plan:
+def _plan(of_ranks: Sequence[_Seen | None], lost: Collection[str], leader: int) -> _Plan:
     """On the coordinator: decide what is made anew, and where."""
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(of_ranks):
         if each is not None:
             ranks.setdefault(each.where, []).append(rank)
     directories = [_Directory(tuple(each), seen) for each in ranks.values() if (seen := of_ranks[each[0]]) is not None]
-    fit = next(one.seen.fit for one in directories if source in one.ranks)
+    fit = next(one.seen.fit for one in directories if leader in one.ranks)
     groups: dict[GroupNote, dict[int, _Directory]] = {}
     for one in directories:
         if one.seen.note is not None:
@@ -252,14 +266,12 @@ def _why_not(group: GroupNote, missing: Sequence[int], without: Sequence[int]) -
 class _MakingAnew:
     """What one rank does to make the files of a lost node anew."""
 
-    def __init__(self, channel: Channel, phase: str, reader: RobustReader, lost: _Lost, source: int) -> None:
+    def __init__(self, channel: Channel, phase: str, checkpoint: Checkpoint, lost: _Lost) -> None:
         self._channel = channel
         self._phase = f"{phase}: node {lost.number} of {lost.group.mark}"
         self._lost = lost
-        self._source = source
-        self._disk: Disk = reader.source.disk
-        self._path = reader.path
-        self._fit = reader.source.fit
+        self._checkpoint = checkpoint
+        self._disk, self._path = checkpoint.source.disk, checkpoint.source.path
         self._leads = channel.rank == lost.writers[0]
         self._writes = channel.rank in lost.writers
         node = lost.group.nodes[lost.number]
@@ -308,9 +320,8 @@ class _MakingAnew:
                 # What was read outside of blocks has no checksum of its own: the note has one of the whole file.
                 channel.barrier(f"{phase}: who is damaged", self._compare_sources)
                 raise
-            leader = channel.led_by(self._source)
-            _, small = leader.scatter(f"{phase}: files beside the data", self._small_files, _SmallFiles)
-            channel.barrier(f"{phase}: commit", lambda: self._commit(small))
+            channel.barrier(f"{phase}: commit", self._commit)
+            copy_beside(channel, phase, self._checkpoint, lost.writers[:1] if lost.gets_metadata else ())
 
     def _create(self, held: ExitStack) -> None:
         """Make the files under other names, in a directory that no save begins in meanwhile."""
@@ -318,7 +329,9 @@ class _MakingAnew:
             return
         disk = self._disk
         disk.mkdirs(self._path)
-        held.enter_context(claimed(disk, self._path))
+        for other in held.enter_context(claimed(disk, self._path)):
+            if other.is_over and other.is_claim:  # of a load that was killed while it did the same
+                is_gone(disk.unlink, os.path.join(self._path, other.name))
         held.callback(self._remove_unfinished)
         self._remove_unfinished()
         for _, _, file in self._ranges:
@@ -394,22 +407,7 @@ class _MakingAnew:
                 files = lost.group.nodes[number].files[readers.index(rank) :: len(readers)]
                 check_files(self._disk, self._path, files, lost.group.mark, "", self._channel)
 
-    def _small_files(self) -> list[_SmallFiles | None]:
-        """On a rank that sees ``.metadata``: what the directory gets beside its data."""
-        messages: list[_SmallFiles | None] = [None] * self._channel.size
-        if self._lost.gets_metadata:
-            disk, mark = self._disk, self._lost.group.mark
-            names = {each for name in READ_BY_NAME for each in (name, name_before_commit(name, mark))}
-            files = {}
-            last = (INDEX_NAME, METADATA_NAME)
-            for name in (*sorted((names | {DRAIN_RECORD_NAME}) - {*last}), *last):
-                data = disk.read_file(os.path.join(self._path, name))
-                if data is not None:
-                    files[name] = data
-            messages[self._lost.writers[0]] = _SmallFiles(files)
-        return messages
-
-    def _commit(self, small: _SmallFiles | None) -> None:
+    def _commit(self) -> None:
         if not self._leads:
             return
         disk, lost = self._disk, self._lost
@@ -419,8 +417,33 @@ class _MakingAnew:
             write_note(disk, self._parity_path + _UNFINISHED, ParityNote(lost.number, lost.group))
             disk.rename(self._parity_path + _UNFINISHED, self._parity_path)
         disk.fsync_directory(self._path)
-        for name, data in ({} if small is None else small.files).items():
-            disk.replace_file(os.path.join(self._path, name), data)
+
+
+def copy_beside(channel: Channel, phase: str, checkpoint: Checkpoint, ranks: Collection[int]) -> None:
+    """Copy what a checkpoint has beside its data into the directories that these ranks see: ``.metadata`` last."""
+    disk, path = checkpoint.source.disk, checkpoint.source.path
+
+    def read() -> list[_SmallFiles | None]:
+        last = (INDEX_NAME, METADATA_NAME)
+        names = {each for name in READ_BY_NAME for each in (name, name_before_commit(name, checkpoint.mark))}
+        files = {}
+        for name in (*sorted((names | {DRAIN_RECORD_NAME}) - {*last}), *last) if ranks else ():
+            data = disk.read_file(os.path.join(path, name))
+            if data is not None:
+                files[name] = data
+        message = _SmallFiles(files)
+        return [message if rank in ranks else None for rank in range(channel.size)]
+
+    leader = channel.led_by(checkpoint.leader)
+    _, small = leader.scatter(f"{phase}: files beside the data", read, _SmallFiles)
+
+    def write() -> None:
+        if small is not None and channel.rank in ranks:
+            disk.mkdirs(path)
+            for name, data in small.files.items():
+                disk.replace_file(os.path.join(path, name), data)
+
+    channel.barrier(f"{phase}: write them", write)
 
 
 def check_files(

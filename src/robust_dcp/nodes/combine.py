@@ -46,7 +46,7 @@ class Stream:
         suffix: what follows their names for now.
 
     Attributes:
-        crcs: by the number of a file and a place in it: how many bytes were read there, and their CRC-32.
+        crcs: by the number of a file and a place in it: how many bytes were read from there on, and their CRC-32.
     """
 
     def __init__(self, disk: Disk, directory: str, node: NodeNote, mark: str, suffix: str = "") -> None:
@@ -58,6 +58,8 @@ class Stream:
         self._open: dict[int, OpenFile] = {}
         self._blocks: dict[int, Any] = {}
         self._begun: dict[tuple[int, int], tuple[int, int]] = {}  # by file and place: a block, and its CRC-32 up to it
+        self._ends: dict[tuple[int, int], int] = {}  # by file and place: where what was read up to there begins
+        self._checked: set[tuple[int, int]] = set()  # a piece is read once more if a connection breaks
 
     def read(self, begin: int, end: int) -> UInt8:
         """Bytes of the stream.
@@ -115,6 +117,9 @@ class Stream:
         return self._blocks[number]
 
     def _check(self, number: int, at: int, view: memoryview) -> None:
+        if (number, at) in self._checked:
+            return
+        self._checked.add((number, at))
         begins, ends, _ = self._blocks_of(number)
         done, crc, stop = at, 0, at + len(view)
         for row in range(int(np.searchsorted(ends, at, "right")), int(np.searchsorted(begins, stop, "left"))):
@@ -132,7 +137,10 @@ class Stream:
                 self._compare(number, row, of_block)
             else:
                 self._begun[number, last] = row, of_block
-        self.crcs[number, at] = len(view), crc32(view[done - at :], crc)
+        begin = self._ends.pop((number, at), at)
+        before_nbytes, before = self.crcs.get((number, begin), (0, 0))
+        crc = crc32_of_both(before, crc32(view[done - at :], crc), len(view))
+        self.crcs[number, begin], self._ends[number, stop] = (before_nbytes + len(view), crc), begin
 
     def _compare(self, number: int, row: int, found: int) -> None:
         begins, ends, crcs = self._blocks_of(number)

@@ -13,8 +13,9 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, ranks_in_words
-from robust_dcp.nodes.anew import make_anew
+from robust_dcp.nodes.anew import Checkpoint, copy_beside, make_anew
 from robust_dcp.nodes.parity_file import read_parity_note
+from robust_dcp.nodes.places import where
 from robust_dcp.report import listed
 from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
@@ -78,6 +79,68 @@ def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader)
     return list(first.values())
 
 
+class _Stored(msgspec.Struct, frozen=True):
+    """The mark of a checkpoint's save, and the names of its data files."""
+
+    mark: str
+    files: tuple[str, ...]
+
+
+class _Lacks(msgspec.Struct, frozen=True):
+    """What a rank does not see of a checkpoint: whether ``.metadata``, and which data files.
+
+    ``where`` tells its directory from others.
+    """
+
+    where: str
+    metadata: bool
+    files: tuple[str, ...]
+
+
+def make_whole(channel: Channel, phase: str, path: str) -> bool:
+    """Where nodes do not share a directory, and some have lost it: give them what they lack. All ranks call this.
+
+    Returns:
+        Whether some rank lacked ``.metadata``, and no rank lacks it now.
+
+    Raises:
+        CorruptCheckpoint: data files are lost, and cannot be made anew.
+        RobustCheckpointError: the same on all ranks.
+    """
+    reader = RobustReader(path)
+    disk = reader.source.disk
+    (leader, *_) = (*ranks_with_metadata(channel, path, reader), None)
+    if leader is None:
+        return False
+
+    def read() -> _Stored:
+        metadata = reader.read_metadata()
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        names = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        return _Stored(mark_of(save_id) if isinstance(save_id, str) else "", tuple(sorted(names)))
+
+    stored = channel.led_by(leader).broadcast(f"{phase}: its files", read, _Stored)
+
+    def look() -> _Lacks:
+        return _Lacks(where(disk, path), not reader.source.fit(), tuple(reader.missing_files(stored.files)))
+
+    lacks = channel.all_gather(f"{phase}: what is missing", look, _Lacks)
+    lost = set(stored.files).intersection(*(each.files for each in lacks))
+    checkpoint = Checkpoint(reader.source, stored.mark, leader, reader.options.buffer_bytes)
+    why_not = make_anew(channel, phase, checkpoint, lost) if lost else ""
+    if why_not:
+        raise CorruptCheckpoint(
+            f"{path} has lost {len(lost)} data files: {listed(sorted(lost))}. They cannot be made anew: {why_not}. "
+            "Load with a rank on each node that has files, or take another checkpoint",
+            file=min(lost),
+            expected="the file on a node of this load",
+            found="none",
+        )
+    lacking = {each.where: rank for rank, each in enumerate(lacks) if each.metadata}
+    copy_beside(channel, phase, checkpoint, tuple(lacking.values()))
+    return bool(lacking)
+
+
 def find_files(
     channel: Channel, phase: str, reader: RobustReader, needed: Callable[[], Collection[str]], source: int
 ) -> FilesElsewhere | None:
@@ -112,7 +175,9 @@ def find_files(
     if len(lost) == len(wanted) and not nodes:
         return None  # one directory, from which a file is gone
     if lost:
-        why_not = make_anew(channel, phase, reader, lost, source)
+        save_id = getattr(reader.metadata.storage_meta, "save_id", None)
+        mark = mark_of(save_id) if isinstance(save_id, str) else ""
+        why_not = make_anew(channel, phase, Checkpoint(reader.source, mark, source, reader.options.buffer_bytes), lost)
         if not why_not:
             return find_files(channel, phase, reader, needed, source) or FilesElsewhere((), {})
         ranks = [rank for rank, each in enumerate(missing) if set(lost) & set(each.files)]

@@ -30,7 +30,7 @@ from robust_dcp import errors
 from robust_dcp.decoding import from_json
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import PARITY_PREFIX, writer_of
-from robust_dcp.storage.files.small_files import pass_over, read_small_file
+from robust_dcp.storage.files.small_files import pass_over
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32
 
 if TYPE_CHECKING:
@@ -227,27 +227,19 @@ def open_parity(disk: Disk, path: str) -> ParityFile:
         CorruptCheckpoint: its note or its checksums are damaged.
         StorageError: it cannot be read.
     """
-    file = disk.open_read(path)
+    file, what = disk.open_read(path), "the parity of a checkpoint"
     try:
-        sums = b""
-
-        def read() -> bytes:
-            nonlocal sums
-            sums, encoded = _end_of(disk, file)
-            return encoded
-
-        what = "the parity of a checkpoint"
-        note = read_small_file(disk, path, _decoded, what=what, at_most=_MOST_NOTE_NBYTES, read=read)
-        if note is None or sums_nbytes(note.group.segment_nbytes) != len(sums):
-            raise damaged(path, "checksums of all of its parity", f"{len(sums)} bytes")
+        sums, encoded = _end_of(disk, file)
+        note, what = from_json(encoded, ParityNote), "checksums of all of its parity"
+        if sums_nbytes(note.group.segment_nbytes) != len(sums):
+            raise ValueError(f"{len(sums)} bytes of them")
         return ParityFile(file, note, sums)
+    except ValueError as error:
+        disk.close(file)
+        raise damaged(path, what, str(error)) from error
     except BaseException:
         disk.close(file)
         raise
-
-
-def _decoded(data: bytes) -> ParityNote:
-    return from_json(data, ParityNote)
 
 
 def _end_of(disk: Disk, file: OpenFile) -> tuple[bytes, bytes]:

@@ -22,6 +22,7 @@ from robust_dcp.environment import node_name
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.nodes.combine import Combining, Node, UInt8, piece_nbytes_of, whole_crc32
 from robust_dcp.nodes.parity_file import (
+    PAGE_NBYTES,
     PARITY,
     FileNote,
     GroupNote,
@@ -38,9 +39,11 @@ from robust_dcp.nodes.places import where
 from robust_dcp.phases import PhaseClock
 from robust_dcp.save_queue import SaveFuture, SaveQueue
 from robust_dcp.storage.committing.saving_file import is_gone
-from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.files.paths import writer_of
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.paths import mark_of, writer_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
+from robust_dcp.storage.options import BLOCKS_PER_THREAD
+from robust_dcp.storage.writer import RobustWriter
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +99,9 @@ class Protection:
     """The parity of one save, on one rank.
 
     Args:
-        disk, path: the directory that this rank has saved into.
-        mark: of the save.
-        group_size: about how many nodes form a group.
+        writer: has written this rank's files.
+        checkpoint: its name.
         leads: whether this rank has committed in its directory.
-        buffer_nbytes: how much memory this rank may take.
         open_channel: makes the channel, from the name of its operation.
         queue: the protections of the group.
 
@@ -110,29 +111,22 @@ class Protection:
 
     def __init__(
         self,
-        disk: Disk,
-        path: str,
-        mark: str,
-        *,
+        writer: RobustWriter,
         checkpoint: str,
-        group_size: int,
+        *,
         leads: bool,
-        buffer_nbytes: int,
         open_channel: Callable[..., Channel],
         queue: SaveQueue,
     ) -> None:
         self.future = SaveFuture[str]()
         self._queue = queue
         self._after = queue.under_way()
-        self._disk = disk
-        self._path = path
-        self._mark = mark
+        self._disk, self._path, self._mark = writer.disk, writer.path, mark_of(writer.save_id)
+        self._options = writer.options
         self._checkpoint = checkpoint
-        self._group_size = group_size
         self._leads = leads
-        self._buffer_nbytes = buffer_nbytes
         self._open_channel = open_channel
-        self._parity_path = os.path.join(path, parity_name(mark))
+        self._parity_path = os.path.join(self._path, parity_name(self._mark))
         self._unfinished = f"{self._parity_path}.tmp"
         self._held = ExitStack()
 
@@ -212,12 +206,16 @@ class Protection:
             writer = writer_of(name)
             if writer is not None and writer.mark == self._mark:
                 files.append(FileNote(name, self._disk.read_end(os.path.join(self._path, name), 0)[0]))
-        directory = where(self._disk, self._path)
-        return _Seen(directory, node_name(rank), self._leads, tuple(files), self._buffer_nbytes)
+        threads, block_nbytes = self._options.fitted(PAGE_NBYTES)
+        buffer_nbytes = BLOCKS_PER_THREAD * threads * block_nbytes  # as much as the save had
+        return _Seen(where(self._disk, self._path), node_name(rank), self._leads, tuple(files), buffer_nbytes)
 
     def _groups(self, nodes: Sequence[NodeNote]) -> list[GroupNote]:
         """On the coordinator: the groups."""
-        groups = [[nodes[number] for number in numbers] for numbers in deal(len(nodes), self._group_size)]
+        groups = [
+            [nodes[number] for number in numbers]
+            for numbers in deal(len(nodes), self._options.parity_nodes or len(nodes))
+        ]
         return [GroupNote(self._mark, segment_nbytes_of(each), tuple(each)) for each in groups]
 
     def _deal(self, nodes: Sequence[NodeNote], n_ranks: int, seen: Sequence[_Seen | None]) -> list[_Group | None]:

@@ -54,7 +54,6 @@ from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, re
 from robust_dcp.report import PlanReport, SaveReport, listed
 from robust_dcp.save_queue import SaveFuture, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
-from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_room
@@ -343,17 +342,18 @@ class SaveSession(msgspec.Struct, frozen=True, eq=False):
                 (local, kept), agreement = channel.agree(planning.phase("agree"), look, self._offer)
             with self.undone_after_failure(channel, may_be_writing=lambda: False):  # all have heard the same
                 if not agreement.same_value:  # some ranks would come to one exchange more than others
-                    what = (
-                        f"on_commit was given on rank {agreement.lowest_rank}, and not on rank "
+                    message = (
+                        f"{planning.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
                         f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it"
                     )
                     if agreement.lowest >> 2 != agreement.highest >> 2:
-                        what = (
-                            f"parity_nodes is {agreement.lowest >> 2 or None} on rank {agreement.lowest_rank}, and "
-                            f"{agreement.highest >> 2} on rank {agreement.highest_rank}: give the same on all ranks"
+                        message = (
+                            f"{planning.checkpoint}: parity_nodes is {agreement.lowest >> 2 or None} on rank "
+                            f"{agreement.lowest_rank}, and {agreement.highest >> 2} on rank {agreement.highest_rank}: "
+                            "give the same on all ranks"
                         )
                     raise ExchangeError(
-                        f"{planning.checkpoint}: {what}",
+                        message,
                         phase=planning.phase("agree"),
                         ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
                     )
@@ -567,7 +567,9 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
         agreed, plan, session = self.agreed, self.agreed.plan, self.agreed.session
         channel, phase, directory = plan.channel, session.planning.phase, session.writer.directory
         earlier_drains = () if session.delivery is None else session.delivery.queue.under_way()
-        protection = self._protection()
+        protection = None
+        if session.writer.options.parity_nodes is not None and session.delivery is not None:
+            protection = self._protection(session.delivery)
         try:
             with session.clock.phase("commit"):
                 if self.is_on_nodes:
@@ -610,25 +612,18 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
             directory.tidy_up()
         return CommittedSave(self, earlier_drains, protection)
 
-    def _protection(self) -> Protection | None:
-        """What makes the checkpoint outlive the loss of a node, if that is asked for."""
+    def _protection(self, delivery: Delivery) -> Protection | None:
+        """What makes the checkpoint outlive the loss of a node, if nodes do not share the directory."""
         session, writer, channel = self.agreed.session, self.agreed.session.writer, self.agreed.plan.channel
-        size = writer.options.parity_nodes
-        if size is None or session.delivery is None:
-            return None
         if not self.is_on_nodes:
             if channel.is_coordinator:
                 log_no_parity(os.path.dirname(writer.path))
             return None
         return Protection(
-            writer.disk,
-            writer.path,
-            mark_of(writer.save_id),
-            checkpoint=session.planning.checkpoint,
-            group_size=size,
+            writer,
+            session.planning.checkpoint,
             leads=channel.is_coordinator or self.leads_directory,
-            buffer_nbytes=writer.options.buffer_nbytes,
-            open_channel=partial(session.delivery.open_channel, timeout_seconds=channel.timeout_seconds),
+            open_channel=partial(delivery.open_channel, timeout_seconds=channel.timeout_seconds),
             queue=queue_of(channel.ranks, "protection"),
         )
 

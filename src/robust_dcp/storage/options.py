@@ -130,14 +130,11 @@ class WriteOptions:
         """
         return self.files_per_rank or self.threads or _FILES_PER_RANK
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """``buffer_bytes``, or what suits the node."""
-        return self.buffer_bytes or min(max(_node_nbytes() // 64 // ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
-
     def fitted(self, page_nbytes: int) -> tuple[int, int]:
         """(threads, bytes of a block) that together stay within ``buffer_bytes``. Blocks are whole pages."""
-        buffer_bytes = self.buffer_nbytes
+        buffer_bytes = self.buffer_bytes
+        if buffer_bytes is None:
+            buffer_bytes = min(max(_node_nbytes() // 64 // ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
         threads = default_threads() if self.threads is None else self.threads
         threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
         block_nbytes = min(BLOCK_NBYTES, buffer_bytes // (BLOCKS_PER_THREAD * threads))
