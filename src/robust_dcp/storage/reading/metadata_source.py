@@ -102,7 +102,7 @@ class MetadataSource(msgspec.Struct, eq=False):
             what = what_is_there(self.disk, self.path)
             message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there; {what}"
             raise StorageError(message, path=path, errno=error.errno, operation="open") from error
-        self._was_read = rank, fit_of([data])
+        self._was_read = rank, fit_of(len(data), data)
         return data
 
     def decode_metadata(self, data: bytes, rank: int | None = None) -> Metadata:
