@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import pty
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp import Event, hooks, on_event
+from robust_dcp import Event, events, hooks, on_event
 from robust_dcp.hooks import ProgressBar, log_event
 from robust_dcp.report import LoadReport, PhaseReport
 from tests.docs.pages import DOCS, blocks_of
@@ -33,11 +34,47 @@ def test_the_log_entry_of_a_call_has_its_numbers_as_fields(tmp_path: Path, caplo
         (tmp_path / "file").write_text("no directory")
         with pytest.raises(robust_dcp.StorageError):
             robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "file")
-    saved, failed = (record for record in caplog.records if record.name == "robust_dcp.operations")
+    begun, saved, _, failed = (record for record in caplog.records if record.name == "robust_dcp.operations")
+    assert begun.getMessage() == f"save {tmp_path}/step_7 begins on 1 rank"
     fields = vars(saved)["robust_dcp"]
     assert saved.levelno == logging.INFO and fields["checkpoint_id"] == str(tmp_path / "step_7")
     assert fields["nbytes"] == report.nbytes and fields["write_seconds"] == report.phases[1].seconds
     assert failed.levelno == logging.ERROR and "StorageError" in vars(failed)["robust_dcp"]["error"]
+
+
+def test_saves_and_loads_say_at_info_that_they_begin_and_end_and_are_silent_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has to register anything for that."""
+    for level, n_lines in ((logging.WARNING, 0), (logging.INFO, 6)):
+        caplog.clear()
+        with caplog.at_level(level, logger="robust_dcp"):
+            robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "step_1")
+            robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "step_2").result()
+            robust_dcp.load({"w": torch.zeros(9)}, checkpoint_id=tmp_path / "step_2")
+        lines = [record.getMessage() for record in caplog.records if record.name == "robust_dcp.operations"]
+        assert len(lines) == n_lines
+    assert re.fullmatch(rf"load {tmp_path}/step_2 took 0\.\d+ s; this rank moved \d+ B", lines[-1])
+    events.LISTENERS.remove(log_event)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_long_call_logs_how_far_it_is_every_thirty_seconds(
+    is_async: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(hooks.time, "monotonic", lambda: clock[0])
+    with caplog.at_level(logging.INFO, logger="robust_dcp.operations"):
+        for told in ("1", "0"):
+            monkeypatch.setenv("ROBUST_DCP_PROGRESS", told)
+            log_event(Event("phase_started", "save x", 0, 2, phase="write", is_async=is_async))
+            for gibibytes in range(1, 9):
+                clock[0] += 10
+                log_event(Event("progress", "save x", 0, 2, done_nbytes=gibibytes << 30, total_nbytes=8 << 30))
+                log_event(Event("progress", "save x", 1, 2, done_nbytes=gibibytes << 30, total_nbytes=8 << 30))
+    said = "save x: write 37 % on this rank, 3.0 GiB of 8.0 GiB, 102.4 MiB/s, about 50 s left"
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == said and len(lines) == 2
 
 
 @pytest.mark.parametrize(
@@ -77,8 +114,8 @@ def test_the_bar_shows_the_phase_and_its_bytes_on_rank_0_and_not_those_of_an_asy
 PROGRAM = """
     import sys
     from robust_dcp import events
-    from robust_dcp.hooks import watch_in_terminal
-    watch_in_terminal()
+    from robust_dcp.hooks import watch
+    watch()
     sys.exit(10 + len(events.LISTENERS))
 """
 
@@ -98,7 +135,8 @@ def test_without_a_terminal_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     heard: list[object] = []
     monkeypatch.setattr(hooks, "on_event", heard.append)
-    hooks.watch_in_terminal.__wrapped__()
+    hooks._has_bar.cache_clear()
+    hooks.watch()
     assert not heard
 
 

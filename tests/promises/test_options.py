@@ -48,8 +48,10 @@ def test_an_option_out_of_range_is_named(kind: Any, options: dict[str, Any], wor
         with pytest.raises(ValueError, match=" ") as caught:
             make()
         assert words in str(caught.value)
-    with pytest.raises(TypeError, match="other"):
-        made(tmp_path, other=1)
+    with pytest.raises(TypeError, match=f"{made.__name__} has no option 'treads'; did you mean threads"):
+        made(tmp_path, treads=1)
+    with pytest.raises(TypeError, match=f"{made.__name__} has no option 'xyz': "):
+        made(tmp_path, xyz=1)
 
 
 def test_each_option_is_a_keyword_that_type_checkers_know() -> None:

@@ -36,7 +36,7 @@ def declare(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Print what a checkpoint holds."""
     contents, pattern = open_checkpoint(options.path), options.pattern
-    from robust_dcp.contents import fit_nothing
+    from robust_dcp.names import fit_nothing
 
     Output.note(summary(contents))
     items = contents.items_that_fit(pattern)

@@ -7,6 +7,7 @@ is whole.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -22,9 +23,9 @@ import msgspec
 import torch
 
 from robust_dcp.api import save
-from robust_dcp.contents import fit_nothing, fits
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.errors import StorageError, entry_point
+from robust_dcp.names import fit_nothing, fits
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, storage_error
@@ -191,14 +192,17 @@ def convert(
     if is_model:
         check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
     beside = _beside(config)
-    with needed_for_a_load(disk, os.fspath(source)), _made_beside(disk, path) as made:
+    with needed_for_a_load(disk, os.fspath(source)), _made_beside(disk, path) as made, _saying_room(disk, path, plan):
         _check_target(path, form, overwrite=overwrite)
         if is_model:
             disk.mkdirs(made)
             # A piece is read, cast and written, and the next one is there by then.
             _write_model(plan, made, disk, max_shard_nbytes, max(buffer_nbytes // 8, 1))
-            for each in beside:
-                shutil.copy(each, made)
+            try:
+                for each in beside:
+                    shutil.copy(each, made)
+            except OSError as error:
+                raise storage_error("copy to", made, error) from error
         else:
             paths = {new: plan.path_of(new, flat=flat and form == "torch") for new in plan.names}
             state_dict = _nested(paths, lambda: plan.values(os.path.dirname(made)))
@@ -353,8 +357,14 @@ def _write_file(state_dict: Any, path: str) -> None:
             torch.save(state_dict, file)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise storage_error("write", path, error) from error
+    except (OSError, RuntimeError) as error:
+        # While torch gives up its archive, it raises an error of its own over that of the system.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise storage_error("write", path, cause) from error
 
 
 def _write_model(plan: _Plan, directory: str, disk: Disk, max_shard_nbytes: int, buffer_nbytes: int) -> None:
@@ -403,6 +413,21 @@ def _made_beside(disk: Disk, path: str) -> Iterator[str]:
         yield os.path.join(directory, "made")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _saying_room(disk: Disk, path: str, plan: _Plan) -> Iterator[None]:
+    """An error of a full disk in the block says how much the target needs, and how much is free."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _, free_nbytes = disk.room(os.path.dirname(path))
+            error.message += (
+                f". {path} needs more than {plan.nbytes} bytes (--to dcp and torch need up to twice that for a while), "
+                f"and {free_nbytes} bytes are free"
+            )
+        raise
 
 
 def _publish(disk: Disk, made: str, path: str) -> None:

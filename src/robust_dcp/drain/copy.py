@@ -50,7 +50,7 @@ from robust_dcp.storage.files.paths import (
     real_place,
     writer_of,
 )
-from robust_dcp.storage.files.what_is_there import what_is_there
+from robust_dcp.storage.files.what_is_there import why_nothing_is_committed
 from robust_dcp.storage.layouts.footer import footer_in
 from robust_dcp.storage.layouts.safetensors import read_head
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
@@ -163,8 +163,7 @@ class _Manifest(msgspec.Struct, frozen=True):
         files, metadata = place.files(), place.read(METADATA_NAME)
         if metadata is None:
             raise StorageError(
-                f"no {METADATA_NAME} in {place.url}: no checkpoint was committed there; "
-                f"{what_is_there(place.disk, place.url)}",
+                why_nothing_is_committed(place.disk, place.url),
                 path=place.path_of(METADATA_NAME),
                 operation="copy",
             )

@@ -183,8 +183,9 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         """Note in the checkpoint that it will be copied, and keep it from being removed until that is done."""
         path, disk = self.writer.path, self.writer.disk
         self._held.enter_context(needed_for_a_load(disk, path))
+        replaces = (*self.writer.replaces, *self._given_up(target))
         try:
-            self._record = announce_copy(disk, path, target, replaces=self._given_up(target))
+            self._record = announce_copy(disk, path, target, replaces=replaces)
         except StorageError as error:
             logger.warning("%s: nobody will know where its copy is: %s", path, error.message)
 
@@ -258,7 +259,10 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                     if not channel.broadcast(f"{name}: is it replaced", self._look, _Seen).is_replaced:
                         raise  # otherwise the copy of the later save removes what this one has sent
                     logger.info("%s was replaced before it was copied to %s", path, target)
-                return copying.result
+                    return copying.result
+            if channel.is_coordinator and self.writer.on_arrival is not None:
+                self.writer.on_arrival(target)
+            return copying.result
 
     def _look(self) -> _Seen:
         """Whether the directory holds a later save by now. If it was removed, it does not."""

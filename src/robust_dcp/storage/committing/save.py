@@ -51,6 +51,7 @@ from robust_dcp.storage.files.paths import (
     INDEX_NAME,
     METADATA_NAME,
     NODES_NAME,
+    PARITY_PREFIX,
     SAFETENSORS_SUFFIX,
     STAGING_PREFIX,
     committed_name,
@@ -584,6 +585,7 @@ class Save:
             # The index, the report and the like of the earlier checkpoint, and what killed saves have left of them.
             beside = {INDEX_NAME, REPORT_NAME, NODES_NAME} - self._beside
             beside = {name for name in self.names if name in beside or name.startswith(f"{NODES_NAME}.")}
+            beside |= {name for name in self.names if name.startswith(PARITY_PREFIX)}  # of what was there before
             earlier = frozenset[str]() if self.earlier is None else self.earlier.files or frozenset()
             beside |= {name for name, data in self._files_beside.items() if data is None and name in self.names}
             superseded = ((earlier | self.left_overs.files) - self.files) | beside
