@@ -404,7 +404,10 @@ class Save:
                     raise
                 is_there = False
             if not is_there:
-                raise self._interfered(f"{path} does not hold what this rank has written")
+                raise self._interfered(
+                    f"{path} does not hold what this rank has written. If this is a mount of an object store, it "
+                    "cannot take what several machines write into one file: save to its URL. Otherwise"
+                )
 
     def _interfered(self, what: str) -> StorageError:
         return StorageError(

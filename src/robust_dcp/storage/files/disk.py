@@ -199,13 +199,7 @@ class Disk:
         Returns:
             its :meth:`fingerprint`.
         """
-        try:
-            file = self.open_new(path)
-        except errors.StorageError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            file = _open(path, os.O_WRONLY | os.O_NOFOLLOW, "open")
-        return self._write(file, parts, durable=True)
+        return self._write(_open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, "create"), parts, durable=True)
 
     def _write(
         self, file: OpenFile, parts: Sequence[tuple[int, Buffer | Sequence[Buffer]]], *, durable: bool

