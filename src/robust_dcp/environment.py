@@ -47,6 +47,7 @@ VARIABLES: Final[Mapping[str, Callable[[str], Any]]] = {
     "ROBUST_DCP": _one_of(_SWITCH),
     "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": _positive_seconds,
     "ROBUST_DCP_PROGRESS": _one_of(_SWITCH),
+    "ROBUST_DCP_PROVE": _one_of(_SWITCH),
     "ROBUST_DCP_RANKS_PER_NODE": _whole_number,
     "ROBUST_DCP_SAVE_FAILURE": _one_of({"raise": "raise", "warn": "warn"}),
     "ROBUST_DCP_STAGING": str,

@@ -55,6 +55,11 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def bare_name(name: Any) -> Any:
+    """The same of what may be a name, or the number of a parameter."""
+    return without_wrappers(name) if isinstance(name, str) else name
+
+
 def _wrapped_in(module: nn.Module | None) -> str | None:
     """The name under which a wrapper holds its module; ``None`` for a module that is no wrapper."""
     for kind, name in _WRAPPED_IN:

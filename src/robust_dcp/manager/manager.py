@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.manager.jobs import JobInSeries
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, end_removals, policies_of, prune
+from robust_dcp.proof import ProofReport, before_first_step
+from robust_dcp.proof import prove as compared
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
 from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, absolute, local_path_of, place_of, real_place
@@ -63,23 +65,19 @@ class LoadedCheckpoint(NamedTuple):
         checkpoint: which one.
         report: of the load.
         skipped: those that it tried before, newest first, and why they were not taken.
+        proof: that the live state is that of the checkpoint, with ``prove=True``.
     """
 
     checkpoint: Checkpoint
     report: LoadReport
     skipped: tuple[Skipped, ...] = ()
+    proof: ProofReport | None = None
 
 
 class _Candidates(msgspec.Struct, frozen=True):
     """The checkpoints in the order in which they are tried."""
 
     checkpoints: tuple[Checkpoint, ...]
-
-
-class _Begun(msgspec.Struct, frozen=True):
-    """The digests of what the save of a step takes the place of in a store, as the coordinator sees it."""
-
-    replaces: tuple[str, ...] = ()
 
 
 class CheckpointManager:
@@ -266,7 +264,9 @@ class CheckpointManager:
         return saving
 
     @entry_point
-    def load_latest(self, state_dict: dict[str, Any], **options: Any) -> LoadedCheckpoint | None:
+    def load_latest(
+        self, state_dict: dict[str, Any], *, prove: bool | Literal["first step"] = False, **options: Any
+    ) -> LoadedCheckpoint | None:
         """Load the latest checkpoint. If it is damaged, unsafe or gone, load the newest whole one of the series.
 
         If the file system refuses (a timeout, an I/O error, a permission), that is tried again, and then raised: an
@@ -274,6 +274,11 @@ class CheckpointManager:
 
         Args:
             state_dict: as for :func:`robust_dcp.load`. If no checkpoint can be loaded, tensors in it may have changed.
+            prove: ``True``: compare what is live after the load with the checkpoint, see :func:`robust_dcp.prove`.
+                ``"first step"``: do that right before the first step of an optimizer in ``state_dict``, because most
+                faults happen after the load. By then the forward pass has changed buffers and random numbers; so
+                parameters, optimizers (except for learning rates) and their schedulers are compared. If something
+                differs, all ranks raise.
             options: more arguments of :func:`robust_dcp.load`.
 
         Returns:
@@ -282,21 +287,36 @@ class CheckpointManager:
         Raises:
             CorruptCheckpoint: there are checkpoints, and all are damaged; names each and what is wrong with it.
             StorageError: a checkpoint cannot be read now, and may be whole.
-            RobustCheckpointError: a checkpoint is whole and does not fit the state dict, or ranks have failed.
+            RobustCheckpointError: a checkpoint is whole and does not fit the state dict, or ranks have failed; or the
+                proof has failed.
+            ValueError: ``prove`` is none of these values, or there is no optimizer that could step.
         """
+        if prove not in (True, False, "first step"):
+            raise ValueError(f'prove is True, False or "first step", not {prove!r}')
+        prove_before_step = before_first_step(state_dict) if prove == "first step" else None
         skipped: list[Skipped] = []
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
             load_it = functools.partial(load, state_dict, checkpoint_id=path, process_group=self._group, **options)
             try:
                 report = _persistently(f"load {path}", load_it)
-                self._job.has_loaded(checkpoint)
-                return LoadedCheckpoint(checkpoint, report, tuple(skipped))
             except (CorruptCheckpoint, StorageError, UnsafeCheckpoint) as error:
                 if isinstance(error, StorageError) and error.errno not in _MISSING:
                     raise  # it may be whole
                 logger.warning("%s is skipped: %s", path, error.message)
                 skipped.append(Skipped(path, error.message))
+                continue
+            self._job.has_loaded(checkpoint)
+            of_all = ("no_dist", "timeout_seconds", "deadline_seconds")
+            of_ranks = {name: options[name] for name in of_all if name in options}
+            compare_with: dict[str, Any] = {"checkpoint_id": path, "process_group": self._group, **of_ranks}
+            proof = None
+            if prove_before_step is not None:
+                prove_before_step(**compare_with)
+            elif prove:
+                proof = compared(state_dict, **compare_with)
+                proof.raise_if_differs()
+            return LoadedCheckpoint(checkpoint, report, tuple(skipped), proof)
         if not skipped:
             return None
         each = "\n".join(f"  {one.path}: {one.reason}" for one in skipped)
@@ -359,13 +379,12 @@ class CheckpointManager:
             no_dist=options.get("no_dist", False),
         )
 
-        def begin() -> _Begun:
+        def begin() -> None:
             self._job.check_alone()
             if self._series.is_in_store:
                 end_removals(self._series)
-            return _Begun(self._series.replaced_by_a_save(path))
 
-        begun = channel.broadcast("does another job save here", begin, _Begun)
+        channel.barrier("does another job save here", begin if channel.is_coordinator else lambda: None)
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
         if self._drain_to is not None or self._parity_nodes is not None:
             # Another manager may use it, too.
@@ -382,7 +401,8 @@ class CheckpointManager:
             self._has_saved = True
         if self._series.is_in_store:
             writer = copy.copy(options.get("storage_writer") or RobustWriter(os.curdir))  # it is staged elsewhere
-            writer.drain_options, writer.replaces = self._drain_options, begun.replaces
+            writer.drain_options = self._drain_options
+            writer.replaces = functools.partial(self._series.replaced_by_a_save, path)
             options["storage_writer"] = writer
         return options
 

@@ -63,6 +63,9 @@ CheckpointDir = str | os.PathLike[str]
 
 _BUFFER_NBYTES = 64 << 20
 
+LAST_LOADED: list[str] = []
+"""The directory that :func:`load` has loaded last."""
+
 
 class MegatronLoadPlanner(MCoreLoadPlanner):
     """``MCoreLoadPlanner`` (global shapes, ``allow_shape_mismatch``) with more checks, and with plans from an index."""
@@ -395,6 +398,7 @@ def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_t
                 raise overwritten(directory, "saves were committed meanwhile")
             logger.warning("%s was overwritten while it was loaded: it is loaded once more", directory)
             return _load(stock, bound, is_last_try=True)
+    LAST_LOADED[:] = [directory]
     return (result, missing, unexpected) if returns_mismatch else result
 
 

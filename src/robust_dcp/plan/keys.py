@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import compress
 from typing import Any, Final
 
 import msgspec
@@ -158,6 +159,24 @@ def asked_keys(metadata: Metadata, asked: Mapping[str, Any], missing: Sequence[s
     return AskedKeys(compressed, tuple(missing[:_MISSING_SENT]), len(missing))
 
 
+def asked_by_any(asked: Sequence[AskedKeys | None]) -> AskedKeys | None:
+    """What several ranks have asked for together; ``None`` for all keys."""
+    if any(rank is None or not rank.bits for rank in asked):
+        return None
+    several = {rank.bits for rank in asked if rank is not None}
+    columns = [np.frombuffer(zlib.decompress(bits), dtype=np.uint8) for bits in several]
+    return AskedKeys(zlib.compress(np.bitwise_or.reduce(columns).tobytes(), 1))
+
+
+def unread_keys(metadata: Metadata, asked: AskedKeys | None) -> list[str]:
+    """The keys of a checkpoint that were not asked for, ascending."""
+    if asked is None:
+        return []
+    n_saved = len(metadata.state_dict_metadata)
+    found = np.unpackbits(np.frombuffer(zlib.decompress(asked.bits), dtype=np.uint8), count=n_saved).astype(np.bool_)
+    return list(compress(sorted(metadata.state_dict_metadata), ~found)) if not found.all() else []
+
+
 def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None], ignored: Sequence[str] = ()) -> str:
     """Say which keys no rank has asked for; nothing if there are none.
 
@@ -165,21 +184,12 @@ def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None], ignor
         asked: what each rank has asked for; ``None`` for a rank that has asked for all, or whose planner does not tell.
         ignored: patterns of keys of which nothing is said.
     """
-    if any(rank is None or not rank.bits for rank in asked):
-        return ""
-    n_saved = len(metadata.state_dict_metadata)
-    found = np.zeros(n_saved, dtype=np.bool_)
-    for bits in {rank.bits for rank in asked if rank is not None}:
-        found |= np.unpackbits(np.frombuffer(zlib.decompress(bits), dtype=np.uint8), count=n_saved).astype(np.bool_)
-    if found.all():
-        return ""
-    saved = sorted(metadata.state_dict_metadata)
-    unread = [saved[number] for number in np.flatnonzero(~found).tolist() if not fits(saved[number], ignored)]
+    saved, unread_by_any = metadata.state_dict_metadata, unread_keys(metadata, asked_by_any(asked))
+    unread = [key for key in unread_by_any if not fits(key, ignored)]
     if not unread:
         return ""
-    return (
-        f"nobody has asked for {len(unread)} of its {n_saved} keys: {_in_groups(unread, Counter(map(_group, saved)))}"
-    )
+    groups = _in_groups(unread, Counter(map(_group, saved)))
+    return f"nobody has asked for {len(unread)} of its {len(saved)} keys: {groups}"
 
 
 def missing_in_words(asked: Sequence[AskedKeys | None], allowed: Sequence[str] = ()) -> str:

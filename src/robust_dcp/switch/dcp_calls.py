@@ -8,6 +8,7 @@ function runs, and each reason is logged once as a warning. A call returns what 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from errno import ENOENT
@@ -24,20 +25,26 @@ from robust_dcp import api
 from robust_dcp.asynchronous import async_save as robust_async_save
 from robust_dcp.environment import value_of
 from robust_dcp.errors import StorageError
-from robust_dcp.plan.load_planner import robust_load_planner
+from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.plan.save_planner import CommittedMetadata, RobustPlanner
+from robust_dcp.proof import compare
 from robust_dcp.report import SaveReport
 from robust_dcp.stateful import NamesOfStock
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.switch.patching import log_left_to_stock
+from robust_dcp.switch.patching import log_left_to_stock, log_without_effect
+
+logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
 
 TRUSTED = "ROBUST_DCP_TRUSTED"
 """The environment variable that lets objects run code when they are loaded, as stock does."""
+
+PROVE = "ROBUST_DCP_PROVE"
+"""The environment variable that has each load proved: what was loaded is compared with the checkpoint."""
 
 _GROUP = ("process_group", "no_dist")
 _STORAGES = ("storage_writer", "storage_reader")
@@ -109,6 +116,8 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
             for key, value in named.items():  # a dict of its own class may note what is set
                 if not (hasattr(value, "state_dict") and isinstance(value, Stateful)):
                     state_dict[key] = value
+            if value_of(PROVE):
+                _prove(named, arguments, trusted=trusted)
             return None
         except StorageError as error:
             if not _is_of_single_ranks(arguments, error):
@@ -116,6 +125,24 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
             reason = "it was saved with use_collectives=False, so each rank loads by itself"
     log_left_to_stock("the planning of a load", reason)
     return stock(state_dict, **arguments)
+
+
+def _prove(state_dict: Any, arguments: Arguments, *, trusted: bool) -> None:
+    """Compare what a load has put into ``state_dict`` with the checkpoint. A program may load a part on purpose, and
+    convert dtypes, so only values that differ are an error."""
+    planner = arguments["planner"]
+    if type(planner) is not RobustLoadPlanner:
+        log_without_effect(PROVE, f"{type(planner).__name__} decides what goes where, so there is nothing to compare")
+        return
+    flatten = (planner.flatten_state_dict, planner.flatten_sharded_tensors)
+    comparing = RobustLoadPlanner(*flatten, allow_partial_load=True, on_dtype_mismatch="cast", trusted=trusted)
+    more = {
+        name: each for name, each in arguments.items() if name not in ("planner", "storage_reader", "checkpoint_id")
+    }
+    report = compare(state_dict, comparing, storage_reader=arguments["storage_reader"], **more)
+    if report.differing:
+        report.raise_if_differs()
+    logger.info("%s", report)
 
 
 def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
