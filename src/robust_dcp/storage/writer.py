@@ -327,7 +327,7 @@ class RobustWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.version = FORMAT_VERSION
         try:
-            to_publish = MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata))
+            to_publish = MetadataToPublish(((0, encode_metadata(metadata)),), referenced_files(metadata))
             self.directory.prepare(to_publish, to_publish.files)
             self.directory.finish(to_publish)
         except BaseException as error:
