@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,12 +23,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.delivery import Delivery, writer_of_save
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.hooks import watch_in_terminal
+from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.hooks import watch
 from robust_dcp.names import StoredNames
+from robust_dcp.nodes.files import ranks_with_metadata
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import LOADED
-from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
+from robust_dcp.plan.keys import AskedKeys, asked_keys, missing_in_words, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner
@@ -39,7 +40,6 @@ from robust_dcp.plan.shared_reads import (
     find_elsewhere,
     node_reads_the_same,
     ranks_share,
-    ranks_with_metadata,
     share_reads,
     sharing_offer,
 )
@@ -145,7 +145,7 @@ def open_save(
     **options: Any,
 ) -> tuple[RobustPlanner, SaveSession]:
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
-    watch_in_terminal()
+    watch()
     writer = writer_of_save(checkpoint_id, storage_writer)
     if planner is None:
         planner = RobustPlanner()
@@ -206,6 +206,8 @@ def load(
     no_dist: bool = False,
     timeout_seconds: float = 300.0,
     deadline_seconds: float | None = None,
+    allow_missing: Sequence[str] = (),
+    ignore: Sequence[str] = (),
 ) -> LoadReport:
     """Load a checkpoint into a state dict, in place, on all ranks of a group.
 
@@ -228,14 +230,24 @@ def load(
         no_dist: load into this process alone although ``torch.distributed`` is initialised.
         timeout_seconds: how long a rank may be silent before the others give up.
         deadline_seconds: how long the whole load may take. With ``None`` it may take as long as there is progress.
+        allow_missing, ignore: patterns of keys that the checkpoint may lack, and of keys in it that nobody needs, as
+            for :class:`RobustLoadPlanner`. Where you pass a planner, give them to it.
 
-    The log says in one line which keys of the checkpoint no rank has asked for.
+    The log says in one line which keys of the checkpoint no rank has asked for. If keys do not fit, the coordinator's
+    error lists them; that of the other ranks is one line long, and its ``rank_failures`` has all.
 
     Raises:
         RobustCheckpointError: or one of its subclasses.
     """
-    watch_in_terminal()
-    planner = RobustLoadPlanner() if planner is None else robust_load_planner(planner)
+    watch()
+    if planner is None:
+        planner = RobustLoadPlanner(allow_missing=allow_missing, ignore=ignore)
+    elif allow_missing or ignore:
+        raise ValueError(
+            "give allow_missing and ignore to the planner that you pass: RobustLoadPlanner(allow_missing=…)"
+        )
+    else:
+        planner = robust_load_planner(planner)
     loading = open_load(
         "load",
         state_dict,
@@ -256,11 +268,15 @@ def load(
                 _, asked = channel.gather(f"{channel.operation}: apply", loading.apply, AskedKeys)
     if robust is not None and not is_url(robust.path):
         LOADED.put(robust.path, None, len(robust.path))
+    remarks: tuple[str, ...] = ()
+    if asked is not None and asked.count(None) == len(asked):
+        asked = None  # no key is missing, and none is left
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
-        unread = unread_in_words(planner.metadata, asked)
-        if unread:
-            logger.warning("%s: %s", loading.checkpoint, unread)
-    report = loading.report()
+        unread = unread_in_words(planner.metadata, asked, planner.ignore)
+        for words in filter(None, (missing_in_words(asked, planner.allow_missing), unread)):
+            logger.warning("%s: %s", loading.checkpoint, words)
+        remarks = tuple(filter(None, (missing_in_words(asked), unread)))
+    report = loading.report(remarks)
     clock.tell("ended", report=report, seconds=clock.seconds)
     return report
 
@@ -351,6 +367,10 @@ class Loading(msgspec.Struct, eq=False):
                         robust.node_reads_the_same = node_reads_the_same(agreement)
                 self.read()
                 break
+            except PlanConflict as error:
+                if channel.is_coordinator:
+                    raise
+                raise error.in_brief() from error  # 1,000 ranks need not print what does not fit
             except (CorruptCheckpoint, StorageError) as error:
                 # All ranks have raised the same error.
                 if robust is None:
@@ -399,7 +419,7 @@ class Loading(msgspec.Struct, eq=False):
         planner = self.planner
         planner.set_up_planner(self.values, metadata, channel.is_coordinator)
         if isinstance(planner, RobustLoadPlanner):
-            planner.read_objects = names.read_objects
+            planner.read_objects, planner.checkpoint = names.read_objects, self.checkpoint
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
         (plan,) = self.reader.prepare_global_plan(planner.create_global_plan([plan]))
         self.plan = planner.finish_plan(plan)
@@ -438,7 +458,7 @@ class Loading(msgspec.Struct, eq=False):
             try:
                 with self.clock.phase("plan"):
                     self.agree_on_reads(channel.led_by(source), by_index=False)
-                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
+                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner, source)
                 if self.shared is None and source == channel.coordinator_rank:
                     continue  # no file is missing, so the error had another reason
                 self.read()
@@ -459,9 +479,9 @@ class Loading(msgspec.Struct, eq=False):
                 self.state_dict[key] = value
         if not isinstance(self.planner, RobustLoadPlanner) or self.planner.metadata is None:
             return None
-        return asked_keys(self.planner.metadata, self.planner.state_dict)
+        return asked_keys(self.planner.metadata, self.planner.state_dict, self.planner.missing_keys)
 
-    def report(self) -> LoadReport:
+    def report(self, remarks: tuple[str, ...]) -> LoadReport:
         """The report of the load, which is over."""
         channel, planner, items = self.channel, self.planner, self.plan.items
         metadata = getattr(planner, "metadata", None)
@@ -477,6 +497,7 @@ class Loading(msgspec.Struct, eq=False):
             nbytes=PlannedItems.of(items).data_nbytes(metadata),
             phases=tuple(self.clock.records),
             missing_keys=getattr(planner, "missing_keys", ()),
+            remarks=remarks,
             _find_unread_keys=find_unread_keys,
             shared_nbytes=0 if self.shared is None else PlannedItems.of(self.shared.received).data_nbytes(metadata),
             peak_buffer_nbytes=getattr(self.reader, "peak_buffer_nbytes", 0),

@@ -298,7 +298,7 @@ def _found(loading: Loading, counts: Callable[[str], bool], also: Callable[[Comp
         {key: (*each, bits) for key, each in comparison.differing.items() if counts(key)},
         {key: words for key, words in comparison.words.items() if counts(key)},
         tuple(filter(counts, planner.missing_keys)),
-        asked_keys(metadata, planner.state_dict),
+        asked_keys(metadata, planner.state_dict, ()),
         comparison.nbytes,
         time.perf_counter() - loading.clock.started_seconds,
     )

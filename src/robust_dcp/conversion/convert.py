@@ -7,6 +7,7 @@ directory beside it, ``….converting-…``, and is renamed when it is whole.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -25,9 +26,9 @@ import torch.distributed as dist
 
 from robust_dcp.api import save
 from robust_dcp.comm import Channel
-from robust_dcp.contents import fit_nothing, fits
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.errors import StorageError, entry_point
+from robust_dcp.names import fit_nothing, fits
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, storage_error
@@ -235,14 +236,18 @@ def convert(
             stack.enter_context(needed_for_a_load(disk, os.fspath(source)))
             made = stack.enter_context(_made_beside(disk, path, token))
             _check_target(path, form, overwrite=overwrite)
+        stack.enter_context(_saying_room(disk, path, plan))
 
         def finish(messages: Sequence[_Written | None] = ()) -> None:
             """On one rank, when all have written."""
             progress(plan.nbytes, plan.nbytes)
             if is_model:
                 _finish_model(shards, made, disk, [each for each in messages if each is not None])
-                for each in beside:
-                    shutil.copy(each, made)
+                try:
+                    for each in beside:
+                        shutil.copy(each, made)
+                except OSError as error:
+                    raise storage_error("copy to", made, error) from error
             _check_target(path, form, overwrite=overwrite)  # again: another call may have made it
             _publish(disk, made, path)
 
@@ -418,8 +423,14 @@ def _write_file(state_dict: Any, path: str) -> None:
             torch.save(state_dict, file)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise storage_error("write", path, error) from error
+    except (OSError, RuntimeError) as error:
+        # While torch gives up its archive, it raises an error of its own over that of the system.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise storage_error("write", path, cause) from error
 
 
 def _files_of(config: str | os.PathLike[str] | None, disk: Disk) -> dict[str, str]:
@@ -499,6 +510,21 @@ def _made_beside(disk: Disk, path: str, token: str) -> Iterator[str]:
         yield os.path.join(directory, "made")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _saying_room(disk: Disk, path: str, plan: _Plan) -> Iterator[None]:
+    """An error of a full disk in the block says how much the target needs, and how much is free."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _, free_nbytes = disk.room(os.path.dirname(path))
+            error.message += (
+                f". {path} needs more than {plan.nbytes} bytes (--to dcp and torch need up to twice that for a while), "
+                f"and {free_nbytes} bytes are free"
+            )
+        raise
 
 
 def _publish(disk: Disk, made: str, path: str) -> None:

@@ -80,6 +80,12 @@ OPTIONS: tuple[Option, ...] = (
         (),
         "after a load, compare model, optimizer, scheduler and random numbers with the checkpoint; a difference raises",
     ),
+    Option(
+        "parity_nodes",
+        (),
+        "where each node saves to a drive of its own: about how many nodes keep parity for each other, so that a "
+        "checkpoint outlives the loss of any one of them; none if it is not given",
+    ),
 )
 
 _chosen: list[Planner] = []
@@ -106,6 +112,7 @@ class MegatronOptions:
         trusted: whether objects may run code when they are loaded.
         save_failure: ``"raise"`` or ``"warn"``. With ``"warn"`` a failed save is logged and training goes on.
         prove_resume: whether ``load_checkpoint`` compares what is live with the checkpoint.
+        parity_nodes: as for ``WriteOptions``.
     """
 
     planner: Planner = field(default_factory=default_planner)
@@ -114,6 +121,7 @@ class MegatronOptions:
     trusted: bool = False
     save_failure: Literal["raise", "warn"] = "raise"
     prove_resume: bool = False
+    parity_nodes: int | None = None
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:

@@ -19,7 +19,8 @@ from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.load import LAST_LOADED, load_common_state_dict
-from robust_dcp.megatron.options import current_options
+from robust_dcp.megatron.nodes import make_nodes_whole
+from robust_dcp.megatron.options import current_options, megatron_arguments
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.proof import compare
 from robust_dcp.storage.reader import RobustReader
@@ -47,11 +48,14 @@ _under_way: list[_Calls] = []
 
 @entry_point
 def load_checkpoint(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``megatron.training.checkpointing.load_checkpoint``, and the proof after it.
+    """``megatron.training.checkpointing.load_checkpoint``, what nodes get before it, and the proof after it.
 
     Raises:
         RobustCheckpointError: what is live is not what the checkpoint holds, on all ranks.
     """
+    load_arg = inspect.signature(stock).bind(*args, **kwargs).arguments.get("load_arg", "load")
+    with as_megatron_raises():
+        make_nodes_whole(getattr(megatron_arguments(), load_arg, None))
     if not current_options().prove_resume:
         return stock(*args, **kwargs)
     calls = _Calls()

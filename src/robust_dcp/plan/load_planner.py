@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import add
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.coverage import Box, Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.items import global_size
-from robust_dcp.names import bare_name, without_wrappers
+from robust_dcp.names import bare_name, fits, without_wrappers
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import (
     chunks_held,
@@ -61,7 +61,12 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     Args:
         flatten_state_dict, flatten_sharded_tensors: as in ``DefaultLoadPlanner``.
-        allow_partial_load: whether keys of the state dict that the checkpoint does not have keep their values.
+        allow_partial_load: as in ``DefaultLoadPlanner``: keys of the state dict that the checkpoint does not have, of
+            whatever kind, keep their values. The log names them at WARNING.
+        allow_missing: patterns of the keys that the checkpoint may lack, such as ``["rng.*", "loader.*"]``. They keep
+            their values. Any other missing key is an error.
+        ignore: patterns of keys of the checkpoint that are meant to be left alone: the log does not say of them that
+            no rank has asked for them.
         on_dtype_mismatch: ``"error"`` if a tensor has another dtype than the saved one, or ``"cast"`` as stock does.
         trusted: unpickle objects of any class. Use it only for checkpoints from a source that may run code here. A
             :class:`RobustReader` that is passed as well decides by its own ``trusted``.
@@ -78,6 +83,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     stands_for: DefaultLoadPlanner | None = None
     """The planner of stock's that the caller has passed."""
 
+    checkpoint: str = ""
+    """Where it is, for messages. ``robust_dcp.load`` sets it."""
+
     read_objects: Callable[[list[str]], dict[str, Any] | None] | None = None
     """Reads objects of the checkpoint by name before the plan is made. ``robust_dcp.load`` sets it."""
 
@@ -92,12 +100,17 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         *,
         on_dtype_mismatch: Literal["error", "cast"] = "error",
         trusted: bool = False,
+        allow_missing: Sequence[str] = (),
+        ignore: Sequence[str] = (),
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         if on_dtype_mismatch not in ("error", "cast"):
             raise ValueError(f'on_dtype_mismatch is "error" or "cast", not {on_dtype_mismatch!r}')
         self.on_dtype_mismatch = on_dtype_mismatch
         self.trusted = trusted
+        if isinstance(allow_missing, str) or isinstance(ignore, str):
+            raise TypeError('allow_missing and ignore are lists of patterns, such as ["rng.*"], and not one text')
+        self.allow_missing, self.ignore = tuple(allow_missing), tuple(ignore)
         self._spelt: dict[int, dict[str, Any]] = {}
 
     @property
@@ -180,8 +193,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                     if isinstance(entry, TensorStorageMetadata):
                         tensors[key] = value
             self.missing_keys = tuple(sorted(missing))
-            if missing and not self.allow_partial_load:
-                problems = [*(f"{_MISSING}{key!r}" for key in self.missing_keys), *problems]
+            problems = [*(f"{_MISSING}{key!r}" for key in (self._unexpected_keys() if missing else ())), *problems]
             if problems:
                 raise PlanConflict(self._in_words(problems))
             targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]
@@ -258,8 +270,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     def _in_words(self, problems: list[str]) -> str:
         """The error message: one line for each problem, and what the checkpoint has instead of missing keys."""
-        lines = [f"the state dict does not fit the checkpoint, {len(problems)} problem(s):"]
-        missing = () if self.allow_partial_load else self.missing_keys
+        where = f" {self.checkpoint}" if self.checkpoint else ""
+        lines = [f"the state dict does not fit the checkpoint{where}, {len(problems)} problem(s):"]
+        missing = self._unexpected_keys()
         asked, saved = self.state_dict.keys(), self._saved.keys()
         renamed = renamed_in_words(missing, asked, saved)
         if renamed:
@@ -271,8 +284,12 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             lines.append(f"and {len(problems) - _SHOWN} more")
         if missing:
             lines.append(what_is_saved(asked, saved))
-            lines.append("RobustLoadPlanner(allow_partial_load=True) leaves what the checkpoint does not have as it is")
+            lines.append(f"if the checkpoint may lack some keys, name them: load(…, allow_missing=[{missing[0]!r}, …])")
         return "\n  ".join(lines)
+
+    def _unexpected_keys(self) -> list[str]:
+        """The missing keys for which nobody has asked that they may be missing."""
+        return [] if self.allow_partial_load else [k for k in self.missing_keys if not fits(k, self.allow_missing)]
 
     def _mismatch(self, key: str, value: Any, saved: Any) -> list[str]:
         if not isinstance(saved, TensorStorageMetadata):
@@ -349,7 +366,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
 
 def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _empty_dicts(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

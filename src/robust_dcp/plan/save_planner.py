@@ -54,12 +54,11 @@ from robust_dcp.plan.state_dict import (
     structure_of,
 )
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
-from robust_dcp.staging.blocks import flat_bytes, host_address, to_host_together
+from robust_dcp.staging.blocks import flat_bytes, host_address, is_plain, to_host_together
 from robust_dcp.storage.files.paths import checkpoint_name
 from robust_dcp.storage.layouts.places import TORCH
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
-from robust_dcp.storage.records.record import is_plain
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource, raise_named
 

@@ -99,6 +99,7 @@ def make_report(
         save_id=save_id,
         saved_at_seconds=round(time.time(), 3),
         seconds=round(clock.seconds, 6),
+        blocked_seconds=round(clock.blocked_seconds if clock.is_async else clock.seconds, 6),
         world_size=clock.channel.size,
         coordinator_rank=clock.channel.rank,
         is_async=clock.is_async,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,18 +40,19 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 from robust_dcp.items import ItemsMessage
+from robust_dcp.nodes.commit import commit_on_nodes
+from robust_dcp.nodes.protect import Protection, log_no_parity
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import NAMED, KeptPlan, forget_plan, keep_plan, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
-from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
 from robust_dcp.plan.save_report import Written, make_report, with_row
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
 from robust_dcp.report import PlanReport, SaveReport, listed
-from robust_dcp.save_queue import SaveFuture
+from robust_dcp.save_queue import SaveFuture, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.reader import RobustReader
@@ -340,9 +342,18 @@ class SaveSession(msgspec.Struct, frozen=True, eq=False):
                 (local, kept), agreement = channel.agree(planning.phase("agree"), look, self._offer)
             with self.undone_after_failure(channel, may_be_writing=lambda: False):  # all have heard the same
                 if not agreement.same_value:  # some ranks would come to one exchange more than others
-                    raise ExchangeError(
+                    message = (
                         f"{planning.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
-                        f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it",
+                        f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it"
+                    )
+                    if agreement.lowest >> 2 != agreement.highest >> 2:
+                        message = (
+                            f"{planning.checkpoint}: parity_nodes is {agreement.lowest >> 2 or None} on rank "
+                            f"{agreement.lowest_rank}, and {agreement.highest >> 2} on rank {agreement.highest_rank}: "
+                            "give the same on all ranks"
+                        )
+                    raise ExchangeError(
+                        message,
                         phase=planning.phase("agree"),
                         ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
                     )
@@ -370,7 +381,8 @@ class SaveSession(msgspec.Struct, frozen=True, eq=False):
         return replace(
             offer,
             flags=offer.flags | (0 if has_room else _NEEDS_ROOM),
-            value=0 if delivery is None else 1 if delivery.on_commit is not None else 2,
+            value=(0 if delivery is None else 1 if delivery.on_commit is not None else 2)
+            + ((self.writer.options.parity_nodes or 0) << 2),
             notice=self.writer.mark if self.planning.leads else 0,
         )
 
@@ -555,6 +567,9 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
         agreed, plan, session = self.agreed, self.agreed.plan, self.agreed.session
         channel, phase, directory = plan.channel, session.planning.phase, session.writer.directory
         earlier_drains = () if session.delivery is None else session.delivery.queue.under_way()
+        protection = None
+        if session.writer.options.parity_nodes is not None and session.delivery is not None:
+            protection = self._protection(session.delivery)
         try:
             with session.clock.phase("commit"):
                 if self.is_on_nodes:
@@ -595,7 +610,22 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
             )
         if channel.is_coordinator or self.leads_directory:
             directory.tidy_up()
-        return CommittedSave(self, earlier_drains)
+        return CommittedSave(self, earlier_drains, protection)
+
+    def _protection(self, delivery: Delivery) -> Protection | None:
+        """What makes the checkpoint outlive the loss of a node, if nodes do not share the directory."""
+        session, writer, channel = self.agreed.session, self.agreed.session.writer, self.agreed.plan.channel
+        if not self.is_on_nodes:
+            if channel.is_coordinator:
+                log_no_parity(os.path.dirname(writer.path))
+            return None
+        return Protection(
+            writer,
+            session.planning.checkpoint,
+            leads=channel.is_coordinator or self.leads_directory,
+            open_channel=partial(delivery.open_channel, timeout_seconds=channel.timeout_seconds),
+            queue=queue_of(channel.ranks, "protection"),
+        )
 
     def _publish(self) -> None:
         directory, metadata = self.agreed.session.writer.directory, self._make_metadata()
@@ -671,10 +701,12 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         written: what it has written.
         earlier_drains: those that were under way before the commit.
+        protection: makes it outlive the loss of a node; ``None`` if that is not asked for, or not needed.
     """
 
     written: WrittenSave
     earlier_drains: Collection[SaveFuture[Any]]
+    protection: Protection | None
 
     def deliver(self) -> None:
         """Do what follows the commit.
@@ -683,11 +715,15 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
             RobustCheckpointError: the same on all ranks. It says that the checkpoint is committed, and where.
         """
         written, plan, session = self.written, self.written.agreed.plan, self.written.agreed.session
-        if session.delivery is not None:
-            leads = plan.channel.is_coordinator or written.leads_directory
-            session.delivery.deliver(
-                plan.channel, session.clock, names=written.files.names, leads=leads, after=self.earlier_drains
-            )
+        try:
+            if session.delivery is not None:
+                leads = plan.channel.is_coordinator or written.leads_directory
+                session.delivery.deliver(
+                    plan.channel, session.clock, names=written.files.names, leads=leads, after=self.earlier_drains
+                )
+        finally:
+            if self.protection is not None:
+                self.protection.begin()
 
     def report(self, *, blocked_seconds: float) -> SaveReport:
         """The report of the save, which is over. Listeners are told that it has ended."""
@@ -714,6 +750,7 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
             stragglers=tuple(plan.channel.stragglers),
             leads_directory=written.leads_directory,
             _read_metadata=lambda: RobustReader(place).read_metadata(),
+            _protection=None if self.protection is None else self.protection.future,
         )
         clock.tell("ended", report=report, seconds=clock.seconds)
         return report

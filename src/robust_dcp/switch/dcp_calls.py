@@ -41,6 +41,7 @@ Function = Callable[..., Any]
 Arguments = dict[str, Any]
 
 TRUSTED = "ROBUST_DCP_TRUSTED"
+PARITY_NODES = "ROBUST_DCP_PARITY_NODES"
 """The environment variable that lets objects run code when they are loaded, as stock does."""
 
 PROVE = "ROBUST_DCP_PROVE"
@@ -60,6 +61,7 @@ def save(
     kwargs: Arguments,
     *,
     threads: int | None = None,
+    parity_nodes: int | None = None,
     on_saved: Callable[[SaveReport], object] = lambda report: None,
     **more: Any,
 ) -> Any:
@@ -67,6 +69,7 @@ def save(
 
     Args:
         threads: of a writer that does not say how many.
+        parity_nodes: as for ``WriteOptions``. ``None``: as the environment says.
         on_saved: called with the report.
         more: arguments of :func:`robust_dcp.save` for this call.
 
@@ -76,7 +79,7 @@ def save(
     try:
         given = _given_arguments(stock, args, kwargs)
         state_dict, writer = given.pop("state_dict"), given.get("storage_writer")
-        arguments = {**_save_arguments(given, threads), **more}
+        arguments = {**_save_arguments(given, threads, parity_nodes), **more}
     except _StaysStock as why:
         log_left_to_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
@@ -200,7 +203,7 @@ def _given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) 
     return {name: value for name, value in bound.arguments.items() if value is not defaults[name]}
 
 
-def _save_arguments(given: Arguments, threads: int | None = None) -> Arguments:
+def _save_arguments(given: Arguments, threads: int | None = None, parity_nodes: int | None = None) -> Arguments:
     if not given.pop("use_collectives", True):
         raise _StaysStock("use_collectives=False: each rank would save by itself")
     writer, planner = given.pop("storage_writer", None), given.pop("planner", None)
@@ -210,7 +213,11 @@ def _save_arguments(given: Arguments, threads: int | None = None) -> Arguments:
         raise _StaysStock(f"{name} plans otherwise than DefaultSavePlanner; derive it from RobustPlanner")
     if isinstance(planner, RobustPlanner) and planner.hooks_of_stock:
         raise _StaysStock(f"{name} overrides {', '.join(planner.hooks_of_stock)}")
-    return {**common, **_writer_for(writer, checkpoint_id, threads), "planner": planner}
+    return {
+        **common,
+        **_writer_for(writer, checkpoint_id, threads, parity_nodes or value_of(PARITY_NODES)),
+        "planner": planner,
+    }
 
 
 def _common(given: Arguments) -> Arguments:
@@ -223,12 +230,12 @@ def _common(given: Arguments) -> Arguments:
     return given
 
 
-def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None) -> Arguments:
+def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None, parity_nodes: int | None) -> Arguments:
     """The writer to use, and the ``checkpoint_id`` that our save is to hand on to it."""
     if isinstance(writer, RobustWriter):
         return {"storage_writer": writer, "checkpoint_id": checkpoint_id}
     if writer is None:
-        return {"storage_writer": RobustWriter(_directory(checkpoint_id), threads=threads)}
+        return {"storage_writer": RobustWriter(_directory(checkpoint_id), threads=threads, parity_nodes=parity_nodes)}
     if not _is_of_torch(writer, "FileSystemWriter", "FsspecWriter"):
         raise _StaysStock(f"{type(writer).__name__} writes otherwise than FileSystemWriter")
     if getattr(writer, "_extensions", None) or getattr(writer.transforms, "extensions", None):
@@ -237,7 +244,9 @@ def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None) -> Argumen
         raise _StaysStock('robust_dcp writes safetensors by RobustWriter(layout="safetensors")')
     threads = writer.thread_count if writer.thread_count > 1 else threads
     path = _directory_of(writer, checkpoint_id)
-    return {"storage_writer": RobustWriter(path, threads=threads, overwrite=writer.overwrite)}
+    return {
+        "storage_writer": RobustWriter(path, threads=threads, parity_nodes=parity_nodes, overwrite=writer.overwrite)
+    }
 
 
 def _reader_for(reader: Any, checkpoint_id: Any, *, trusted: bool) -> Arguments:

@@ -51,6 +51,7 @@ from robust_dcp.storage.files.paths import (
     INDEX_NAME,
     METADATA_NAME,
     NODES_NAME,
+    PARITY_PREFIX,
     SAFETENSORS_SUFFIX,
     STAGING_PREFIX,
     committed_name,
@@ -203,6 +204,7 @@ class Save:
         hashes: the SHA-256 of data files by name, if a file beside the data is made from them: of those that this rank
             has written, and on the rank that commits of those that it has been told.
         not_removed: paths of files that this rank made and could not remove. Whoever fails to remove one adds it here.
+        files_beside: as ``beside``. On nodes of their own, the rank that leads there gets those of the coordinator.
         may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed.
     """
 
@@ -229,7 +231,7 @@ class Save:
         self.may_be_committed = False
         self._disk = disk
         self._layout = layout
-        self._files_beside = beside
+        self.files_beside = beside
         self._overwrite = overwrite
         self._may_share = layout.may_share_directory
         self._is_staged = is_staged
@@ -408,7 +410,7 @@ class Save:
         self.files.update(names_beside)
         of_files = self._hashes_of_all(set(files)) if self.needs_hashes else {}
         for before, name in names_beside.items():
-            content = self._files_beside[name] or b""
+            content = self.files_beside[name] or b""
             data = content(of_files) if callable(content) else content
             self._disk.write_file(self._path_of(before), data)
         for before, name in uncommitted.items():
@@ -471,12 +473,19 @@ class Save:
     def _names_beside(self) -> dict[str, str]:
         """The names of the files beside the data after the commit, by those before it."""
         mark = mark_of(self.save_id)
-        return {name_before_commit(name, mark): name for name, data in self._files_beside.items() if data is not None}
+        return {name_before_commit(name, mark): name for name, data in self.files_beside.items() if data is not None}
 
     @property
     def needs_hashes(self) -> bool:
         """Whether a file beside the data is made from the hashes of the others."""
-        return any(map(callable, self._files_beside.values()))
+        return any(map(callable, self.files_beside.values()))
+
+    def make_beside(self, metadata: MetadataToPublish) -> dict[str, bytes | None]:
+        """The files beside the data as bytes, for a commit in several directories. Called before :meth:`prepare`."""
+        hashes = dict(self.hashes)
+        hashes |= {name: digest_beside(data) for name, data in self.files_beside.items() if isinstance(data, bytes)}
+        hashes[METADATA_NAME] = digest_beside(b"".join(metadata.fragments))
+        return {name: data(hashes) if callable(data) else data for name, data in self.files_beside.items()}
 
     def hash_written(self, check_stop: Callable[[int, int], None]) -> None:
         """Hash the data files that this rank has written, into :attr:`hashes`.
@@ -492,7 +501,7 @@ class Save:
         index is not among them: it gets its name before the commit, and has checksums of its own."""
         hashes = dict(self.hashes)
         hashes |= self._disk.hashes_of({name: self._path_of(uncommitted_name(name)) for name in names - hashes.keys()})
-        hashes |= {name: digest_beside(data) for name, data in self._files_beside.items() if isinstance(data, bytes)}
+        hashes |= {name: digest_beside(data) for name, data in self.files_beside.items() if isinstance(data, bytes)}
         return hashes | self._disk.hashes_of({METADATA_NAME: self._unfinished(METADATA_NAME)})
 
     def _go_without_index(self, error: StorageError) -> None:
@@ -538,8 +547,9 @@ class Save:
             # The index, the report and the like of the earlier checkpoint, and what killed saves have left of them.
             beside = {INDEX_NAME, REPORT_NAME, NODES_NAME} - self._beside
             beside = {name for name in self.names if name in beside or name.startswith(f"{NODES_NAME}.")}
+            beside |= {name for name in self.names if name.startswith(PARITY_PREFIX)}  # of what was there before
             earlier = frozenset[str]() if self.earlier is None else self.earlier.files or frozenset()
-            beside |= {name for name, data in self._files_beside.items() if data is None and name in self.names}
+            beside |= {name for name, data in self.files_beside.items() if data is None and name in self.names}
             superseded = ((earlier | self.left_overs.files) - self.files) | beside
             left = remove_data_files(self._disk, self.path, superseded, keep=self.files)
             self.left_overs.tell_what_stays(self.path, set(self.names) - self.files - superseded)

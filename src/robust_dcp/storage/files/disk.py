@@ -415,6 +415,23 @@ class Disk:
         """The sorted names in a directory."""
         return sorted(_call("list", path, os.listdir, path))
 
+    def directories_in(self, path: str) -> list[str]:
+        """The sorted names of the directories in a directory, and of links to such."""
+        return [name for name in self.list_directory(path) if os.path.isdir(os.path.join(path, name))]
+
+    def files_below(self, path: str) -> Iterator[tuple[int, float]]:
+        """Size and time of the last write of each file below a directory, without what vanishes meanwhile."""
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        yield from self.files_below(entry.path)
+                    else:
+                        status = entry.stat(follow_symlinks=False)
+                        yield status.st_size, status.st_mtime
+        except OSError:
+            return
+
     def exists(self, path: str) -> bool:
         """Whether ``path`` exists. ``False`` for a symbolic link that leads nowhere, or to itself."""
         try:

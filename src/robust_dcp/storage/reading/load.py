@@ -15,11 +15,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from errno import ENOENT
 from functools import cached_property
 from itertools import compress, pairwise, repeat
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, StorageError
-from robust_dcp.staging.blocks import Block, BlockLease, copy_each, memory_at
+from robust_dcp.staging.blocks import Block, BlockLease, copy_each, flat_bytes, is_plain, memory_at
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind
@@ -58,8 +59,8 @@ from robust_dcp.storage.reading.stored_item import (
 )
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
-from robust_dcp.storage.records.record import NOT_ALIKE, framed_record, is_plain, known_record
-from robust_dcp.threads import submit
+from robust_dcp.storage.records.record import NOT_ALIKE, framed_record, known_record
+from robust_dcp.threads import submit, thread_pool
 
 Int64 = npt.NDArray[np.int64]
 
@@ -125,12 +126,14 @@ class ItemReader:
         if self._comparison is not None:
             self._comparison.note = self._note_read
         self._n_threads, self._block_nbytes = options.fitted()
-        n_blocks = (2 if self._comparison is None else 3) * self._n_threads  # one more for what is on a device
+        # One for each thread more for what a comparison has on a device.
+        n_blocks = (2 if self._comparison is None else 3) * self._n_threads + 1
         # A direct read takes whole pages, so it may need one more page at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
+        # Each thread reads into one, one waits for each to be handed over, and this thread passes what is converted on.
         self._blocks = BlockLease(nbytes, n_blocks, of_load=True)
         self._limit_nbytes = options.buffer_bytes - n_blocks * nbytes
-        self._threads = ThreadPoolExecutor(self._n_threads, thread_name_prefix="robust_dcp-read")
+        self._threads = thread_pool(self._n_threads, "robust_dcp-read")
         self._errors: list[BaseException] = []
         self._files: dict[int, DataFile] = {}
         places = self._places
@@ -413,7 +416,7 @@ class ItemReader:
         if found is not None:  # else it was read straight into the target
             try:
                 with torch.inference_mode():  # the target may have been made in it
-                    target.copy_(found)
+                    self._blocks.fill_from(found, target)
             except RuntimeError as error:  # such as a sparse tensor with another number of elements
                 name = read.item.dest_index.fqn
                 raise PlanConflict(f"{name!r} cannot be loaded into: {error}", key=name) from error
@@ -502,7 +505,7 @@ class ItemReader:
             if footer is not None and footer.n_items:  # a sound record of another item has a right CRC-32 of its own
                 crcs[crcs != footer.crc32s_at(start)] = NOT_ALIKE
         targets = list(map(items.targets.__getitem__, numbers.tolist()))
-        takes_bytes = [target.is_cpu and target.is_contiguous() for target in targets]
+        takes_bytes = [(target.is_cpu or target.is_cuda) and target.is_contiguous() for target in targets]
         sound: npt.NDArray[np.bool_] = np.array(takes_bytes) & (crcs != NOT_ALIKE)
         if self._options.verify_checksums is not False:
             data = [block.view[begin : begin + data_nbytes] for begin in at.tolist()]
@@ -510,8 +513,11 @@ class ItemReader:
             sound &= (crcs != 0) & (crcs == np.fromiter(map(crc32, data), dtype=np.int64, count=len(data)))
         else:
             self.verification.skip(int(sound.sum()) * data_nbytes, "", file.path)
-        into = [target.data_ptr() for target in compress(targets, sound.tolist())]
-        copy_each(into, (block.address + at[sound]).tolist(), repeat(data_nbytes))
+        into = list(compress(targets, sound.tolist()))
+        if all(map(attrgetter("is_cpu"), into)):
+            copy_each([target.data_ptr() for target in into], (block.address + at[sound]).tolist(), repeat(data_nbytes))
+        else:
+            self._blocks.fill(list(map(flat_bytes, into)), block, at[sound].tolist())
         return sound
 
     def _crcs_in_head(self, file: DataFile, numbers: Int64, start: Int64, kind: ChunkKind) -> Int64:

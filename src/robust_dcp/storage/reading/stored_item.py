@@ -559,13 +559,13 @@ class BoxRead:
                     if part is not None and self._comparison is not None:
                         self._compare(part, block.view, at, blocks)
                     elif part is not None and self._is_straight:
-                        blocks.fill(self._flat[start : start + nbytes], block, at)
+                        blocks.fill([self._flat[start : start + nbytes]], block, [at])
                     elif part is not None and self._into.is_cpu:
                         self._put(part, block.view, at)
                     elif part is not None:
                         target = self._into.permute(self._order)[part]
                         steps = self._steps[len(self._steps) - target.dim() :]
-                        blocks.fill(target, block, at, [step // self._itemsize for step in steps])
+                        blocks.fill([target], block, [at], [step // self._itemsize for step in steps])
             self._crc32s[number] = crc
         with self._lock:
             self._shares_left -= 1

@@ -47,12 +47,14 @@ class _ForDirectory(msgspec.Struct, frozen=True):
     Attributes:
         metadata, index: the bytes of the files.
         files: the data files that ``metadata`` names.
+        beside: the files beside the data; ``None`` for one that the checkpoint does not have.
         nodes: all nodes of the save.
     """
 
     metadata: bytes
     index: bytes
     files: tuple[str, ...]
+    beside: dict[str, bytes | None]
     nodes: tuple[NodeOfSave, ...]
 
 
@@ -85,13 +87,14 @@ def commit_on_nodes(
                 ranks[place.host].append(rank)
         nodes = tuple(NodeOfSave(host, tuple(each)) for host, each in ranks.items())
         metadata, index = b"".join(made.fragments), b"".join(made.index)
-        message = _ForDirectory(metadata, index, tuple(sorted(made.files)), nodes)
+        message = _ForDirectory(metadata, index, tuple(sorted(made.files)), directory.make_beside(made), nodes)
         return [message if place is not None and place.leads else None for place in places or ()]
 
     _, part = channel.scatter(phase("metadata of nodes"), for_directories, _ForDirectory)
     nodes = () if part is None else part.nodes
     to_publish = None
     if part is not None:
+        directory.files_beside = part.beside
         to_publish = MetadataToPublish((part.metadata,), part.files, index=(part.index,) if part.index else ())
 
     def prepare() -> None:
