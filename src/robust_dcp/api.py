@@ -246,7 +246,8 @@ def load(
         raise ValueError(
             "give allow_missing and ignore to the planner that you pass: RobustLoadPlanner(allow_missing=…)"
         )
-    planner = robust_load_planner(planner)
+    else:
+        planner = robust_load_planner(planner)
     loading = open_load(
         "load",
         state_dict,
@@ -268,6 +269,8 @@ def load(
     if robust is not None and not is_url(robust.path):
         LOADED.put(robust.path, None, len(robust.path))
     remarks: tuple[str, ...] = ()
+    if asked is not None and asked.count(None) == len(asked):
+        asked = None  # no key is missing, and none is left
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
         unread = unread_in_words(planner.metadata, asked, planner.ignore)
         for words in filter(None, (missing_in_words(asked, planner.allow_missing), unread)):

@@ -9,6 +9,8 @@ from robust_dcp.api import save as save
 from robust_dcp.asynchronous import AsyncSave as AsyncSave
 from robust_dcp.asynchronous import async_save as async_save
 from robust_dcp.comm.channel import Channel as Channel
+from robust_dcp.conversion.convert import ConversionReport as ConversionReport
+from robust_dcp.conversion.convert import convert as convert
 from robust_dcp.drain.copy import CopyResult as CopyResult
 from robust_dcp.drain.copy import copy_checkpoint as copy_checkpoint
 from robust_dcp.errors import CorruptCheckpoint as CorruptCheckpoint

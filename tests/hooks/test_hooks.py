@@ -12,6 +12,7 @@ import pty
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -163,6 +164,42 @@ def recipe(title: str) -> Iterator[dict[str, Any]]:
         namespace: dict[str, Any] = {"robust_dcp": at_hand}
         exec(compile(block.parsed, "docs/operations.md", "exec"), namespace)
         yield namespace
+
+
+def test_prometheus_finds_a_file_with_the_last_step_and_its_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = time.time()
+    with recipe("Prometheus"):
+        save_twice_and_fail(tmp_path)
+    found = {line.split()[0]: float(line.split()[1]) for line in Path("robust_dcp.prom").read_text().splitlines()}
+    assert found["robust_dcp_last_committed_step"] == 20 and found["robust_dcp_failures_total"] == 1
+    assert before <= found["robust_dcp_last_committed_timestamp_seconds"] <= time.time()
+    assert found["robust_dcp_save_bytes"] >= 36 and 0 < found["robust_dcp_save_seconds"] < 600
+
+
+@pytest.mark.compat
+def test_weights_and_biases_logs_each_save_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with recipe("Weights & Biases") as names:
+        save_twice_and_fail(tmp_path)
+        summary = dict(names["run"].summary)
+        names["run"].finish()
+    assert summary["robust_dcp/save/failures"] == 1 and summary["robust_dcp/step"] == 30
+    assert summary["robust_dcp/load/nbytes"] == 36 and list(tmp_path.glob("wandb/offline-run-*"))
+
+
+@pytest.mark.compat
+def test_mlflow_logs_each_save_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    import mlflow
+
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    with mlflow.start_run() as run, recipe("MLflow"):
+        save_twice_and_fail(tmp_path)
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "robust_dcp/save/failures")
+    assert [(each.step, each.value) for each in history] == [(10, 0.0), (20, 0.0), (30, 1.0)]
 
 
 @pytest.mark.compat

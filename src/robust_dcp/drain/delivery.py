@@ -188,8 +188,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         """Note in the checkpoint that it will be copied, and keep it from being removed until that is done."""
         path, disk = self.writer.path, self.writer.disk
         self._held.enter_context(needed_for_a_load(disk, path))
-        replaces = (*self.writer.replaces, *self._given_up(target))
         try:
+            replaces = (*self.writer.replaces(), *self._given_up(target))
             self._record = announce_copy(disk, path, target, replaces=replaces)
         except StorageError as error:
             logger.warning("%s: nobody will know where its copy is: %s", path, error.message)

@@ -80,12 +80,6 @@ class _Candidates(msgspec.Struct, frozen=True):
     checkpoints: tuple[Checkpoint, ...]
 
 
-class _Begun(msgspec.Struct, frozen=True):
-    """The digests of what the save of a step takes the place of in a store, as the coordinator sees it."""
-
-    replaces: tuple[str, ...] = ()
-
-
 class CheckpointManager:
     """Saves the steps of a run below one directory, keeps those that are wanted, and finds the one to go on from.
 
@@ -385,13 +379,12 @@ class CheckpointManager:
             no_dist=options.get("no_dist", False),
         )
 
-        def begin() -> _Begun:
+        def begin() -> None:
             self._job.check_alone()
             if self._series.is_in_store:
                 end_removals(self._series)
-            return _Begun(self._series.replaced_by_a_save(path))
 
-        begun = channel.broadcast("does another job save here", begin, _Begun)
+        channel.barrier("does another job save here", begin if channel.is_coordinator else lambda: None)
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
         if self._drain_to is not None or self._parity_nodes is not None:
             # Another manager may use it, too.
@@ -408,7 +401,8 @@ class CheckpointManager:
             self._has_saved = True
         if self._series.is_in_store:
             writer = copy.copy(options.get("storage_writer") or RobustWriter(os.curdir))  # it is staged elsewhere
-            writer.drain_options, writer.replaces = self._drain_options, begun.replaces
+            writer.drain_options = self._drain_options
+            writer.replaces = functools.partial(self._series.replaced_by_a_save, path)
             options["storage_writer"] = writer
         return options
 

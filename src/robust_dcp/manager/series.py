@@ -452,7 +452,7 @@ class Series:
         Raises:
             StorageError: it cannot be read.
         """
-        if not self.is_in_store or not self.disk.exists(os.path.join(path, METADATA_NAME)):
+        if not self.disk.exists(os.path.join(path, METADATA_NAME)):
             return ()
         return (digest_at(self.disk, path),) if self.may_be_removed(path) or self.was_cut_off(path) else ()
 

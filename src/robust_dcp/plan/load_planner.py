@@ -193,7 +193,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                     if isinstance(entry, TensorStorageMetadata):
                         tensors[key] = value
             self.missing_keys = tuple(sorted(missing))
-            problems = [*(f"{_MISSING}{key!r}" for key in self._unexpected_keys()), *problems]
+            problems = [*(f"{_MISSING}{key!r}" for key in (self._unexpected_keys() if missing else ())), *problems]
             if problems:
                 raise PlanConflict(self._in_words(problems))
             targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]
@@ -366,7 +366,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
 
 def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _empty_dicts(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -190,12 +190,26 @@ class Disk:
         Returns:
             its :meth:`fingerprint`.
         """
-        file = self.open_new(path)
+        return self._write(self.open_new(path), ((0, data),), durable=durable)
+
+    def write_parts(self, path: str, parts: Sequence[tuple[int, Buffer]]) -> Fingerprint:
+        """Write parts of a file, each at its offset in bytes, and wait until the device has them. Others may write
+        other parts meanwhile: who comes first makes the file.
+
+        Returns:
+            its :meth:`fingerprint`.
+        """
+        return self._write(_open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, "create"), parts, durable=True)
+
+    def _write(
+        self, file: OpenFile, parts: Sequence[tuple[int, Buffer | Sequence[Buffer]]], *, durable: bool
+    ) -> Fingerprint:
         try:
-            self.pwrite(file, data, 0)
+            for offset, data in parts:
+                self.pwrite(file, data, offset)
             if durable:
                 self.fsync(file)
-            status = _call("look at", path, os.fstat, file.fd)
+            status = _call("look at", file.path, os.fstat, file.fd)
             return status.st_ino, status.st_size, status.st_mtime_ns
         finally:
             self.close(file)

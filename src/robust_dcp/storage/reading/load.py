@@ -20,6 +20,7 @@ from contextlib import nullcontext, suppress
 from errno import ENOENT
 from functools import cached_property
 from itertools import compress, pairwise, repeat
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -513,10 +514,10 @@ class ItemReader:
         else:
             self.verification.skip(int(sound.sum()) * data_nbytes, "", file.path)
         into = list(compress(targets, sound.tolist()))
-        if any(target.is_cuda for target in into):
-            self._blocks.fill(list(map(flat_bytes, into)), block, at[sound].tolist())
-        else:
+        if all(map(attrgetter("is_cpu"), into)):
             copy_each([target.data_ptr() for target in into], (block.address + at[sound]).tolist(), repeat(data_nbytes))
+        else:
+            self._blocks.fill(list(map(flat_bytes, into)), block, at[sound].tolist())
         return sound
 
     def _crcs_in_head(self, file: DataFile, numbers: Int64, start: Int64, kind: ChunkKind) -> Int64:

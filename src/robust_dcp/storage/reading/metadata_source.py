@@ -101,7 +101,7 @@ class MetadataSource(msgspec.Struct, eq=False):
                 return encode_metadata(metadata_of_shards(self.disk, self.path, shards))
             message = why_nothing_is_committed(self.disk, self.path, metadata_name(rank))
             raise StorageError(message, path=path, errno=error.errno, operation="open") from error
-        self._was_read = rank, fit_of([data])
+        self._was_read = rank, fit_of(len(data), data)
         return data
 
     def decode_metadata(self, data: bytes, rank: int | None = None) -> Metadata:

@@ -506,7 +506,7 @@ def is_fixed_size(tensor: torch.Tensor) -> bool:
     pending conjugation or negation, tensor subclasses, and meta tensors. A ``Parameter`` is saved as its data, as DCP
     does.
     """
-    return is_plain(tensor) and tensor.device.type != "meta" and _reduced(tensor.dtype) is not None
+    return is_plain(tensor) and not tensor.is_meta and _reduced(tensor.dtype) is not None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
