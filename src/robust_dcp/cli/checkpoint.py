@@ -90,7 +90,8 @@ def _remote_disk(url: str) -> Disk:
 def summary_json(contents: Contents) -> dict[str, Any]:
     """What it holds, in numbers."""
     n_tensors = sum(item.is_tensor for item in contents.items)
-    note = None if contents.mark is None else read_parity_note(contents.disk, contents.path, contents.mark)
+    is_on_drive = contents.mark is not None and not is_url(contents.path)
+    note = read_parity_note(contents.disk, contents.path, contents.mark) if is_on_drive else None
     is_safetensors = any(file.name.endswith(SAFETENSORS_SUFFIX) for file in contents.files)
     return {
         "path": contents.path,

@@ -26,7 +26,7 @@ from robust_dcp.manager.series import Checkpoint, parse_name, series_in
 from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import COPYING_PREFIX, METADATA_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import COPYING_PREFIX, METADATA_NAME, PARITY_PREFIX, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, is_cut_off
 
@@ -130,7 +130,8 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
             return "unreadable"
         committed = f"damaged: {metadata} is cut off" if is_cut_off(*end) else "committed"
         state = f"{committed}, {saves_of_ours}".removesuffix(", ")
-        return state + protected_in_words(read_parity_note(disk, path))
+        has_parity = any(name.startswith(PARITY_PREFIX) for name in names)
+        return state + protected_in_words(read_parity_note(disk, path) if has_parity else None)
     if saves_of_ours or not names:
         return saves_of_ours or "empty"
     if any(name.startswith(COPYING_PREFIX) for name in names):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple
@@ -320,8 +320,9 @@ class _MakingAnew:
                 # What was read outside of blocks has no checksum of its own: the note has one of the whole file.
                 channel.barrier(f"{phase}: who is damaged", self._compare_sources)
                 raise
-            channel.barrier(f"{phase}: commit", self._commit)
-            copy_beside(channel, phase, self._checkpoint, lost.writers[:1] if lost.gets_metadata else ())
+            lacking = lost.writers[:1] if lost.gets_metadata else ()
+            beside = files_beside_data(channel, phase, self._checkpoint, lacking)
+            channel.barrier(f"{phase}: commit", lambda: self._commit(beside))
 
     def _create(self, held: ExitStack) -> None:
         """Make the files under other names, in a directory that no save begins in meanwhile."""
@@ -407,20 +408,27 @@ class _MakingAnew:
                 files = lost.group.nodes[number].files[readers.index(rank) :: len(readers)]
                 check_files(self._disk, self._path, files, lost.group.mark, "", self._channel)
 
-    def _commit(self) -> None:
+    def _commit(self, beside: Mapping[str, bytes]) -> None:
+        """Give all files their names, ``.metadata`` last, one right after the other: whoever is killed here has most
+        likely done it all."""
         if not self._leads:
             return
         disk, lost = self._disk, self._lost
-        for _, _, file in self._ranges:
-            disk.rename(self._unfinished(file.name), os.path.join(self._path, file.name))
+        for name, data in beside.items():
+            disk.write_file(self._unfinished(name), data)
+        names = [file.name for _, _, file in self._ranges]
         if lost.makes_parity:
             write_note(disk, self._parity_path + _UNFINISHED, ParityNote(lost.number, lost.group))
-            disk.rename(self._parity_path + _UNFINISHED, self._parity_path)
+            names.insert(0, os.path.basename(self._parity_path))
+        for name in (*names, *beside):
+            disk.rename(self._unfinished(name), os.path.join(self._path, name))
         disk.fsync_directory(self._path)
 
 
-def copy_beside(channel: Channel, phase: str, checkpoint: Checkpoint, ranks: Collection[int]) -> None:
-    """Copy what a checkpoint has beside its data into the directories that these ranks see: ``.metadata`` last."""
+def files_beside_data(
+    channel: Channel, phase: str, checkpoint: Checkpoint, ranks: Collection[int]
+) -> Mapping[str, bytes]:
+    """What a checkpoint has beside its data, on the ranks that lack it: ``.metadata`` comes last. All ranks call it."""
     disk, path = checkpoint.source.disk, checkpoint.source.path
 
     def read() -> list[_SmallFiles | None]:
@@ -435,15 +443,8 @@ def copy_beside(channel: Channel, phase: str, checkpoint: Checkpoint, ranks: Col
         return [message if rank in ranks else None for rank in range(channel.size)]
 
     leader = channel.led_by(checkpoint.leader)
-    _, small = leader.scatter(f"{phase}: files beside the data", read, _SmallFiles)
-
-    def write() -> None:
-        if small is not None and channel.rank in ranks:
-            disk.mkdirs(path)
-            for name, data in small.files.items():
-                disk.replace_file(os.path.join(path, name), data)
-
-    channel.barrier(f"{phase}: write them", write)
+    _, beside = leader.scatter(f"{phase}: files beside the data", read, _SmallFiles)
+    return {} if beside is None or channel.rank not in ranks else beside.files
 
 
 def check_files(

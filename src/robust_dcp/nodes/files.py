@@ -13,7 +13,7 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, ranks_in_words
-from robust_dcp.nodes.anew import Checkpoint, copy_beside, make_anew
+from robust_dcp.nodes.anew import Checkpoint, files_beside_data, make_anew
 from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.nodes.places import where
 from robust_dcp.report import listed
@@ -137,7 +137,15 @@ def make_whole(channel: Channel, phase: str, path: str) -> bool:
             found="none",
         )
     lacking = {each.where: rank for rank, each in enumerate(lacks) if each.metadata}
-    copy_beside(channel, phase, checkpoint, tuple(lacking.values()))
+    beside = files_beside_data(channel, phase, checkpoint, tuple(lacking.values()))
+
+    def write() -> None:
+        if beside:
+            disk.mkdirs(path)
+        for name, data in beside.items():
+            disk.replace_file(os.path.join(path, name), data)
+
+    channel.barrier(f"{phase}: write them", write)
     return bool(lacking)
 
 
