@@ -264,10 +264,10 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
     alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
     inside = {each for answer in answers for each in answer.inside}
     closed = [each for answer in answers for each in answer.closed.items() if each[0] not in alive]
-    # If it is this rank that has stood still, the others have closed because they gave up on it. And if it only breaks
-    # off what is on its way, nobody was given the time to answer.
-    may_be_dead = own.rank not in problem.missing and (problem.missing or not problem.is_loss)
-    dead = {rank: text for rank, text in closed if text and may_be_dead}
+    if not problem.missing and problem.is_loss:
+        closed = []  # this rank only breaks off what is on its way, and gave nobody the time to answer
+    # If it is this rank that has stood still, the others have closed because they gave up on it.
+    dead = {rank: text for rank, text in closed if text and own.rank not in problem.missing}
     tried = {(answer.rank, rank): detail for answer in answers for rank, detail in answer.apart.items()}
     # If only one of two ranks tells of it, the other one was late.
     apart = {
