@@ -139,7 +139,7 @@ STOCK_EVERY ?= 1
 
 test-stock: $(INSTALLED) $(COMPAT)/nvidia-resiliency-ext-0.6.0/.installed
 	@test -d "$(STOCK_TESTS)" || { echo "make test-stock STOCK_TESTS=path or MEGATRON=path: see the head of Makefile" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input expecttest
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input expecttest regex pydantic
 	PYTHONPATH=$(if $(MEGATRON),$(abspath tests/megatron/standins):$(abspath $(COMPAT)/nvidia-resiliency-ext-0.6.0)) \
 	  $(BIN)/python scripts/stock_tests.py $(STOCK_TESTS) --every $(STOCK_EVERY) \
 	  $(if $(STOCK_FILES),--only $(foreach each,$(STOCK_FILES),'$(each)'))

@@ -1,6 +1,6 @@
 """Measures loads that cut tensors in another way than they were saved, by ours and by stock, in one run.
 
-Run it for a table: ``python -m benchmarks.reshards --mib 256 --json reshards.json``. Four ranks save tensors cut into
+Run it for a table: ``python -m benchmarks.reshards --mib 128 --json reshards.json``. Four ranks save tensors cut into
 rows, columns, a grid of both, or not at all. One of two ranks (of four in a grid) loads its part in each of these ways,
 with torch's "fake" process group for the others. Experts are tensors ``[E, h, f]`` whose rows are experts, and whose
 columns lie along f. Each cell is the better of two loads that follow one that does not count, in CPU seconds (user and
@@ -32,6 +32,7 @@ __all__ = ["main"]
 _CUTS: Final = ("rows", "columns", "grid", "whole")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 _KINDS: Final = ("large", "small", "experts")
+_N_SMALL: Final = 512
 _COLUMNS: Final = {
     "saved": "saved",
     "loaded": "loaded",
@@ -47,7 +48,9 @@ _COLUMNS: Final = {
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mib", type=int, default=128, help="of each kind and dtype (default: %(default)s)")
+    parser.add_argument(
+        "--mib", type=int, default=128, help="of large tensors and of experts, each (default: %(default)s)"
+    )
     parser.add_argument("--directory", help="where to save (default: the system's temporary directory)")
     parser.add_argument("--cold", action="store_true", help="take the files out of the page cache before each load")
     parser.add_argument("--json", help="write all figures there as well")
@@ -82,7 +85,7 @@ def _shapes(kind: str, dtype: torch.dtype, mib: int) -> list[tuple[int, ...]]:
         return [(4096, numel // 4 // 4096)] * 4
     if kind == "experts":
         return [(16, 512, numel // 4 // 16 // 512)] * 4
-    return [(128, 64)] * (numel // (128 * 64))
+    return [(128, 64)] * _N_SMALL
 
 
 def _state_dict(cut: str, kind: str, dtype: torch.dtype, mib: int) -> dict[str, torch.Tensor]:

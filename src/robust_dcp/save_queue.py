@@ -95,13 +95,15 @@ class SaveQueue:
             return sum(not future.done() for future in self._after)
 
     def under_way(self) -> tuple[SaveFuture[Any], ...]:
-        """The saves that are under way, also those whose callbacks run. A save that is called now comes after them.
+        """The saves that are under way, also those whose callbacks run. A save that is called now comes after them. If
+        it is called in such a callback, it does not wait for that, which may wait for it.
 
         Ask before the first exchange of that save. Whatever is under way has had an exchange with all ranks by then. So
         what comes first on one rank never comes last on another.
         """
         with self._changed:
-            return tuple(self._after)
+            this = self._threads.get(threading.get_ident())
+            return tuple(future for future in self._after if future is not this or not future.done())
 
     def wait(self, *, below: int = 1, timeout_seconds: float | None = None, callbacks: bool = False) -> bool:
         """Wait until fewer than ``below`` saves are under way.

@@ -114,7 +114,8 @@ def running_store() -> Iterator[FaultyStore]:
     store.endpoint = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    fsspec.filesystem("s3", **store.options).mkdir(BUCKET)
+    # Not mkdir: all servers of this process show what moto keeps for the process.
+    fsspec.filesystem("s3", **store.options).makedirs(BUCKET, exist_ok=True)
     yield store
     server.shutdown()
     thread.join()

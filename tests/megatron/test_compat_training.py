@@ -59,8 +59,9 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
     Args:
         directory: an empty one, for what the ranks note.
         arguments: of Megatron-LM. Without them it trains twelve iterations and saves after each fourth.
-        steps: ``load:DIRECTORY``, ``load:DIRECTORY@ITERATION``, and ``train``. With ``train:5=full,8=open`` something
-            happens to the disk of rank 1 before the forward pass of these iterations. What is saved in that
+        steps: ``load:DIRECTORY``, ``load:DIRECTORY@ITERATION``, ``convert:DIRECTORY@ITERATION``, and ``train``. After
+            ``set:NAME,NAME=VALUE`` these arguments are others than on the command line. With ``train:5=full,8=open``
+            something happens to the disk of rank 1 before the forward pass of these iterations. What is saved in that
             iteration has no room (``full``), or is not written (``gate``) until that is allowed (``open``).
 
     Raises:
@@ -168,3 +169,33 @@ def test_without_a_persistent_worker_megatron_saves_while_training_stands(tmp_pa
     assert job.noted("trackers") == [[None] * 4 + ["4"] * 4 + ["8"] * 4] * 2
     assert job.noted("tracker") == ["12", "12"]
     assert job.noted("losses") == trained("torch_dist", "stock")[0].noted("losses")
+
+
+_LOADS = "set:auto_detect_ckpt_format set:finetune set:no_load_optim set:no_load_rng set:no_load_optim,no_load_rng"
+_CONVERSIONS = """
+set:ckpt_convert_format=torch,ckpt_convert_save={to} convert:{saved}@8
+set:auto_detect_ckpt_format,no_load_optim load:{to}/torch@8 train
+set:ckpt_format=torch,use_dist_ckpt=,no_load_optim,ckpt_convert_format=torch_dist,ckpt_convert_save={to}
+convert:{to}/torch@8 set: load:{to}/torch_dist@8 train
+"""
+"""With torch's Adam Megatron does not load an optimizer of the format ``torch``: that has no number of steps."""
+
+
+@pytest.mark.parametrize("form", _FORMATS)
+def test_arguments_of_loads_and_conversions_do_what_they_do_without_us(
+    tmp_path: Path, trained: Trained, form: str
+) -> None:
+    """Each step goes on from where the one before it has ended, so that what a load leaves alone counts, too."""
+    _, saved = trained(form, "stock")
+    steps = " ".join(f"{arguments} load:{saved}@8 train" for arguments in _LOADS.split())
+    jobs = []
+    for how in ("stock", "ours"):
+        conversions = _CONVERSIONS.format(saved=saved, to=tmp_path / how) if form == "torch_dist" else ""
+        arguments = (*_FORMATS[form], *_HOW[how], "--save", tmp_path / how / "saved")
+        jobs.append(run_job(tmp_path / how / "job", *arguments, steps=f"{steps} {conversions}"))
+    stock, ours = jobs
+    assert "robust_dcp" not in stock.output and "loaded " in ours.output
+    for number, words in enumerate(f"{steps} {conversions}".split()):
+        for key in ("error", "iteration", "losses", "digest", "tracker"):
+            assert ours.noted(key, number) == stock.noted(key, number), (words, key)
+        assert stock.noted("error", number) == [None, None], words

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,31 +49,43 @@ def _model(pre_process: bool, post_process: bool, vp_stage: Any = None, config: 
     )
 
 
+def _optimizer_with_state(config: Any, model: list[Any], *arguments: Any, **more: Any) -> Any:
+    """Adam of torch, unlike those for GPUs, has no state before its first step, and Megatron loads into one."""
+    import torch
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    optimizer = get_megatron_optimizer(config, model, *arguments, **more)
+    for parameter in model[0].parameters():
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad.zero_()
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
 class _Training:
     """One rank of the job, from the point where Megatron's ``pretrain`` has set up model and optimizer."""
 
     def __init__(self) -> None:
-        import torch
         from megatron.core.enums import ModelType
         from megatron.training import get_args, training
 
+        training.get_megatron_optimizer = _optimizer_with_state
         self.args = args = get_args()
         self.context: dict[str, Any] = {}
-        self.model, self.optimizer, self.scheduler = training.setup_model_and_optimizer(
-            ModelType.encoder_or_decoder, _model, checkpointing_context=self.context
+        self.set_up = partial(
+            training.setup_model_and_optimizer,
+            *(ModelType.encoder_or_decoder, _model),
+            checkpointing_context=self.context,
         )
+        self.model, self.optimizer, self.scheduler = self.set_up()
         if args.ckpt_format == "torch_dcp":
             # load_checkpoint of 0.19.2 calls state_dict(is_loading=True), which a chain does not take.
             [self.optimizer] = self.optimizer.chained_optimizers
         args.do_train, args.do_valid, args.do_test = True, False, False
         args.padded_vocab_size = args.vocab_size  # which a tokenizer would have set
-        # Adam of torch, unlike those for GPUs, has no state before its first step, and Megatron loads into one.
-        for parameter in self.model[0].parameters():
-            if hasattr(parameter, "main_grad"):
-                parameter.main_grad.zero_()
-            else:
-                parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
+        self.arguments = dict(vars(args))
         self.disk = contextlib.ExitStack()
 
     def do(self, step: str) -> dict[str, Any]:
@@ -104,10 +117,23 @@ class _Training:
         for _, state in self.states_of_adam():
             state["step"] = torch.tensor(self.args.iteration + 1.0)
 
+    def set(self, arguments: str) -> None:
+        """Put the arguments of the command line in force again, but for these."""
+        words = [argument.partition("=") for argument in arguments.split(",") if argument]
+        vars(self.args).update(self.arguments | {name: value if equals else True for name, equals, value in words})
+
+    def convert(self, directory: str) -> None:
+        """Start as a job that loads a checkpoint, saves it in the other format, and ends."""
+        self.args.load, _, iteration = directory.partition("@")
+        self.args.ckpt_step = int(iteration)
+        with contextlib.suppress(SystemExit):
+            self.set_up()
+            raise AssertionError("Megatron was to end the job")
+
     def train(self, events: str) -> None:
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.core.utils import get_model_config
-        from megatron.training import training
+        from megatron.training import get_timers, training
 
         happens = [event.split("=") for event in events.split(",") if event and self.args.rank == 1]
         self.events = {int(iteration): event for iteration, event in happens}
@@ -116,6 +142,7 @@ class _Training:
             *(self.forward_step, self.model, self.optimizer, self.scheduler, RerunDataIterator(self.batches())),
             *(None, None, get_model_config(self.model[0]), self.context, None),
         )
+        get_timers()("interval-time").stop()
 
     def batches(self) -> Iterator[Any]:
         import torch

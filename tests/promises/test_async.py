@@ -187,6 +187,20 @@ def test_one_rank_alone_cannot_cancel_a_save_and_a_callback_may_wait_for_all(tmp
     assert finished == [True, True] and value_at(tmp_path) == 1.0
 
 
+def test_a_callback_may_wait_for_a_save_that_it_calls(tmp_path: Path) -> None:
+    outcomes: list[Any] = []
+
+    def save_again(_: Any) -> None:
+        for staging in ("full", "lazy"):
+            saving = robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path / staging, staging=staging)
+            outcomes.append(saving.result(timeout=100))
+
+    saving = robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=tmp_path / "first")
+    saving.add_done_callback(save_again)
+    assert robust_dcp.finish_async_saves() and len(outcomes) == 2
+    assert [value_at(tmp_path / name) for name in ("first", "full", "lazy")] == [0.0, 1.0, 1.0]
+
+
 def test_stocks_types_choose_who_writes(tmp_path: Path) -> None:
     state = {"w": torch.ones(9)}
     for kind, writes_itself in ((AsyncCheckpointerType.THREAD, True), (AsyncCheckpointerType.PROCESS, False)):

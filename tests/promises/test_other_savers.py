@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageError
+from robust_dcp import CorruptCheckpoint, RobustPlanner, RobustReader, RobustWriter, StorageError
 from robust_dcp.storage.committing.saving_file import is_gone
 from robust_dcp.storage.files.disk import Disk
 from tests.faults.disk import CHANGES, Fault, FaultDisk, each_call
@@ -434,3 +434,14 @@ def test_a_save_by_stocks_planner_that_has_failed_is_over_though_its_writer_is_k
         dcp.save({"w": torch.ones(3), "lock": threading.Lock()}, storage_writer=failed, no_dist=True)
     dcp.save({"w": torch.ones(3)}, storage_writer=RobustWriter(tmp_path), no_dist=True)
     assert failed.disk and not list(tmp_path.glob(".robust_dcp.saving*"))
+
+
+@pytest.mark.parametrize("planner", [RobustPlanner, dcp.DefaultSavePlanner])
+def test_each_save_of_stocks_by_one_writer_is_a_save_of_its_own(planner: Any, tmp_path: Path) -> None:
+    """Without a ``checkpoint_id`` stock does not tell the writer that another save begins."""
+    writer, own_planner = RobustWriter(tmp_path), planner()
+    for step in range(3):
+        dcp.save({"w": torch.full((9,), float(step))}, storage_writer=writer, planner=own_planner, no_dist=True)
+        loaded = {"w": torch.zeros(9)}
+        robust_dcp.load(loaded, checkpoint_id=tmp_path)
+        assert loaded["w"].unique().tolist() == [float(step)] and len(data_files(tmp_path)) == 1

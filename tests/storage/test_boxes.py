@@ -19,6 +19,7 @@ from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
 from robust_dcp.staging.blocks import Block, BlockLease
 
 MIB = 1 << 20
+N = 400_000
 Box = tuple[slice, ...]
 
 
@@ -108,6 +109,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     values = {f"box{number}": random_tensor(shape, next(kinds)) for number, (shape, _) in enumerate(BOXES)}
     values["transposed"] = random_tensor((700, 900), torch.float32).t()
     values["overlapping"] = random_tensor((4,), torch.float32).as_strided((2, 2), (1, 1))
+    values["large overlapping"] = random_tensor((2 * N,), torch.float32).as_strided((2, N), (1, 1))
     root = tmp_path_factory.mktemp("boxes")
     robust_dcp.save(values, storage_writer=RobustWriter(root / "torch", files_per_rank=2))
     robust_dcp.save(values, storage_writer=RobustWriter(root / "safetensors", layout="safetensors"))
@@ -122,6 +124,7 @@ def test_each_box_is_that_part_of_the_tensor(by: str, order: str, stored: dict[s
     boxes = {f"box{number}": box for number, (_, box) in enumerate(BOXES)}
     boxes["transposed"] = cut((100, 900), (3, 650))
     boxes["overlapping"] = cut((0, 2), (0, 2))
+    boxes["large overlapping"] = cut((0, 2), (3, N - 5))
     for planner, verify, direct, threads, buffer_bytes in WAYS:
         wanted = {name: values[name][box] for name, box in boxes.items()}
         targets = {name: ORDERS[order](part.shape, part.dtype) for name, part in wanted.items()}

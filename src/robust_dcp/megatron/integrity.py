@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 
 import msgspec
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -66,11 +67,10 @@ def _read_manifest(directory: str) -> _Manifest:
     disk, path = Disk(), os.path.join(directory, MANIFEST_FILE)
     of_metadata = disk.hashes_of({METADATA_NAME: os.path.join(directory, METADATA_NAME)})[METADATA_NAME]
     marked = [name for name in disk.list_directory(directory) if name.startswith(f"{MANIFEST_FILE}.")]
-    first: _Manifest | CorruptCheckpoint | None = None
-    for name in (MANIFEST_FILE, *marked):
-        manifest: _Manifest | CorruptCheckpoint | None
+
+    def read(name: str) -> _Manifest | CorruptCheckpoint | None:
         try:
-            manifest = read_small_file(
+            return read_small_file(
                 disk,
                 os.path.join(directory, name),
                 partial(from_json, kind=_Manifest),
@@ -78,21 +78,20 @@ def _read_manifest(directory: str) -> _Manifest:
                 at_most=MAX_NBYTES,
             )
         except CorruptCheckpoint as error:  # one with a mark may be of a save that was killed while it wrote
-            manifest = error
-        if isinstance(manifest, _Manifest) and manifest.files.get(METADATA_NAME) == of_metadata:
-            first = manifest
-            break
-        if name == MANIFEST_FILE:
-            first = manifest
-    if first is None:
+            return error
+
+    unmarked = read(MANIFEST_FILE)
+    manifests = (each for each in chain([unmarked], map(read, marked)) if isinstance(each, _Manifest))
+    manifest = next((each for each in manifests if each.files.get(METADATA_NAME) == of_metadata), unmarked)
+    if manifest is None:
         raise CheckpointingException(
             f"there is no {path}: only a checkpoint that was saved with --verify-integrity can be verified"
         )
-    if isinstance(first, CorruptCheckpoint):
-        raise CheckpointingException(f"{path} is not a manifest of files: {first.found}")
-    if first.algorithm != _ALGORITHM:
-        raise CheckpointingException(f"{path} holds hashes of {first.algorithm!r}, expected {_ALGORITHM!r}")
-    return first
+    if isinstance(manifest, CorruptCheckpoint):
+        raise CheckpointingException(f"{path} is not a manifest of files: {manifest.found}")
+    if manifest.algorithm != _ALGORITHM:
+        raise CheckpointingException(f"{path} holds hashes of {manifest.algorithm!r}, expected {_ALGORITHM!r}")
+    return manifest
 
 
 def _compare(directory: str, expected: Mapping[str, str], check_stop: Callable[[int, int], None]) -> None:
@@ -104,10 +103,10 @@ def _compare(directory: str, expected: Mapping[str, str], check_stop: Callable[[
         if problem and all(_difference(directory, each, digest, check_stop) for each in marked):
             wrong[name] = problem
     if wrong:
-        told = "; ".join(f"{name}: {problem}" for name, problem in sorted(wrong.items()))
+        problems = "; ".join(f"{name}: {problem}" for name, problem in sorted(wrong.items()))
         raise CheckpointingException(
             f"{len(wrong)} of {len(expected)} files in {directory} that this rank verified are not as they were saved: "
-            f"{told}"
+            f"{problems}"
         )
 
 
@@ -119,7 +118,7 @@ def _difference(directory: str, name: str, digest: str, check_stop: Callable[[in
     if os.path.exists(path) and not os.path.isfile(path):
         return "no regular file"
     try:
-        found = Disk().hashes_of({name: path}, check_stop)[name]
+        actual = Disk().hashes_of({name: path}, check_stop)[name]
     except StorageError as error:
         return os.strerror(error.errno) if error.errno else error.message
-    return "" if found == digest else f"expected {digest:.16}…, found {found:.16}…"
+    return "" if actual == digest else f"expected {digest:.16}…, found {actual:.16}…"

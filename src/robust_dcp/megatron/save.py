@@ -58,7 +58,7 @@ def _save_shards(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: CheckpointDir,
     beside: Mapping[str, FileBeside] = {},
-    **known: Any,
+    **planning: Any,
 ) -> Any:
     """Save the shards of a sharded state dict, now or beside training. All ranks of the group call it together.
 
@@ -69,7 +69,7 @@ def _save_shards(
             is on another. The shards' replica ids are not changed.
         sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, after factories were applied.
         beside: the files to commit with the shards, as for :class:`RobustWriter`.
-        known: arguments of :class:`MegatronPlanner`.
+        planning: arguments of :class:`MegatronPlanner`.
 
     Raises:
         RobustCheckpointError: any rank failed. Every rank raises it.
@@ -92,7 +92,7 @@ def _save_shards(
         return save(
             sharded_state_dict,
             storage_writer=writer,
-            planner=MegatronPlanner(peers=peers, **known),
+            planner=MegatronPlanner(peers=peers, **planning),
             timeout_seconds=options.exchange_timeout_seconds,
         )
 
@@ -243,8 +243,8 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = _prepare_and_validate(call, directory, strategy, channel, phase)
 
     def save_shards(save: Callable[..., Any]) -> Any:
-        known = {"facts": prepared.facts, "refused": prepared.refused}
-        return _save_shards(save, call["sharded_strategy"], prepared.sharded, directory, prepared.beside, **known)
+        planning = {"facts": prepared.facts, "refused": prepared.refused}
+        return _save_shards(save, call["sharded_strategy"], prepared.sharded, directory, prepared.beside, **planning)
 
     def finish(report: SaveReport) -> None:
         if strategy is not None and not isinstance(strategy, tuple):

@@ -397,9 +397,8 @@ class RobustPlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return this rank's share. RobustWriter finds the save in ``planner_data``."""
         agreed = self._begun()
-        is_ours = isinstance(agreed, AgreedSave)
-        items = self.kept_items(agreed.plan if isinstance(agreed, AgreedSave) else agreed)
-        self.plan = replace(new_plan, items=items, planner_data=agreed if is_ours else None)
+        plan, save = (agreed.plan, agreed) if isinstance(agreed, AgreedSave) else (agreed, None)
+        self.plan = replace(new_plan, items=self.kept_items(plan), planner_data=save)
         return self.plan
 
     def _begun(self) -> AgreedSave | AgreedPlan:

@@ -15,6 +15,7 @@ import logging
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -576,9 +577,12 @@ def find_elsewhere(
     """
     phase = f"load {checkpoint}"
 
+    @cache
+    def reads() -> list[Read]:  # in an exchange, so that all ranks hear of an error
+        return reads_of(plan.items, reader.metadata, reader.path)
+
     def miss() -> _Missing:
-        reads = reads_of(plan.items, reader.metadata, reader.path)
-        return _Missing(tuple(reader.missing_files({read.relative_path for read in reads})))
+        return _Missing(tuple(reader.missing_files({read.relative_path for read in reads()})))
 
     missing = channel.all_gather(f"{phase}: missing files", miss, _Missing)
     wanted = sorted({name for each in missing for name in each.files})
@@ -597,7 +601,7 @@ def find_elsewhere(
         raise _lost(reader, lost, [rank for rank, each in enumerate(missing) if set(lost) & set(each.files)], nodes)
     (_, needed), needs = channel.gather(
         f"{phase}: wanted parts",
-        lambda: _unseen(planner, reads_of(plan.items, reader.metadata, reader.path), set(missing[channel.rank].files)),
+        lambda: _unseen(planner, reads(), set(missing[channel.rank].files)),
         Needs,
         message=lambda boxes_and_needs: Needs(unseen=boxes_and_needs[0]) if boxes_and_needs[0] else None,
     )

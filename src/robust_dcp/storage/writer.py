@@ -111,7 +111,7 @@ class RobustWriter(StorageWriter):
         self._directory: Save | None = None
         self._directory_of: Callable[[int], str] | None = None
         self._is_coordinator = False
-        self._is_agreed = False
+        self._is_agreed = self._is_used = False
         self._written: Any = None
 
     # The methods of one save, in the order in which `api.save` calls them.
@@ -218,10 +218,12 @@ class RobustWriter(StorageWriter):
             self._directory.release()
             self._directory = None
         self._directory_of = self._written = None
-        self._is_agreed = False
+        self._is_agreed = self._is_used = False
         self.write_files = write_files
 
     def storage_meta(self) -> WriterMeta:
+        if self._is_used:  # without a ``checkpoint_id`` stock's save does not reset it
+            self.reset()
         return WriterMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id, writer=self)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -230,7 +232,7 @@ class RobustWriter(StorageWriter):
                 "RobustWriter(drain_to=…) needs robust_dcp.save or robust_dcp.async_save: stock's save knows nothing "
                 "of it. Call one of these, or copy the checkpoint afterwards with robust_dcp.copy_checkpoint"
             )
-        self._is_agreed = False
+        self._is_agreed, self._is_used = False, True
         self._is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
             raise ValueError(

@@ -173,14 +173,14 @@ class Disk:
         total_nbytes = sum(self.read_end(path, 0)[0] for path in paths.values())
         hashes, done_nbytes, buffer = dict[str, str](), 0, memoryview(bytearray(_HASHED_NBYTES))
         for name, path in paths.items():
-            found = hashlib.sha256()
+            digest = hashlib.sha256()
             with self.reading(path) as file:
                 for offset in range(0, file.nbytes, _HASHED_NBYTES):
                     n_read = self.pread_into(file, buffer[: file.nbytes - offset], offset)
-                    found.update(buffer[:n_read])
+                    digest.update(buffer[:n_read])
                     done_nbytes += n_read
                     check_stop(done_nbytes, total_nbytes)
-            hashes[name] = found.hexdigest()
+            hashes[name] = digest.hexdigest()
         return hashes
 
     def write_file(self, path: str, data: Buffer | Sequence[Buffer], *, durable: bool = True) -> Fingerprint:

@@ -335,7 +335,7 @@ class ItemReader:
         if box is None:
             return loaded_by_torch(item, trusted=self._options.trusted)
         if box.is_tangled:
-            return box.taken()
+            return self._taken(item, target)
         first, *others = box.shares(self._block_nbytes)
         for share in others:
             submit(self._threads, self._on_thread, group.result, self._read_share, box, share)

@@ -345,19 +345,22 @@ class BoxRead:
         self._begin = record.data_offset + first * itemsize
         self._end = self._begin + count * itemsize
         self._sums = _sums(item, record, crc, self._begin, self._end)
-        begin, end = (self._begin, self._end) if self._sums is None else self._sums.around(self._begin, self._end)
-        item.check_bounds(begin, end - begin)
+        self._range = (self._begin, self._end) if self._sums is None else self._sums.around(self._begin, self._end)
+        item.check_bounds(self._range[0], self._range[1] - self._range[0])
         self._made: torch.Tensor | None = None
         if into is None or into.dtype != record.dtype:
             into = self._made = torch.empty(lengths, dtype=record.dtype)
         self._into, self._itemsize = into, itemsize
         self._is_straight = is_one_piece and into.is_contiguous()
+        self.is_tangled = False
+        if self._is_straight:
+            return
         # The dimensions in the order in which they lie in the file, the outermost first.
         self._order = sorted(range(len(lengths)), key=lambda each: -stride[each])
         self._lengths = [lengths[each] for each in self._order]
         self._steps = [stride[each] * itemsize for each in self._order]
         inner = [self._extent(each) for each in range(1, len(lengths) + 1)]
-        self.is_tangled = not self._is_straight and any(
+        self.is_tangled = any(
             length > 1 and step < nbytes and (step or nbytes > itemsize)
             for length, step, nbytes in zip(self._lengths, self._steps, inner, strict=True)
         )
@@ -381,9 +384,7 @@ class BoxRead:
         Raises:
             CorruptCheckpoint: the bytes are not those that were written.
         """
-        first, last = begin, end = self._begin, self._end
-        if self._sums is not None:
-            first, last = self._sums.around(begin, end)
+        (first, last), begin, end = self._range, self._begin, self._end
         found = self._item.view(first, last - first)
         if self._sums is not None:
             self._item.check(self._sums, first, last, crc32(found))
