@@ -33,15 +33,23 @@ __all__ = ["Later", "Simulation", "Task"]
 _TICK_SECONDS = 0.5
 """How often a rank looks whether it is time for a beat."""
 
+_CONNECT_SECONDS = 2.0
+"""How long gloo tries to reach an address."""
+
 _SLOW_NBYTES_PER_SECOND = 1e5
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Later:
-    """What a call returns that takes ``seconds``, and then raises what ``fail`` returns."""
+    """What a call returns that takes ``seconds``, and then raises what ``fail`` returns.
+
+    Attributes:
+        resume: is set by whoever runs the call. If it is called, the call ends before, with that outcome.
+    """
 
     seconds: float
     fail: Callable[[], Exception]
+    resume: Callable[[Outcome, None], None] = lambda outcome, error: None
 
 
 @dataclass(eq=False)
@@ -132,12 +140,17 @@ class _Connections(Connections):
         self.receivers: dict[tuple[int, int], Task] = {}
         self.broken: dict[int, str] = {}
         self.partners: set[int] = set()
+        self.greeted: set[int] = set()
+        self.awaits_greeting: dict[int, Later] = {}
         self.simulation = simulation
         simulation.members[place, rank] = self
 
     @property
     def has_group(self) -> bool:
         return True
+
+    def note_peer(self, peer: int, there: Whereabouts) -> None:
+        self.peers[peer] = there.process
 
     def greet(self, peer: int, say_gone: Callable[[], None]) -> Any:
         return self.simulation.greet(self, peer, say_gone)
@@ -245,7 +258,9 @@ class _Rank:
             if isinstance(wait, Call):
                 answer = self._call(wait)
                 if isinstance(answer.value, Later):
-                    self.simulation.at(answer.value.seconds, self.fail, task, task.number, answer.value)
+                    later = answer.value
+                    later.resume = partial(self.step, task, task.number)
+                    self.simulation.at(later.seconds, self.fail, task, task.number, later)
                     return
             elif isinstance(wait, Until):
                 if wait.seconds > self.simulation.now:
@@ -508,17 +523,38 @@ class Simulation:
             self.ranks[peer].arrived(task)
 
     def greet(self, connections: _Connections, peer: int, say_gone: Callable[[], None]) -> Any:
-        """Connect, as gloo does with the first message."""
-        passes = self._passes(connections.rank, peer, self.now)
-        there = self.members.get((connections.place, peer))
-        if passes > self.now + 2.0:
-            detail, seconds = "Connect timeout", 2.0
-        elif peer in self.killed or there is None or there.is_dropped:
-            detail, seconds = "Connection refused", passes - self.now + self._delay()
-        else:
+        """Connect, as gloo does with the first message: one of the two connects, by their addresses, and is done at
+        once; the other one waits until it is connected to, for five times as long."""
+        rank, place = connections.rank, connections.place
+        passes = self._passes(rank, peer, self.now)
+        there = self.members.get((place, peer))
+        is_here = there is not None and not there.is_dropped and peer not in self.killed
+        fail = partial(self._unreachable, connections, say_gone)
+        if (rank < peer) == ((rank + peer) % 2 == 0):
+            if passes > self.now + _CONNECT_SECONDS:
+                return Later(_CONNECT_SECONDS, partial(fail, "Connect timeout"))
+            if there is None or not is_here:
+                return Later(passes - self.now + self._delay(), partial(fail, "Connection refused"))
+            there.partners.add(rank)  # the socket is closed when the other one closes where it listens
+            connections.greeted.add(peer)
+            connections.kept[None].append(connections.start("send", peer, GREETING_TAG, connections.greeting))
+            if rank in there.awaits_greeting:
+                self.at(passes - self.now + self._delay(), self._connected, there, rank)
+            return None
+        if there is not None and rank in there.greeted:
             connections.kept[None].append(connections.start("send", peer, GREETING_TAG, connections.greeting))
             return None
-        return Later(seconds, partial(self._unreachable, connections, say_gone, detail))
+        connections.awaits_greeting[peer] = Later(5 * _CONNECT_SECONDS, partial(fail, "Connect timeout"))
+        return connections.awaits_greeting[peer]
+
+    def _connected(self, connections: _Connections, peer: int) -> None:
+        """``peer`` has connected to a rank, which answers."""
+        later, error = connections.awaits_greeting.pop(peer), None
+        try:
+            connections.kept[None].append(connections.start("send", peer, GREETING_TAG, connections.greeting))
+        except Broken:
+            error = later.fail()
+        later.resume(Outcome(None, error), None)
 
     def _unreachable(self, connections: _Connections, say_gone: Callable[[], None], detail: str) -> Exception:
         if connections.is_dropped:

@@ -45,7 +45,7 @@ from robust_dcp.comm.endings import (
 from robust_dcp.comm.frames import operation_id
 from robust_dcp.comm.messages import decode, encode
 from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, value_of, values_of
-from robust_dcp.comm.waits import Ask, Call, Receive, Steps, T, Until
+from robust_dcp.comm.waits import Ask, Call, Outcome, Receive, Steps, T, Until
 
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
@@ -332,8 +332,18 @@ class Link:
                 for each in self.operations():
                     each.say_gone(connections, ())
 
+            greeted: list[Outcome] = []
+
+            def greet() -> Steps[None]:
+                greeted.append((yield Call(partial(connections.greet, peer, partial(self.loop.tell, say_gone)))))
+                self.loop.wake()
+
+            self.loop.spawn(greet())  # gloo may wait for ten seconds, and the others may give up these connections
+            while not greeted:
+                yield from look()
+                yield Until(self.now + _LOOK_SECONDS)
             try:
-                (yield Call(partial(connections.greet, peer, partial(self.loop.tell, say_gone)))).get()
+                greeted[0].get()
                 yield Receive(connections, peer, GREETING_TAG, answer, patience.GREETING_SECONDS)
             except Broken as error:
                 if connections.is_dropped and not isinstance(error, Unreachable):
