@@ -33,16 +33,17 @@ __all__ = ["KINDS", "judge", "make_schedule", "make_trials"]
 
 TIMEOUT_SECONDS = 8.0
 OPERATIONS = ("save 1", "save 2")
+CROSSED = "the operations before that are not the same on all ranks"
 VERBS = ("agree", "agree", "gather", "broadcast", "scatter", "relay")
 
-_NAMED_SECONDS = 3.5
-"""How long survivors need at most to name a rank that was killed while they were connected, or connecting to it."""
+_NAMED_SECONDS = 3.0
+"""How long survivors need at most to name a rank that was killed while they were connected to it."""
 
-_COMES_BACK_SECONDS = 12.0
-"""The same where they cannot know whether it comes back: it had closed its connections before."""
+_SILENT_SECONDS = TIMEOUT_SECONDS + 5.0
+"""How long survivors need at most to name a rank that is silent, or was killed before they were connected to it."""
 
-_SILENT_SECONDS = TIMEOUT_SECONDS + 11.0
-"""How long survivors need to name a rank that is silent."""
+_CONNECTING_SECONDS = 10.0
+"""How much longer that may take where ranks pass on tensors: gloo tries for so long to connect them."""
 
 _LIMIT_SECONDS = 300.0
 
@@ -84,6 +85,9 @@ class Schedule:
         at_once: both operations run at the same time.
         stuck: a rank whose own work does not get on, in which step of the first operation, and whether it gets on.
         deadline_seconds: how long the first operation may take.
+        late: a rank, and how much later than the others it begins the first operation.
+        beside_seconds: how long the work of the second operation takes.
+        crossed: before both operations these ranks begin the second one, while the others begin the first.
     """
 
     seed: int
@@ -101,6 +105,15 @@ class Schedule:
     at_once: bool = False
     stuck: tuple[int, int, bool] | None = None
     deadline_seconds: float | None = None
+    late: tuple[int, float] | None = None
+    beside_seconds: float = 0.0
+    crossed: frozenset[int] = frozenset()
+
+    def names(self, rank: int) -> list[tuple[str, ...]]:
+        """The names of the operations of ``rank``, one after the other, for each of its threads."""
+        if self.crossed:
+            return [(OPERATIONS[rank in self.crossed], *OPERATIONS)]
+        return [(name,) for name in OPERATIONS] if self.at_once else [OPERATIONS]
 
 
 @dataclass
@@ -234,6 +247,32 @@ def _deadline(schedule: Schedule, rng: random.Random, victim: int, when: float) 
     schedule.deadline_seconds = rng.uniform(6, 20)
 
 
+def _together(schedule: Schedule) -> None:
+    """Let all ranks begin at once, and do little."""
+    schedule.starts = tuple(start / 100 for start in schedule.starts)
+    schedule.steps = tuple(
+        replace(step, seconds=tuple(each / 20 for each in step.seconds)) for step in _without_relays(schedule.steps)
+    )
+
+
+def _late(schedule: Schedule, rng: random.Random, victim: int, when: float) -> None:
+    _together(schedule)
+    schedule.late = victim, TIMEOUT_SECONDS + rng.uniform(4, 6)
+    schedule.at_once = rng.random() < 0.7
+    schedule.beside_seconds = 3 * TIMEOUT_SECONDS if schedule.at_once else 0.0
+
+
+def _crossed(schedule: Schedule, rng: random.Random, victim: int, when: float) -> None:
+    _together(schedule)
+    schedule.crossed = frozenset(rng.sample(range(schedule.size), rng.randint(1, schedule.size - 1)))
+
+
+def _suspended(schedule: Schedule, rng: random.Random, victim: int, when: float) -> None:
+    longest = rng.uniform(0.6, 4) * TIMEOUT_SECONDS
+    for rank in range(schedule.size):
+        schedule.faults.append((when, "freeze", (rank, longest + rng.uniform(0, 0.5))))
+
+
 def _at_once(schedule: Schedule, rng: random.Random, victim: int, when: float) -> None:
     schedule.at_once = True
     rng.choice([_quiet, _cut, _damaged, _left, _paused])(schedule, rng, victim, when)
@@ -263,12 +302,15 @@ FAULTS: dict[str, Callable[[Schedule, random.Random, int, float], None]] = {
     "absent": _absent,
     "stuck": _stuck,
     "deadline": _deadline,
+    "late": _late,
+    "crossed": _crossed,
+    "suspended": _suspended,
     "at once": _at_once,
     "anything": _anything,
 }
 KINDS = tuple(FAULTS)
 
-HARMLESS = ("quiet", "damaged", "cut", "paused", "outage", "outage at a result")
+HARMLESS = ("quiet", "damaged", "cut", "paused", "suspended", "outage", "outage at a result")
 """What happens there is mended, so no operation fails because of it."""
 
 
@@ -288,10 +330,12 @@ def judge_seed(seed: int, kind: str) -> Result:
 
 
 def _be_rank(schedule: Schedule, link: Link, outcomes: dict[str, Outcome], names: tuple[str, ...]) -> Steps[None]:
-    for name in names:
-        outcome = outcomes[name]
-        outcome.began = link.now
+    for place, name in enumerate(names):
         is_first = name == OPERATIONS[0]
+        if is_first and schedule.late is not None and schedule.late[0] == link.rank:
+            yield from link.pause(schedule.late[1])
+        outcome = outcomes[CROSSED if schedule.crossed and place == 0 else name]
+        outcome.began = link.now
         operation = Operation(link, name, TIMEOUT_SECONDS, schedule.deadline_seconds if is_first else None)
         outcome.operation = operation  # or it would depend on the garbage collector for how long it exists
         try:
@@ -301,6 +345,8 @@ def _be_rank(schedule: Schedule, link: Link, outcomes: dict[str, Outcome], names
                     yield from operation.leave(error)
                     raise error
                 elsewhere = is_first and schedule.elsewhere == (link.rank, number)
+                if not is_first and number == 0 and schedule.beside_seconds:
+                    step = replace(step, seconds=(schedule.beside_seconds,) * schedule.size)
                 if is_first and schedule.stuck is not None and schedule.stuck[:2] == (link.rank, number):
                     step = replace(step, seconds=(60.0,) * schedule.size, is_stuck=not schedule.stuck[2])
                 outcome.wrong = outcome.wrong or (
@@ -438,11 +484,11 @@ def _pass_after_work(passing: Passing, first_round: int, own_work: Callable[[], 
 def judge(schedule: Schedule) -> Result:
     """Run a schedule, and say what broke a promise, and what happened."""
     simulation = Simulation(schedule.size, schedule.seed, store_host=schedule.store_host)
-    outcomes: list[dict[str, Outcome]] = [{name: Outcome() for name in OPERATIONS} for _ in range(schedule.size)]
+    outcomes = [{name: Outcome() for name in (CROSSED, *OPERATIONS)} for _ in range(schedule.size)]
     for rank, link in enumerate(simulation.links):
         if rank == schedule.absent:
             continue
-        for names in [(name,) for name in OPERATIONS] if schedule.at_once else [OPERATIONS]:
+        for names in schedule.names(rank):
             simulation.start(rank, _be_rank(schedule, link, outcomes[rank], names), schedule.starts[rank])
     for when, method, arguments in schedule.faults:
         simulation.at(when, getattr(simulation, method), *arguments)
@@ -493,6 +539,8 @@ def complaints(schedule: Schedule, outcomes: list[dict[str, Outcome]], simulatio
     """What should not have happened."""
     killed = simulation.killed
     survivors = [rank for rank in simulation.alive() if rank != schedule.absent]
+    if schedule.crossed:
+        yield from _of_crossed({rank: outcomes[rank][CROSSED] for rank in survivors})
     for name in OPERATIONS:
         of_rank = {rank: outcomes[rank][name] for rank in survivors}
         late = [rank for rank, outcome in of_rank.items() if outcome.ended is None]
@@ -506,7 +554,7 @@ def complaints(schedule: Schedule, outcomes: list[dict[str, Outcome]], simulatio
             if not isinstance(outcome.error, (ExchangeError, ValueError if has_left else ExchangeError, type(None))):
                 yield f"rank {rank} raised {outcome.error!r} in {name!r}"
         errors = {rank: outcome.error for rank, outcome in of_rank.items() if outcome.error is not None}
-        if schedule.kind in HARMLESS and errors:
+        if schedule.kind in (*HARMLESS, "crossed") and errors:
             yield f"{name!r} raised, though nothing stays broken: {_shown(errors)}"
         has_store = schedule.store_host not in {*killed, *simulation.thaws}
         has_left = schedule.leaving is not None
@@ -521,19 +569,37 @@ def complaints(schedule: Schedule, outcomes: list[dict[str, Outcome]], simulatio
         were_split = any(
             0 < sum(o[n].error is not None for o in outcomes) < len(outcomes) for n in OPERATIONS if n < name
         )
-        if (
-            len({_verdict(error) for error in told.values()}) > 1
-            and has_store
-            and not were_split
-            and schedule.kind != "deadline"
-        ):
+        if len({_verdict(error) for error in told.values()}) > 1 and has_store and not were_split:
             yield f"more than one verdict in {name!r}: {_shown(errors)}"
         # The last exchange may end on one rank and then break on others. No protocol can avoid that.
         early = [rank for rank in errors if of_rank[rank].n_steps < len(schedule.steps) - 1]
         if early and len(errors) < len(survivors):
             yield f"some have finished {name!r}, but ranks {early} have not: {_shown(errors)}"
+        if schedule.late is not None:
+            yield from _of_late_rank(schedule.late[0], name, of_rank, errors)
         if not were_split:
             yield from _of_named_ranks(schedule, name, of_rank, errors, simulation, has_store and not has_left)
+
+
+def _of_late_rank(late: int, name: str, of_rank: dict[int, Outcome], errors: dict[int, BaseException]) -> Iterator[str]:
+    """The others have given up an operation before one rank begins it: that ends there at once, and not the next."""
+    if name != OPERATIONS[0]:
+        if errors:
+            yield f"{name!r} raised because a rank came late to the operation before: {_shown(errors)}"
+        return
+    named = {rank: getattr(error, "missing_ranks", None) for rank, error in errors.items()}
+    if any(named.get(rank) != [late] for rank in of_rank):
+        yield f"not all name rank {late}, which has not come to {name!r}: {_shown(errors)}"
+    seconds = (of_rank[late].ended or 0.0) - of_rank[late].began
+    if seconds > 2.0:
+        yield f"{name!r} took {seconds:.1f} s on rank {late}, though the others had given it up before it came"
+
+
+def _of_crossed(outcomes: dict[int, Outcome]) -> Iterator[str]:
+    """Ranks waited for each other in different operations: all hear that."""
+    texts = {str(outcome.error) for outcome in outcomes.values()}
+    if len(texts) > 1 or not texts.pop().startswith("the ranks are in different operations: "):
+        yield f"ranks in different operations raised {sorted(str(outcome.error) for outcome in outcomes.values())}"
 
 
 def _of_named_ranks(
@@ -546,10 +612,18 @@ def _of_named_ranks(
 ) -> Iterator[str]:
     """Who was named, and when."""
     kind, killed = schedule.kind, simulation.killed
+    has_relay = any(step.verb == "relay" for step in schedule.steps)
+    silent_seconds = _SILENT_SECONDS + (_CONNECTING_SECONDS if has_relay else 0.0)
     is_dead = kind in ("killed", "several killed", "killed with the store")
     frozen = [arguments[0] for _, method, arguments in schedule.faults if method == "freeze"]
     if kind == "deadline" and any("deadline" not in str(error) for error in errors.values()):
         yield f"no deadline in {_shown(errors)}"
+    if kind == "deadline" and schedule.stuck is not None:
+        named = {each for error in errors.values() for each in getattr(error, "missing_ranks", None) or ()}
+        # In an exchange that has just begun nobody has said yet who is not done.
+        is_known = all("or a rank behind it" not in str(error) for error in errors.values())
+        if errors and is_known and named != {schedule.stuck[0]}:
+            yield f"not rank {schedule.stuck[0]} is named at the deadline: {_shown(errors)}"
     is_slow = kind == "stuck" and name == OPERATIONS[0]
     if (kind in ("killed", "several killed", "frozen") and is_clear) or kind == "absent" or is_slow:
         guilty = {*killed, *frozen, *(() if schedule.absent is None else (schedule.absent,))}
@@ -566,15 +640,10 @@ def _of_named_ranks(
         began = max(outcome.began for outcome in of_rank.values())
         since = max([began, *(at for at in killed.values())])
         last = max(of_rank[rank].ended or 0.0 for rank in errors)
-        # In a relay ranks connect, and break off, again and again.
-        were_connected = min(killed.values()) > max(schedule.starts) + 0.5
-        were_connected = were_connected and all(step.verb != "relay" for step in schedule.steps)
-        limit = _NAMED_SECONDS if name == OPERATIONS[0] and were_connected else _COMES_BACK_SECONDS
-        limit *= len(killed)  # they may be named one after the other
-        if simulation.unconnected:
-            limit = _SILENT_SECONDS
-        if kind == "killed with the store":
-            limit = 2 * TIMEOUT_SECONDS + 8
+        were_connected = name == OPERATIONS[0] and not has_relay and min(killed.values()) > max(schedule.starts) + 0.5
+        limit = silent_seconds
+        if were_connected and kind != "killed with the store":
+            limit = _NAMED_SECONDS * len(killed)  # they may be named one after the other
         if last - since > limit:
             yield f"{name!r} took {last - since:.1f} s after the kill, more than {limit}: {_shown(errors)}"
     if kind in ("frozen", "long outage", "absent") and errors:
@@ -585,7 +654,7 @@ def _of_named_ranks(
         others = [rank for rank in errors if rank not in away]
         since = max([outcome.began for outcome in of_rank.values()] + [when for when, _, _ in schedule.faults])
         longest = max((of_rank[rank].ended or 0.0 for rank in others), default=0.0) - since
-        if longest > _SILENT_SECONDS:
+        if longest > silent_seconds:
             yield f"{name!r} took {longest:.1f} s after a rank fell silent: {_shown(errors)}"
 
 
@@ -604,7 +673,7 @@ def nothing_left_open(simulation: Simulation) -> Iterator[str]:
 
 def _verdict(error: BaseException) -> str:
     """The part of an error that is the same on all ranks. Ranks that the others gave up on have a prefix."""
-    text = str(error)
+    text = getattr(error, "message", str(error))
     return text.partition("came after the others had given up on it: ")[2] or text
 
 

@@ -369,7 +369,6 @@ class Simulation:
         now: the time.
         links: the link of each rank.
         killed: when ranks were killed.
-        unconnected: those of them that had no connection then. The others only see that they do not come.
         thaws: until when ranks stand still.
         outages: when which ranks do not reach which. The store is rank -1, or that of its host.
         damage: may change what is sent: it gets sender, receiver, and the bytes.
@@ -389,7 +388,6 @@ class Simulation:
         self.ranks = [_Rank(self, rank) for rank in range(size)]
         self.members: dict[tuple[str, int], _Connections] = {}
         self.killed: dict[int, float] = {}
-        self.unconnected: set[int] = set()
         self.thaws: dict[int, float] = {}
         self.outages: list[Outage] = []
         self.damage: Callable[[int, int, bytes], bytes] | None = None
@@ -443,9 +441,6 @@ class Simulation:
             return
         self.happened.append(f"{self.now:.2f}: rank {rank} is killed")
         self.killed[rank] = self.now
-        connections = self.links[rank].connections
-        if connections is None or len(connections.peers) == 0:
-            self.unconnected.add(rank)
         for task in self.ranks[rank].tasks:
             task.steps.close()
         self.ranks[rank].tasks.clear()
@@ -526,6 +521,8 @@ class Simulation:
         """Connect, as gloo does with the first message: one of the two connects, by their addresses, and is done at
         once; the other one waits until it is connected to, for five times as long."""
         rank, place = connections.rank, connections.place
+        if connections.is_dropped:
+            raise Broken("the connections were dropped")
         passes = self._passes(rank, peer, self.now)
         there = self.members.get((place, peer))
         is_here = there is not None and not there.is_dropped and peer not in self.killed

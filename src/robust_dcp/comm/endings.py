@@ -239,14 +239,16 @@ class EndMessage(msgspec.Struct, array_like=True, frozen=True):
     """The end message: how operations ended out of step, the same for all ranks.
 
     Attributes:
-        operations: the operations that end. There are several if their ranks waited for each other.
+        operations: the operations that end.
         error: the exception that all ranks in these operations raise.
         gone: ranks that closed their connections and did not answer the roll call.
+        are_crossed: ranks waited for each other in these operations.
     """
 
     operations: tuple[OperationKey, ...]
     error: ErrorMessage
     gone: tuple[int, ...] = ()
+    are_crossed: bool = False
 
 
 def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: Sequence[Answer]) -> EndMessage:
@@ -277,6 +279,7 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         if own_rank < rank and (rank, own_rank) in tried
     }
     ending: set[OperationKey] = {key}
+    are_crossed = False
     error: RobustCheckpointError
     if problem.cause is not None:
         failures = [failure_of(own.rank, problem.cause)]
@@ -290,13 +293,15 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         ending = set()
         error = ExchangeError("the ranks connect again")
     elif problem.is_elsewhere:
+        are_crossed = True
         error = _different_operations_error(phase, answers, own.rank)
         here = {answer.rank for answer in answers if key in answer.inside}
         # The operations that share no rank with this one: their ranks wait for those of this one, and vice versa.
         ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
     else:
         error = missing_ranks_error(problem, operation, size, answers)
-    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted({rank for rank, _ in closed})))
+    gone = tuple(sorted({rank for rank, _ in closed}))
+    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), gone, are_crossed)
 
 
 def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int) -> ExchangeError:

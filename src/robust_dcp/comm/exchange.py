@@ -215,8 +215,10 @@ class Exchange:
 
         Others may have given up on it meanwhile, so it reads what they sent before it decides anything. Call this
         often, because a long time between two calls counts as standing still."""
-        if now - self._looked_seconds > self._timeout_seconds / 2:
-            self.stood_still_seconds = max(self.stood_still_seconds, now - self._looked_seconds)
+        seconds = now - self._looked_seconds
+        if seconds > self._timeout_seconds / 2:
+            self.stood_still_seconds = max(self.stood_still_seconds, seconds)
+            self.moved_seconds += seconds  # its work could not advance meanwhile
             for neighbour in self.neighbours.values():
                 neighbour.unanswered_seconds = 0.0
             self.waiting_since, self._catches_up_until = now, now + 2 * patience.BEAT_SECONDS

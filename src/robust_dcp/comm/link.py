@@ -154,7 +154,7 @@ class Link:
         self._operations: weakref.WeakValueDictionary[OperationKey, Any] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
         self._ended_before: dict[OperationKey, EndMessage] = {}
-        self._store_lost: tuple[StoreLost, float] | None = None
+        self._store_lost: tuple[StoreLost, float, bool] | None = None
         self._completed: dict[OperationKey, int] = {}
 
     def begin(self, name: str, operation: Any) -> None:
@@ -194,7 +194,8 @@ class Link:
         Args:
             look: is called each time that the store has not answered in time, before it is asked again.
             until: without ``look`` the store is asked again until then. In that time an outage of the network may end.
-                After it the store is asked once more, and not at all if it did not answer shortly before.
+                After it the store is asked once more, and not at all if it did not answer such a question shortly
+                before. Without ``until`` nothing depends on the answer, and it may have been any question.
 
         Raises:
             StoreSilent: the store does not answer in time.
@@ -203,8 +204,9 @@ class Link:
         for n_tries in range(1, 1 << 30):
             seconds = patience.STORE_BUSY_SECONDS
             if look is None:
-                if self.now >= until and self._store_lost is not None and self.now < self._store_lost[1]:
-                    raise type(self._store_lost[0])(*self._store_lost[0].args)
+                lost, lost_until, was_urgent = self._store_lost or (None, 0.0, False)
+                if lost is not None and until <= self.now < lost_until and (was_urgent or until == -math.inf):
+                    raise type(lost)(*lost.args)
                 seconds = min(seconds, max(patience.STORE_ANSWER_SECONDS, until - self.now))
             try:
                 answer: T = yield Ask(place, question, seconds)
@@ -213,7 +215,8 @@ class Link:
                 is_over = not isinstance(lost, StoreSilent) or (look is None and self.now >= until)
                 is_over = is_over or (look is None and self.is_closed)
                 if is_over and look is None:
-                    self._store_lost = lost.with_traceback(None), self.now + patience.STORE_LOST_SECONDS
+                    lost_until = self.now + patience.STORE_LOST_SECONDS
+                    self._store_lost = lost.with_traceback(None), lost_until, until > -math.inf
                 if is_over:
                     raise
             # Each try is work for the store. If all ranks came back at once, it would never have time for an answer.
@@ -340,8 +343,8 @@ class Link:
 
             self.loop.spawn(greet())  # gloo may wait for ten seconds, and the others may give up these connections
             while not greeted:
-                yield from look()
                 yield Until(self.now + _LOOK_SECONDS)
+                yield from () if greeted else look()
             try:
                 greeted[0].get()
                 yield Receive(connections, peer, GREETING_TAG, answer, patience.GREETING_SECONDS)
@@ -555,15 +558,15 @@ class Link:
     def _apply(self, end_message: EndMessage) -> None:
         """End the operations that ``end_message`` names. All others go on.
 
-        An end message with several operations means that their ranks waited for each other. A rank that is not in one
-        of these operations skips it, so that operations have the same numbers on all ranks afterwards.
+        A rank that is going to come to one of them hears of its end then. But if ranks waited for each other in several
+        of them, each skips those that it is not in, so that operations have the same numbers on all ranks afterwards.
         """
         self.gone.update(dict.fromkeys(end_message.gone, "and it does not answer"))
         self.generation += 1
         ending = [self._operations.pop(key) for key in end_message.operations if key in self._operations]
         for key in end_message.operations:
             if key.occurrence >= self._occurrences[key.operation]:
-                if len(end_message.operations) > 1 and ending:
+                if end_message.are_crossed and ending:
                     self._occurrences[key.operation] = key.occurrence + 1
                 else:
                     self._ended_before[key] = end_message

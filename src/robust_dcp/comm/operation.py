@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import struct
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -66,7 +67,7 @@ _LEAVES = 0xFFFFFFFF
 _DROPPED = "it dropped its connections"
 
 _HAS_COME = Frame(Kind.BEAT, body=Beat().encode())
-"""The first beat in an operation. It says that the rank has come, and the next one says more."""
+"""The first beat to a neighbour. It says that the rank has come, and the next one says more."""
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -311,7 +312,7 @@ class Operation:
         self._read_from_all(exchange)
         # If this process ends in its own work, the others notice that nobody listens there any more.
         until = link.now + patience.ANNOUNCE_SECONDS
-        while link.now < until and not all(neighbour.is_announced for neighbour in new):
+        while self._has_begun and link.now < until and not all(each.is_announced for each in new):
             yield Until(until)
         if link.size > 1:
             link.loop.begin_beats(self)
@@ -526,9 +527,9 @@ class Operation:
                 return
             exchange.may_be_unread |= neighbour.connections is not None
             neighbour.connections = connections
-            if exchange.number == 0 and not neighbour.is_closed:
-                self._post(exchange, peer, _HAS_COME)
             exchanges, last = [exchange], self._last
+            if (last is None or peer not in last.neighbours) and not neighbour.is_closed:
+                self._post(exchange, peer, _HAS_COME)
             if last is not None and last.neighbour(peer).connections is not connections:
                 last.neighbour(peer).connections = connections
                 exchanges.insert(0, last)
@@ -633,7 +634,8 @@ class Operation:
         link, neighbour = self.link, exchange.neighbour(peer)
         if detail.startswith(CONNECTING_FAILED):
             link.gone[peer] = detail
-            connections = link.connections if "refused" in detail else None
+            # A process that was there and does not listen any more, or lets go of who connects, is no reason to wait.
+            connections = link.connections if re.search("refused|reset|closed by peer", detail) else None
             has_been_here = True
         else:
             has_been_here = peer in self._heard
@@ -644,10 +646,6 @@ class Operation:
         if connections is not None:
             # That rank was there. If it is alive, it says so before it closes its connections, or it answers the roll.
             connections.closed[peer] = connections.closed.get(peer) or ("" if may_return else problem.missing[peer])
-        if exchange.stood_still_seconds > self.timeout_seconds / 2:
-            rank, seconds = link.rank, exchange.stood_still_seconds
-            text = f"rank {rank} stood still for {seconds:.1f} seconds"
-            problem = Problem.of_silent(rank, self.timeout_seconds, text)
         return problem
 
     def problem_in_work(self, peer: int, connections: Connections | None, detail: str) -> Problem:
