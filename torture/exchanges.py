@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from robust_dcp.comm import Bucket, Offer, Relay, Stopped
+from robust_dcp.comm import Bucket, Offer, Relay, Stopped, patience
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation, Work
@@ -641,7 +641,7 @@ def _of_named_ranks(
         since = max([began, *(at for at in killed.values())])
         last = max(of_rank[rank].ended or 0.0 for rank in errors)
         were_connected = name == OPERATIONS[0] and not has_relay and min(killed.values()) > max(schedule.starts) + 0.5
-        limit = silent_seconds
+        limit = silent_seconds + patience.VERDICT_SECONDS * (len(killed) - 1)  # one may die while it makes the verdict
         if were_connected and kind != "killed with the store":
             limit = _NAMED_SECONDS * len(killed)  # they may be named one after the other
         if last - since > limit:

@@ -22,7 +22,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -52,7 +51,8 @@ class Loop:
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._changed = threading.Condition(threading.RLock())
-        self._in_gloo: dict[Future[None], threading.Thread | None] = {}
+        self._in_gloo: dict[Steps[Any], threading.Thread | None] = {}
+        self._is_closing = False
 
     @property
     def link(self) -> Link:
@@ -119,22 +119,22 @@ class Loop:
 
     def spawn(self, steps: Steps[Any]) -> None:
         """Take ``steps`` in another thread, which may wait in gloo."""
-        done: Future[None] = Future()
 
         def call() -> None:
-            self._in_gloo[done] = threading.current_thread()
+            self._in_gloo[steps] = threading.current_thread()
             try:
                 self.run(steps)
             finally:
-                del self._in_gloo[done]
-                done.set_result(None)
+                del self._in_gloo[steps]
+                if self._is_closing:
+                    self.wake()
 
         try:
             calls = _idle.pop()
         except IndexError:
             calls = SimpleQueue()
             start_thread(_make_calls, calls, name="robust_dcp: gloo")
-        self._in_gloo[done] = None
+        self._in_gloo[steps] = None
         calls.put(call)
 
     def begin_beats(self, operation: Any) -> None:
@@ -157,9 +157,11 @@ class Loop:
         """Drop the connections, end all operations, and wait for the threads."""
         if self.link.is_closed:
             return
+        self._is_closing = True
         self.run(self.link.close())
         own = threading.current_thread()
-        wait([done for done, thread in self._in_gloo.copy().items() if thread is not own], patience.EXIT_SECONDS)
+        with self._changed:
+            self._changed.wait_for(lambda: set(self._in_gloo.copy().values()) <= {own}, patience.EXIT_SECONDS)
         self._notes.forget()
 
 

@@ -142,7 +142,8 @@ class Notes:
             at, drawn_on, _ = self.life.split(" ")
             if float(at) + (0 if drawn_on == machine else CLOCKS_APART_SECONDS) < _process_start_seconds():
                 self.life = compare_set(self._store, f"{self._name}/life", self.life, drawn).decode()
-        return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
+        # Each question names its keys in full, so they are short: the random part of the life tells it from others.
+        return dist.PrefixStore(f"{self._name}/{self.life[-16:]}/{place}", self._store)
 
     def _client(self, seconds: float) -> Any:
         """A client of our own. A client serves one call at a time, and that of the group may wait for a key.
