@@ -618,12 +618,6 @@ def _of_named_ranks(
     frozen = [arguments[0] for _, method, arguments in schedule.faults if method == "freeze"]
     if kind == "deadline" and any("deadline" not in str(error) for error in errors.values()):
         yield f"no deadline in {_shown(errors)}"
-    if kind == "deadline" and schedule.stuck is not None:
-        named = {each for error in errors.values() for each in getattr(error, "missing_ranks", None) or ()}
-        # In an exchange that has just begun nobody has said yet who is not done.
-        is_known = all("or a rank behind it" not in str(error) for error in errors.values())
-        if errors and is_known and named != {schedule.stuck[0]}:
-            yield f"not rank {schedule.stuck[0]} is named at the deadline: {_shown(errors)}"
     is_slow = kind == "stuck" and name == OPERATIONS[0]
     if (kind in ("killed", "several killed", "frozen") and is_clear) or kind == "absent" or is_slow:
         guilty = {*killed, *frozen, *(() if schedule.absent is None else (schedule.absent,))}

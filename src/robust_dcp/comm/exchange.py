@@ -218,7 +218,7 @@ class Exchange:
         seconds = now - self._looked_seconds
         if seconds > self._timeout_seconds / 2:
             self.stood_still_seconds = max(self.stood_still_seconds, seconds)
-            self.moved_seconds += seconds  # its work could not advance meanwhile
+            self.moved_seconds = min(now, self.moved_seconds + seconds)  # its work could not advance meanwhile
             for neighbour in self.neighbours.values():
                 neighbour.unanswered_seconds = 0.0
             self.waiting_since, self._catches_up_until = now, now + 2 * patience.BEAT_SECONDS

@@ -402,18 +402,18 @@ class Operation:
                 generation = link.generation
                 until = min(until, now + patience.RECONNECT_SECONDS)
             exchange.catching_up_seconds(now)
+            lacking = exchange.lacking(children, Kind.HEARD)
             exchange.absent = tuple(
                 peer
-                for peer in exchange.lacking(children, Kind.HEARD)
+                for peer in lacking
                 if peer not in link.gone and exchange.silence_of(peer, now) < self.timeout_seconds / 2
             )
-            if not exchange.absent or now > until:
-                lacking = exchange.lacking(children, Kind.HEARD)
+            if not lacking or ((not exchange.absent or now > until) and not link.is_breaking):
                 exchange.may_be_unread |= bool(lacking)
                 for peer, neighbour in exchange.neighbours.items():
                     neighbour.unanswered_seconds = exchange.silence_of(peer, now) if peer in lacking else 0.0
                 return
-            yield Until(max(now + 0.001, min(now + patience.BEAT_SECONDS, until)))
+            yield Until(min(now + patience.BEAT_SECONDS, until) if now < until else now + patience.BEAT_SECONDS)
         exchange.may_be_unread = True
         if exchange.tree.parent is None and exchange.lacking(children, Kind.HEARD) == children:
             raise _Ended(self._end_message)  # the others had given up on this rank before it sent the result
@@ -604,7 +604,8 @@ class Operation:
             missing = struct.unpack_from(f"<{n_missing}I", frame.body, 4)
             if not missing:
                 raise Broken(_DROPPED)
-            raise Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
+            problem = Problem.of_lost({rank: exchange.words_for_lost(rank, f"rank {peer} says so") for rank in missing})
+            raise self._after_standstill(exchange, problem) if link.rank in missing else problem
         if frame.phase != exchange.phase_id:
             raise Problem("in different operations", is_elsewhere=True)
         if frame.kind == Kind.STOP and exchange.failure is None:
@@ -632,6 +633,7 @@ class Operation:
     def problem_of_lost(self, exchange: Exchange, peer: int, connections: Connections | None, detail: str) -> Problem:
         """The connection to ``peer`` broke, or could not be made if there are no ``connections``."""
         link, neighbour = self.link, exchange.neighbour(peer)
+        has_closed = connections is not None and not connections.is_dropped  # that rank, and not this one
         if detail.startswith(CONNECTING_FAILED):
             link.gone[peer] = detail
             # A process that was there and does not listen any more, or lets go of who connects, is no reason to wait.
@@ -639,14 +641,21 @@ class Operation:
             has_been_here = True
         else:
             has_been_here = peer in self._heard
-            if connections is not None and connections.is_dropped:  # by this rank
+            if not has_closed:
                 connections = None
         may_return = connections is None or not has_been_here or neighbour.is_closed or detail == _DROPPED
         problem = Problem.of_lost({peer: exchange.words_for_lost(peer, detail)}, may_return=may_return)
         if connections is not None:
             # That rank was there. If it is alive, it says so before it closes its connections, or it answers the roll.
             connections.closed[peer] = connections.closed.get(peer) or ("" if may_return else problem.missing[peer])
-        return problem
+        return self._after_standstill(exchange, problem) if has_closed and detail != _DROPPED else problem
+
+    def _after_standstill(self, exchange: Exchange, problem: Problem) -> Problem:
+        """``problem``; but if this process stood still, the others have closed because they gave up on it."""
+        if exchange.stood_still_seconds <= self.timeout_seconds / 2:
+            return problem
+        text = f"rank {self.link.rank} stood still for {exchange.stood_still_seconds:.1f} seconds"
+        return Problem.of_silent(self.link.rank, self.timeout_seconds, text)
 
     def problem_in_work(self, peer: int, connections: Connections | None, detail: str) -> Problem:
         """The same, while this rank's own work needs ``peer``."""
