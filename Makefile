@@ -17,7 +17,7 @@
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
 #   make docs    the tables and pictures of docs/ written anew from tests and docs/figures.json, and the site in build/site
-#   make figures  measure what the documents show, 25 minutes on a quiet machine, and write it into them
+#   make figures  measure what the documents show, 30 minutes on a quiet machine, and write it into them
 #   make coverage  all tests, and which lines and branches of the package they reach; less than 93 % is an error
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  repairs what ruff can repair of the complaints of `check`
@@ -44,8 +44,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 SEED ?= 1
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
-CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back state_dicts two_savers
-BENCHMARKS := planning loading storage messages async_save megatron
+CAMPAIGNS := exchanges hostile async_kills torn_copies back_to_back state_dicts two_savers lost_nodes
+BENCHMARKS := planning loading storage reshards sharing messages async_save megatron
 
 .DELETE_ON_ERROR:
 .PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-stock test-hooks test-browser check docs figures dist format bench torture gpu gpu-wheels clean

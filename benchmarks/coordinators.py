@@ -2,7 +2,8 @@
 
 Ours is the real save, stage by stage, over a channel that reads what arrives from files: it combines the offers of its
 children in the tree, decodes and plans structures, encodes the replies, handles its own share, and commits
-``.metadata`` and the index with the plan into a directory. It writes no data.
+``.metadata`` and the index with the plan into a directory. It writes no data, and the pieces of the other ranks stay
+holes in its files.
 
 Stock's is what ``torch.distributed.checkpoint.save`` runs on rank 0: ``_DistWrapper``, ``DefaultSavePlanner`` and
 ``FileSystemWriter``, in the order of ``state_dict_saver._save_state_dict``. Only the collectives below ``_DistWrapper``
@@ -44,11 +45,15 @@ from robust_dcp.items import Form, Items
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import PLANS, plans_of
 from robust_dcp.plan.plan import Plan, PlanReply, Rows
-from robust_dcp.plan.save_report import Written, written_with_row
-from robust_dcp.plan.session import MATCHES, Planning, SaveOptions, SaveSession, digest_of_places
+from robust_dcp.plan.save_report import Written, with_row
+from robust_dcp.plan.session import MATCHES, Planning, SaveOptions, SaveSession
 from robust_dcp.plan.unloadable import UnloadableObjects
 from robust_dcp.report import PhaseReport
 from robust_dcp.save_queue import queues_of
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.paths import mark_of
+from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import WriteItemSource
@@ -71,7 +76,22 @@ class OurCoordinator:
         self.plan_id = Offer().same
         self.kept: list[Rows] = [np.empty(0, dtype=np.intp)] * self.ranks
         self.plan: Plan | None = None
+        self.written_nbytes = 0
         self._local = local_of(COORDINATOR, self.ranks, payloads.n_items)
+
+    def piece_of_another(self) -> Stopwatch:
+        """What a rank does for ``.metadata`` and the index in each save, without the calls to the disk."""
+        rank = self.ranks // 2
+        local, share = local_of(rank, self.ranks, self.payloads.n_items), cast(Plan, self.plan).shares[rank]
+        placements = local.place(share)
+        names = local.layout.file_names(rank, placements.head_nbytes, "0" * 16)
+        places = _written_files(local.items, share.kept, rank).variable_places
+        watch = Stopwatch()
+        watch.start()
+        for piece in local.pieces(share, placements, names, places):
+            crc32(piece)
+        watch.stop()
+        return watch
 
     def save(self, name: SaveName, directory: str) -> Stopwatch:
         """Make one save into ``directory``, which must exist and be empty."""
@@ -96,22 +116,36 @@ class OurCoordinator:
         self.plan = agreed.plan.kept.plan
         agreed.write(lambda: WriteItemSource([], lambda item: torch.empty(0))).commit()
         watch.stop()
-        self.plan_id = plans_of(channel.ranks)[0].offered_id
+        self.plan_id, self.written_nbytes = plans_of(channel.ranks)[0].share.plan_id, writer.disk.nbytes
         return watch
+
+
+class _CountingDisk(Disk):
+    """Counts the bytes that are written."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
+        self.nbytes += sum(map(len, data)) if isinstance(data, (list, tuple)) else len(data)
+        super().pwrite(file, data, offset)
 
 
 class _Writer(RobustWriter):
     """Writes no data. Its commits are real, into a directory that nobody else uses."""
 
+    disk: _CountingDisk
+
     def __init__(self, directory: str, items: Items, watch: Stopwatch) -> None:
-        super().__init__(directory)
+        super().__init__(directory, disk=_CountingDisk())
         self._items, self._watch = items, watch
         self.kept: Rows = np.empty(0, dtype=np.intp)
 
-    def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
+    def write(self, rank: int, source: Any, placements: Placements, *args: Any) -> WrittenFiles:
         with self._watch.paused():
             self.directory.check_written = lambda names=None: None  # type: ignore[method-assign]  # nothing is written
-            return _written_files(self._items, self.kept, rank)
+            names = self.layout.file_names(rank, placements.head_nbytes, mark_of(self.save_id))
+            return msgspec.structs.replace(_written_files(self._items, self.kept, rank), names=tuple(names))
 
 
 class _SimulatedChannel(Channel):
@@ -171,16 +205,19 @@ class _OnTheCoordinator(SimulatedOperation):
         if exchange == "structures":
             return none, of.payloads.structures(changed=changed is not None)
         if exchange == "write" and of.plan is not None:
-            items = of.plan.items
-            places = [_written_files(items[rank], of.kept[rank], rank).variable_places for rank in range(ranks)]
+            items, shares = of.plan.items, of.plan.shares
             known = self._save == "repeated"
 
             def message_of(rank: int) -> Written | None:
-                new = b"" if known else places[rank].astype("<i8").tobytes()
-                return written_with_row(new, {}, rank, _clock(rank), WrittenFiles(places[rank], (), 0))
+                places = _written_files(items[rank], of.kept[rank], rank).variable_places
+                message = Written(
+                    piece=(shares[rank].piece_nbytes, zlib.crc32(b"%d" % rank)),
+                    block_nbytes=shares[rank].block_nbytes,
+                    places=b"" if known else places.astype("<i8").tobytes(),
+                )
+                return with_row(message, rank, _clock(rank), WrittenFiles(places, (), 0))
 
-            offers = [Offer(signature=digest_of_places(each)) for each in places[1:]]
-            return [Offer(), *offers], messages_up(ranks, message_of, Written)
+            return none, messages_up(ranks, message_of, Written)
         return none, {}
 
 

@@ -16,6 +16,9 @@ Without a CUDA device the CPU takes its place. This only shows that the program 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import mmap
 import os
 import platform
 import shutil
@@ -26,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +40,9 @@ from torch.distributed.checkpoint.staging import StagingOptions
 import robust_dcp
 from benchmarks.async_save import Save, at_once, nothing, ours, stock
 from benchmarks.measuring import Row, raw_seconds, show, write_json
+from robust_dcp import RobustWriter
 from robust_dcp.staging.blocks import Block, BlockLease
+from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
 from robust_dcp.storage.options import BLOCK_NBYTES
 
 __all__ = ["main"]
@@ -49,6 +55,11 @@ _HAS_CUDA = _DEVICE.type == "cuda"
 
 _LIMITS = {"what": "what", "gib_per_second": "GiB/s"}
 _COPIES = {"what": "what", "gib_per_second": "GiB/s", "share": "share of one large copy"}
+_FIRST = {"what": "what", "seconds": "the caller waits, s"}
+_FILE_SYSTEMS = {"what": "where", "raw_save": "raw write", "raw_load": "raw read", "save": "save", "load": "load"}
+_NO_DISKS = frozenset(
+    ("proc", "sysfs", "devpts", "cgroup", "cgroup2", "mqueue", "devtmpfs", "debugfs", "tracefs", "securityfs", "bpf")
+)
 _SAVES = {
     "what": "what",
     "seconds": "s",
@@ -96,11 +107,95 @@ def _seconds(call: Callable[[], object], rounds: int = 5) -> float:
     return statistics.median(found)
 
 
+def measure_file_systems() -> list[Row]:
+    """Direct I/O, and a save and a load, on each file system of this machine that has room."""
+    rows: list[Row] = []
+    state_dict = _state_dict(_GIB if _HAS_CUDA else _GIB // 16)
+    gib = _nbytes(state_dict) / _GIB
+    kinds = {place: kind for _, place, kind, *_ in map(str.split, Path("/proc/mounts").read_text().splitlines())}
+    seen = set()
+    for place in sorted({tempfile.gettempdir(), os.getcwd(), *kinds}, key=len):
+        mount = next(str(each) for each in (Path(place), *Path(place).parents) if str(each) in kinds)
+        try:
+            device, free_nbytes = os.stat(place).st_dev, shutil.disk_usage(place).free
+            if (
+                device in seen
+                or place.startswith("/sys/")
+                or not os.path.isdir(place)
+                or kinds[mount] in _NO_DISKS
+                or free_nbytes < 8 * gib * _GIB
+            ):
+                continue
+            with tempfile.TemporaryDirectory(dir=place) as directory:
+                seen.add(device)
+                raw = raw_seconds(_LIMIT_NBYTES, 4, f"{directory}/raw")
+                row = {"what": f"{mount}, {kinds[mount]}, {free_nbytes // _GIB} GiB free"}
+                row |= {f"raw_{what}": _LIMIT_NBYTES / _GIB / seconds for what, seconds in raw.items()}
+                path = f"{directory}/saved"
+                row["save"] = gib / _seconds(lambda path=path: robust_dcp.save(state_dict, checkpoint_id=path), 1)
+                row["load"] = gib / _seconds(lambda path=path: robust_dcp.load(state_dict, checkpoint_id=path), 1)
+                rows.append(row)
+        except OSError:  # it cannot be written
+            continue
+    return rows
+
+
+def measure_shapes_of_saves(directory: str, gib: float) -> list[Row]:
+    """Saves to memory with more threads and files than the defaults: what a fast RAID 0 might make of them."""
+    state_dict = _state_dict(int(gib * _GIB))
+    rows: list[Row] = []
+    for threads, files in ((None, None), (4, 2), (4, 4), (8, 2), (8, 8), (16, 16)):
+        writer = RobustWriter(f"{directory}/files", threads=threads, files_per_rank=files)
+        seconds = _seconds(lambda writer=writer: robust_dcp.save(state_dict, storage_writer=writer), 2)
+        what = "defaults" if threads is None else f"{threads} threads, {files} files"
+        rows.append({"what": what, "gib_per_second": _nbytes(state_dict) / _GIB / seconds})
+        shutil.rmtree(f"{directory}/files")
+    return rows
+
+
+def measure_first_saves(directory: str, gib: float) -> list[Row]:
+    """How long the caller of the first async saves waits, and how long shared memory takes to be there."""
+    state_dict = _state_dict(int(gib * _GIB))
+    rows: list[Row] = []
+    for executor in ("thread", "process"):
+        for turn in ("first", "second"):
+            started = time.perf_counter()
+            saving = robust_dcp.async_save(state_dict, checkpoint_id=f"{directory}/first", executor=executor)  # type: ignore[arg-type]
+            seconds = time.perf_counter() - started
+            saving.result()
+            shutil.rmtree(f"{directory}/first")
+            rows.append({"what": f"async_save, {executor}, {turn}", "seconds": seconds})
+    STAGING.release()
+    SHARED_STAGING.release()
+    nbytes = _nbytes(state_dict)
+    libc, populate_write = ctypes.CDLL(None), 23
+    for threads in (1, 4, 8):
+        for how in ("fallocate", "MADV_POPULATE_WRITE"):
+            fd = os.memfd_create("benchmark")
+            if how != "fallocate":
+                os.ftruncate(fd, nbytes)
+            with contextlib.closing(os.fdopen(fd)), ThreadPoolExecutor(threads) as pool:
+                mapped = mmap.mmap(fd, nbytes) if how != "fallocate" else None
+                address = 0 if mapped is None else torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+
+                def reserve(begin: int, fd: int = fd, address: int = address) -> None:
+                    n = min(32 << 20, nbytes - begin)
+                    if not address:
+                        os.posix_fallocate(fd, begin, n)
+                    elif libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(n), populate_write):
+                        raise OSError("MADV_POPULATE_WRITE was refused")
+
+                started = time.perf_counter()
+                list(pool.map(reserve, range(0, nbytes, 32 << 20)))
+                rows.append({"what": f"{how}, {threads} threads", "seconds": time.perf_counter() - started})
+    return rows
+
+
 def measure_limits(directory: str) -> list[Row]:
     """Copies between device and pinned memory, and direct I/O."""
     block = Block(_LIMIT_NBYTES)
     if _HAS_CUDA:
-        block.pin()
+        block.pin(_DEVICE)
     on_device = torch.zeros(_LIMIT_NBYTES, dtype=torch.uint8, device=_DEVICE)
     gib = _LIMIT_NBYTES / _GIB
     rows = [
@@ -124,19 +219,21 @@ def measure_copies(limits: list[Row]) -> list[Row]:
             shutil.rmtree(f"{directory}/{number}")
     staging = _nbytes(state_dict) / next(phase.seconds for phase in report.phases if phase.name == "stage")
     targets = [tensor.view(-1).view(torch.uint8) for tensor in state_dict.values() if tensor.dtype == torch.bfloat16]
-    lease = BlockLease(BLOCK_NBYTES, 4, of_load=True)
-    blocks = [lease.take() for _ in range(lease.n_blocks)]
+    found = {"stage of a repeated async save": (staging, 0)}
+    for block_nbytes in (BLOCK_NBYTES // 2, BLOCK_NBYTES, 2 * BLOCK_NBYTES):
+        lease = BlockLease(block_nbytes, 4, of_load=True)
+        blocks = [lease.take() for _ in range(lease.n_blocks)]
 
-    def fill(thread: int) -> None:
-        for target in targets[thread :: len(blocks)]:
-            for at in range(0, len(target), BLOCK_NBYTES):
-                lease.fill(target[at : at + BLOCK_NBYTES], blocks[thread], 0)
+        def fill(thread: int, lease: BlockLease = lease, blocks: list[Block] = blocks) -> None:
+            for target in targets[thread :: len(blocks)]:
+                for at in range(0, len(target), lease.block_nbytes):
+                    lease.fill([target[at : at + lease.block_nbytes]], blocks[thread], [0])
 
-    with ThreadPoolExecutor(len(blocks)) as pool:
-        loading = sum(map(len, targets)) / _seconds(lambda: list(pool.map(fill, range(len(blocks)))))
-    for block in blocks:
-        block.unpin()
-    found = {"stage of a repeated async save": (staging, 0), "blocks of a load, 4 threads": (loading, 1)}
+        with ThreadPoolExecutor(len(blocks)) as pool:
+            seconds = _seconds(lambda fill=fill, pool=pool: list(pool.map(fill, range(4))))
+        lease.close()
+        rate = sum(map(len, targets)) / seconds
+        found[f"load, 4 threads, blocks of {block_nbytes >> 20} MiB"] = (rate, 1)
     return [
         {"what": what, "gib_per_second": rate / _GIB, "share": rate / _GIB / limits[limit]["gib_per_second"]}
         for what, (rate, limit) in found.items()
@@ -301,6 +398,8 @@ def main() -> None:
         limits = tell("limits", _LIMITS, measure_limits(disk))
         tell("copies", _COPIES, measure_copies(limits))
         gib = min(arguments.gib, _room_gib(memory))
+        first_gib = min(gib, 4.5 if _HAS_CUDA else 0.125)
+        tell(f"the first async saves, {first_gib:.2f} GiB", _FIRST, measure_first_saves(memory, first_gib))
         in_memory = measure_saves(memory, gib, arguments.rounds, _async_savers())
         tell(f"saves in memory, {gib:.2f} GiB", _SAVES, in_memory)
         written = next(row["gib_per_second"] for row in limits if "save" in row["what"])
@@ -308,6 +407,8 @@ def main() -> None:
         tell(f"saves on the file system, {gib:.2f} GiB", _SAVES, measure_saves(disk, gib, arguments.rounds, {}))
         for tokens in (8192, 64) if _HAS_CUDA else (64,):
             tell(f"training, {tokens} tokens a step", _TRAINING, measure_training(memory, tokens))
+        tell(f"threads and files in memory, {first_gib:.2f} GiB", _LIMITS, measure_shapes_of_saves(memory, first_gib))
+        tell("file systems, GiB/s", _FILE_SYSTEMS, measure_file_systems())
 
 
 def _room_gib(directory: str) -> float:

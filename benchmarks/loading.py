@@ -33,9 +33,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.measuring import Row, Stopwatch, in_new_process, show, with_ratios, write_json
 from robust_dcp import RobustLoadPlanner, RobustReader
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.storage.index.form import IndexTemplate
+from robust_dcp.storage.index.form import IndexTemplate, encode_block, fit_of
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
-from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
+from robust_dcp.storage.metadata.pickled import MetadataHead, Names, StoredRows, encode_piece
+from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["main"]
 
@@ -137,18 +138,33 @@ def _tensors_of(count: int, shapes: Sequence[Shape]) -> dict[str, Shape]:
 
 def _write_checkpoint(directory: str, ranks: int, tensors: dict[str, Shape]) -> None:
     """Write the checkpoint of ``ranks`` ranks into ``directory``. Each rank holds equal parts of ``tensors``."""
-    columns = _columns(ranks, tensors)
+    names, rows = _columns(ranks, tensors)
     files = [f"__{rank}_{number}.distcp" for rank in range(ranks) for number in range(2)]
     places = np.column_stack([np.arange(ranks) * 4096, np.full(ranks, 900)])
     meta = StorageMeta(directory, "00000000-0000-0000-0000-000000000001")
-    metadata = MetadataPickle(columns).encode(files, places, meta)
-    index = IndexTemplate(columns).encode(metadata, files, places, meta, FORMAT_VERSION, {})
-    for name, fragments in ((METADATA_NAME, metadata), (INDEX_NAME, index)):
-        with open(os.path.join(directory, name), "wb") as file:
-            file.writelines(fragments)
+    head, rank_of, pieces, blocks = MetadataHead(names), rows.file // 2, list[tuple[int, int]](), list[bytes]()
+    with open(os.path.join(directory, METADATA_NAME), "wb") as file:
+        file.write(head.data)
+        for rank in range(ranks):
+            of_rank = rank_of == rank
+            columns = {name: getattr(rows, name)[of_rank] for name in StoredRows.__struct_fields__ if name != "sizes"}
+            written = StoredRows(sizes=rows.sizes, **columns | {"file": rows.file[of_rank] - 2 * rank})
+            of_objects = places[of_rank[rows.start < 0]]
+            piece = encode_piece(written, len(names.names), files[2 * rank : 2 * rank + 2], of_objects)
+            pieces.append((len(piece), crc32(piece)))
+            file.write(piece)
+            jumps = np.flatnonzero(np.diff(written.name, prepend=-2) != 1)
+            blocks.append(encode_block(written, np.column_stack([jumps, written.name[jumps]]), of_objects))
+        tail = head.tail(pieces, meta)
+        file.write(tail)
+        fit = fit_of(file.tell(), tail)
+    template = IndexTemplate(names, rows, rank_of, [2] * ranks, list(map(len, blocks)))
+    (_, index_head), (_, sections) = template.encode(fit, files, meta, FORMAT_VERSION, {})
+    with open(os.path.join(directory, INDEX_NAME), "wb") as file:
+        file.writelines([index_head, *blocks, sections])
 
 
-def _columns(ranks: int, tensors: dict[str, Shape]) -> MetadataColumns:
+def _columns(ranks: int, tensors: dict[str, Shape]) -> tuple[Names, StoredRows]:
     shapes = sorted(dict.fromkeys(tensors.values()), key=len)
     # Each shape has the size of the whole tensor, the size of the chunk, and then the offsets of all ranks.
     sizes: list[Shape] = []
@@ -165,12 +181,15 @@ def _columns(ranks: int, tensors: dict[str, Shape]) -> MetadataColumns:
     def joined(of_tensors: np.ndarray, of_objects: np.ndarray) -> np.ndarray:
         return np.concatenate([of_tensors, of_objects]).astype(np.int32)
 
-    return MetadataColumns(
+    names = Names(
         names=[*(f"model.{name}" for name in tensors), *objects],
         paths=[*(("model", name) for name in tensors), *((name,) for name in objects)],
         properties=[(torch.float32, torch.strided, False)],
         name_properties=joined(np.zeros(count), none),
         name_size=joined(kind, none),
+        sizes=sizes,
+    )
+    return names, StoredRows(
         sizes=sizes,
         name=joined(which, count + np.arange(ranks)),
         offset=joined(kind[which] + 2 + rank, none),
@@ -178,7 +197,6 @@ def _columns(ranks: int, tensors: dict[str, Shape]) -> MetadataColumns:
         file=joined(2 * rank + which % 2, 2 * np.arange(ranks)),
         start=np.concatenate([np.arange(rows) * 65536, none]),
         nbytes=np.concatenate([np.full(rows, 65000), none]),
-        n_files=2 * ranks,
     )
 
 

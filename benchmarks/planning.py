@@ -3,7 +3,8 @@
 Run it for a table: ``python -m benchmarks.planning --ranks 128 --items 5000 --json planning.json``. The real code of
 both coordinators runs on the same items, each in its own process; ``coordinators`` says what is measured. CPU seconds
 are user and system time, of a repeated save the median. Memory is the peak above what the process had before the
-coordinator's work began. Stock takes part as long as the items of all ranks are not too many.
+coordinator's work began. Stock takes part as long as the items of all ranks are not too many. The last line is what
+each other rank does for ``.metadata`` and the index in a save.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _COLUMNS = {
     "cpu_seconds": "CPU s",
     "wall_seconds": "wall s",
     "peak_mib": "peak MiB",
+    "written_mib": "written MiB",
 }
 
 
@@ -83,7 +85,12 @@ def _run(payloads: Payloads, who: str, saves: Sequence[SaveName]) -> list[Row]:
             rounds.append(save(name))
         watch = sorted(rounds, key=lambda each: each.cpu_seconds)[(len(rounds) - 1) // 2]
         row = {"ranks": payloads.ranks, "items_each": payloads.n_items, "save": name, "who": who, **watch.figures()}
+        if isinstance(coordinator, OurCoordinator):
+            row["written_mib"] = coordinator.written_nbytes / (1 << 20)
         rows.append(row)
+    if isinstance(coordinator, OurCoordinator):
+        figures = coordinator.piece_of_another().figures()
+        rows.append(rows[-1] | figures | {"save": "another rank's piece", "written_mib": 0.0})
     return rows
 
 

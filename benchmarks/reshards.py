@@ -1,4 +1,4 @@
-"""Measures loads that cut tensors in another way than they were saved, by ours and by stock, in one run.
+"""Measures loads that cut tensors in another way than they were saved, by ours and by stock, and proofs, in one run.
 
 Run it for a table: ``python -m benchmarks.reshards --mib 128 --json reshards.json``. Four ranks save tensors cut into
 rows, columns, a grid of both, or not at all. One of two ranks (of four in a grid) loads its part in each of these ways,
@@ -42,6 +42,9 @@ _COLUMNS: Final = {
     "stock": "stock",
     "ratio": "times less",
     "wall_ratio": "wall time",
+    "prove": "prove, CPU-s/GiB",
+    "peak_mib": "load, peak MiB",
+    "prove_peak_mib": "prove, peak MiB",
 }
 
 
@@ -64,13 +67,26 @@ def main() -> None:
                 cells = in_new_process(_measure, directory, loaded, arguments.mib, arguments.cold)
                 rows += [{"saved": saved, **cell} for cell in cells]
     with_ratios(rows, ("saved", "loaded", "kind", "dtype"), {"ratio": "cpu_seconds", "wall_ratio": "wall_seconds"})
-    stock = {_cell(row): row["per_gib"] for row in rows if row["who"] == "stock"}
-    ours = [row | {"ours": row["per_gib"], "stock": stock[_cell(row)]} for row in rows if row["who"] == "ours"]
+    of = {who: {_cell(row): row for row in rows if row["who"] == who} for who in ("stock", "ours", "prove")}
+    ours = [
+        row
+        | {"ours": row["per_gib"], "stock": of["stock"][cell]["per_gib"]}
+        | {"prove": of["prove"][cell]["per_gib"], "prove_peak_mib": of["prove"][cell]["peak_mib"]}
+        for cell, row in of["ours"].items()
+    ]
     show(_COLUMNS, ours)
     ratios = [row["ratio"] for row in ours]
     worst = min(ours, key=lambda row: float(row["ratio"]))
     print(
         f"median {statistics.median(ratios):.2f} times less CPU than stock; the worst cell {min(ratios):.2f}: {worst}"
+    )
+    alike = [row["prove"] for row in ours if row["saved"] == row["loaded"] and row["kind"] != "small"]
+    otherwise = [row["prove"] / row["ours"] for row in ours if row["saved"] != row["loaded"]]
+    more = max(row["prove_peak_mib"] - row["peak_mib"] for row in ours)
+    print(
+        f"prove: cut alike {statistics.median(alike):.3f} CPU-s/GiB in the median, {max(alike):.3f} at most; cut "
+        f"otherwise {statistics.median(otherwise):.2f} of a load in the median, {max(otherwise):.2f} at most; at most "
+        f"{more:.0f} MiB more memory than a load"
     )
     write_json(arguments.json, ours)
 
@@ -131,7 +147,7 @@ def _measure(directory: str, loaded: str, mib: int, is_cold: bool) -> list[Row]:
     for kind, dtype in product(_KINDS, _DTYPES):
         wanted, path = _state_dict(loaded, kind, dtype, mib), f"{directory}/{kind} {dtype}"
         gib = sum(value.to_local().nbytes for value in wanted.values() if isinstance(value, DTensor)) / (1 << 30)
-        for who, load in (("ours", robust_dcp.load), ("stock", dcp.load)):
+        for who, load in (("stock", dcp.load), ("ours", robust_dcp.load), ("prove", _prove)):
             best: Row = {}
             for turn in range(3):
                 if is_cold:
@@ -145,6 +161,11 @@ def _measure(directory: str, loaded: str, mib: int, is_cold: bool) -> list[Row]:
             cell = {"loaded": loaded, "kind": kind, "dtype": str(dtype).partition(".")[2], "who": who}
             rows.append({**cell, **best, "per_gib": best["cpu_seconds"] / gib})
     return rows
+
+
+def _prove(wanted: dict[str, torch.Tensor], *, checkpoint_id: str, no_dist: bool) -> None:
+    """Of what a load has put there."""
+    robust_dcp.prove(wanted, checkpoint_id=checkpoint_id, no_dist=no_dist).raise_if_differs()
 
 
 if __name__ == "__main__":

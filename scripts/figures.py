@@ -1,6 +1,6 @@
 """Measures the figures of the documents, and writes them: docs/figures.json, the tables of pages, two pictures.
 
-``make figures`` runs it: about 25 minutes on two quiet cores. ``--quick`` takes tiny sizes, to see that it all works.
+``make figures`` runs it: about 30 minutes on two quiet cores. ``--quick`` takes tiny sizes, to see that it all works.
 ``--only storage`` measures one benchmark anew and keeps the others. ``--write`` measures nothing, and writes tables and
 pictures from docs/figures.json. A table stands in a page between two comments that name it, so nobody copies figures by
 hand; a test holds pages and pictures to docs/figures.json.
@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ FIGURES = ROOT / "docs" / "figures.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 Row = dict[str, Any]
 
-# Of each benchmark: its options, and those of --quick. Together the former take about 25 minutes on two quiet cores.
+# Of each benchmark: its options, and those of --quick. Together the former take about 30 minutes on two quiet cores.
 RUNS: dict[str, tuple[str, str]] = {
     "planning": (
         "--ranks 32 128 --items 5000 --stock-up-to 160000",
@@ -40,6 +41,8 @@ RUNS: dict[str, tuple[str, str]] = {
         "--gib 0.5 --rounds 2",
         "--shapes large --gib 0.01 --rounds 1 --who ours ours,\\ repeated\\ save stock,\\ 1\\ thread",
     ),
+    "reshards": ("--mib 128", "--mib 1"),
+    "sharing": ("--nodes 8 --mib 64 --mib-per-second 16", "--nodes 2 --mib 2 --mib-per-second 64"),
     "messages": ("--ranks 4 --items 10 1000 10000", "--ranks 2 --items 10"),
     "async_save": (
         "--ranks 2 --mib 256 --saves 5",
@@ -181,6 +184,28 @@ def _storage(figures: Row, key: str, probe: str = "") -> str:
     return table(["", *shapes.values()], cells)
 
 
+def reshards(figures: Row) -> str:
+    """What a load costs that cuts in another way: the middle and the worst of all ways, beside stock."""
+    cells: list[list[float | str | None]] = []
+    rows = figures["reshards"]["rows"]
+    for kind, dtype in dict.fromkeys((row["kind"], row["dtype"]) for row in rows):
+        ways = [row for row in rows if (row["kind"], row["dtype"]) == (kind, dtype)]
+        worst = min(ways, key=lambda row: float(row["ratio"]))
+        medians = [statistics.median(row[key] for row in ways) for key in ("ours", "stock", "ratio")]
+        cells.append([kind, dtype, *medians, worst["ratio"], f"{worst['saved']} to {worst['loaded']}"])
+    titles = ["tensors", "dtype", "CPU s/GiB: ours", "stock", "times less", "at worst", "there"]
+    return table(titles, cells)
+
+
+def sharing(figures: Row) -> str:
+    """What a load by many nodes takes from their store."""
+    rows = figures["sharing"]["rows"]
+    return table(
+        ["load by 8 nodes", "MiB from the store", "times the checkpoint"],
+        [[row["who"], row["read_mib"], row["times"]] for row in rows],
+    )
+
+
 def messages(figures: Row) -> str:
     """What ranks send in a save."""
     return table(
@@ -228,6 +253,9 @@ def summary(figures: Row) -> str:
         best = max(row["gib_per_second"] for row in stocks)
         ours = first(large, who=who, checkpoint=checkpoint)["gib_per_second"]
         cells.append([f"{what} few large tensors: GiB/s, stock at its best", best, ours])
+    loads = {row["who"]: row for row in figures["sharing"]["rows"]}
+    title = "eight nodes load the same 64 MiB: MiB that their store gives"
+    cells.append([title, loads["stock"]["read_mib"], loads["robust_dcp"]["read_mib"]])
     blocked = {row["who"]: row["repeated_blocked_seconds"] for row in stops}
     best = min(seconds for who, seconds in blocked.items() if who.startswith("stock"))
     title = f"async save of {stops[0]['mib']} MiB a rank: seconds that training stands still, stock at its best"
@@ -237,7 +265,7 @@ def summary(figures: Row) -> str:
 
 def warning(figures: Row) -> str:
     """What stands above figures of sizes that only show that the benchmarks run."""
-    is_quick = any(figures[name]["is_quick"] for name in RUNS)
+    is_quick = any(figures[name]["is_quick"] for name in RUNS if name in figures)
     return "**These figures are of tiny sizes (`--quick`) and mean nothing.**\n\n" if is_quick else ""
 
 
@@ -254,7 +282,9 @@ def command_of(name: str) -> Callable[[Row], str]:
     """What makes the block of the command that printed a table."""
 
     def command(figures: Row) -> str:
-        command = figures[name]["command"].replace(" --who", " \\\n    --who")  # else a narrow page cuts it off
+        options = RUNS[name][0]
+        measured = figures.get(name, {"command": f"python -m benchmarks.{name} {options}"})
+        command = measured["command"].replace(" --who", " \\\n    --who")  # else a narrow page cuts it off
         return f"```console\n$ {command}\n```\n"
 
     return command
@@ -267,6 +297,8 @@ TABLES: dict[str, Callable[[Row], str]] = {
     "loading": loading,
     "storage": lambda figures: _storage(figures, "gib_per_second", "raw direct I/O, {}"),
     "processor": lambda figures: _storage(figures, "cpu_seconds_per_gib"),
+    "reshards": reshards,
+    "sharing": sharing,
     "messages": messages,
     "async_save": async_save,
     **{f"command of {name}": command_of(name) for name in RUNS},
@@ -276,7 +308,14 @@ _MARKED = re.compile(r"(<!-- figures: ([\w ]+) -->\n\n?)(.*?)(\n?<!-- end -->)",
 
 def with_tables(page: str, figures: Row) -> str:
     """A page with the tables that it names, as docs/figures.json has them."""
-    return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]](figures)}{found[4]}", page)
+
+    def filled(block: re.Match[str]) -> str:
+        name = block[2]
+        is_measured = name.removeprefix("command of ") in figures or name not in RUNS
+        content = TABLES[name](figures) if is_measured else "Not measured yet: `make figures`.\n"
+        return f"{block[1]}{content}{block[4]}"
+
+    return _MARKED.sub(filled, page)
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------

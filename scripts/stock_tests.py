@@ -130,6 +130,9 @@ class Run:
             for name, rank, verdict, words in _lines(outcomes):
                 by_rank.setdefault(name, {})[rank] = verdict, words
             ended = {name: Outcome.of_ranks(ranks, self.suite.n_ranks) for name, ranks in by_rank.items()}
+            if not ended:
+                words = (self.directory / f"output.{self.switch}").read_text(errors="replace")[-1000:]
+                print(f"{tests[0]}: nothing came of it with ROBUST_DCP={self.switch}:\n{words}", flush=True)
             self.outcomes |= ended
             self.calls.update((name, kind) for name, kind in _lines(calls))
             return ended

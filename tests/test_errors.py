@@ -165,7 +165,13 @@ def test_a_brief_error_keeps_class_and_fields() -> None:
     error = PlanConflict("key 'w' " + "x" * 500 + "\nand more", key="w", failures=[RankFailure(0, "E", "long")])
     brief = pickle.loads(pickle.dumps(error.in_brief()))
     assert type(brief) is PlanConflict and brief.key == "w"
-    assert len(str(brief)) < 150 and str(brief).startswith("key 'w'") and "coordinator" in str(brief)
+    assert brief.rank_failures == (RankFailure(0, "E", "long"),)
+    assert (
+        len(str(brief)) < 250
+        and "\n" not in str(brief)
+        and str(brief).startswith("key 'w'")
+        and "coordinator" in str(brief)
+    )
 
 
 @pytest.mark.parametrize(

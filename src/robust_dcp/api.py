@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,12 +23,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.delivery import Delivery, writer_of_save
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.hooks import watch_in_terminal
+from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.hooks import watch
 from robust_dcp.names import StoredNames
+from robust_dcp.nodes.files import ranks_with_metadata
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import LOADED
-from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
+from robust_dcp.plan.keys import AskedKeys, asked_keys, missing_in_words, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner
@@ -39,13 +40,12 @@ from robust_dcp.plan.shared_reads import (
     find_elsewhere,
     node_reads_the_same,
     ranks_share,
-    ranks_with_metadata,
     share_reads,
     sharing_offer,
 )
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queues_of, telling_of_earlier
-from robust_dcp.stateful import StandIn, stand_ins_for, values_to_save
+from robust_dcp.stateful import StandIn, stand_ins_for, values_to_compare, values_to_save
 from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.reader import RobustReader
@@ -146,7 +146,7 @@ def open_save(
     **options: Any,
 ) -> tuple[RobustPlanner, SaveSession]:
     """A save that has not exchanged anything yet, and its planner. The arguments are those of :func:`save`."""
-    watch_in_terminal()
+    watch()
     writer = writer_of_save(checkpoint_id, storage_writer)
     if planner is None:
         planner = RobustPlanner()
@@ -207,6 +207,8 @@ def load(
     no_dist: bool = False,
     timeout_seconds: float = 300.0,
     deadline_seconds: float | None = None,
+    allow_missing: Sequence[str] = (),
+    ignore: Sequence[str] = (),
 ) -> LoadReport:
     """Load a checkpoint into a state dict, in place, on all ranks of a group.
 
@@ -229,16 +231,72 @@ def load(
         no_dist: load into this process alone although ``torch.distributed`` is initialised.
         timeout_seconds: how long a rank may be silent before the others give up.
         deadline_seconds: how long the whole load may take. With ``None`` it may take as long as there is progress.
+        allow_missing, ignore: patterns of keys that the checkpoint may lack, and of keys in it that nobody needs, as
+            for :class:`RobustLoadPlanner`. Where you pass a planner, give them to it.
 
-    The log says in one line which keys of the checkpoint no rank has asked for.
+    The log says in one line which keys of the checkpoint no rank has asked for. If keys do not fit, the coordinator's
+    error lists them; that of the other ranks is one line long, and its ``rank_failures`` has all.
 
     Raises:
         RobustCheckpointError: or one of its subclasses.
     """
-    watch_in_terminal()
+    watch()
+    if planner is None:
+        planner = RobustLoadPlanner(allow_missing=allow_missing, ignore=ignore)
+    elif allow_missing or ignore:
+        raise ValueError(
+            "give allow_missing and ignore to the planner that you pass: RobustLoadPlanner(allow_missing=…)"
+        )
+    else:
+        planner = robust_load_planner(planner)
+    loading = open_load(
+        "load",
+        state_dict,
+        checkpoint_id,
+        storage_reader,
+        planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+    )
+    clock, channel, robust = loading.clock, loading.channel, loading.robust
+    with clock.telling_failures():
+        clock.tell("started")
+        with channel.together(), loading.keeping():
+            loading.plan_and_read()
+            with clock.phase("apply"):
+                _, asked = channel.gather(f"{channel.operation}: apply", loading.apply, AskedKeys)
+    if robust is not None and not is_url(robust.path):
+        LOADED.put(robust.path, None, len(robust.path))
+    remarks: tuple[str, ...] = ()
+    if asked is not None and asked.count(None) == len(asked):
+        asked = None  # no key is missing, and none is left
+    if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
+        unread = unread_in_words(planner.metadata, asked, planner.ignore)
+        for words in filter(None, (missing_in_words(asked, planner.allow_missing), unread)):
+            logger.warning("%s: %s", loading.checkpoint, words)
+        remarks = tuple(filter(None, (missing_in_words(asked), unread)))
+    report = loading.report(remarks)
+    clock.tell("ended", report=report, seconds=clock.seconds)
+    return report
+
+
+def open_load(
+    operation: str,
+    state_dict: dict[str, Any],
+    checkpoint_id: CheckpointId | None,
+    storage_reader: StorageReader | None,
+    planner: LoadPlanner,
+    **options: Any,
+) -> Loading:
+    """A load that has not exchanged anything yet. The arguments are those of :func:`load`.
+
+    Args:
+        operation: what is done, for people: ``"load"``, for example.
+    """
     if storage_reader is None and checkpoint_id is None:
         raise ValueError("pass checkpoint_id, the directory to load from, or storage_reader=RobustReader(path)")
-    planner = RobustLoadPlanner() if planner is None else robust_load_planner(planner)
     if storage_reader is None:
         reader: StorageReader = RobustReader(checkpoint_id or "", trusted=getattr(planner, "trusted", False))
     else:
@@ -247,55 +305,9 @@ def load(
         if checkpoint_id is not None or isinstance(reader, RobustReader):
             reader.reset(checkpoint_id)
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
-    channel = Channel.for_group(
-        process_group,
-        operation=f"load {checkpoint}",
-        timeout_seconds=timeout_seconds,
-        deadline_seconds=deadline_seconds,
-        no_dist=no_dist,
-    )
+    channel = Channel.for_group(options.pop("process_group"), operation=f"{operation} {checkpoint}", **options)
     robust = reader if isinstance(reader, RobustReader) else None
-    loading = _Load(state_dict, reader, robust, planner, checkpoint, channel, PhaseClock(channel), LoadPlan([]))
-    clock = loading.clock
-    with clock.telling_failures():
-        clock.tell("started")
-        # The coordinator keeps the checkpoint from being removed while it is loaded.
-        held: AbstractContextManager[None] = nullcontext()
-        if robust is not None and channel.is_coordinator:
-            held = needed_for_a_load(robust.source.disk, robust.path)
-        with channel.together(), held:
-            for is_last_try in (False, True):
-                try:
-                    with clock.phase("plan"):
-                        agreement = loading.agree_on_reads(channel, by_index=True)
-                        if robust is not None and ranks_share(agreement):
-                            loading.shared = share_reads(channel, checkpoint, robust, loading.plan, planner)
-                        elif robust is not None:
-                            robust.node_reads_the_same = node_reads_the_same(agreement)
-                    loading.read()
-                    break
-                except (CorruptCheckpoint, StorageError) as error:
-                    # All ranks have raised the same error.
-                    if robust is None:
-                        raise
-                    if not loading.is_overwritten(robust):
-                        loading.read_from_nodes(robust, error)
-                        break
-                    if is_last_try:
-                        raise overwritten(checkpoint, error.message) from error
-                    again = "was overwritten while it was loaded: it is loaded once more"
-                    logger.warning("%s %s (%s)", checkpoint, again, error)
-            with clock.phase("apply"):
-                _, asked = channel.gather(f"{channel.operation}: apply", loading.apply, AskedKeys)
-    if robust is not None and not is_url(robust.path):
-        LOADED.put(robust.path, None, len(robust.path))
-    if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
-        unread = unread_in_words(planner.metadata, asked)
-        if unread:
-            logger.warning("%s: %s", checkpoint, unread)
-    report = loading.report()
-    clock.tell("ended", report=report, seconds=clock.seconds)
-    return report
+    return Loading(state_dict, reader, robust, planner, checkpoint, channel, PhaseClock(channel), LoadPlan([]))
 
 
 def _read_objects(reader: StorageReader, metadata: Metadata, names: list[str]) -> dict[str, Any] | None:
@@ -311,8 +323,8 @@ def _read_objects(reader: StorageReader, metadata: Metadata, names: list[str]) -
     return values
 
 
-class _Load(msgspec.Struct, eq=False):
-    """One load on one rank: what its phases hand on.
+class Loading(msgspec.Struct, eq=False):
+    """One load on one rank: what its phases hand on. If its planner compares, no target is filled.
 
     Attributes:
         robust: the reader, if it is ours.
@@ -331,6 +343,48 @@ class _Load(msgspec.Struct, eq=False):
     shared: SharedReads | None = None
     values: dict[str, Any] = {}
     stand_ins: dict[str, StandIn] = {}
+
+    def keeping(self) -> AbstractContextManager[object]:
+        """Within it, the checkpoint is not removed: the coordinator keeps it."""
+        if self.robust is None or not self.channel.is_coordinator:
+            return nullcontext()
+        return needed_for_a_load(self.robust.source.disk, self.robust.path)
+
+    @property
+    def compares(self) -> bool:
+        """Whether targets are compared, and stay as they are."""
+        return getattr(self.planner, "comparison", None) is not None
+
+    def plan_and_read(self) -> None:
+        """Plan on all ranks and read, once more if the checkpoint was overwritten meanwhile."""
+        channel, robust = self.channel, self.robust
+        for is_last_try in (False, True):
+            try:
+                with self.clock.phase("plan"):
+                    agreement = self.agree_on_reads(channel, by_index=True)
+                    if robust is not None and ranks_share(agreement) and not self.compares:
+                        self.shared = share_reads(channel, self.checkpoint, robust, self.plan, self.planner)
+                    elif robust is not None:
+                        robust.node_reads_the_same = node_reads_the_same(agreement)
+                self.read()
+                break
+            except PlanConflict as error:
+                if channel.is_coordinator:
+                    raise
+                raise error.in_brief() from error  # 1,000 ranks need not print what does not fit
+            except (CorruptCheckpoint, StorageError) as error:
+                # All ranks have raised the same error.
+                if robust is None:
+                    raise
+                if not self.is_overwritten(robust):
+                    if self.compares:
+                        raise
+                    self.read_from_nodes(robust, error)
+                    break
+                if is_last_try:
+                    raise overwritten(self.checkpoint, error.message) from error
+                again = "was overwritten while it was loaded: it is loaded once more"
+                logger.warning("%s %s (%s)", self.checkpoint, again, error)
 
     def agree_on_reads(self, leader: Channel, *, by_index: bool) -> Agreement:
         """Let the coordinator of ``leader`` find the index or ``.metadata`` for all, and make this rank's plan. Other
@@ -357,13 +411,16 @@ class _Load(msgspec.Struct, eq=False):
         more = {"rank": channel.rank, "use_collectives": True} if takes_more else {}
         self.reader.set_up_storage_reader(metadata, channel.is_coordinator, **more)
         names = StoredNames(metadata, partial(_read_objects, self.reader, metadata))
-        self.stand_ins, values = stand_ins_for(self.state_dict, names)
+        if self.compares:
+            values = values_to_compare(self.state_dict, names)
+        else:
+            self.stand_ins, values = stand_ins_for(self.state_dict, names)
         self.values = {key: values[key] for key in sorted(values, key=str)}  # keys need not be text
         # DCP's load plans are local, so no rank needs the plan of another.
         planner = self.planner
         planner.set_up_planner(self.values, metadata, channel.is_coordinator)
         if isinstance(planner, RobustLoadPlanner):
-            planner.read_objects = names.read_objects
+            planner.read_objects, planner.checkpoint = names.read_objects, self.checkpoint
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
         (plan,) = self.reader.prepare_global_plan(planner.create_global_plan([plan]))
         self.plan = planner.finish_plan(plan)
@@ -402,7 +459,7 @@ class _Load(msgspec.Struct, eq=False):
             try:
                 with self.clock.phase("plan"):
                     self.agree_on_reads(channel.led_by(source), by_index=False)
-                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner)
+                    self.shared = find_elsewhere(channel, self.checkpoint, reader, self.plan, self.planner, source)
                 if self.shared is None and source == channel.coordinator_rank:
                     continue  # no file is missing, so the error had another reason
                 self.read()
@@ -423,9 +480,9 @@ class _Load(msgspec.Struct, eq=False):
                 self.state_dict[key] = value
         if not isinstance(self.planner, RobustLoadPlanner) or self.planner.metadata is None:
             return None
-        return asked_keys(self.planner.metadata, self.planner.state_dict)
+        return asked_keys(self.planner.metadata, self.planner.state_dict, self.planner.missing_keys)
 
-    def report(self) -> LoadReport:
+    def report(self, remarks: tuple[str, ...]) -> LoadReport:
         """The report of the load, which is over."""
         channel, planner, items = self.channel, self.planner, self.plan.items
         metadata = getattr(planner, "metadata", None)
@@ -441,6 +498,7 @@ class _Load(msgspec.Struct, eq=False):
             nbytes=PlannedItems.of(items).data_nbytes(metadata),
             phases=tuple(self.clock.records),
             missing_keys=getattr(planner, "missing_keys", ()),
+            remarks=remarks,
             _find_unread_keys=find_unread_keys,
             shared_nbytes=0 if self.shared is None else PlannedItems.of(self.shared.received).data_nbytes(metadata),
             peak_buffer_nbytes=getattr(self.reader, "peak_buffer_nbytes", 0),

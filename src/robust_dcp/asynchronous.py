@@ -61,6 +61,8 @@ class AsyncSave(SaveFuture[SaveReport], AbstractContextManager["AsyncSave"]):
     def wait_staged(self) -> None:
         """Wait until tensors may change. If copying fails, :meth:`result` raises the error on all ranks."""
         started = time.perf_counter()
+        if self.queue is not None and not self.staging_completion.done():
+            self.queue.refuse_endless_wait(self)
         self.staging_completion.result()
         self._waited_seconds += time.perf_counter() - started
 
@@ -182,7 +184,8 @@ def async_save(
             del state_dict
             if staging == "full":
                 staged.copy(clock.phase("stage"))
-        saving = AsyncSave(staged.are_free, clock.seconds)
+        clock.blocked_seconds = clock.seconds
+        saving = AsyncSave(staged.are_free, clock.blocked_seconds)
         # All hear if it fails.
         queues[0].submit(partial(_finish, agreed, staged, saving, staging, executor), saving, after=earlier)
     if staging == "full":
@@ -203,7 +206,7 @@ def _finish(
             if executor == "process":
                 agreed.session.writer.write_files = partial(write_in_process, channel.stop_if_announced)
             clock.remarks = staged.how
-            with staged.stream():
+            with staged.streams():
                 written = agreed.write(staged.ready)  # tensors without a copy are written first
             committed = written.commit()
             committed.deliver()

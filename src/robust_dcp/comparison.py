@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 import torch
 
 from robust_dcp.errors import UnsafeCheckpoint
+from robust_dcp.report import shortened
 from robust_dcp.storage.pieces import PieceReader, batches_of
-from robust_dcp.storage.records.objects import load_object
+from robust_dcp.storage.records.objects import are_equal, load_object
 
 _MEMORY_NBYTES: Final = 32 << 20
 _CACHED_NUMEL: Final = 1 << 15
@@ -106,27 +107,9 @@ def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[t
         except UnsafeCheckpoint:
             yield name, f"{len(one)} bytes", f"{len(other)} other bytes"
             continue
-        if not _are_equal(*values):
-            one_text, other_text = (text if len(text) <= 100 else f"{text[:99]}…" for text in map(repr, values))
+        if not are_equal(*values):
+            one_text, other_text = (shortened(repr(each), 100) for each in values)
             yield name, one_text, other_text
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values that consist of data are the same. NaN is equal to NaN."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        if (one.dtype, one.layout, one.shape) != (other.dtype, other.layout, other.shape):
-            return False
-        if one.layout is not torch.strided:
-            one, other = (each.to_sparse_coo().coalesce() for each in (one, other))
-            return torch.equal(one.indices(), other.indices()) and _are_equal(one.values(), other.values())
-        return torch.equal(one, other) if one.is_quantized else not _difference(one, other).differing
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return repr(one) == repr(other) or bool(isinstance(one, float) and one == other)
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:

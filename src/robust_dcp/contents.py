@@ -7,13 +7,12 @@ all of it without a target.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final, NamedTuple
@@ -27,6 +26,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from robust_dcp.coverage import Box, Coverage
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint
+from robust_dcp.names import fits
+from robust_dcp.nodes.files import files_elsewhere
+from robust_dcp.nodes.parity_file import check_parity, parity_name
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file, mark_of, metadata_name
 from robust_dcp.storage.index.form import IndexFile, fit_of_file
@@ -40,16 +42,6 @@ from robust_dcp.storage.reading.metadata_source import MetadataSource
 from robust_dcp.storage.reading.reads import PlannedItems
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})")
-
-
-def fits(name: str, globs: Sequence[str]) -> bool:
-    """Whether one of the patterns fits a name, or is that name, which may hold brackets."""
-    return name in globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-
-def fit_nothing(globs: Iterable[str], names: Collection[str]) -> list[str]:
-    """The patterns that fit none of the names: somebody has mistyped them."""
-    return [glob for glob in globs if not any(fits(name, (glob,)) for name in names)]
 
 
 class Chunk(NamedTuple):
@@ -309,7 +301,11 @@ def verify(
         with_data: whether data is read and compared with checksums; otherwise only structure, sizes and the index are.
         progress: called with the bytes that were read, and those of all files.
     """
-    _check_structure(contents, findings)
+    elsewhere = set[str]()
+    if contents.written_by == "robust_dcp" and contents.save_id is not None:
+        missing = [file.name for file in contents.files if file.nbytes is None]
+        elsewhere = _check_node(contents, contents.save_id, findings, with_data=with_data) if missing else elsewhere
+    _check_structure(contents, findings, elsewhere)
     disk, names = contents.disk, {file.name for file in contents.files}
     for name in sorted(disk.list_directory(contents.path)):
         if is_data_file(name) and name not in names:
@@ -342,8 +338,23 @@ def verify(
         load.read([_Wanted(_OF_MEGATRON, 0, nbytes, at, None, nbytes)], metadata, mark=None)
 
 
-def _check_structure(contents: Contents, findings: Findings) -> None:
-    """``.metadata`` with itself, and with the sizes of files."""
+def _check_node(contents: Contents, save_id: str, findings: Findings, *, with_data: bool) -> set[str]:
+    """Where nodes do not share the directory: the parity on this one. Returns the data files that are on others."""
+    disk, name = contents.disk, parity_name(mark_of(save_id))
+    if disk.exists(os.path.join(contents.path, name)):
+        try:
+            note = check_parity(disk, os.path.join(contents.path, name), with_data=with_data)
+            findings.notes.append(f"protected: {note} ({note.group})")
+        except RobustCheckpointError as error:
+            findings.add(error, name)
+    elsewhere = files_elsewhere(disk, contents.path, save_id, [file.name for file in contents.files])
+    if elsewhere:
+        findings.notes.append(f"{len(elsewhere)} data files are on other nodes: verify them there")
+    return elsewhere
+
+
+def _check_structure(contents: Contents, findings: Findings, elsewhere: Collection[str]) -> None:
+    """``.metadata`` with itself, and with the sizes of files, but for those that are ``elsewhere``."""
     home = METADATA_NAME if contents.written_by != "safetensors" else ""
     for item in contents.items:
         for chunk in item.chunks:
@@ -353,7 +364,7 @@ def _check_structure(contents: Contents, findings: Findings) -> None:
         if item.is_tensor:
             _check_cover(item, home, findings)
     for file in contents.files:
-        if file.problem is not None:
+        if file.problem is not None and file.name not in elsewhere:
             findings.broken(file.name, None, f"a file of at least {file.needed_nbytes} bytes", file.problem)
 
 

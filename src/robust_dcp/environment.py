@@ -33,6 +33,13 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
+def _nodes(text: str) -> int:
+    number = _whole_number(text)
+    if number < 2:
+        raise ValueError("a whole number from 2 on")
+    return number
+
+
 def _positive_seconds(text: str) -> float:
     try:
         value = float(text)
@@ -46,7 +53,9 @@ def _positive_seconds(text: str) -> float:
 VARIABLES: Final[Mapping[str, Callable[[str], Any]]] = {
     "ROBUST_DCP": _one_of(_SWITCH),
     "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": _positive_seconds,
+    "ROBUST_DCP_PARITY_NODES": _nodes,
     "ROBUST_DCP_PROGRESS": _one_of(_SWITCH),
+    "ROBUST_DCP_PROVE": _one_of(_SWITCH),
     "ROBUST_DCP_RANKS_PER_NODE": _whole_number,
     "ROBUST_DCP_SAVE_FAILURE": _one_of({"raise": "raise", "warn": "warn"}),
     "ROBUST_DCP_STAGING": str,

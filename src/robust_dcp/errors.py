@@ -48,7 +48,7 @@ R = TypeVar("R")
 _MAX_KINDS_SHOWN = 8
 """How many different failures a message describes in full."""
 
-_BRIEF_CHARS = 80
+_BRIEF_CHARS = 200
 _MAX_FRAMES = 20
 _MAX_CAUSES = 4
 _DIGIT = re.compile(r"\d")
@@ -99,6 +99,7 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
     field_names: ClassVar[tuple[str, ...]] = ()
     classes: ClassVar[dict[str, type[RobustCheckpointError]]] = {}
     was_repeated = False  # whether the call that failed was made as often as it may be
+    is_brief = False  # whether only the message is printed
 
     def __init_subclass__(cls) -> None:
         cls.field_names = (*cls.field_names, *inspect.get_annotations(cls))
@@ -122,7 +123,7 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
             setattr(self, name, fields.get(name))
 
     def __str__(self) -> str:
-        kinds = alike(self.rank_failures)
+        kinds = [] if self.is_brief else alike(self.rank_failures)
         lines = [line for kind in kinds[:_MAX_KINDS_SHOWN] for line in self._told(kind)]
         if len(kinds) > _MAX_KINDS_SHOWN:
             rest = [failure.rank for kind in kinds[_MAX_KINDS_SHOWN:] for failure in kind]
@@ -145,15 +146,18 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
         return lines
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return error_from_fields, (type(self).__name__, self.to_fields(), self.rank_failures)
+        fields = (type(self).__name__, self.to_fields(), self.rank_failures)
+        return error_from_fields, fields, {"is_brief": self.is_brief}
 
     def in_brief(self) -> RobustCheckpointError:
-        """The same class and fields with a short message, for callers that print the errors of all ranks."""
-        start = self.message.partition("\n")[0]
+        """The same class and fields with a short message, where the errors of all ranks are printed."""
+        start = self.message.partition("\n")[0].rstrip(":")
         if len(start) > _BRIEF_CHARS:
             start = f"{start[:_BRIEF_CHARS]}…"
         message = f"{start} (the coordinator's error says all of it)"
-        return error_from_fields(type(self).__name__, {**self.to_fields(), "message": message})
+        brief = error_from_fields(type(self).__name__, {**self.to_fields(), "message": message}, self.rank_failures)
+        brief.is_brief = True
+        return brief
 
     def to_fields(self) -> dict[str, Any]:
         """The message and the fields of the class, as plain values that every encoding supports."""

@@ -57,7 +57,7 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """``"save"`` or ``"load"``; or ``"drain"``, which tells of its progress and nothing else."""
+        """``"save"``, ``"load"`` or ``"protect"``; or ``"drain"``, which tells of its progress and nothing else."""
         return self.operation.partition(" ")[0]
 
     @property

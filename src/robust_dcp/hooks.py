@@ -1,7 +1,9 @@
 """Listeners that come with the package: one logs saves and loads, one draws a progress bar in a terminal.
 
-The bar is there by itself, because ``save`` and ``load`` call :func:`watch_in_terminal`. It shows the bytes of rank 0.
-It shows nothing if standard error is no terminal, if the save is async, or with ``ROBUST_DCP_PROGRESS=0``.
+Both are there by themselves, because ``save`` and ``load`` call :func:`watch`. The bar shows the bytes of rank 0. It
+shows nothing if standard error is no terminal, if the save is async, or with ``ROBUST_DCP_PROGRESS=0``. The log has a
+line at the beginning and one at the end where its logger is enabled for INFO, and one every 30 seconds where there is
+no bar.
 """
 
 from __future__ import annotations
@@ -9,47 +11,105 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 from robust_dcp.environment import value_of
-from robust_dcp.events import Event, on_event
+from robust_dcp.events import LISTENERS, Event, on_event
+from robust_dcp.report import sizes_in_words
 
 logger = logging.getLogger("robust_dcp.operations")
 
 _AFTER_SECONDS: Final = 2.0
 _EVERY_SECONDS: Final = 0.1
 _WIDTH: Final = 30
+_LOGGED_EVERY_SECONDS: Final = 30.0
+
+
+@dataclass
+class _Pace:
+    """The phase that an operation is in, when it began, and when its progress was logged last."""
+
+    phase: str
+    is_async: bool
+    began: float
+    logged: float
+
+
+_PACES: Final[dict[str, _Pace]] = {}
 
 
 def log_event(event: Event) -> None:
-    """Log the end of each save and load of rank 0 to ``robust_dcp.operations``: INFO if it went well, ERROR if it
-    failed.
+    """Log the saves and loads of rank 0 to ``robust_dcp.operations``: the beginning, each 30 seconds how far a long one
+    is, and the end: INFO if it went well, ERROR if it failed.
 
-    The record's attribute ``robust_dcp`` is a dict: the operation, the rank and the numbers. A formatter for JSON, such
+    ``save`` and ``load`` do so by themselves where that logger is enabled for INFO when they are called. At the end the
+    record's attribute ``robust_dcp`` is a dict: the operation, the rank and the numbers. A formatter for JSON, such
     as that of ``python-json-logger``, prints it as it is.
 
     Example::
 
         robust_dcp.on_event(robust_dcp.hooks.log_event)
     """
-    if event.rank != 0 or event.name not in ("ended", "failed"):
+    now = time.monotonic()
+    if event.rank != 0:
         return
+    if event.name == "started":
+        logger.info("%s begins on %d rank%s", event.operation, event.world_size, "" if event.world_size == 1 else "s")
+    elif event.name == "phase_started":
+        _PACES[event.operation] = _Pace(event.phase or "", event.is_async, now, now)
+    elif event.name == "progress":
+        _log_progress(event, now)
+    if event.name not in ("ended", "failed"):
+        return
+    _PACES.pop(event.operation, None)
     names = ("kind", "checkpoint_id", "rank", "world_size", "is_async", "seconds")
     fields = {"event": event.name, **{name: getattr(event, name) for name in names}}
     fields |= {name.rpartition("/")[2]: value for name, value in event.metrics.items()}
     if event.error is None:
-        logger.info("%s took %.3f s", event.operation, event.seconds or 0.0, extra={"robust_dcp": fields})
+        nbytes = 0 if event.report is None else event.report.nbytes
+        words = (event.operation, event.seconds or 0.0, sizes_in_words(nbytes))
+        logger.info("%s took %.3f s; this rank moved %s", *words, extra={"robust_dcp": fields})
     else:
         fields["error"] = f"{type(event.error).__name__}: {event.error}"
         logger.error("%s failed: %s", event.operation, event.error, extra={"robust_dcp": fields})
 
 
+def _log_progress(event: Event, now: float) -> None:
+    pace, done, total = _PACES.get(event.operation), event.done_nbytes or 0, event.total_nbytes or 0
+    if pace is None or now - pace.logged < _LOGGED_EVERY_SECONDS or not 0 < done <= total:
+        return
+    if value_of("ROBUST_DCP_PROGRESS") is False or (_has_bar() and not pace.is_async):
+        return
+    pace.logged = now
+    rate = done / (now - pace.began)
+    logger.info(
+        "%s: %s %d %% on this rank, %s of %s, %s/s, about %.0f s left",
+        event.operation,
+        pace.phase,
+        100 * done // total,
+        sizes_in_words(done),
+        sizes_in_words(total),
+        sizes_in_words(rate),
+        (total - done) / rate,
+    )
+
+
+def watch() -> None:
+    """Show bars from now on if this process may draw in its terminal, which is decided once. Log from now on if
+    somebody reads that."""
+    _has_bar()
+    if log_event not in LISTENERS and logger.isEnabledFor(logging.INFO):
+        on_event(log_event)
+
+
 @cache
-def watch_in_terminal() -> None:
-    """Show bars from now on, if this process may draw in its terminal. That is decided once."""
-    if sys.stderr is not None and sys.stderr.isatty() and value_of("ROBUST_DCP_PROGRESS") is not False:
+def _has_bar() -> bool:
+    has_bar = sys.stderr is not None and sys.stderr.isatty() and value_of("ROBUST_DCP_PROGRESS") is not False
+    if has_bar:
         on_event(ProgressBar())
+    return has_bar
 
 
 class ProgressBar:

@@ -151,6 +151,10 @@ PATCHES: tuple[Patch, ...] = (
         )
     ),
     Patch(_LM, "save_checkpoint", _ours("failures.save_checkpoint"), optional=True),
+    *(
+        Patch(_LM, name, _ours(f"resume.{name}"), optional=True)
+        for name in ("load_checkpoint", "generate_state_dict", "get_rng_state")
+    ),
     Patch(
         "megatron.training.async_utils",
         "maybe_finalize_async_save",

@@ -7,10 +7,11 @@ checkpoint only the text is there, which may have been written under other wrapp
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -39,9 +40,24 @@ WRAPPERS: Final = {
 """Parts of names that a module wrapper adds, each with the wrapper."""
 
 
+def fits(name: str, globs: Sequence[str]) -> bool:
+    """Whether one of the patterns fits a name, or is that name, which may hold brackets."""
+    return name in globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def fit_nothing(globs: Iterable[str], names: Collection[str]) -> list[str]:
+    """The patterns that fit none of the names: somebody has mistyped them."""
+    return [glob for glob in globs if not any(fits(name, (glob,)) for name in names)]
+
+
 def without_wrappers(name: str) -> str:
     """A name without the parts that module wrappers may have added."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def bare_name(name: Any) -> Any:
+    """The same of what may be a name, or the number of a parameter."""
+    return without_wrappers(name) if isinstance(name, str) else name
 
 
 def _wrapped_in(module: nn.Module | None) -> str | None:

@@ -28,6 +28,7 @@ class PhaseClock(msgspec.Struct, eq=False):
         records: the phases that are over.
         started_seconds: when the call began (``time.perf_counter()``).
         own_write_seconds: how long this rank wrote, without the wait for others.
+        blocked_seconds: how long the call of an async save took, until training went on.
         remarks: how the data of a save got to the writer, if there is something to say of that.
     """
 
@@ -37,6 +38,7 @@ class PhaseClock(msgspec.Struct, eq=False):
     records: list[PhaseReport] = msgspec.field(default_factory=list)
     started_seconds: float = msgspec.field(default_factory=time.perf_counter)
     own_write_seconds: float = 0.0
+    blocked_seconds: float = 0.0
     remarks: tuple[str, ...] = ()
 
     @contextmanager

@@ -7,8 +7,10 @@ no torch, so that a report can be shown where no torch is installed.
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -130,6 +132,10 @@ class _Report:
         report = {"version": VERSION, "kind": self.kind, "seconds": self.seconds, **shown}
         return json.dumps(report, default=asdict)
 
+    def _repr_html_(self) -> str:
+        """The table, in a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def _lines(self, headline: str) -> str:
         rows = [headline, f"  {'phase':<8}{'seconds':>9}{'exchanges':>11}{'messages':>10}{'bytes sent':>12}"]
         rows += [
@@ -160,6 +166,8 @@ class SaveReport(_Report):
             was written while training waited, and why.
         leads_directory: whether this rank has committed in a directory of its own node, because the nodes do not share
             the checkpoint's directory. One rank on each node does; ``False`` for the coordinator.
+        protection: where ``parity_nodes`` were asked for: ``under way``; what the checkpoint outlives by now, such as
+            ``any 1 of 8 nodes``; or ``not protected`` and why. Empty where nothing is to be done.
     """
 
     kind = "save"
@@ -175,6 +183,13 @@ class SaveReport(_Report):
     how: tuple[str, ...] = ()
     leads_directory: bool = False
     _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
+    _protection: Future[str] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def protection(self) -> str:
+        if self._protection is None:
+            return ""
+        return self._protection.result() if self._protection.done() else "under way"
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -184,7 +199,7 @@ class SaveReport(_Report):
         return self._read_metadata()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_read_metadata": None}
+        return {**self.__dict__, "_read_metadata": None, "_protection": None}
 
     def __str__(self) -> str:
         return self._lines(
@@ -199,7 +214,9 @@ class LoadReport(_Report):
     """What a load did. It prints as a table.
 
     Attributes:
-        missing_keys: keys of the state dict that the checkpoint does not have (only with ``allow_partial_load``).
+        missing_keys: keys of the state dict that the checkpoint does not have, and that were allowed to be missing.
+        remarks: on the coordinator, which keys of all ranks were missing, and which keys of the checkpoint no rank has
+            asked for, in words.
         shared_nbytes: the part of ``nbytes`` that other ranks read and sent to this one.
         unverified_nbytes: bytes that this rank read without comparing them with a checksum.
     """
@@ -207,6 +224,7 @@ class LoadReport(_Report):
     kind = "load"
 
     missing_keys: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     shared_nbytes: int = 0
     unverified_nbytes: int = 0
     _find_unread_keys: Callable[[], tuple[str, ...]] = field(default=tuple, repr=False, compare=False)
@@ -226,7 +244,12 @@ class LoadReport(_Report):
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
             f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
             f"{f', {sizes_in_words(self.unverified_nbytes)} not verified' if self.unverified_nbytes else ''}"
-        )
+        ) + "".join(f"\n  keys: {each}" for each in self.remarks or self._own_remarks())
+
+    def _own_remarks(self) -> list[str]:
+        """What this rank knows of missing keys without the others."""
+        n_missing = len(self.missing_keys)
+        return [f"it does not have {n_missing} of the keys: {listed(self.missing_keys)}"] if n_missing else []
 
 
 def listed(names: Iterable[object], most: int = 8, between: str = ", ") -> str:
@@ -328,6 +351,8 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
         save_id: the id in ``.metadata``. A file with another id is the report of another save.
         saved_at_seconds: when it was committed, in seconds since 1970, by the clock of the coordinator.
         seconds: wall time on the coordinator, from the call until the commit.
+        blocked_seconds: of them, how long training stood still on the coordinator; ``None`` in reports of earlier
+            versions.
         world_size, coordinator_rank: of the group that saved.
         is_async: whether it was written while training went on.
         total_nbytes: what all ranks wrote together.
@@ -348,6 +373,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str = ""
     saved_at_seconds: _Seconds = 0.0
     seconds: _Seconds = 0.0
+    blocked_seconds: _Seconds | None = None
     world_size: _Count = 1
     coordinator_rank: int = 0
     is_async: bool = False

@@ -44,11 +44,13 @@ class SaveFuture(Future[T]):
     Attributes:
         asked: set once somebody has asked for the outcome, and so knows of an error.
         convert: makes what :meth:`result` returns of the value.
+        queue: what runs it, once something does.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.asked = threading.Event()
+        self.queue: SaveQueue | None = None
         self.convert: Callable[[Any], Any] = lambda value: value
 
     def cancel(self) -> bool:
@@ -57,6 +59,8 @@ class SaveFuture(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         try:
+            if self.queue is not None:
+                self.queue.refuse_endless_wait(self)
             value: T = self.convert(super().result(timeout))
             return value
         finally:
@@ -65,6 +69,8 @@ class SaveFuture(Future[T]):
             del self  # it has the error, which has this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        if self.queue is not None:
+            self.queue.refuse_endless_wait(self)
         error = super().exception(timeout)
         self.asked.set()
         return error
@@ -120,16 +126,27 @@ class SaveQueue:
         """
         this = self._threads.get(threading.get_ident())
         with self._changed:
-            are_open = {future: after for future, after in self._after.items() if not future.done()}
-        if len(are_open) >= below and any(future is this or this in after for future, after in are_open.items()):
-            raise RuntimeError(
-                f"a listener or callback of an {self.what} saves or waits for saves, and they wait for it to return; "
-                "do that in a thread of your own"
-            )
-        with self._changed:
+            are_open = [future for future in self._after if not future.done()]
+            if len(are_open) >= below:
+                self.refuse_endless_wait(*are_open)
             if callbacks and this is None:
                 return self._changed.wait_for(lambda: not self._after, timeout_seconds)
             return self._changed.wait_for(lambda: self.n_under_way < below, timeout_seconds)
+
+    def refuse_endless_wait(self, *futures: SaveFuture[Any]) -> None:
+        """Make sure that none of the saves waits for the thread that calls this.
+
+        Raises:
+            RuntimeError: one does.
+        """
+        with self._changed:
+            this = self._threads.get(threading.get_ident())
+            for future in futures:
+                if not future.done() and (future is this or this in self._after.get(future, ())):
+                    raise RuntimeError(
+                        f"a listener or callback of an {self.what} saves or waits for saves, and they wait for it to "
+                        "return; do that in a thread of your own"
+                    )
 
     def raise_unreported(self) -> None:
         """Raise the error of an earlier save, if nobody has asked for its outcome."""
@@ -170,6 +187,7 @@ class SaveQueue:
         future = SaveFuture() if future is None else future
         future.add_done_callback(self._tell_waiting)  # the first callback: nobody waits for those of the user
         end_well_on_sigterm()
+        future.queue = self
         with self._changed:
             self._after[future] = self.under_way() if after is None else after
             try:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import accumulate
 
 import torch
@@ -75,8 +75,7 @@ class StagedSource(HeldItems):
         self._buffers = buffers
         self._limit_nbytes = limit_nbytes
         self._buffer: StagingBuffer | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._runs_ahead = False  # whether all copies run on that stream
+        self._streams: list[torch.cuda.Stream] = []  # one of each device that has a tensor
         try:
             self._take(make())
         except Exception as error:
@@ -100,12 +99,10 @@ class StagedSource(HeldItems):
                 except Exception as error:
                     raise_named(error, source, place)
                 self.data.append(data)
-        if devices:
-            # The copies must come after all work that was queued on the device before this call, on any stream. That
-            # need not be the current device. If there are several, each copy is waited for: a stream is of one of them.
-            self._stream = torch.cuda.Stream(next(iter(devices)))
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._runs_ahead = len(devices) == 1
+        for device in sorted(devices, key=str):
+            # The copies must come after all work that was queued on the device before this call, and before no other.
+            self._streams.append(stream := torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy(self, phase: AbstractContextManager[object]) -> None:
         """Copy all tensors that are not :attr:`borrowed`, within a phase.
@@ -117,9 +114,9 @@ class StagedSource(HeldItems):
                 with phase:
                     self._copy()
             except BaseException as error:
-                if self._stream is not None:
+                for stream in self._streams:
                     with suppress(Exception):  # no copy under way may reach the memory when the next save has it
-                        self._stream.synchronize()
+                        stream.synchronize()
                 if not isinstance(error, Exception):  # Ctrl-C
                     self.release()
                     raise
@@ -142,19 +139,19 @@ class StagedSource(HeldItems):
         forms = [(tensor.dtype, tensor.shape) for tensor in originals]
         total_nbytes, done_nbytes = sum(tensor.nbytes for tensor in originals), 0
         try:
-            buffer = self._buffers.take(forms, None if self._stream is None else self._stream.device)
+            buffer = self._buffers.take(forms, self._streams[0].device if self._streams else None)
         except (OSError, MemoryError) as error:  # a slow save is better than none
             why = f"there is no memory for copies of {sizes_in_words(total_nbytes)} ({error})"
             self._say(f"while training waited: {why}")
             self.borrowed = sorted(tensors)
             return
         self._buffer, self.copied, self.forms = buffer, places, forms
-        if self._stream is not None:
-            buffer.block.pin()
-            if not buffer.block.is_pinned:
+        if self._streams:
+            buffer.block.pin(self._streams[0].device)
+            if buffer.block.pinned_by is None:
                 self._say(NOT_PINNED)
         copies = buffer.tensors(forms)
-        with torch.no_grad(), self.stream():
+        with torch.no_grad(), self.streams():
             first, nbytes = 0, 0
             for end, original in enumerate(originals, 1):
                 nbytes += original.nbytes
@@ -162,14 +159,14 @@ class StagedSource(HeldItems):
                     self._copy_batch(places[first:end], copies[first:end], originals[first:end])
                     first, nbytes, done_nbytes = end, 0, done_nbytes + nbytes
                     self._note_progress(done_nbytes, total_nbytes)
-        if self._stream is not None:
-            wait_for_copies(self._stream)
+        for stream in self._streams:
+            wait_for_copies(stream)
         for place, copy in zip(places, copies, strict=True):
             self.data[place] = copy
 
     def _copy_batch(self, places: Sequence[int], copies: list[torch.Tensor], originals: list[torch.Tensor]) -> None:
         try:
-            torch._foreach_copy_(copies, originals, non_blocking=self._runs_ahead)
+            torch._foreach_copy_(copies, originals, non_blocking=bool(self._streams))
         except Exception:  # copy one by one, to find out which tensor fails
             place = 0
             try:
@@ -185,9 +182,15 @@ class StagedSource(HeldItems):
             _LOGGED.add(kind)
             logger.warning("an async save takes longer than it could (said once): %s", how)
 
-    def stream(self) -> AbstractContextManager[object]:
-        """A ``with`` block for work on the device. It runs after all work that was queued when this object was made."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def streams(self) -> Iterator[None]:
+        """A ``with`` block for work on the devices. It runs after all work that was queued when this object was
+        made."""
+        with ExitStack() as within:
+            for stream in self._streams:
+                within.enter_context(torch.cuda.device(stream.device))  # to leave a stream wakes the device before it
+                within.enter_context(torch.cuda.stream(stream))
+            yield
 
     def ready(self) -> StagedSource:
         """This source, for the writer.

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError
-from robust_dcp.names import StoredNames, bare_names, names_of_parameters, without_wrappers
+from robust_dcp.names import StoredNames, bare_name, bare_names, names_of_parameters, without_wrappers
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _EXTRA_STATE: Final = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -431,7 +431,7 @@ class OptimizerStates:
     def _listed_bare(self) -> set[Any]:
         """The listed names without the parts that wrappers add, of those that have no state either."""
         with_state = (name for name in self._listed if self._stored.has(f"{self._key}.state.{name}"))
-        return set(map(_bare, self._listed.difference(with_state)))
+        return set(map(bare_name, self._listed.difference(with_state)))
 
     def _name_of_options(self, parameter: _Parameter) -> str | None:
         """The name under which the checkpoint has the options of the parameter, where they are named by parameter."""
@@ -501,12 +501,12 @@ class OptimizerStates:
                 names_of_group = {name for each in group for name in each.names}
                 fitting = [n for n, each in enumerate(loaded) if names_of_group & set(each["params"])]
                 if not fitting:  # they were saved under wrappers
-                    bare = set(map(_bare, names_of_group))
+                    bare = set(map(bare_name, names_of_group))
                     others = self._names - names_of_group
                     fitting = [
                         n
                         for n, each in enumerate(loaded)
-                        if bare & {_bare(p) for p in each["params"] if p not in others}
+                        if bare & {bare_name(p) for p in each["params"] if p not in others}
                     ]
                 number = fitting[0] if fitting else number
             if number < len(loaded):
@@ -543,10 +543,6 @@ class OptimizerStates:
 
     def _is_there(self, parameter: _Parameter) -> bool:
         return self._stored.has(f"{self._key}.state.{parameter.stored}")
-
-
-def _bare(name: Any) -> Any:
-    return without_wrappers(name) if isinstance(name, str) else name
 
 
 def _with_all(values: Any, held: Mapping[Any, Any]) -> Any:
@@ -717,6 +713,32 @@ def values_to_save(state_dict: StateDict) -> StateDict:
             values[key] = _saved_states(key, value)
         else:
             values[key] = _saved_values(key, value) if isinstance(value, list) else value.state_dict()
+    return values
+
+
+def values_to_compare(state_dict: StateDict, stored: StoredNames) -> StateDict:
+    """The same, with the names by which the checkpoint to compare with has the states of optimizers: of parameters, or
+    their numbers, as stock saves an optimizer. Options of parameter groups that only the optimizer has are left out: a
+    load leaves them as they are.
+
+    Raises:
+        RobustCheckpointError, PlanConflict: as :func:`values_to_save`.
+    """
+    values = values_to_save(state_dict)
+    for key, value in _stateful_values(state_dict):
+        if not isinstance(value, _Owned):
+            continue
+        groups = f"{key}.param_groups"
+        lists = _saved_lists(key, stored)
+        if len(value.optimizers) == 1 and any(isinstance(each, int) for names in lists or () for each in names):
+            values[key] = value.optimizers[0][0].state_dict()
+        elif stored.has(groups) and value.by_parameter != (lists is None):
+            values[key] = _saved_states(key, _Owned(value.optimizers, by_parameter=lists is None))
+        if isinstance(values[key].get("param_groups"), list):
+            for number, group in enumerate(values[key]["param_groups"]):
+                if stored.has(f"{groups}.{number}"):
+                    for option in [each for each in group if not stored.has(f"{groups}.{number}.{each}")]:
+                        del group[option]
     return values
 
 

@@ -2,6 +2,9 @@
 
 A container has a limit of processes, and each thread counts. Python says "can't start new thread" there, on one rank of
 a job, without the limit's name.
+
+A thread begins with the CUDA device and the streams of the one that starts it. By itself it would begin on device 0: of
+eight ranks on a node seven would use memory of a device that is not theirs.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
+
+import torch
 
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 
@@ -24,12 +29,44 @@ def start_thread(function: Callable[..., object], *args: Any, name: str, daemon:
     Raises:
         ExchangeError: no thread can be started, so this rank cannot go on with the others.
     """
-    thread = threading.Thread(target=function, args=args, name=name, daemon=daemon)
+    go_on_here = _place_of_this_thread()
+
+    def run() -> None:
+        go_on_here()
+        function(*args)
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
     try:
         thread.start()
     except RuntimeError as error:
         raise ExchangeError(_words_for(error)) from error
     return thread
+
+
+def thread_pool(n_threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads work where this one does."""
+    return ThreadPoolExecutor(n_threads, name, _place_of_this_thread())
+
+
+def _place_of_this_thread() -> Callable[[], None]:
+    """A function that makes the thread that calls it work on the CUDA device and the streams of this one.
+
+    It must not touch a device that nobody uses yet: that takes some hundred MiB there.
+    """
+    if not torch.cuda.is_initialized():  # not `is_available`, which wakes the driver: no forked process could use it
+        return lambda: None
+    device = torch.cuda.current_device()
+    currents = list(map(torch.cuda.current_stream, range(torch.cuda.device_count())))
+    streams = [each for each in currents if each != torch.cuda.default_stream(each.device)]
+
+    def go_on_here() -> None:
+        for stream in streams:
+            with torch.cuda.device(stream.device):
+                torch.cuda.set_stream(stream)
+        if torch.cuda.current_device() != device:
+            torch.cuda.set_device(device)
+
+    return go_on_here
 
 
 def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:

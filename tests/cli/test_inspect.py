@@ -92,3 +92,9 @@ def test_files_are_shown_with_their_sizes_and_what_is_wrong_with_them(sharded: P
     found = {unmarked(row[0]): row[1:] for row in shell("inspect", damaged, "--files").rows}
     assert found["__0_0.distcp"][0] == "" and found["__0_0.distcp"][2] == "no such file"
     assert found["__1_0.distcp"][0] == "1 B" and found["__1_0.distcp"][2] != ""
+
+
+def test_ranks_are_shown_with_what_each_has_written(sharded: Path) -> None:
+    rows = shell("inspect", sharded, "--ranks").rows
+    assert [row[:3] for row in rows] == [["0", "2", rows[0][2]], ["1", "1", rows[1][2]]]
+    assert sum(int(row[2]) for row in rows) == 7  # the sharded tensor has two chunks

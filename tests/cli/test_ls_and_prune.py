@@ -72,6 +72,22 @@ def test_ls_says_what_goes_on_in_each_directory(run: Path, originals: Path) -> N
     assert found["checkpoints"][1]["is_latest"] and found["checkpoints"][0]["metrics"] == {"loss": 1.0}
 
 
+def test_ls_says_of_a_metadata_that_is_cut_off_that_it_is_damaged(run: Path, originals: Path) -> None:
+    """Wherever that was, and whoever has written it. One that is whole is committed."""
+    shutil.copytree(originals / "stock", run / "step_5")
+    for step in (3, 5):
+        metadata = run / f"step_{step}" / ".metadata"
+        whole = metadata.read_bytes()
+        for nbytes in (0, 1, 10, 100, len(whole) // 2, len(whole) - 21, len(whole) - 19, len(whole) - 1):
+            metadata.write_bytes(whole[:nbytes])
+            ended = shell("ls", run)
+            state = {row[1]: row[4] for row in ended.rows}[f"step_{step}"]
+            assert state == "damaged: .metadata is cut off" + ", latest" * (step == 3), (step, nbytes)
+            assert "cut off" in shell("verify", run / f"step_{step}").out or nbytes == 0, nbytes
+        metadata.write_bytes(whole)
+    assert all(state.startswith("committed") for state in states(run).values())
+
+
 def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path) -> None:
     saving_in(run / "step_5").release()
     words = ("prune", run, "--keep-best", "loss", "--yes")

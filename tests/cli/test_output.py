@@ -95,6 +95,15 @@ def test_help_has_examples_json_and_the_words_of_the_command(name: str) -> None:
     assert ended.code == 0 and "--json" in ended.out and f"Examples:\n  robust-dcp {name} " in ended.out
 
 
+def test_a_narrow_terminal_gets_narrow_help_with_defaults_and_narrow_tables(originals: Path) -> None:
+    said = in_a_terminal("copy", "--help", COLUMNS="60")
+    options = said[said.index("options:") :]
+    assert "Default: 8." in " ".join(options.split()) and max(map(len, options.splitlines())) <= 60
+    lines = in_a_terminal("inspect", originals / "ours", "--table", COLUMNS="90").splitlines()
+    cut = [line for line in lines if "…" in line]
+    assert cut and max(map(len, lines[1:])) <= 90 and any(line.rstrip().endswith(".distcp") for line in cut)
+
+
 WORDS_AFTER_THE_PATH = {
     "inspect": ["--json"],
     "verify": ["--fast"],
@@ -114,7 +123,7 @@ def test_a_path_may_be_a_file_url_and_a_place_in_a_store_is_refused(name: str, o
     words = [each.format(path=path, target=tmp_path / "target") for each in WORDS_AFTER_THE_PATH[name]]
     for url in (f"file://{path}", f"FILE://localhost{path}"):
         assert shell(name, url, *words).code == 0
-    for url in () if name in ("inspect", "verify") else ("s3://bucket/run", "file://host/run"):
+    for url in () if name in ("inspect", "verify", "ls", "prune") else ("s3://bucket/run", "file://host/run"):
         ended = shell(name, url, *words)
         assert ended.code == 2
         assert f"{url} is a URL, and this command takes directories" in (ended.err or ended.json["error"])

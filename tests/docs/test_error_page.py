@@ -1,4 +1,4 @@
-"""docs/errors.md treats every error that robust_dcp raises, and quotes none that it does not raise."""
+"""docs/errors.md treats every error and every warning of robust_dcp, and quotes none that there is not."""
 
 from __future__ import annotations
 
@@ -62,6 +62,24 @@ def raised() -> list[tuple[str, str, str]]:
 
 
 @cache
+def logged() -> list[tuple[str, str]]:
+    """Place and text of each line that the source logs at WARNING or above; ``…`` for each value."""
+    found = []
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+            if (
+                is_call
+                and node.func.attr in ("warning", "error", "exception")
+                and ast.unparse(node.func.value) == "logger"
+            ):
+                text = re.sub(r"%[-.0-9]*[a-z]", "…", text_of(node.args[0]) or "")
+                if _has_words(text):
+                    found.append((f"{name}:{node.lineno}", text))
+    return found
+
+
+@cache
 def quotes() -> dict[str, list[str]]:
     """What the first column of each section's table quotes, by the class in its heading."""
     sections = re.split(r"^## ", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)[1:]
@@ -80,6 +98,12 @@ def begins_with(text: str, quote: str) -> bool:
     return re.match(pattern, text, re.DOTALL) is not None
 
 
+def test_every_warning_of_the_source_is_in_the_section_of_warnings() -> None:
+    assert len(logged()) > 40
+    missing = [each for each in logged() if not any(begins_with(each[1], quote) for quote in quotes()["Warnings"])]
+    assert not missing, "docs/errors.md does not treat these"
+
+
 def test_every_class_has_a_section() -> None:
     assert set(quotes()) >= CLASSES == {name for name, _, _ in raised()}
 
@@ -91,7 +115,7 @@ def test_every_error_of_the_source_is_in_the_section_of_its_class() -> None:
 
 
 def test_every_quoted_beginning_is_in_the_source() -> None:
+    everything = "\0".join([*all_texts(), *(text for _, text in logged())])
     found = {quote: re.escape(quote.strip("… ")).replace("…", "[^\0]*?") for quote in chain(*quotes().values())}
-    everything = "\0".join(all_texts())
     unknown = [quote for quote, pattern in found.items() if not re.search(pattern, everything)]
     assert not unknown, "no error of the source begins so"

@@ -1,4 +1,5 @@
-"""Runs a program that knows nothing of robust_dcp under ``torchrun``, with or without ``ROBUST_DCP=1``.
+"""Runs a program that knows nothing of robust_dcp under ``torchrun``, with or without ``ROBUST_DCP=1``. With it each
+load is proved.
 
 Owns starting the job and what it printed. The packages lie on ``PYTHONPATH``, where ``make test-compat`` has put them.
 """
@@ -73,7 +74,7 @@ def run_command(*arguments: str | Path, robust: bool) -> Job:
     own = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env={**own, "OMP_NUM_THREADS": "1", **({"ROBUST_DCP": "1"} if robust else {})},
+        env={**own, "OMP_NUM_THREADS": "1", **({"ROBUST_DCP": "1", "ROBUST_DCP_PROVE": "1"} if robust else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

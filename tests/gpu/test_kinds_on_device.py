@@ -13,8 +13,7 @@ import torch.distributed as dist
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
 from robust_dcp.plan.state_dict import digest_of
-from robust_dcp.staging.blocks import flat_bytes, to_host_together
-from robust_dcp.storage.records.record import is_plain
+from robust_dcp.staging.blocks import flat_bytes, is_plain, to_host_together
 from tests.gpu.device import DEVICE, on_device
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values

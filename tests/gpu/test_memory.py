@@ -33,7 +33,7 @@ def locks_no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What was locked for earlier saves is given back. From here on every request is refused."""
     release_blocks()
     STAGING.release()
-    monkeypatch.setattr(Block, "pin", lambda self: setattr(self, "pin_was_refused", True))
+    monkeypatch.setattr(Block, "pin", lambda self, device: setattr(self, "pin_was_refused", True))
     yield
     release_blocks()
     STAGING.release()
@@ -54,8 +54,8 @@ def test_a_refusal_of_the_driver_is_not_raised_by_the_next_kernel() -> None:
     # The driver refuses to lock memory a part of which is locked already.
     assert int(torch.cuda.cudart().cudaHostRegister(block.address, 4096, 0)) == 0
     try:
-        block.pin()
-        assert not block.is_pinned
+        block.pin(DEVICE)
+        assert block.pinned_by is None
         assert float(torch.ones(4, device=DEVICE).add_(1.0).sum()) == 8.0
     finally:
         torch.cuda.cudart().cudaHostUnregister(block.address)

@@ -9,8 +9,10 @@ import io
 import logging
 import os
 import pty
+import re
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp import Event, hooks, on_event
+from robust_dcp import Event, events, hooks, on_event
 from robust_dcp.hooks import ProgressBar, log_event
 from robust_dcp.report import LoadReport, PhaseReport
 from tests.docs.pages import DOCS, blocks_of
@@ -33,11 +35,47 @@ def test_the_log_entry_of_a_call_has_its_numbers_as_fields(tmp_path: Path, caplo
         (tmp_path / "file").write_text("no directory")
         with pytest.raises(robust_dcp.StorageError):
             robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "file")
-    saved, failed = (record for record in caplog.records if record.name == "robust_dcp.operations")
+    begun, saved, _, failed = (record for record in caplog.records if record.name == "robust_dcp.operations")
+    assert begun.getMessage() == f"save {tmp_path}/step_7 begins on 1 rank"
     fields = vars(saved)["robust_dcp"]
     assert saved.levelno == logging.INFO and fields["checkpoint_id"] == str(tmp_path / "step_7")
     assert fields["nbytes"] == report.nbytes and fields["write_seconds"] == report.phases[1].seconds
     assert failed.levelno == logging.ERROR and "StorageError" in vars(failed)["robust_dcp"]["error"]
+
+
+def test_saves_and_loads_say_at_info_that_they_begin_and_end_and_are_silent_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has to register anything for that."""
+    for level, n_lines in ((logging.WARNING, 0), (logging.INFO, 6)):
+        caplog.clear()
+        with caplog.at_level(level, logger="robust_dcp"):
+            robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "step_1")
+            robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "step_2").result()
+            robust_dcp.load({"w": torch.zeros(9)}, checkpoint_id=tmp_path / "step_2")
+        lines = [record.getMessage() for record in caplog.records if record.name == "robust_dcp.operations"]
+        assert len(lines) == n_lines
+    assert re.fullmatch(rf"load {tmp_path}/step_2 took 0\.\d+ s; this rank moved \d+ B", lines[-1])
+    events.LISTENERS.remove(log_event)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_long_call_logs_how_far_it_is_every_thirty_seconds(
+    is_async: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(hooks.time, "monotonic", lambda: clock[0])
+    with caplog.at_level(logging.INFO, logger="robust_dcp.operations"):
+        for told in ("1", "0"):
+            monkeypatch.setenv("ROBUST_DCP_PROGRESS", told)
+            log_event(Event("phase_started", "save x", 0, 2, phase="write", is_async=is_async))
+            for gibibytes in range(1, 9):
+                clock[0] += 10
+                log_event(Event("progress", "save x", 0, 2, done_nbytes=gibibytes << 30, total_nbytes=8 << 30))
+                log_event(Event("progress", "save x", 1, 2, done_nbytes=gibibytes << 30, total_nbytes=8 << 30))
+    said = "save x: write 37 % on this rank, 3.0 GiB of 8.0 GiB, 102.4 MiB/s, about 50 s left"
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == said and len(lines) == 2
 
 
 @pytest.mark.parametrize(
@@ -77,8 +115,8 @@ def test_the_bar_shows_the_phase_and_its_bytes_on_rank_0_and_not_those_of_an_asy
 PROGRAM = """
     import sys
     from robust_dcp import events
-    from robust_dcp.hooks import watch_in_terminal
-    watch_in_terminal()
+    from robust_dcp.hooks import watch
+    watch()
     sys.exit(10 + len(events.LISTENERS))
 """
 
@@ -98,7 +136,8 @@ def test_without_a_terminal_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     heard: list[object] = []
     monkeypatch.setattr(hooks, "on_event", heard.append)
-    hooks.watch_in_terminal.__wrapped__()
+    hooks._has_bar.cache_clear()
+    hooks.watch()
     assert not heard
 
 
@@ -125,6 +164,42 @@ def recipe(title: str) -> Iterator[dict[str, Any]]:
         namespace: dict[str, Any] = {"robust_dcp": at_hand}
         exec(compile(block.parsed, "docs/operations.md", "exec"), namespace)
         yield namespace
+
+
+def test_prometheus_finds_a_file_with_the_last_step_and_its_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = time.time()
+    with recipe("Prometheus"):
+        save_twice_and_fail(tmp_path)
+    found = {line.split()[0]: float(line.split()[1]) for line in Path("robust_dcp.prom").read_text().splitlines()}
+    assert found["robust_dcp_last_committed_step"] == 20 and found["robust_dcp_failures_total"] == 1
+    assert before <= found["robust_dcp_last_committed_timestamp_seconds"] <= time.time()
+    assert found["robust_dcp_save_bytes"] >= 36 and 0 < found["robust_dcp_save_seconds"] < 600
+
+
+@pytest.mark.compat
+def test_weights_and_biases_logs_each_save_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with recipe("Weights & Biases") as names:
+        save_twice_and_fail(tmp_path)
+        summary = dict(names["run"].summary)
+        names["run"].finish()
+    assert summary["robust_dcp/save/failures"] == 1 and summary["robust_dcp/step"] == 30
+    assert summary["robust_dcp/load/nbytes"] == 36 and list(tmp_path.glob("wandb/offline-run-*"))
+
+
+@pytest.mark.compat
+def test_mlflow_logs_each_save_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    import mlflow
+
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    with mlflow.start_run() as run, recipe("MLflow"):
+        save_twice_and_fail(tmp_path)
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "robust_dcp/save/failures")
+    assert [(each.step, each.value) for each in history] == [(10, 0.0), (20, 0.0), (30, 1.0)]
 
 
 @pytest.mark.compat

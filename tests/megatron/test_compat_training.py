@@ -171,6 +171,20 @@ def test_without_a_persistent_worker_megatron_saves_while_training_stands(tmp_pa
     assert job.noted("losses") == trained("torch_dist", "stock")[0].noted("losses")
 
 
+def test_a_resume_that_proves_itself_names_the_one_state_that_megatron_does_not_load(
+    tmp_path: Path, trained: Trained
+) -> None:
+    """Without Apex and Transformer Engine that is the number of steps of Adam. All the rest is compared and equal."""
+    for saved in ("stock", "ours"):
+        _, directory = trained("torch_dist", saved)
+        arguments = (*_FORMATS["torch_dist"], *_OURS, "--ckpt-prove-resume", "--save", tmp_path / "saved")
+        job = run_job(tmp_path / saved, *arguments, steps=f"load:{directory}@8")
+        of_rank_0, of_rank_1 = job.noted("error")
+        assert of_rank_0 == of_rank_1 and "iter_0000008: 1 key different" in of_rank_0[1], of_rank_0
+        key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+        assert f"{key!r} ([0]['param_groups'][0]['step']: 1.0 here, 9.0 in the checkpoint" in of_rank_0[1]
+
+
 _LOADS = "set:auto_detect_ckpt_format set:finetune set:no_load_optim set:no_load_rng set:no_load_optim,no_load_rng"
 _CONVERSIONS = """
 set:ckpt_convert_format=torch,ckpt_convert_save={to} convert:{saved}@8

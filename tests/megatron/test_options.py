@@ -44,9 +44,11 @@ def test_every_option_has_a_variable() -> None:
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": "2.5",
         "ROBUST_DCP_TRUSTED": "1",
         "ROBUST_DCP_SAVE_FAILURE": "warn",
+        "ROBUST_DCP_PROVE": "1",
+        "ROBUST_DCP_PARITY_NODES": "8",
     }
     assert {option.variable for option in OPTIONS} == set(environment)
-    assert options_from_environment(environment) == MegatronOptions("robust_dcp", 4, 2.5, True, "warn")
+    assert options_from_environment(environment) == MegatronOptions("robust_dcp", 4, 2.5, True, "warn", True, 8)
     assert options_from_environment(dict.fromkeys(environment, "")) == MegatronOptions(), "empty is not set"
 
 
@@ -90,12 +92,13 @@ def test_the_document_lists_every_option_and_all_that_is_replaced() -> None:
 
 
 def test_arguments_are_accepted_once_and_their_defaults_leave_megatron_to_itself() -> None:
-    assert current_options() == MegatronOptions("default", None, 300.0, False, "raise")
+    assert current_options() == MegatronOptions("default", None, 300.0, False, "raise", False, None)
     parser = add_arguments(add_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     assert {option.field: getattr(parser.parse_args([]), option.dest) for option in OPTIONS} == vars(MegatronOptions())
-    words = ("robust_dcp", "4", "60", "1", "warn")
+    words = ("robust_dcp", "4", "60", "1", "warn", "1", "8")
     command_line = [word for option, value in zip(OPTIONS, words, strict=True) for word in (option.argument, value)]
-    assert list(vars(parser.parse_args(command_line)).values()) == ["robust_dcp", 4, 60.0, True, "warn"]
+    assert list(vars(parser.parse_args(command_line)).values()) == ["robust_dcp", 4, 60.0, True, "warn", True, 8]
+    assert parser.parse_args(["--ckpt-prove-resume"]).ckpt_prove_resume, "of a switch the word alone is enough"
     assert all(option.variable in parser.format_help().replace("\n", " ") for option in OPTIONS)
 
 

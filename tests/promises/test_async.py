@@ -201,6 +201,23 @@ def test_a_callback_may_wait_for_a_save_that_it_calls(tmp_path: Path) -> None:
     assert [value_at(tmp_path / name) for name in ("first", "full", "lazy")] == [0.0, 1.0, 1.0]
 
 
+def test_who_would_wait_for_ever_in_on_commit_is_told_so(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def save_again() -> None:
+        saving = robust_dcp.async_save(
+            {"w": torch.ones(9)}, checkpoint_id=tmp_path / "again", staging="lazy", max_in_flight=2
+        )
+        for wait in (saving.wait_staged, saving.result, saving.exception, robust_dcp.finish_async_saves):
+            with pytest.raises(RuntimeError, match="in a thread of your own") as error:
+                wait()
+            refused.append(str(error.value))
+
+    robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=tmp_path / "first", on_commit=save_again).result(60)
+    assert robust_dcp.finish_async_saves() and len(refused) == 4
+    assert [value_at(tmp_path / name) for name in ("first", "again")] == [0.0, 1.0]
+
+
 def test_stocks_types_choose_who_writes(tmp_path: Path) -> None:
     state = {"w": torch.ones(9)}
     for kind, writes_itself in ((AsyncCheckpointerType.THREAD, True), (AsyncCheckpointerType.PROCESS, False)):

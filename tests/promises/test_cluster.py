@@ -27,6 +27,24 @@ assert loaded["shared"][0] == 2 and loaded[f"own{(rank + 1) % size}"][0] == 2 + 
 print("all is well", int(total), flush=True)
 """
 
+_LOSE_A_DRIVE = """
+import shutil
+report = robust_dcp.save(
+    state(3), storage_writer=robust_dcp.RobustWriter(f"{path}/3", parity_nodes=2), timeout_seconds=30
+)
+robust_dcp.finish_async_saves()
+assert report.protection == "any 1 of 2 nodes", report.protection
+assert os.path.exists(f"{path}/2/.metadata")
+for lost in (0, 2):  # ranks on different hosts
+    if rank == lost:
+        shutil.rmtree(f"{path}/3")
+    dist.barrier()
+    loaded = {f"own{rank}": torch.zeros(1000)}
+    robust_dcp.load(loaded, checkpoint_id=f"{path}/3", timeout_seconds=30)
+    assert loaded[f"own{rank}"][0] == 3 + rank and os.path.exists(f"{path}/3/.metadata")
+    dist.barrier()
+"""
+
 # The store alone is used, and no collective of torch, which looks for its own address.
 _WITHOUT_COLLECTIVES = """
 store = store_of_rank_0()
@@ -178,8 +196,8 @@ def test_over_slow_links_hosts_wait_for_each_other(tmp_path: Path) -> None:
     assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
 
 
-def test_hosts_with_drives_of_their_own_save_async_and_load_what_lies_on_the_other(tmp_path: Path) -> None:
-    script = _SAVE_AND_LOAD.replace('print("all', 'assert os.path.exists(f"{path}/2/.metadata")\nprint("all')
+def test_hosts_with_drives_of_their_own_load_what_lies_on_the_other_and_outlive_each_drive(tmp_path: Path) -> None:
+    script = _SAVE_AND_LOAD.replace('print("all', _LOSE_A_DRIVE + 'print("all')
     drives = tmp_path / "checkpoint"
     drives.mkdir()
     with Cluster(2) as cluster:

@@ -396,6 +396,9 @@ POLICIES: list[tuple[dict[str, Any], list[int], bool]] = [
     ({"keep_last": 1, "keep_every": 20}, [20, 40, 50], False),
     ({"keep_best": "loss"}, [30, 50], True),  # of 20 and 30, which are equally good, the newer one
     ({"keep": [KeepBest("loss", number=2, best="largest"), KeepLast(1)]}, [40, 50], False),
+    ({"keep_best": "los"}, [10, 20, 30, 40, 50], True),  # no policy can say anything of them
+    ({"keep_best": "los", "keep_last": 2}, [40, 50], False),
+    ({"keep": [KeepBest("los"), KeepBest("loss")]}, [30, 50], False),
     ({"keep": [KeepFirst()]}, [10, 50], False),
     ({"keep": [BrokenPolicy()]}, [10, 20, 30, 40, 50], False),
 ]
@@ -450,12 +453,23 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(
 
 class TestRecords:
     def test_a_metric_that_is_no_number_is_never_the_best_and_costs_no_other(self, tmp_path: Path) -> None:
-        manager = CheckpointManager(tmp_path, keep_best="loss")
+        manager = CheckpointManager(tmp_path, keep_best="loss", keep_last=1)
         for step, metrics in enumerate([{"loss": 2.0}, {"loss": float("nan"), "accuracy": 0.5}]):
             manager.save(step, state(step), metrics=metrics)
         assert [each.metrics for each in manager.checkpoints()] == [{"loss": 2.0}, {"accuracy": 0.5}]
         manager.save(torch.tensor(2), state(2))  # type: ignore[arg-type]  # a number of another library is a step
         assert [each.step for each in manager.checkpoints()] == [0, 2]
+
+    def test_checkpoints_without_the_metric_stay_and_one_warning_names_the_metrics_that_there_are(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        manager = CheckpointManager(tmp_path, keep_best="loss")
+        for step, metrics in enumerate([{"loss": 2.0}, {"train_loss": 1.0}, None, {"loss": 3.0}, {"loss": 4.0}]):
+            manager.save(step, state(step), metrics=metrics)
+        assert [each.step for each in manager.checkpoints()] == [0, 1, 2, 4]
+        (warning,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+        assert "step_1" in warning and "'loss'" in warning and "they stay" in warning
+        assert warning.endswith("The metrics that there are: loss, train_loss")
 
     @pytest.mark.parametrize("content", [b"{", b'{"step": "x"}', b'{"metrics": {"\xff": 1}}', b" " * (2 << 20)])
     def test_one_that_cannot_be_understood_is_no_reason_to_lose_a_checkpoint(

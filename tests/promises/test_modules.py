@@ -111,6 +111,9 @@ def save_and_load(path: str, saved_by: str) -> list[str]:
             robust_dcp.load({"model": other, "optimizer": its_optimizer}, checkpoint_id=f"{path}/{name}")
             if held(other, its_optimizer) != expected:
                 wrong.append(f"{name} to {loaded_by} after {steps} steps")
+            proof = robust_dcp.prove({"model": other, "optimizer": its_optimizer}, checkpoint_id=f"{path}/{name}")
+            if not proof.equal:
+                wrong.append(f"{name} in {loaded_by} after {steps} steps: {proof}")
     by_recipe = recipe(*built(saved_by, seed=3))
     dcp.load(by_recipe, checkpoint_id=f"{path}/ours")
     return wrong if whole(by_recipe) == expected else [*wrong, "ours to the recipe"]
@@ -129,6 +132,9 @@ def load_what_stock_named(path: str, wrap: str, steps: int) -> bool:
     dcp.save({"model": model, "optimizer": optimizer, "loss": nn.MSELoss()}, checkpoint_id=path)
     other, its_optimizer = built(wrap, seed=2, steps=0)
     robust_dcp.load({"model": other, "optimizer": its_optimizer, "loss": nn.MSELoss()}, checkpoint_id=path)
+    robust_dcp.prove(
+        {"model": other, "optimizer": its_optimizer, "loss": nn.MSELoss()}, checkpoint_id=path
+    ).raise_if_differs()
     return bool(held(other, its_optimizer) == held(model, optimizer))
 
 

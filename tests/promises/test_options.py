@@ -39,6 +39,7 @@ def test_options_are_given_as_an_object_or_as_keywords(
         (ReadOptions, {"verify_checksums": "some"}, "verify_checksums is True, False or \"all\", not 'some'"),
         (WriteOptions, {"layout": "parquet"}, "layout must be one of"),
         (WriteOptions, {"files_per_rank": 0}, "at least"),
+        (WriteOptions, {"parity_nodes": 1}, "at least"),
     ],
     ids=str,
 )
@@ -48,8 +49,10 @@ def test_an_option_out_of_range_is_named(kind: Any, options: dict[str, Any], wor
         with pytest.raises(ValueError, match=" ") as caught:
             make()
         assert words in str(caught.value)
-    with pytest.raises(TypeError, match="other"):
-        made(tmp_path, other=1)
+    with pytest.raises(TypeError, match=f"{made.__name__} has no option 'treads'; did you mean threads"):
+        made(tmp_path, treads=1)
+    with pytest.raises(TypeError, match=f"{made.__name__} has no option 'xyz': "):
+        made(tmp_path, xyz=1)
 
 
 def test_each_option_is_a_keyword_that_type_checkers_know() -> None:

@@ -260,7 +260,7 @@ def save_while(directory: str, meanwhile: Callable[[str], None], exists: bool) -
     on: dict[str, Fault] = {"lock": OSError(errno.ENOLCK, "")}
     with ExitStack() as stack:
         if rank == (meanwhile is somebody_removes_the_claim):
-            on[("create:.metadata.*#1", "write:__1_0*#1")[rank]] = lambda call: (stack.close(), meanwhile(directory))
+            on[("fsync:.metadata.*#2", "write:__1_0*#1")[rank]] = lambda call: (stack.close(), meanwhile(directory))
         stack.enter_context(FaultDisk(directory, on=on))
         verdict = verdict_of(robust_dcp.save, state(2, rank), checkpoint_id=directory, timeout_seconds=20)
     dist.barrier()

@@ -341,11 +341,15 @@ def load_what_does_not_fit(directory: str) -> list[tuple[str, Verdict]]:
 
 
 def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_modified(tmp_path: Path) -> None:
+    """Rank 0 lists what does not fit, and names the checkpoint. The others say it in one line."""
     outcomes = on_ranks(3, load_what_does_not_fit, str(tmp_path / "checkpoint"))
-    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[1] == outcomes[2]
     for kind, verdict in outcomes[0]:
-        assert verdict.type_name == "PlanConflict"
+        assert verdict.type_name == "PlanConflict" and f"fit the checkpoint {tmp_path}/checkpoint, " in verdict.message
         assert all(word in verdict.message for word in MISFITS[kind]), verdict
+    for (_, of_coordinator), (_, verdict) in zip(*outcomes[:2], strict=True):
+        assert verdict.type_name == "PlanConflict" and verdict.failed_ranks == of_coordinator.failed_ranks
+        assert f"{tmp_path}/checkpoint" in verdict.message and "\n" not in verdict.message
 
 
 def load_with_options(directory: str) -> None:
@@ -356,8 +360,59 @@ def load_with_options(directory: str) -> None:
     assert torch.equal(state_dict["weight"], torch.arange(400_000, dtype=torch.float64))
     state_dict = {"new": torch.full((2,), 3.0), "text": "", "new object": Path("kept")}
     report = robust_dcp.load(state_dict, checkpoint_id=directory, planner=RobustLoadPlanner(allow_partial_load=True))
+    assert "new object" in str(report)
     assert [state_dict["new"].tolist(), *map(state_dict.get, ("text", "new object"))] == [[3, 3], "saved", Path("kept")]
     assert report.missing_keys == ("new", "new object") and "weight" in report.unread_keys and report.items == 1
+
+
+def load_what_is_missing(directory: str, words: dict[str, Any]) -> tuple[Any, list[str]]:
+    """What each rank prints of a load on more ranks than have saved, and what the log says at WARNING."""
+    rank, options = dist.get_rank(), dict(words)
+    if "allow_partial_load" in options:
+        options["planner"] = RobustLoadPlanner(allow_partial_load=options.pop("allow_partial_load"))
+    state_dict = {"encoder": torch.zeros(3), "decoder": torch.zeros(3), f"rng.{rank}": rank}
+    lines = lines_of_the_log()
+    verdict = verdict_of(robust_dcp.load, state_dict, checkpoint_id=directory, **options)
+    report, told = verdict.value, list(lines)
+    of_failures = "".join(failure.message for failure in verdict.rank_failures)
+    shown = (str(report).partition("  keys: ")[2], report.missing_keys) if report else of_failures
+    return shown, told
+
+
+MISSING: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "all": ({"allow_partial_load": True}, ("decoder", "rng (1: 'rng.1')", "not have 2", "asked for 1"), ()),
+    "named": ({"allow_missing": ["rng.*", "dec*"], "ignore": ["old.*"]}, (), ("decoder", "rng", "old")),
+    "some": ({"allow_missing": ["dec*", "rng.1"]}, ("asked for 1 of its 3 keys: old",), ("decoder",)),
+    "too few": ({"allow_missing": ["rng.*"]}, (), ()),
+    "none": ({}, (), ()),
+}
+"""Options of a load, what the log of rank 0 says of keys, and what it does not say."""
+
+
+def load_with_missing_keys(directory: str) -> list[tuple[Any, list[str]]]:
+    state_dict = {"encoder": torch.ones(3), "old.weight": torch.ones(3), "rng.0": 0}
+    robust_dcp.save(state_dict if dist.get_rank() == 0 else {}, checkpoint_id=directory)
+    return [load_what_is_missing(directory, words) for words, _, _ in MISSING.values()]
+
+
+def test_keys_that_may_be_missing_are_named_by_patterns_and_all_others_are_told(tmp_path: Path) -> None:
+    ranks = on_ranks(2, load_with_missing_keys, str(tmp_path / "checkpoint"))
+    of_rank = [dict(zip(MISSING, outcomes, strict=True)) for outcomes in ranks]
+    for kind, (_, said, unsaid) in MISSING.items():
+        log = " ".join(of_rank[0][kind][1])
+        assert all(word in log for word in said) and not any(word in log for word in unsaid), (kind, log)
+        assert bool(log) == bool(said) and not of_rank[1][kind][1]
+    for kind in ("too few", "none"):
+        assert "'decoder'" in of_rank[0][kind][0] and ("'rng.1'" in of_rank[0][kind][0]) == (kind == "none")
+    for kind in ("all", "named", "some"):
+        assert [rank[kind][0][1] for rank in of_rank] == [("decoder",), ("decoder", "rng.1")]
+        assert all("decoder" in rank[kind][0][0] for rank in of_rank)
+    for words in ({"allow_missing": "rng.*"}, {"ignore": "rng.*"}):
+        with pytest.raises(TypeError, match="lists of patterns"):
+            robust_dcp.load({}, checkpoint_id=tmp_path / "checkpoint", **words)  # type: ignore[arg-type]
+    planner = RobustLoadPlanner()
+    with pytest.raises(ValueError, match="to the planner that you pass"):
+        robust_dcp.load({}, checkpoint_id=tmp_path / "checkpoint", planner=planner, allow_missing=["rng.*"])
 
 
 def test_casts_and_partial_loads_are_done_on_request(tmp_path: Path) -> None:

@@ -53,13 +53,27 @@ def test_all_ranks_are_drawn(world_size: int, n_checkpoints: int, width: int, tm
         const colours = (chart) => { const c = $(chart);
           const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
           return new Set(Array.from({length: d.length / 4}, (_, i) => d.slice(4 * i, 4 * i + 4).join())).size; };
+        // A bar that is not chosen is drawn through: its pixels have the colour of its plan, and another alpha.
+        const theme = getComputedStyle(document.documentElement);
+        const bars = $("#history"), pixels = bars.getContext("2d").getImageData(0, 0, bars.width, bars.height).data;
+        const area = Object.fromEntries(["reused", "rebuilt", "other"].map((name) => {
+          const hex = theme.getPropertyValue("--" + name).trim();
+          const wanted = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+          let n = 0;
+          for (let i = 0; i < pixels.length; i += 4) {
+            n += pixels[i + 3] > 150 && wanted.every((value, at) => Math.abs(pixels[i + at] - value) <= 2);
+          }
+          return [name, n];
+        }));
         const marks = ["#heatmap", "#timeline", "#history", ".tree"].map((each) => Number($(each).dataset.marks));
         return [marks, ["#timeline", "#heatmap", "#history"].map(colours), $("#notices").innerText,
-                document.documentElement.scrollWidth - innerWidth];
+                document.documentElement.scrollWidth - innerWidth, area];
     """
     reports = read_reports(put_run(tmp_path / "run", world_size, n_checkpoints))
-    (heatmap, timeline, history, tree), colours, notices, sticks_out = shown(reports, tmp_path, script, width)
-    assert (heatmap, history) == (world_size, 3 * n_checkpoints) and tree > 20
+    (heatmap, timeline, history, tree), colours, notices, sticks_out, area = shown(reports, tmp_path, script, width)
+    assert (heatmap, history) == (world_size, 5 * n_checkpoints) and tree > 20
+    assert area["reused"] > 500 and area["rebuilt"] > 50 and area["other"] < 50, area
+    assert "Slow again and again" in notices
     # Four phases of each rank; the last rank that writes does not wait. Of 2048 ranks four share a line.
     lines = min(world_size, 512)
     assert timeline in (4 * lines - 1, 4 * lines)  # its times are rounded, so it may wait for 0.1 ms

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,8 @@ import torch
 
 from robust_dcp.staging.blocks import Block, BlockLease, release_blocks
 from robust_dcp.staging.staging_buffers import StagingBuffers, TensorForm, cpus_near
+
+DEVICE = torch.device("cuda", 0)
 
 
 def test_a_later_lease_gets_the_blocks_of_an_earlier_one_if_they_are_as_large() -> None:
@@ -93,15 +95,16 @@ def test_a_block_that_was_refused_is_asked_for_once_and_leaves_no_error_for_the_
 ) -> None:
     cuda = Runtime(error=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
     block = Block(4096)
     for _ in range(3):
-        block.pin()
-        assert not block.is_pinned and cuda.kept_error == 0
+        block.pin(DEVICE)
+        assert block.pinned_by is None and cuda.kept_error == 0
     block.unpin()
     assert cuda.calls == ["register"]
     cuda.error = 0
-    block.pin()
+    block.pin(DEVICE)
     block.unpin()
     assert cuda.calls == ["register", "register", "unregister"]
 
@@ -112,12 +115,13 @@ def test_what_a_failed_save_or_load_still_holds_is_locked_no_longer(
 ) -> None:
     cuda = Runtime(error=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with closing(BlockLease(4096, 2, of_load=of_load)) as lease:
         held, given_back = lease.take(), lease.take()
         for block in (held, given_back):
-            block.pin()
+            block.pin(DEVICE)
         lease.give_back(given_back)
-    assert not held.is_pinned and given_back.is_pinned is not of_load
+    assert held.pinned_by is None and (given_back.pinned_by is None) is of_load
     release_blocks()
     assert cuda.calls == ["register"] * 2 + ["unregister"] * 2
 

@@ -56,8 +56,11 @@ def _patch_torch() -> None:
 
 
 def _patch_megatron() -> None:
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, utils
+    from packaging.version import Version
 
+    if utils.get_te_version() is None:  # Megatron-Core 0.16 compares it without asking
+        utils._te_version = Version("0")
     forget = parallel_state.destroy_model_parallel
 
     def destroy_model_parallel() -> None:

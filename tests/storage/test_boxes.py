@@ -194,6 +194,6 @@ def test_rows_are_put_on_a_device_by_way_of_a_copy_there(order: str) -> None:
     block.data[at : at + value.nbytes] = value.reshape(-1).view(torch.uint8).numpy()
     target = ORDERS[order]((40, 30, 7), torch.float32)[:, 5:9, 2:]
     begin = at + (5 * 7 + 2) * 4
-    lease.fill(target, block, begin, value.stride())
+    lease.fill([target], block, [begin], value.stride())
     assert same(target, value[:, 5:9, 2:])
     lease.close()

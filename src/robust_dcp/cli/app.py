@@ -29,7 +29,6 @@ from robust_dcp.cli.output import CANNOT, CommandFailed, Output, safe_text
 COMMANDS: Final = ("inspect", "verify", "diff", "convert", "copy", "report", "ls", "prune", "bench", "doctor")
 
 _STOPPED: Final = 130  # what shells report of a program that SIGINT has ended
-_WIDTH: Final = 100
 _COLLECTED_AFTER: Final = 100_000
 """New objects until Python looks for garbage, in place of 700: it would look through those of torch again and again."""
 
@@ -105,13 +104,21 @@ def _open_standard_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Says the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        is_said = action.default in (None, False, "", [], argparse.SUPPRESS) or "default" in (action.help or "")
+        return (action.help or "") + ("" if is_said else " Default: %(default)s.")
+
+
 class _Parser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str) -> None:
         super().__init__(
             prog=name,
             description=description,
             allow_abbrev=False,
-            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH, max_help_position=34),
+            formatter_class=lambda prog: _Help(prog, width=Output.width(), max_help_position=34),
         )
 
     def error(self, message: str) -> NoReturn:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from robust_dcp.cli.output import CommandFailed, age, number, size
+from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_url
 from robust_dcp.storage.files.what_is_there import what_is_there
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
     from robust_dcp.contents import Contents
 
 
-def holds_checkpoint(path: str) -> bool:
+def holds_checkpoint(path: str, disk: Disk | None = None) -> bool:
     """Whether a directory has a ``.metadata``, those of ranks that saved for themselves, or safetensors files."""
     ends = (METADATA_NAME, SAFETENSORS_SUFFIX)
-    return os.path.isdir(path) and any(name.endswith(ends) for name in Disk().list_directory(path))
+    if not is_url(path) and not os.path.isdir(path):
+        return False
+    return any(name.endswith(ends) for name in (disk or Disk()).list_directory(path))
 
 
 def check_directory(path: str) -> None:
@@ -30,6 +33,21 @@ def check_directory(path: str) -> None:
         raise CommandFailed(f"{path}: {what_is_there(Disk(), path)}")
     if not os.access(path, os.R_OK | os.X_OK):
         raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
+
+
+def disk_of_root(root: str) -> Disk:
+    """The file system of a directory, or of a URL, that holds the checkpoints of a run.
+
+    Raises:
+        CommandFailed: it is not there, or cannot be used.
+    """
+    if not is_url(root):
+        check_directory(root)
+        return Disk()
+    disk = _remote_disk(root)
+    if not disk.exists(root):
+        raise CommandFailed(f"{root}: {what_is_there(disk, root)}")
+    return disk
 
 
 def open_checkpoint(path: str) -> Contents:
@@ -57,10 +75,14 @@ def disk_of(path: str) -> Disk:
         if not holds_checkpoint(path):
             raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(Disk(), path)}")
         return Disk()
+    return _remote_disk(path)
+
+
+def _remote_disk(url: str) -> Disk:
     from robust_dcp.storage.remote import RemoteDisk
 
     try:
-        return RemoteDisk(path)
+        return RemoteDisk(url)
     except ValueError as error:
         raise CommandFailed(str(error)) from error
 
@@ -68,6 +90,7 @@ def disk_of(path: str) -> Disk:
 def summary_json(contents: Contents) -> dict[str, Any]:
     """What it holds, in numbers."""
     n_tensors = sum(item.is_tensor for item in contents.items)
+    note = None if contents.mark is None else read_parity_note(contents.disk, contents.path, contents.mark)
     is_safetensors = any(file.name.endswith(SAFETENSORS_SUFFIX) for file in contents.files)
     return {
         "path": contents.path,
@@ -80,6 +103,7 @@ def summary_json(contents: Contents) -> dict[str, Any]:
         "nbytes": sum(item.nbytes for item in contents.items),
         "files": len(contents.files),
         "file_nbytes": contents.file_nbytes,
+        "protection": None if note is None else str(note),
     }
 
 
@@ -89,5 +113,10 @@ def summary(contents: Contents) -> str:
     return (
         f"{of['path']}: {number(of['tensors'], 'tensor')}, {number(of['objects'], 'object')}, {size(of['nbytes'])} in "
         f"{number(of['files'], 'file')} ({size(of['file_nbytes'])}), layout {of['layout']}, written by "
-        f"{of['written_by']} {age(of['saved_seconds'])}"
+        f"{of['written_by']} {age(of['saved_seconds'])}{protected_in_words(of['protection'])}"
     )
+
+
+def protected_in_words(protection: object) -> str:
+    """What follows the state of a checkpoint that outlives the loss of a node."""
+    return "" if protection is None else f", protected: {protection}"

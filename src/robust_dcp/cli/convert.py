@@ -6,6 +6,7 @@ Examples:
   robust-dcp convert checkpoints/step_1000 model --to safetensors --select 'model.*' --rename 'model.*=*'
   robust-dcp convert checkpoints/step_1000 step_1000.pt --to torch
   robust-dcp convert step_1000.pt checkpoints/step_1000 --to dcp --dtype bfloat16 --dtype 'lm_head.*=float32'
+  torchrun --nproc-per-node 8 -m robust_dcp.cli convert checkpoints/step_1000 model --to safetensors
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -47,16 +49,26 @@ def _cast(text: str) -> tuple[str, str]:
     return pair(text) if "=" in text else ("*", text)
 
 
+def _show_nothing(done_nbytes: int, total_nbytes: int) -> None:
+    """Of a conversion by several ranks, rank 0 shows the progress."""
+
+
 def run(options: Namespace) -> None:
     """Make a checkpoint in another form."""
     try:
         if not os.path.isfile(options.source):
             disk_of(options.source)
-        Output.say(f"Converting {options.source}")
+        import torch.distributed as dist
+
         from robust_dcp.conversion import Rules, convert
 
         rules = Rules(*map(tuple, (options.select, options.exclude, options.rename, options.dtype)))
-        with Output.cleaning_up(), Output.progress("convert") as show:
+        n_ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        if n_ranks > 1:  # torchrun has started this
+            dist.init_process_group("gloo")
+        if rank == 0:
+            Output.say(f"Converting {options.source}")
+        with Output.cleaning_up(), Output.progress("convert") if rank == 0 else nullcontext(_show_nothing) as show:
             report = convert(
                 options.source,
                 options.target,
@@ -68,7 +80,12 @@ def run(options: Namespace) -> None:
                 config=options.config,
                 overwrite=options.force,
                 progress=show,
+                process_group=dist.group.WORLD if n_ranks > 1 else None,
             )
+        if n_ranks > 1:
+            dist.destroy_process_group()
+        if rank > 0:
+            return
     except ValueError as error:
         raise CommandFailed(getattr(error, "message", None) or str(error)) from error
     Output.put(asdict(report))

@@ -38,7 +38,7 @@ def run(options: Namespace) -> int:
     if options.tolerance and not options.values:
         raise CommandFailed("--tolerance says which values count as equal: compare them with --values")
     both, pattern = (open_checkpoint(options.first), open_checkpoint(options.second)), options.pattern
-    from robust_dcp.contents import fit_nothing
+    from robust_dcp.names import fit_nothing
 
     for each in both:
         Output.note(summary(each))

@@ -12,15 +12,17 @@ Examples:
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from robust_dcp.cli.arguments import number_in, place
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, Output, number, size
+from robust_dcp.storage.files.paths import writer_of
 
 if TYPE_CHECKING:
-    from robust_dcp.contents import Contents, Item
+    from robust_dcp.contents import Contents, Item, StoredFile
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -30,13 +32,14 @@ def declare(parser: ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--table", action="store_true", help="One line for each item instead of a tree.")
     shown.add_argument("--files", action="store_true", help="The data files instead of the items.")
+    shown.add_argument("--ranks", action="store_true", help="What each rank has written instead of the items.")
     shown.add_argument("--depth", type=number_in(int, 1), default=3, help="How many levels of the tree are shown.")
 
 
 def run(options: Namespace) -> int:
     """Print what a checkpoint holds."""
     contents, pattern = open_checkpoint(options.path), options.pattern
-    from robust_dcp.contents import fit_nothing
+    from robust_dcp.names import fit_nothing
 
     Output.note(summary(contents))
     items = contents.items_that_fit(pattern)
@@ -48,6 +51,21 @@ def run(options: Namespace) -> int:
             for file in contents.files
         ]
         Output.table(("file", "size", "chunks", "problem"), rows, right=("size", "chunks"))
+    elif options.ranks:
+        files_of: dict[int, list[StoredFile]] = defaultdict(list)
+        for file in contents.files:
+            writer = writer_of(file.name.rpartition("/")[2])
+            files_of[-1 if writer is None else writer.rank].append(file)
+        of_ranks = [
+            (
+                "?" if rank < 0 else rank,
+                len(files),
+                sum(f.chunks for f in files),
+                size(sum(f.nbytes or 0 for f in files)),
+            )
+            for rank, files in sorted(files_of.items())
+        ]
+        Output.table(("rank", "files", "chunks", "size"), of_ranks, right=("rank", "files", "chunks", "size"))
     elif options.table:
         columns = ("name", "dtype", "shape", "chunks", "size", "file")
         Output.table(columns, map(_row, items), right=("chunks", "size"))

@@ -5,6 +5,7 @@ names begin alike are a series. Series follow each other, and the newest line of
 
 Examples:
   robust-dcp ls checkpoints
+  robust-dcp ls s3://bucket/run_7
   robust-dcp ls checkpoints --json | jq '.checkpoints[].step'
 """
 
@@ -14,19 +15,20 @@ import errno
 import os
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from robust_dcp import errors
-from robust_dcp.cli.arguments import local_path
-from robust_dcp.cli.checkpoint import check_directory
+from robust_dcp.cli.arguments import place
+from robust_dcp.cli.checkpoint import disk_of_root, protected_in_words
 from robust_dcp.cli.output import Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, parse_name, series_in
+from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import COPYING_PREFIX, METADATA_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, is_cut_off
 
 _THREADS: Final = 8  # a network file system answers several at once
 _RECENT_SECONDS: Final = 600.0
@@ -36,16 +38,16 @@ _UNKNOWN: Final = "saving or crashed"
 
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("root", type=local_path, help="The directory that holds the checkpoints.")
+    parser.add_argument("root", type=place, help="The directory, or the URL, that holds the checkpoints.")
 
 
 def run(options: Namespace) -> None:
     """Print the checkpoints below a directory."""
-    disk, root = Disk(), options.root
-    check_directory(root)
+    root = options.root
+    disk = disk_of_root(root)
     now_seconds = time.time()
     removals = [name for name in disk.list_directory(root) if name.startswith(REMOVING_PREFIX)]
-    others = [_row(os.path.join(root, each), "being removed") for each in removals]
+    others = [_row(disk, os.path.join(root, each), "being removed") for each in removals]
     checkpoints: list[Checkpoint] = []
     latest: list[Checkpoint | None] = []
     for series in series_in(disk, root):
@@ -53,11 +55,11 @@ def run(options: Namespace) -> None:
         checkpoints += committed
         latest.append(series.latest_of(committed))
         uncommitted = sorted(set(series.directories()) - {each.path for each in committed})
-        others += [_row(path, state_of(disk, path, now_seconds)) for path in uncommitted]
+        others += [_row(disk, path, state_of(disk, path, now_seconds)) for path in uncommitted]
 
     def row(checkpoint: Checkpoint) -> dict[str, Any]:
         return {
-            **_row(checkpoint.path, state_of(disk, checkpoint.path, now_seconds)),
+            **_row(disk, checkpoint.path, state_of(disk, checkpoint.path, now_seconds)),
             "saved_seconds": checkpoint.saved_seconds,
             "is_latest": checkpoint in latest,
             "metrics": dict(checkpoint.metrics),
@@ -87,29 +89,16 @@ def run(options: Namespace) -> None:
     Output.table(("step", "name", "size", "age", "state", *metrics), shown, right=("step", "size", *metrics))
 
 
-def _row(path: str, state: str) -> dict[str, Any]:
+def _row(disk: Disk, path: str, state: str) -> dict[str, Any]:
     name = os.path.basename(path).removeprefix(REMOVING_PREFIX)
     step = (parse_name(name) or ("", None))[1]
     return {
         "step": step,
         "name": name,
         "path": path,
-        "nbytes": sum(file.st_size for file in _files_in(path)),
+        "nbytes": sum(nbytes for nbytes, _ in disk.files_below(path)),
         "state": state,
     }
-
-
-def _files_in(path: str) -> Iterator[os.stat_result]:
-    """All files in a directory, without those that vanish meanwhile."""
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    yield from _files_in(entry.path)
-                else:
-                    yield entry.stat(follow_symlinks=False)
-    except OSError:
-        return
 
 
 def state_of(disk: Disk, path: str, now_seconds: float) -> str:
@@ -126,15 +115,22 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
     states = {save.is_over for save in saves if save is not None}
 
     def is_recent() -> bool:
-        return now_seconds - max((file.st_mtime for file in _files_in(path)), default=0) < _RECENT_SECONDS
+        return now_seconds - max((seconds for _, seconds in disk.files_below(path)), default=0) < _RECENT_SECONDS
 
     saves_of_ours = CRASHED if states else ""
     if False in states:
         saves_of_ours = "saving now"
     elif None in states and is_recent():
         saves_of_ours = _UNKNOWN
-    if METADATA_NAME in names or metadata_name(0) in names:
-        return f"committed, {saves_of_ours}".removesuffix(", ")
+    metadata = next((each for each in (METADATA_NAME, metadata_name(0)) if each in names), None)
+    if metadata is not None:
+        try:
+            end = disk.read_end(os.path.join(path, metadata), TRAILER_NBYTES)
+        except errors.StorageError:
+            return "unreadable"
+        committed = f"damaged: {metadata} is cut off" if is_cut_off(*end) else "committed"
+        state = f"{committed}, {saves_of_ours}".removesuffix(", ")
+        return state + protected_in_words(read_parity_note(disk, path))
     if saves_of_ours or not names:
         return saves_of_ours or "empty"
     if any(name.startswith(COPYING_PREFIX) for name in names):

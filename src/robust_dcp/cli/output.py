@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,8 @@ CANNOT: Final = 2
 """That of a command that could not do all of its work."""
 
 _JSON_VERSION: Final = 1
+_WIDTH: Final = 100
+_LEAST_WIDTH: Final = 16
 
 
 class CommandFailed(Exception):
@@ -112,10 +115,26 @@ class Output:
             _print("\n".join(map("\t".join, lines)))
             return
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        while (more := sum(widths) + 2 * (len(widths) - 1) - cls.width()) > 0:
+            widest = max((place for place, name in enumerate(columns) if name not in right), key=widths.__getitem__)
+            if widths[widest] <= _LEAST_WIDTH:
+                break  # then lines wrap
+            widths[widest] = max(widths[widest] - more, _LEAST_WIDTH)
         for line in lines:
-            cells = zip(line, widths, columns, strict=True)
+            cells = zip(map(_cut, line, widths), widths, columns, strict=True)
             aligned = (text.rjust(width) if name in right else text.ljust(width) for text, width, name in cells)
             _print("  ".join(aligned).rstrip())
+
+    @staticmethod
+    def width() -> int:
+        """How many columns the terminal has; 100 where there is none."""
+        return shutil.get_terminal_size((_WIDTH, 24)).columns
+
+
+def _cut(text: str, width: int) -> str:
+    """``text`` without its middle, if it is too long: names differ at their ends."""
+    half = (width - 1) // 2
+    return text if len(text) <= width else f"{text[: width - 1 - half]}…{text[-half:]}"
 
 
 def _print(text: str, stream: TextIO | None = None) -> None:

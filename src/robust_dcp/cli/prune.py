@@ -26,8 +26,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from robust_dcp import errors
-from robust_dcp.cli.arguments import local_path, number_in
-from robust_dcp.cli.checkpoint import check_directory
+from robust_dcp.cli.arguments import number_in, place
+from robust_dcp.cli.checkpoint import disk_of_root
 from robust_dcp.cli.ls import CRASHED, state_of
 from robust_dcp.cli.output import CANNOT, CommandFailed, Output, age, number, safe_text
 from robust_dcp.manager.series import Checkpoint, KeepBest, Series, policies_of, prune, series_in
@@ -40,7 +40,7 @@ from robust_dcp.storage.metadata.stored_pickle import pickle_in
 def declare(parser: ArgumentParser) -> None:
     """Add the options."""
     whole = number_in(int, 1)
-    parser.add_argument("root", type=local_path, help="The directory that holds the checkpoints.")
+    parser.add_argument("root", type=place, help="The directory, or the URL, that holds the checkpoints.")
     parser.add_argument("--keep-last", type=whole, help="Keep the ones with the highest steps, so many.")
     parser.add_argument("--keep-every", type=whole, help="Keep steps that are multiples of this.")
     parser.add_argument("--keep-best", help="Keep the one with the smallest value of this metric.")
@@ -53,14 +53,13 @@ def declare(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Remove the checkpoints of a series that none of the given rules keeps."""
     root, dry_run = options.root, options.dry_run
-    check_directory(root)
+    disk = disk_of_root(root)
     if options.largest and options.keep_best is None:
         raise CommandFailed("--largest says which value of a metric is best: name the metric with --keep-best")
     best = [KeepBest(options.keep_best, best="largest" if options.largest else "smallest")] if options.keep_best else []
     policies = policies_of(options.keep_last, options.keep_every, None, best)
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
-    disk = Disk()
     series = _series(disk, root, options.name)
     policies.append(_KeepWhole(disk))
     decided = series.decide(policies)

@@ -6,7 +6,7 @@ broken. Data that was written without checksums is counted as not verified.
 Examples:
   robust-dcp verify checkpoints/step_1000
   robust-dcp verify checkpoints
-  robust-dcp verify s3://bucket/run_7/step_1000 --fast
+  robust-dcp verify s3://bucket/run_7 --fast
   robust-dcp verify checkpoints/step_1000 --json | jq '.problems[].item'
 """
 
@@ -37,10 +37,7 @@ def declare(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Print whether a checkpoint, or each one of a run, is whole."""
     path, with_data = options.path, not options.fast
-    checkpoints: list[str] = []
-    if not is_url(path) and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and not holds_checkpoint(path):
-        directories = [each for one in series_in(Disk(), path) for each in one.directories()]
-        checkpoints = [each for each in directories if not os.access(each, os.R_OK | os.X_OK) or holds_checkpoint(each)]
+    checkpoints = _checkpoints_below(path)
     if not checkpoints:
         verified = _verify(path, options.jobs, with_data=with_data)
         Output.put(verified)
@@ -51,7 +48,7 @@ def run(options: Namespace) -> int:
         try:
             all_verified.append(_verify(each, options.jobs, with_data=with_data))
         except (CommandFailed, errors.StorageError) as error:  # noqa: PERF203 - a checkpoint is many calls
-            is_there = os.path.exists(each)
+            is_there = is_url(each) or os.path.exists(each)
             failed += [{"path": each, "error": str(error)}] if is_there else []
             Output.note(str(error) if is_there else f"{each} was removed meanwhile")
     n_broken = sum(not each["is_whole"] for each in all_verified)
@@ -60,6 +57,20 @@ def run(options: Namespace) -> int:
     of_all = number(len(all_verified) + len(failed), "checkpoint")
     Output.note(f"{of_all}: {n_broken} broken{not_verified}")
     return FOUND if n_broken else CANNOT if failed else 0
+
+
+def _checkpoints_below(path: str) -> list[str]:
+    """The checkpoints of a run, with those that may not be read; none if ``path`` is a checkpoint itself."""
+    if is_url(path):
+        disk = disk_of(path)
+        if disk.exists(os.path.join(path, METADATA_NAME)) or not disk.exists(path) or holds_checkpoint(path, disk):
+            return []
+        directories = [each for one in series_in(disk, path) for each in one.directories()]
+        return [each for each in directories if holds_checkpoint(each, disk)]
+    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK) or holds_checkpoint(path):
+        return []
+    directories = [each for one in series_in(Disk(), path) for each in one.directories()]
+    return [each for each in directories if not os.access(each, os.R_OK | os.X_OK) or holds_checkpoint(each)]
 
 
 def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any]:

@@ -263,6 +263,23 @@ class Channel:
         found = self._decoded(phase, lambda: Bundle.decode(payload, message_type).open(message_type))
         return [found[rank] for rank in range(self.size)]
 
+    def reduce(self, phase: str, produce: Callable[[], M], message_type: type[M], merge: Callable[[list[M]], M]) -> M:
+        """Merge the messages of all ranks on their way up the tree, and return the result on every rank.
+
+        Args:
+            merge: makes one message of several. In which order they come does not matter to it.
+
+        Raises:
+            RobustCheckpointError: see the class.
+        """
+
+        def merged(own: M, below: list[Payload]) -> Payload:
+            return encode(merge([own, *(decode(payload, message_type) for payload in below)]))
+
+        work = Work(produce, merged, reply=merged)
+        self.last_agreement, _, payload = self._operation.run("reduce", phase, self.coordinator_rank, work)
+        return self._decoded(phase, lambda: decode(payload, message_type))
+
     def relay(self, phase: str, relayed: Relay) -> None:
         """Pass tensors from the ranks that have them to the ranks that need them. If connections break, or bytes
         arrive damaged, the ranks go on where the slowest one was.

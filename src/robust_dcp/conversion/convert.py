@@ -1,36 +1,41 @@
 """``convert``: a checkpoint, or a file of ``torch.save``, in another form. It appears as a whole or not at all.
 
 torch reads and writes files of ``torch.save``, ``robust_dcp.save`` writes checkpoints, and the files of a Hugging Face
-model are filled piece by piece. The target is made in a directory beside it, ``….converting-…``, and is renamed when it
-is whole.
+model are filled piece by piece, by several ranks if they are given: each file has one owner. The target is made in a
+directory beside it, ``….converting-…``, and is renamed when it is whole.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from tempfile import NamedTemporaryFile
 from typing import Any, Final, Literal, get_args
 
 import msgspec
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from robust_dcp.api import save
-from robust_dcp.contents import fit_nothing, fits
+from robust_dcp.comm import Channel
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.errors import StorageError, entry_point
+from robust_dcp.names import fit_nothing, fits
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, directory_path
-from robust_dcp.storage.layouts.safetensors import MODEL_INDEX_NAME
+from robust_dcp.storage.layouts.places import deal
+from robust_dcp.storage.layouts.safetensors import MODEL_INDEX_NAME, files_of_tensors
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.model_file import check_dtypes, in_shards, index_of, write_model_file
 from robust_dcp.storage.options import layout_named
@@ -138,9 +143,21 @@ class ConversionReport:
     left_out: tuple[str, ...] = ()
 
 
+class _Begun(msgspec.Struct, frozen=True):
+    """``token``: the end of the name of the directory in which the target is made."""
+
+    token: str
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """``nbytes``: the lengths of the files that one rank has written."""
+
+    nbytes: dict[str, int]
+
+
 @entry_point
 def convert(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | dict[str, Any],
     target: str | os.PathLike[str],
     *,
     form: Form,
@@ -152,11 +169,13 @@ def convert(
     overwrite: bool = False,
     buffer_nbytes: int = 64 << 20,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> ConversionReport:
-    """Convert a checkpoint or a file of ``torch.save``.
+    """Convert a checkpoint, a file of ``torch.save``, or what is live.
 
     Args:
-        source: a checkpoint of any kind, or a file of ``torch.save`` with a state dict.
+        source: a checkpoint of any kind, or a file of ``torch.save`` with a state dict. Or a state dict as for
+            ``save``, which is saved beside the target first: no rank has to hold more than its own shards.
         target: a directory, or for ``form="torch"`` a file.
         form: ``dcp``: a checkpoint that ``load`` reads; ``safetensors``: the files of a Hugging Face model;
             ``torch``: one file that ``torch.load`` reads, of a checkpoint.
@@ -165,16 +184,20 @@ def convert(
             checkpoint say, which hold no number keys of dicts and no empty dicts.
         layout: for ``dcp``: the layout of the data files, as for ``RobustWriter``.
         max_shard_nbytes: for ``safetensors``: most bytes of tensors in one file.
-        config: for ``safetensors``: a directory whose ``config.json`` and tokenizer are copied into the target.
+        config: for ``safetensors``: a directory whose ``config.json`` and tokenizer are copied into the target. If its
+            ``model.safetensors.index.json`` names all tensors, it also says which of them go into which file.
         overwrite: whether to replace a file, a checkpoint or a model that exists, with all that lies in its directory.
             It stays until the new one is whole.
         buffer_nbytes: about how much data is in memory at a time.
         progress: called with the bytes of tensors that were written, and of all.
+        process_group: for ``safetensors``: the ranks that convert together, such as ``dist.group.WORLD``. All of them
+            call this, and see the same directories. ``None`` for this process alone.
 
     Raises:
         ValueError: the rules do not fit the source, the form cannot hold an item, or there is no such layout.
         StorageError: the target exists, or a call failed.
         CorruptCheckpoint, UnsafeCheckpoint: the source is damaged, or no data.
+        RobustCheckpointError: another rank has failed. There is no target then.
     """
     layout_named(layout)
     if form not in get_args(Form):
@@ -183,22 +206,71 @@ def convert(
     for is_given, option, made in asked:
         if is_given and form != made:
             raise ValueError(f"{option} is for --to {made}, not for --to {form}")
-    disk = Disk()
+    disk, is_model = Disk(), form == "safetensors"
+    if process_group is not None and not is_model:
+        raise ValueError(f"--to {form} is made by one process; only --to safetensors by several")
     path = os.path.abspath(directory_path(target))
-    rules = rules or Rules()
-    plan = _Plan(open_source(os.fspath(source), buffer_nbytes // 2), rules, buffer_nbytes, progress)
-    is_model = form == "safetensors"
-    if is_model:
-        check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
-    beside = _beside(config)
-    with needed_for_a_load(disk, os.fspath(source)), _made_beside(disk, path) as made:
-        _check_target(path, form, overwrite=overwrite)
+    alone = process_group is None
+    channel = Channel.for_group(process_group, operation=f"convert to {os.fspath(target)}", no_dist=alone)
+
+    def note(done_nbytes: int, total_nbytes: int) -> None:
+        progress(done_nbytes, total_nbytes)
+        if not alone:
+            channel.check_stop(done_nbytes, total_nbytes)
+
+    def open_plan(place: str) -> _Plan:
+        return _Plan(open_source(place, buffer_nbytes // 2), rules or Rules(), buffer_nbytes, note)
+
+    with channel.together(), ExitStack() as stack:
+        beside = _beside(config)
+        token = channel.broadcast("begin", lambda: _Begun(secrets.token_hex(4)), _Begun).token
+        if isinstance(source, dict):
+            made = stack.enter_context(_made_beside(disk, path, token))
+            _check_target(path, form, overwrite=overwrite)
+            live = os.path.join(os.path.dirname(made), "live")
+            planner = RobustPlanner(on_structure_change="quiet")
+            save(source, checkpoint_id=live, planner=planner, process_group=process_group, no_dist=alone)
+            plan = open_plan(live)
+        else:
+            plan = open_plan(os.fspath(source))
+            stack.enter_context(needed_for_a_load(disk, os.fspath(source)))
+            made = stack.enter_context(_made_beside(disk, path, token))
+            _check_target(path, form, overwrite=overwrite)
+        stack.enter_context(_saying_room(disk, path, plan))
+
+        def finish(messages: Sequence[_Written | None] = ()) -> None:
+            """On one rank, when all have written."""
+            progress(plan.nbytes, plan.nbytes)
+            if is_model:
+                _finish_model(shards, made, disk, [each for each in messages if each is not None])
+                try:
+                    for each in beside:
+                        shutil.copy(each, made)
+                except OSError as error:
+                    raise storage_error("copy to", made, error) from error
+            _check_target(path, form, overwrite=overwrite)  # again: another call may have made it
+            _publish(disk, made, path)
+
         if is_model:
+            check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
+            shards = in_shards([*plan.tensors.values()], max_shard_nbytes, _files_of(config, disk))
             disk.mkdirs(made)
-            # A piece is read, cast and written, and the next one is there by then.
-            _write_model(plan, made, disk, max_shard_nbytes, max(buffer_nbytes // 8, 1))
-            for each in beside:
-                shutil.copy(each, made)
+            owner, _ = deal(
+                np.array([sum(each.nbytes for each in shard) for shard in shards.values()], dtype=np.int64),
+                np.zeros(channel.size, dtype=np.int64),
+            )
+            of_rank = {
+                name: shards[name] for name, rank in zip(shards, owner.tolist(), strict=True) if rank == channel.rank
+            }
+
+            def write() -> _Written:
+                # A piece is read, cast and written, and the next one is there by then.
+                return _write_files(plan, of_rank, made, disk, max(buffer_nbytes // 8, 1))
+
+            if alone:
+                finish([write()])
+            else:
+                channel.gather("write", write, _Written, then=finish)
         else:
             paths = {new: plan.path_of(new, flat=flat and form == "torch") for new in plan.names}
             state_dict = _nested(paths, lambda: plan.values(os.path.dirname(made)))
@@ -210,9 +282,7 @@ def convert(
                 save(state_dict, storage_writer=writer, planner=planner)
             else:
                 _write_file(state_dict, made)
-        progress(plan.nbytes, plan.nbytes)
-        _check_target(path, form, overwrite=overwrite)  # again: another call may have made it
-        _publish(disk, made, path)
+            finish()
     return ConversionReport(
         target=os.fspath(target),
         tensors=len(plan.tensors),
@@ -353,13 +423,26 @@ def _write_file(state_dict: Any, path: str) -> None:
             torch.save(state_dict, file)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise storage_error("write", path, error) from error
+    except (OSError, RuntimeError) as error:
+        # While torch gives up its archive, it raises an error of its own over that of the system.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise storage_error("write", path, cause) from error
 
 
-def _write_model(plan: _Plan, directory: str, disk: Disk, max_shard_nbytes: int, buffer_nbytes: int) -> None:
-    """Write the files of a Hugging Face model and their index, durably."""
-    shards = in_shards([*plan.tensors.values()], max_shard_nbytes)
+def _files_of(config: str | os.PathLike[str] | None, disk: Disk) -> dict[str, str]:
+    """The file of each tensor, as the directory of a Hugging Face model says."""
+    return {} if config is None else files_of_tensors(disk, os.fspath(config))
+
+
+def _write_files(
+    plan: _Plan, shards: Mapping[str, list[NamedTensor]], directory: str, disk: Disk, buffer_nbytes: int
+) -> _Written:
+    """Write some files of a Hugging Face model, durably."""
+    written = {}
     for name, shard in shards.items():
         file = disk.open_new(os.path.join(directory, name))
         try:
@@ -367,6 +450,29 @@ def _write_model(plan: _Plan, directory: str, disk: Disk, max_shard_nbytes: int,
             disk.fsync(file)
         finally:
             disk.close(file)
+        written[name] = os.path.getsize(os.path.join(directory, name))
+    return _Written(written)
+
+
+def _finish_model(
+    shards: Mapping[str, Sequence[NamedTensor]], directory: str, disk: Disk, written: Sequence[_Written]
+) -> None:
+    """Write the index of a Hugging Face model, all files of which are here as their owners have written them.
+
+    Raises:
+        StorageError: this rank does not see a file as its owner has written it.
+    """
+    nbytes = {name: each.nbytes[name] for each in written for name in each.nbytes}
+    for name in shards:
+        path = os.path.join(directory, name)
+        file = disk.fingerprint(path)
+        if file is None or file[1] != nbytes.get(name):
+            seen = "no file" if file is None else f"{file[1]} bytes"
+            raise StorageError(
+                f"{path}: expected the {nbytes.get(name)} bytes that its owner has written, found {seen}; all ranks of "
+                "a conversion have to see one directory",
+                path=path,
+            )
     disk.write_file(os.path.join(directory, MODEL_INDEX_NAME), index_of(shards))
 
 
@@ -395,14 +501,30 @@ def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def _made_beside(disk: Disk, path: str) -> Iterator[str]:
-    """The name under which the target is made: in a directory beside it that only this call uses, and removes."""
-    directory = f"{path}.converting-{secrets.token_hex(4)}"
+def _made_beside(disk: Disk, path: str, token: str) -> Iterator[str]:
+    """The name under which the target is made: in a directory beside it that only this call uses, and removes. All
+    ranks do, because the one that has made it may have been killed."""
+    directory = f"{path}.converting-{token}"
     disk.mkdirs(directory)
     try:
         yield os.path.join(directory, "made")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _saying_room(disk: Disk, path: str, plan: _Plan) -> Iterator[None]:
+    """An error of a full disk in the block says how much the target needs, and how much is free."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _, free_nbytes = disk.room(os.path.dirname(path))
+            error.message += (
+                f". {path} needs more than {plan.nbytes} bytes (--to dcp and torch need up to twice that for a while), "
+                f"and {free_nbytes} bytes are free"
+            )
+        raise
 
 
 def _publish(disk: Disk, made: str, path: str) -> None:

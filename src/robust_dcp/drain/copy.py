@@ -40,6 +40,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     COPYING_PREFIX,
     METADATA_NAME,
+    PARITY_PREFIX,
     REMOVING_PREFIX,
     SAVING_PREFIX,
     committed_name,
@@ -50,7 +51,7 @@ from robust_dcp.storage.files.paths import (
     real_place,
     writer_of,
 )
-from robust_dcp.storage.files.what_is_there import what_is_there
+from robust_dcp.storage.files.what_is_there import why_nothing_is_committed
 from robust_dcp.storage.layouts.footer import footer_in
 from robust_dcp.storage.layouts.safetensors import read_head
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_NOT_COPIED: Final = (SAVING_PREFIX, COPYING_PREFIX, REMOVING_PREFIX, DRAIN_RECORD_NAME)
+_NOT_COPIED: Final = (SAVING_PREFIX, COPYING_PREFIX, REMOVING_PREFIX, PARITY_PREFIX, DRAIN_RECORD_NAME)
 _CLAIM_TRIES: Final = 5
 _SHOWN: Final = 5
 
@@ -163,8 +164,7 @@ class _Manifest(msgspec.Struct, frozen=True):
         files, metadata = place.files(), place.read(METADATA_NAME)
         if metadata is None:
             raise StorageError(
-                f"no {METADATA_NAME} in {place.url}: no checkpoint was committed there; "
-                f"{what_is_there(place.disk, place.url)}",
+                why_nothing_is_committed(place.disk, place.url),
                 path=place.path_of(METADATA_NAME),
                 operation="copy",
             )

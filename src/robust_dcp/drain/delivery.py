@@ -82,6 +82,11 @@ def writer_of_save(checkpoint_id: str | os.PathLike[str] | None, storage_writer:
                 "none that could be copied from: save to a directory, and call robust_dcp.copy_checkpoint for one of "
                 "the two places, or leave drain_to out"
             )
+        if writer.options.parity_nodes is not None:
+            raise ValueError(
+                f"parity_nodes={writer.options.parity_nodes} is for drives of each node, and a save to {url} leaves "
+                "nothing there: leave it out"
+            )
         writer.stage(url, partial(staging_directory, url))
     return writer
 
@@ -184,7 +189,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         path, disk = self.writer.path, self.writer.disk
         self._held.enter_context(needed_for_a_load(disk, path))
         try:
-            self._record = announce_copy(disk, path, target, replaces=self._given_up(target))
+            replaces = (*self.writer.replaces(), *self._given_up(target))
+            self._record = announce_copy(disk, path, target, replaces=replaces)
         except StorageError as error:
             logger.warning("%s: nobody will know where its copy is: %s", path, error.message)
 
@@ -258,7 +264,10 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                     if not channel.broadcast(f"{name}: is it replaced", self._look, _Seen).is_replaced:
                         raise  # otherwise the copy of the later save removes what this one has sent
                     logger.info("%s was replaced before it was copied to %s", path, target)
-                return copying.result
+                    return copying.result
+            if channel.is_coordinator and self.writer.on_arrival is not None:
+                self.writer.on_arrival(target)
+            return copying.result
 
     def _look(self) -> _Seen:
         """Whether the directory holds a later save by now. If it was removed, it does not."""

@@ -174,7 +174,7 @@ class Place:
     def remove(self, name: str) -> None:
         """Remove a file. One that is gone already is no error."""
         try:
-            self._calls.run("remove", self.path_of(name), partial(self._remove, name))
+            self._calls.run("remove", self.path_of(name), partial(self.disk.unlink, self.path_of(name)))
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -258,9 +258,6 @@ class Place:
         finally:
             self.disk.close(file)
 
-    def _remove(self, name: str) -> None:
-        self.disk.unlink(self.path_of(name))
-
 
 class _Store(Place):
     """An object is seen when the call that made it has returned, and is durable then."""
@@ -340,9 +337,6 @@ class _Store(Place):
             with suppress(AttributeError):  # some files do not let it be set
                 file.closed = True  # else it would be finished when Python collects it
             raise
-
-    def _remove(self, name: str) -> None:
-        self._filesystem.rm_file(self._path(name))
 
     def _path(self, name: str) -> str:
         return self._remote.path_in_store(self.path_of(name))

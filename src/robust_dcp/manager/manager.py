@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import functools
 import logging
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -27,13 +28,15 @@ from robust_dcp.drain.record import announce_copy, digest_at, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.jobs import JobInSeries
 from robust_dcp.manager.preemption import Preemption
-from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, policies_of, prune
+from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, end_removals, policies_of, prune
+from robust_dcp.proof import ProofReport, before_first_step
+from robust_dcp.proof import prove as compared
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queue_of
-from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import RECORD_NAME, absolute, directory_path, place_of, real_place
+from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, absolute, local_path_of, place_of, real_place
 from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
-from robust_dcp.storage.remote import CopyOptions
+from robust_dcp.storage.options import WriteOptions
+from robust_dcp.storage.remote import CopyOptions, disk_at
 from robust_dcp.storage.writer import RobustWriter
 
 logger = logging.getLogger(__name__)
@@ -62,11 +65,13 @@ class LoadedCheckpoint(NamedTuple):
         checkpoint: which one.
         report: of the load.
         skipped: those that it tried before, newest first, and why they were not taken.
+        proof: that the live state is that of the checkpoint, with ``prove=True``.
     """
 
     checkpoint: Checkpoint
     report: LoadReport
     skipped: tuple[Skipped, ...] = ()
+    proof: ProofReport | None = None
 
 
 class _Candidates(msgspec.Struct, frozen=True):
@@ -85,7 +90,8 @@ class CheckpointManager:
     its own retention. Of its series it removes only what robust_dcp has saved.
 
     Args:
-        root: the directory. Checkpoints that stock or Megatron have put there are found as well if ``name`` fits them.
+        root: the directory, or a URL of fsspec such as ``"s3://bucket/run"``, to which each save is copied from a local
+            directory. Checkpoints that stock or Megatron have put there are found as well if ``name`` fits them.
         keep: policies, see :mod:`robust_dcp.manager.series`. What one of them keeps stays.
         keep_last: short for :class:`KeepLast`.
         keep_every: short for :class:`KeepEvery`.
@@ -95,12 +101,16 @@ class CheckpointManager:
             background. One that has not arrived there is not removed, whatever the policies say, and goes on with the
             next save.
         drain_options: how to copy, see :class:`CopyOptions`.
+        drain_keep_last: how many checkpoints stay below ``drain_to``, those with the highest steps. ``None`` for all.
+        parity_nodes: as for :class:`WriteOptions`, for drives of each node. The latest checkpoint that outlives the
+            loss of a node stays until a newer one does.
         process_group: the ranks that save together; ``None`` for all.
 
     Without any policy nothing is ever removed.
 
     Raises:
         ValueError: an argument makes no sense, such as a ``name`` that does not end in the step.
+        StorageError: the package for the store of a URL is not installed.
         TypeError: a policy has no method ``kept``.
 
     Example:
@@ -126,10 +136,14 @@ class CheckpointManager:
         name: str = "step_{step}",
         drain_to: str | os.PathLike[str] | None = None,
         drain_options: CopyOptions | None = None,
+        drain_keep_last: int | None = None,
+        parity_nodes: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._disk = Disk()
-        self._series = Series(self._disk, absolute(directory_path(root)), name)
+        place = place_of(root)
+        place = absolute(local_path_of(place) or place)
+        self._disk = disk_at(place)
+        self._series = Series(self._disk, place, name)
         self.root = self._series.root
         self.policies = policies_of(keep_last, keep_every, keep_best, keep)
         self._drain_to = None if drain_to is None else absolute(place_of(drain_to))
@@ -137,7 +151,13 @@ class CheckpointManager:
             raise ValueError(
                 f"drain_to is {self.root}, the manager's own root: checkpoints are copied to another place"
             )
+        if self._series.is_in_store and drain_to is not None:
+            raise ValueError(f"drain_to is for a root that is a directory, and {self.root} is in a store already")
+        if drain_keep_last is not None and drain_to is None:
+            raise ValueError("drain_keep_last is about the copies below drain_to: pass that, or keep_last")
+        self._drain_policies = policies_of(drain_keep_last, None, None)
         self._drain_options = drain_options or CopyOptions()
+        self._parity_nodes = WriteOptions(parity_nodes=parity_nodes).parity_nodes
         self._group = process_group
         self._pruning = threading.Lock()
         self._leads = self._has_saved = False
@@ -244,7 +264,9 @@ class CheckpointManager:
         return saving
 
     @entry_point
-    def load_latest(self, state_dict: dict[str, Any], **options: Any) -> LoadedCheckpoint | None:
+    def load_latest(
+        self, state_dict: dict[str, Any], *, prove: bool | Literal["first step"] = False, **options: Any
+    ) -> LoadedCheckpoint | None:
         """Load the latest checkpoint. If it is damaged, unsafe or gone, load the newest whole one of the series.
 
         If the file system refuses (a timeout, an I/O error, a permission), that is tried again, and then raised: an
@@ -252,6 +274,11 @@ class CheckpointManager:
 
         Args:
             state_dict: as for :func:`robust_dcp.load`. If no checkpoint can be loaded, tensors in it may have changed.
+            prove: ``True``: compare what is live after the load with the checkpoint, see :func:`robust_dcp.prove`.
+                ``"first step"``: do that right before the first step of an optimizer in ``state_dict``, because most
+                faults happen after the load. By then the forward pass has changed buffers and random numbers; so
+                parameters, optimizers (except for learning rates) and their schedulers are compared. If something
+                differs, all ranks raise.
             options: more arguments of :func:`robust_dcp.load`.
 
         Returns:
@@ -260,21 +287,36 @@ class CheckpointManager:
         Raises:
             CorruptCheckpoint: there are checkpoints, and all are damaged; names each and what is wrong with it.
             StorageError: a checkpoint cannot be read now, and may be whole.
-            RobustCheckpointError: a checkpoint is whole and does not fit the state dict, or ranks have failed.
+            RobustCheckpointError: a checkpoint is whole and does not fit the state dict, or ranks have failed; or the
+                proof has failed.
+            ValueError: ``prove`` is none of these values, or there is no optimizer that could step.
         """
+        if prove not in (True, False, "first step"):
+            raise ValueError(f'prove is True, False or "first step", not {prove!r}')
+        prove_before_step = before_first_step(state_dict) if prove == "first step" else None
         skipped: list[Skipped] = []
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
             load_it = functools.partial(load, state_dict, checkpoint_id=path, process_group=self._group, **options)
             try:
                 report = _persistently(f"load {path}", load_it)
-                self._job.has_loaded(checkpoint)
-                return LoadedCheckpoint(checkpoint, report, tuple(skipped))
             except (CorruptCheckpoint, StorageError, UnsafeCheckpoint) as error:
                 if isinstance(error, StorageError) and error.errno not in _MISSING:
                     raise  # it may be whole
                 logger.warning("%s is skipped: %s", path, error.message)
                 skipped.append(Skipped(path, error.message))
+                continue
+            self._job.has_loaded(checkpoint)
+            of_all = ("no_dist", "timeout_seconds", "deadline_seconds")
+            of_ranks = {name: options[name] for name in of_all if name in options}
+            compare_with: dict[str, Any] = {"checkpoint_id": path, "process_group": self._group, **of_ranks}
+            proof = None
+            if prove_before_step is not None:
+                prove_before_step(**compare_with)
+            elif prove:
+                proof = compared(state_dict, **compare_with)
+                proof.raise_if_differs()
+            return LoadedCheckpoint(checkpoint, report, tuple(skipped), proof)
         if not skipped:
             return None
         each = "\n".join(f"  {one.path}: {one.reason}" for one in skipped)
@@ -306,12 +348,15 @@ class CheckpointManager:
             StorageError: a newer job saves this series.
         """
         path = self.path_of(step)
-        record = Checkpoint(operator.index(step), metrics=_noted(metrics or {}))
+        record = Checkpoint(operator.index(step), metrics=_noted(metrics or {}), series=self._series.prefix)
 
         def note() -> None:
             try:
                 job = self._job.for_record(path)
-                noted = msgspec.structs.replace(record, digest=digest_at(self._disk, path), job=job)
+                committed_seconds = self._disk.modified_seconds(os.path.join(path, METADATA_NAME))
+                noted = msgspec.structs.replace(
+                    record, digest=digest_at(self._disk, path), job=job, saved_seconds=committed_seconds
+                )
                 write_record = functools.partial(
                     self._disk.replace_file, os.path.join(path, RECORD_NAME), msgspec.json.encode(noted)
                 )
@@ -323,7 +368,7 @@ class CheckpointManager:
                 self._series.move_latest(path, noted.digest)  # first: what has a record counts as named
                 write_record()
             except StorageError as error:
-                if error.errno != errno.ENOENT or os.path.exists(path):
+                if error.errno != errno.ENOENT or self._disk.exists(path):
                     raise
                 logger.warning("%s was removed right after its commit, by another manager of %s", path, self.root)
 
@@ -333,17 +378,47 @@ class CheckpointManager:
             timeout_seconds=options.get("timeout_seconds") or 300.0,
             no_dist=options.get("no_dist", False),
         )
-        channel.barrier("does another job save here", self._job.check_alone if channel.is_coordinator else lambda: None)
+
+        def begin() -> None:
+            self._job.check_alone()
+            if self._series.is_in_store:
+                end_removals(self._series)
+
+        channel.barrier("does another job save here", begin if channel.is_coordinator else lambda: None)
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
+        if self._drain_to is not None or self._parity_nodes is not None:
+            # Another manager may use it, too.
+            options["storage_writer"] = copy.copy(options.get("storage_writer") or RobustWriter(path))
+        if self._parity_nodes is not None:
+            writer = options["storage_writer"]
+            writer.options = dataclasses.replace(writer.options, parity_nodes=self._parity_nodes)
         if self._drain_to is not None:
-            writer = copy.copy(options.get("storage_writer") or RobustWriter(path))  # another manager may use it, too
+            writer = options["storage_writer"]
             writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
-            writer.drain_options = self._drain_options
-            options["storage_writer"] = writer
+            writer.drain_options, writer.on_arrival = self._drain_options, self._has_arrived
             if self._is_coordinator():
                 self._resume_drains(self._drain_to)
             self._has_saved = True
+        if self._series.is_in_store:
+            writer = copy.copy(options.get("storage_writer") or RobustWriter(os.curdir))  # it is staged elsewhere
+            writer.drain_options = self._drain_options
+            writer.replaces = functools.partial(self._series.replaced_by_a_save, path)
+            options["storage_writer"] = writer
         return options
+
+    def _has_arrived(self, path: str) -> None:
+        """A copy has arrived below ``drain_to``: name it as the latest there unless a later save is, and remove what is
+        not to stay. What goes wrong costs space, or an older ``latest``."""
+        try:
+            root = os.path.dirname(path)
+            series = Series(disk_at(root), root, self._series.name)
+            record, latest = series.record_at(path), series.noted_latest()
+            if record is not None and (latest is None or latest.saved_seconds <= record.saved_seconds):
+                series.move_latest(path, record.digest)
+            if self._drain_policies:
+                prune(series, self._drain_policies)
+        except Exception as error:
+            logger.warning("%s has arrived; latest and old checkpoints there stay as they are: %s", path, error)
 
     def _resume_drains(self, drain_to: str) -> None:
         """Go on in the background with copies that were cut off: their job was killed, or the store failed.
@@ -360,6 +435,7 @@ class CheckpointManager:
                     if goes_on:
                         announce_copy(self._disk, path, target)
                         copy_checkpoint(path, target, options=self._drain_options)
+                        self._has_arrived(target)
                 except (RobustCheckpointError, ValueError) as error:
                     logger.warning("%s: its copy is still not complete: %s", path, error)
 
@@ -400,11 +476,11 @@ class CheckpointManager:
 
         If the nodes do not share the root, one rank on each does there what the coordinator does in its own.
         """
-        self._leads = report.leads_directory
-        if report.rank != 0 and not report.leads_directory:
+        self._leads = report.leads_directory and not self._series.is_in_store
+        if report.rank != 0 and not self._leads:
             return
         try:
-            if report.leads_directory:
+            if self._leads:
                 note()
             if self.policies:
                 self.prune()

@@ -20,6 +20,10 @@ A checkpoint stays if at least one policy keeps it. You can write your own polic
 
     CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
 
+A series may lie in a store as well: the root is a URL then, and the disk that of the store. There a checkpoint is
+removed in another order, since nothing can be renamed: a note of the removal, ``.metadata``, all other files that a
+save or a copy of ours gives such names, the note. Only a checkpoint goes whose record names this series.
+
 Only what carries our mark is removed: a checkpoint whose ``.metadata`` is ours, files with the mark of a crashed save,
 and directories that an earlier removal has renamed. A checkpoint is first renamed to a name that no checkpoint has.
 Then its files are removed. If the process is killed in between, the next removal finds the directory by its name. So at
@@ -35,6 +39,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
 from functools import partial
@@ -46,14 +52,24 @@ import msgspec
 from robust_dcp import errors
 from robust_dcp.decoding import from_json
 from robust_dcp.drain.record import digest_at, inode_of, is_awaited
+from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.storage.committing.saving_file import (
     claimed,
     is_gone,
-    saving_files_in,
     sweep,
 )
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import (
+    COPYING_PREFIX,
+    METADATA_NAME,
+    READ_BY_NAME,
+    RECORD_NAME,
+    REMOVING_PREFIX,
+    SAVING_PREFIX,
+    is_url,
+    metadata_name,
+    writer_of,
+)
 from robust_dcp.storage.files.small_files import pass_over, read_hint
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked, not_being_loaded
@@ -70,6 +86,9 @@ _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, s
 _MOST_NAME_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
 _OVER_AFTER_SECONDS: Final = 3600.0
+_THREADS: Final = 8  # each call to a store takes some ten milliseconds
+_UNFINISHED: Final = (SAVING_PREFIX, COPYING_PREFIX)
+_OF_OURS: Final = ".robust_dcp."
 
 
 class Job(msgspec.Struct, frozen=True, order=True):
@@ -104,6 +123,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
         digest: tells its save from others. A record of another save does not count: it is still there if a save into
             the same directory was killed right after its commit. Empty in records of earlier versions.
         job: who has saved it; ``None`` if it was not a manager.
+        series: the prefix of the names of the series that it was saved in.
     """
 
     step: int
@@ -112,6 +132,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     metrics: dict[str, float] = {}
     digest: str = ""
     job: Job | None = None
+    series: str | None = None
 
     @property
     def name(self) -> str:
@@ -165,7 +186,10 @@ class KeepEvery:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """The best ones by a metric. Of equal ones the newest. A checkpoint without the metric, or with NaN, is none.
+    """The best ones by a metric. Of equal ones the newest.
+
+    A checkpoint without the metric (NaN is none) is not rated. The other policies decide on it. If there are only such
+    policies, and none of them rates it, it stays: a mistyped name must not cost the history of a run.
 
     Attributes:
         metric: its name.
@@ -184,9 +208,13 @@ class KeepBest:
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
         sign = 1 if self.best == "smallest" else -1
-        rated = [each for each in checkpoints if not math.isnan(each.metrics.get(self.metric, math.nan))]
+        rated = list(filter(self.rates, checkpoints))
         rated.sort(key=lambda each: (sign * each.metrics[self.metric], -each.step))
         return rated[: self.number]
+
+    def rates(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint has the metric."""
+        return not math.isnan(checkpoint.metrics.get(self.metric, math.nan))
 
 
 def _check_number(name: str, value: object) -> None:
@@ -235,13 +263,15 @@ class Series:
 
     def __init__(self, disk: Disk, root: str, name: str = "step_{step}") -> None:
         self.disk = disk
-        self.root = os.path.normpath(root)
+        self.is_in_store = is_url(root)
+        self.root = root if self.is_in_store else os.path.normpath(root)
         self.name = name
         self.prefix, _ = parse_name(self._formatted(0)) or ("", 0)
         if any(self.step_of(self._formatted(step)) != step for step in (0, 1234567)):
             raise ValueError(f"name={name!r} does not say which step a directory is of; {_NAME_ADVICE}")
         self.latest_name = LATEST_NAME if self.prefix == "step_" else f"{LATEST_NAME}.{self.prefix}"
         self.tracker_name = TRACKER_NAME if self.prefix == "iter_" else None
+        self._missed_metrics: set[str] = set()
 
     def path_of(self, step: int) -> str:
         """The directory of a step.
@@ -271,11 +301,11 @@ class Series:
         Raises:
             StorageError: the root cannot be looked at.
         """
-        return [path for path in self._paths() if os.path.isdir(path)]
+        return self._paths(self.disk.directories_in)
 
-    def _paths(self) -> list[str]:
-        """The paths that have a name of this series, whatever is there."""
-        names = self.disk.list_directory(self.root) if self.disk.exists(self.root) else []
+    def _paths(self, names_in: Callable[[str], list[str]]) -> list[str]:
+        """The paths that have a name of this series."""
+        names = names_in(self.root) if self.disk.exists(self.root) else []
         return [os.path.join(self.root, name) for name in names if self.step_of(name) is not None]
 
     def look(self, *, skips_unknown: bool = True, by_ranks: bool = False) -> list[Checkpoint]:
@@ -288,22 +318,26 @@ class Series:
         Raises:
             StorageError: the root cannot be looked at, or a directory of a step, which may hold a checkpoint.
         """
-        checkpoints: list[Checkpoint] = []
-        for path in self._paths():  # whether it is a directory may not be known now
+
+        def look_at(path: str) -> Checkpoint | None:
             metadata = os.path.join(path, METADATA_NAME)
             try:
                 if by_ranks and not self.disk.exists(metadata):
                     metadata = os.path.join(path, metadata_name(0))
                 if not self.disk.exists(metadata):  # not by an error, because our errors need torch
-                    continue
+                    return None
                 saved_seconds = self.disk.modified_seconds(metadata)
                 record = self.record_at(path) or Checkpoint(0)
             except errors.StorageError as error:
                 if skips_unknown or error.errno in (ENOENT, ENOTDIR):
-                    continue
+                    return None
                 raise
             step = self.step_of(os.path.basename(path)) or 0
-            checkpoints.append(msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds))
+            return msgspec.structs.replace(record, step=step, path=path, saved_seconds=saved_seconds)
+
+        paths = self._paths(self.disk.list_directory)  # whether each is a directory may not be known now
+        with ThreadPoolExecutor(_THREADS) if self.is_in_store else nullcontext() as pool:
+            checkpoints = list(filter(None, pool.map(look_at, paths) if pool else map(look_at, paths)))
         return sorted(checkpoints)
 
     def record_at(self, path: str) -> Checkpoint | None:
@@ -348,8 +382,8 @@ class Series:
         each policy is asked twice: for all checkpoints, and for those up to the latest. So what was saved before the
         job went back takes no place from what it saves now, and is not removed for it.
 
-        The latest and the newest stay whatever the policies say, and so do links, what robust_dcp has not saved, and
-        what has not arrived where it is copied to.
+        The latest and the newest stay whatever the policies say, and so do links, what robust_dcp has not saved, what
+        has not arrived where it is copied to, and the newest one that outlives the loss of a node.
 
         Raises:
             StorageError: the root cannot be looked at.
@@ -362,7 +396,34 @@ class Series:
         asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
         kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
         kept |= {each.path for each in (latest, *checkpoints[-1:]) if each is not None}
+        kept |= {each.path for each in self._not_rated(policies, checkpoints)}
+        on_drives = () if self.is_in_store else reversed(checkpoints)
+        protected = next((each for each in on_drives if read_parity_note(self.disk, each.path)), None)
+        kept |= set() if protected is None else {protected.path}
         return [(each, "" if each.path in kept else self._why_it_stays(each.path)) for each in checkpoints]
+
+    def _not_rated(self, policies: Sequence[KeepPolicy], checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """The checkpoints of which no policy can say anything, as they lack its metric. A metric that one of them lacks
+        is named in one warning."""
+        of_metrics = [policy for policy in policies if isinstance(policy, KeepBest)]
+        for policy in of_metrics:
+            unrated = [each for each in checkpoints if not policy.rates(each)]
+            if unrated and policy.metric not in self._missed_metrics:
+                self._missed_metrics.add(policy.metric)
+                there = sorted({name for each in checkpoints for name in each.metrics})
+                logger.warning(
+                    "%s: %s of %s checkpoints, such as %s, lack the metric %r of keep_best: %s. %s",
+                    self.root,
+                    len(unrated),
+                    len(checkpoints),
+                    unrated[-1].name,
+                    policy.metric,
+                    "they stay" if len(of_metrics) == len(policies) else "the other policies decide",
+                    f"The metrics that there are: {', '.join(there)}" if there else "No checkpoint has any metric",
+                )
+        if len(of_metrics) < len(policies):
+            return []
+        return [each for each in checkpoints if not any(policy.rates(each) for policy in of_metrics)]
 
     def is_ours(self, path: str) -> bool:
         """Whether a checkpoint carries our mark: ``.metadata`` ends as only ours does. Nobody else's is ever removed.
@@ -371,6 +432,29 @@ class Series:
             StorageError: it cannot be read.
         """
         return files_are_marked(self.disk.read_end(os.path.join(path, METADATA_NAME), TRAILER_NBYTES)[1])
+
+    def may_be_removed(self, path: str) -> bool:
+        """Whether a checkpoint carries our mark, and in a store that of this series: others may keep theirs there.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        if self.is_in_store:
+            record = self.record_at(path)
+            if record is None or record.series != self.prefix:
+                return False
+        return self.is_ours(path)
+
+    def replaced_by_a_save(self, path: str) -> tuple[str, ...]:
+        """The digest of the checkpoint in a store whose place a save of its step takes, if there is one: of this
+        series, or of a save that was killed before it wrote the record. Over any other the save is refused.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        if not self.disk.exists(os.path.join(path, METADATA_NAME)):
+            return ()
+        return (digest_at(self.disk, path),) if self.may_be_removed(path) or self.was_cut_off(path) else ()
 
     def was_cut_off(self, path: str) -> bool:
         """Whether a checkpoint is ours, and its save was killed before it wrote the record.
@@ -385,8 +469,8 @@ class Series:
         try:
             if os.path.islink(path):
                 return "somebody has put a link there"
-            if not self.is_ours(path):
-                return "robust_dcp has not saved it"
+            if not self.may_be_removed(path):
+                return "this series has not saved it" if self.is_ours(path) else "robust_dcp has not saved it"
             return "its copy has not arrived" if is_awaited(self.disk, path) else None
         except errors.StorageError as error:
             return f"it cannot be read: {error.message}"
@@ -482,16 +566,16 @@ def series_in(disk: Disk, root: str) -> list[Series]:
         StorageError: the root cannot be looked at.
     """
     found: dict[str, Series] = {}
-    for name in disk.list_directory(root):
+    for name in disk.directories_in(root):
         prefix, _ = parse_name(name) or (None, None)
         path = os.path.join(root, name)
-        if prefix is None or prefix in found or not os.path.isdir(path):
+        if prefix is None or prefix in found:
             continue
         try:
             names = disk.list_directory(path)
         except errors.StorageError:
             continue
-        if any(each.endswith(METADATA_NAME) for each in names) or saving_files_in(names):
+        if any(each.endswith(METADATA_NAME) or each.startswith(_UNFINISHED) for each in names):
             found[prefix] = Series(disk, root, prefix.replace("{", "{{").replace("}", "}}") + "{step}")
     return list(found.values())
 
@@ -519,20 +603,30 @@ def prune(
     pruned: dict[str, list[str]] = {"removed": [], "in_use": [], "swept": [], "failed": []}
     if not disk.exists(root):  # nothing was saved yet
         return pruned
-    for name in disk.list_directory(root):
-        path = os.path.join(root, name)
-        if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
-            _attempt(_remove_tree, disk, path)
-        elif series.is_unfinished_name(name):
-            _attempt(_remove_unfinished, series, path)
-    for path in series.directories():
-        if _attempt(sweep, disk, path):
+    end_removals(series)
+    for name in filter(series.is_unfinished_name, disk.list_directory(root)):
+        _attempt(_remove_unfinished, series, os.path.join(root, name))
+    committed = {each.path for each in series.look()} if series.is_in_store else set[str]()
+    for path in set(series.directories()) - committed:
+        is_swept = _attempt(_sweep_store, series, path) if series.is_in_store else _attempt(sweep, disk, path)
+        if is_swept:
             pruned["swept"].append(path)
     doomed = [each.path for each, why_it_stays in series.decide(policies) if why_it_stays is None]
     for path in [each for each in doomed if only is None or each in only]:
         outcomes = {True: "removed", False: "in_use", None: "failed"}
         pruned[outcomes[_attempt(_remove, series, path)]].append(path)
     return pruned
+
+
+def end_removals(series: Series) -> None:
+    """Go on with removals that were cut off.
+
+    Raises:
+        StorageError: the root cannot be looked at.
+    """
+    for name in series.disk.list_directory(series.root) if series.disk.exists(series.root) else ():
+        if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
+            _attempt(_end_removal, series, os.path.join(series.root, name))
 
 
 def _attempt(remove: Callable[[T, str], bool], where: T, path: str) -> bool | None:
@@ -559,14 +653,69 @@ def _remove(series: Series, path: str) -> bool:
             name, the next :func:`prune` goes on.
     """
     disk, doomed = series.disk, os.path.join(series.root, f"{REMOVING_PREFIX}{os.path.basename(path)}")
+    if series.is_in_store:
+        if not series.may_be_removed(path):
+            return False
+        disk.replace_file(doomed, digest_at(disk, path).encode())
+        return _end_removal(series, doomed)
     if disk.exists(doomed):  # an earlier removal of that name was cut off
         _remove_tree(disk, doomed)
     with claimed(disk, path), not_being_loaded(disk, path) as is_free:
-        if not is_free or not series.is_ours(path):  # stock may have saved over it meanwhile
+        if not is_free or not series.may_be_removed(path):  # stock may have saved over it meanwhile
             return False
         disk.rename(path, doomed)
     disk.fsync_directory(series.root)
-    return _remove_tree(disk, doomed)
+    return _end_removal(series, doomed)
+
+
+def _end_removal(series: Series, doomed: str) -> bool:
+    """Go on with a removal. In a store it may be that of a checkpoint whose place a later save has taken.
+
+    Returns:
+        Whether the checkpoint is gone. In a store not if a copy to its place has begun.
+
+    Raises:
+        StorageError: a call failed.
+    """
+    disk, name = series.disk, os.path.basename(doomed).removeprefix(REMOVING_PREFIX)
+    if not series.is_in_store:
+        return _remove_tree(disk, doomed)
+    path = os.path.join(series.root, name)
+    names = disk.list_directory(path) if disk.exists(path) else []
+    if _is_copied_to(series, path, names):
+        return False
+    if METADATA_NAME not in names or digest_at(disk, path) == (disk.read_file(doomed, _DIGEST_LENGTH) or b"").decode():
+        for each in sorted(filter(_is_of_ours, names), key=METADATA_NAME.__ne__):  # what is left is no checkpoint
+            disk.unlink(os.path.join(path, each))
+    disk.unlink(doomed)
+    return True
+
+
+def _is_of_ours(name: str) -> bool:
+    """Whether a save or a copy of ours gives a file such a name. No other file in a store is removed."""
+    writer = writer_of(name)
+    return (writer is not None and bool(writer.mark)) or name in READ_BY_NAME or name.startswith(_OF_OURS)
+
+
+def _is_copied_to(series: Series, path: str, names: Iterable[str]) -> bool:
+    """Whether a copy to a place in a store may still run. It is over if it began an hour before ``latest`` was moved
+    again: there are no locks that would tell."""
+    disk, latest_path = series.disk, os.path.join(series.root, series.latest_name)
+    claims = [os.path.join(path, name) for name in names if name.startswith(COPYING_PREFIX)]
+    latest_seconds = disk.modified_seconds(latest_path) if claims and disk.exists(latest_path) else 0.0
+    return any(disk.modified_seconds(claim) > latest_seconds - _OVER_AFTER_SECONDS for claim in claims)
+
+
+def _sweep_store(series: Series, path: str) -> bool:
+    """Remove what a copy to a store has left that was killed before it committed. Returns whether it is gone."""
+    disk = series.disk
+    names = disk.list_directory(path)
+    is_left = any(name.startswith(COPYING_PREFIX) for name in names) and METADATA_NAME not in names
+    if not is_left or _is_copied_to(series, path, names):
+        return False
+    for name in sorted(filter(_is_of_ours, names), key=lambda name: name.startswith(COPYING_PREFIX)):
+        disk.unlink(os.path.join(path, name))
+    return True
 
 
 def _remove_unfinished(series: Series, path: str) -> bool:

@@ -10,16 +10,24 @@ from __future__ import annotations
 import concurrent.futures
 import inspect
 import logging
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
+from robust_dcp.megatron.options import megatron_arguments
 from robust_dcp.report import SaveReport
 from robust_dcp.save_queue import SaveFuture
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 
 logger = logging.getLogger(__name__)
+
+ITERATION = re.compile(r"iter_(\d{7,18})")
+"""The name of an iteration's directory."""
 
 
 class BackgroundSave:
@@ -50,7 +58,7 @@ class BackgroundSave:
         """
         with as_megatron_raises():
             report = self._future.result()
-        log_report(report)
+        end_save(report)
         return report
 
     def schedule_async_call(self, async_req: Any) -> None:
@@ -72,10 +80,18 @@ class BackgroundSave:
         """Do nothing: there is no process to end."""
 
 
-def log_report(report: SaveReport) -> None:
-    """Log one line on rank 0: bytes, seconds, and whether the plan was reused."""
+def end_save(report: SaveReport) -> None:
+    """Log one line on rank 0: bytes, seconds, and whether the plan was reused.
+
+    Where nodes do not share the directory, write Megatron-LM's tracker on this one, as its rank 0 does on its own: all
+    nodes have committed.
+    """
     if report.rank == 0:
         logger.info("%s", str(report).partition("\n")[0])
+    root, name = os.path.split(os.path.abspath(report.checkpoint_id))
+    save, iteration = getattr(megatron_arguments(), "save", None), ITERATION.fullmatch(name)
+    if report.leads_directory and save is not None and iteration is not None and os.path.abspath(save) == root:
+        Disk().replace_file(os.path.join(root, TRACKER_NAME), str(int(iteration[1])).encode())
 
 
 def request_for(request_class: Any, save: BackgroundSave, finish: Callable[[SaveReport], None]) -> Any:

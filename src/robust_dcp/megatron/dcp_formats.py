@@ -12,7 +12,7 @@ from typing import Any
 
 from robust_dcp.asynchronous import async_save
 from robust_dcp.megatron import versions
-from robust_dcp.megatron.async_requests import BackgroundSave, log_report, request_for
+from robust_dcp.megatron.async_requests import BackgroundSave, end_save, request_for
 from robust_dcp.megatron.failures import meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.storage.writer import RobustWriter
@@ -34,7 +34,8 @@ def save(stock: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args,
         kwargs,
         threads=options.writer_threads,
-        on_saved=log_report,
+        parity_nodes=options.parity_nodes,
+        on_saved=end_save,
         timeout_seconds=options.exchange_timeout_seconds,
     )
 
@@ -68,7 +69,7 @@ def get_async_strategy(stock: Function, *args: Any, **kwargs: Any) -> Any:
 def start_save(_: Any, state_dict: dict[str, Any], storage_writer: Any, *__: Any, **___: Any) -> BackgroundSave:
     """``save_state_dict_async_plan``: starts the save. Of Megatron's writer it uses only the path."""
     options = current_options()
-    writer = RobustWriter(storage_writer.path, threads=options.writer_threads)
+    writer = RobustWriter(storage_writer.path, threads=options.writer_threads, parity_nodes=options.parity_nodes)
     meet_before_saving()
     timeout_seconds = options.exchange_timeout_seconds
     saving: Any = async_save(state_dict, storage_writer=writer, timeout_seconds=timeout_seconds)

@@ -38,12 +38,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from robust_dcp import api
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import CorruptCheckpoint, entry_point
+from robust_dcp.errors import CorruptCheckpoint, ExchangeError, RobustCheckpointError, entry_point
 from robust_dcp.megatron import common_state, integrity, versions
 from robust_dcp.megatron.access import PART, agree_on_access, key_of
 from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import ShardFacts
+from robust_dcp.nodes.files import make_whole
 from robust_dcp.plan.load_items import plan_reads
 from robust_dcp.plan.load_planner import check_filled
 from robust_dcp.report import LoadReport
@@ -62,6 +63,9 @@ logger = logging.getLogger(__name__)
 CheckpointDir = str | os.PathLike[str]
 
 _BUFFER_NBYTES = 64 << 20
+
+LAST_LOADED: list[str] = []
+"""The directory that :func:`load` has loaded last."""
 
 
 class MegatronLoadPlanner(MCoreLoadPlanner):
@@ -348,7 +352,13 @@ def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_t
     with as_megatron_raises():
         if verifies_files:
             integrity.verify_files(channel, phase, directory)
-        opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
+        try:
+            opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
+        except RobustCheckpointError as error:
+            # Rank 0 may be on a node that has lost its drive.
+            if isinstance(error, ExchangeError) or no_dist or not make_whole(channel, phase, directory):
+                raise
+            opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
         if opened.backend != "torch_dist":
             log_left_to_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
             return stock(*bound.args, **bound.kwargs)
@@ -395,6 +405,7 @@ def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_t
                 raise overwritten(directory, "saves were committed meanwhile")
             logger.warning("%s was overwritten while it was loaded: it is loaded once more", directory)
             return _load(stock, bound, is_last_try=True)
+    LAST_LOADED[:] = [directory]
     return (result, missing, unexpected) if returns_mismatch else result
 
 

@@ -44,8 +44,10 @@ class Option(NamedTuple):
     @property
     def variable(self) -> str:
         """The environment variable. The one that switches robust_dcp on is ``ROBUST_DCP``."""
-        return "ROBUST_DCP" if self.field == "planner" else f"ROBUST_DCP_{self.field.upper()}"
+        return _VARIABLES.get(self.field, f"ROBUST_DCP_{self.field.upper()}")
 
+
+_VARIABLES = {"planner": "ROBUST_DCP", "prove_resume": "ROBUST_DCP_PROVE"}
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -73,6 +75,17 @@ OPTIONS: tuple[Option, ...] = (
         ("raise", "warn"),
         "when a save fails on any rank: raise on all of them, or log why and go on with training",
     ),
+    Option(
+        "prove_resume",
+        (),
+        "after a load, compare model, optimizer, scheduler and random numbers with the checkpoint; a difference raises",
+    ),
+    Option(
+        "parity_nodes",
+        (),
+        "where each node saves to a drive of its own: about how many nodes keep parity for each other, so that a "
+        "checkpoint outlives the loss of any one of them; none if it is not given",
+    ),
 )
 
 _chosen: list[Planner] = []
@@ -98,6 +111,8 @@ class MegatronOptions:
         exchange_timeout_seconds: the timeout of each exchange between ranks.
         trusted: whether objects may run code when they are loaded.
         save_failure: ``"raise"`` or ``"warn"``. With ``"warn"`` a failed save is logged and training goes on.
+        prove_resume: whether ``load_checkpoint`` compares what is live with the checkpoint.
+        parity_nodes: as for ``WriteOptions``.
     """
 
     planner: Planner = field(default_factory=default_planner)
@@ -105,6 +120,8 @@ class MegatronOptions:
     exchange_timeout_seconds: float = 300.0
     trusted: bool = False
     save_failure: Literal["raise", "warn"] = "raise"
+    prove_resume: bool = False
+    parity_nodes: int | None = None
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:
@@ -180,9 +197,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for option in OPTIONS:
         if option.argument in parser._option_string_actions:  # argparse has no public way to look that up
             continue
+        # Of a switch the word alone is enough.
+        is_switch = isinstance(getattr(defaults, option.field), bool)
+        alone: dict[str, Any] = {"nargs": "?", "const": True} if is_switch else {}
         group.add_argument(
             option.argument,
             type=str if option.choices else VARIABLES[option.variable],
+            **alone,
             choices=option.choices or None,
             default=getattr(defaults, option.field),
             help=f"{option.help} (environment: {option.variable})",

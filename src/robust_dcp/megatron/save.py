@@ -35,7 +35,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import common_state, integrity, versions
 from robust_dcp.megatron.access import agree_on_access
-from robust_dcp.megatron.async_requests import BackgroundSave, log_report, request_for
+from robust_dcp.megatron.async_requests import BackgroundSave, end_save, request_for
 from robust_dcp.megatron.failures import as_megatron_raises, meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import MegatronPlanner, ShardFacts
@@ -76,7 +76,7 @@ def _save_shards(
     """
     group, options = getattr(strategy, "parallelization_group", None), current_options()
     peers = () if group is None else dist.get_process_group_ranks(group)
-    writer = RobustWriter(checkpoint_dir, threads=options.writer_threads)
+    writer = RobustWriter(checkpoint_dir, threads=options.writer_threads, parity_nodes=options.parity_nodes)
     writer.beside = beside
     separation_hint = getattr(_base_strategy_of(strategy), "separation_hint", None)
     if separation_hint:
@@ -160,7 +160,7 @@ def strategy_save(
     base = _base_strategy_of(strategy)
     if _is_written_by_ours(base):
         base.last_report = _save_shards(api.save, strategy, sharded_state_dict, checkpoint_dir)
-        log_report(base.last_report)
+        end_save(base.last_report)
     else:
         stock(strategy, sharded_state_dict, checkpoint_dir)
 
@@ -253,7 +253,7 @@ def save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if is_async:
         return request_for(request_class, BackgroundSave(save_shards(async_save)), finish)
     report = save_shards(api.save)
-    log_report(report)
+    end_save(report)
     finish(report)
     return None
 

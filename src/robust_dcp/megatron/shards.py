@@ -339,8 +339,6 @@ class MegatronPlanner(RobustPlanner):
         refused: what a load would refuse in ``common.pt``. It is reported together with what is refused in the shards.
     """
 
-    needs_one_directory = "A save by Megatron-Core, with its common files,"
-
     def __init__(
         self,
         *,

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import core, serialization, state_dict_uti
 from megatron.core.dist_checkpointing import utils as dist_checkpointing_utils
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
@@ -73,6 +73,16 @@ def to_dcp_values(grouped: dict[str, list[ShardedBase]]) -> dict[str, Any]:
     """
     values: dict[str, Any] = megatron_torch.mcore_to_pyt_state_dict(grouped, is_loading=False)
     return values
+
+
+def to_dcp_live(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Make the state dict that DCP would save, with objects as they are."""
+    grouped, _, _ = megatron_torch._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+    objects = {
+        key: [each.data for each in shards] for key, shards in grouped.items() if isinstance(shards[0], ShardedObject)
+    }
+    tensors = {key: shards for key, shards in grouped.items() if key not in objects}
+    return {**to_dcp_values(tensors), **objects}
 
 
 def to_dcp_targets(

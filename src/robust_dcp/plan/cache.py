@@ -46,11 +46,8 @@ class KeptPlan(msgspec.Struct, frozen=True, eq=False):
         share: what this rank writes. ``placements``: where.
         signature: the signature of this rank's structure.
         plan: the plan of all ranks, on the coordinator.
-        variable_places: int64 ``[v, 2]``, offset and length of this rank's items of variable size in the last save, as
-            the coordinator knows them. Places that do not change need not be sent again. ``None`` if this rank cannot
-            be sure that the coordinator knows them.
-        places_of_all: on the coordinator, the places of every rank's items of variable size in the last save.
-        places_mark: the mark of that save, if all ranks know that it was committed; else 0.
+        variable_places: int64 ``[v, 2]``, offset and length of this rank's items of variable size in the last save.
+            ``None`` if this rank does not know that a save by this plan was committed.
         loaded_from: the checkpoint in which the plan was found; empty if this process made it.
         kind: on the coordinator, the kind of what is saved: the caller's name for it, or the identity of the first plan
             of this kind.
@@ -61,16 +58,8 @@ class KeptPlan(msgspec.Struct, frozen=True, eq=False):
     signature: bytes
     plan: Plan | None = None
     variable_places: npt.NDArray[np.int64] | None = None
-    places_of_all: tuple[npt.NDArray[np.int64], ...] | None = None
-    places_mark: int = 0
     loaded_from: str = ""
     kind: str = ""
-
-    @property
-    def offered_id(self) -> bytes:
-        """16 bytes that are equal on ranks with the same decisions and places of the same save. A rank may lack a plan
-        that others have kept, find it in a checkpoint that it has loaded, and not know their places."""
-        return (int.from_bytes(self.share.plan_id, "little") ^ self.places_mark).to_bytes(16, "little")
 
 
 PLANS: Final[Cache[tuple[GroupKey, bytes, str], KeptPlan]] = Cache(max_nbytes=2 << 30)

@@ -1,8 +1,9 @@
 """Says what does not fit between the keys of a state dict and those of a checkpoint, in words.
 
 Of keys that the checkpoint does not have: what it has instead. Only names are compared, and the cost is bounded even
-for hundreds of thousands of them. Of keys that no rank of a load has asked for: one line, by groups of keys. For that
-each rank sends one bit for each key of the checkpoint, compressed, and nothing if it asks for all of them.
+for hundreds of thousands of them. Of keys that no rank of a load has asked for, and of those that may be missing: one
+line each, by groups of keys. For that each rank sends one bit for each key of the checkpoint, compressed, and the first
+of its missing keys; nothing if it asks for exactly what is there.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import compress
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.names import WRAPPERS, without_wrappers
+from robust_dcp.names import WRAPPERS, fits, without_wrappers
 from robust_dcp.report import listed
 from robust_dcp.storage.index.stored_index import index_of
 
@@ -27,6 +29,7 @@ _MISSING_COMPARED: Final = 1000
 _EXAMPLES: Final = 4
 _SHOWN_KEYS: Final = 3
 _NEIGHBOURS: Final = 100
+_MISSING_SENT: Final = 100
 _ALIKE: Final = 0.75
 
 
@@ -120,18 +123,27 @@ def _prefixes(name: str) -> Iterator[str]:
         yield name[:at]
 
 
-class AskedKeys(msgspec.Struct, frozen=True):
+class AskedKeys(msgspec.Struct, frozen=True, omit_defaults=True):
     """The keys that a rank has asked for.
 
     Attributes:
-        bits: one bit for each key of the checkpoint, in the order of the sorted keys; compressed by ``zlib``.
+        bits: one bit for each key of the checkpoint, in the order of the sorted keys; compressed by ``zlib``. Empty if
+            it has asked for all.
+        missing: the first of those that the checkpoint does not have.
+        n_missing: how many these are.
     """
 
-    bits: bytes
+    bits: bytes = b""
+    missing: tuple[str, ...] = ()
+    n_missing: int = 0
 
 
-def asked_keys(metadata: Metadata, asked: Mapping[str, Any]) -> AskedKeys | None:
-    """Which keys of a checkpoint are in a state dict; ``None`` if all are."""
+def asked_keys(metadata: Metadata, asked: Mapping[str, Any], missing: Sequence[str]) -> AskedKeys | None:
+    """Which keys of a checkpoint are in a state dict; ``None`` if all are, and none is missing.
+
+    Args:
+        missing: the keys of ``asked`` that the checkpoint does not have.
+    """
     saved = metadata.state_dict_metadata
     index = index_of(metadata)
     if index is not None:
@@ -140,39 +152,80 @@ def asked_keys(metadata: Metadata, asked: Mapping[str, Any]) -> AskedKeys | None
     else:
         numbers = np.flatnonzero([key in asked for key in sorted(saved)])
     if len(numbers) == len(saved):
-        return None
+        return AskedKeys(b"", tuple(missing[:_MISSING_SENT]), len(missing)) if missing else None
     bits = np.zeros(len(saved), dtype=np.bool_)
     bits[numbers] = True
-    return AskedKeys(zlib.compress(np.packbits(bits).tobytes(), 1))
+    compressed = zlib.compress(np.packbits(bits).tobytes(), 1)
+    return AskedKeys(compressed, tuple(missing[:_MISSING_SENT]), len(missing))
 
 
-def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None]) -> str:
+def asked_by_any(asked: Sequence[AskedKeys | None]) -> AskedKeys | None:
+    """What several ranks have asked for together; ``None`` for all keys."""
+    if any(rank is None or not rank.bits for rank in asked):
+        return None
+    several = {rank.bits for rank in asked if rank is not None}
+    columns = [np.frombuffer(zlib.decompress(bits), dtype=np.uint8) for bits in several]
+    return AskedKeys(zlib.compress(np.bitwise_or.reduce(columns).tobytes(), 1))
+
+
+def unread_keys(metadata: Metadata, asked: AskedKeys | None) -> list[str]:
+    """The keys of a checkpoint that were not asked for, ascending."""
+    if asked is None:
+        return []
+    n_saved = len(metadata.state_dict_metadata)
+    found = np.unpackbits(np.frombuffer(zlib.decompress(asked.bits), dtype=np.uint8), count=n_saved).astype(np.bool_)
+    return list(compress(sorted(metadata.state_dict_metadata), ~found)) if not found.all() else []
+
+
+def unread_in_words(metadata: Metadata, asked: Sequence[AskedKeys | None], ignored: Sequence[str] = ()) -> str:
     """Say which keys no rank has asked for; nothing if there are none.
 
     Args:
         asked: what each rank has asked for; ``None`` for a rank that has asked for all, or whose planner does not tell.
+        ignored: patterns of keys of which nothing is said.
     """
-    if None in asked:
+    saved, unread_by_any = metadata.state_dict_metadata, unread_keys(metadata, asked_by_any(asked))
+    unread = [key for key in unread_by_any if not fits(key, ignored)]
+    if not unread:
         return ""
-    n_saved = len(metadata.state_dict_metadata)
-    found = np.zeros(n_saved, dtype=np.bool_)
-    for bits in {rank.bits for rank in asked if rank is not None}:
-        found |= np.unpackbits(np.frombuffer(zlib.decompress(bits), dtype=np.uint8), count=n_saved).astype(np.bool_)
-    if found.all():
+    groups = _in_groups(unread, Counter(map(_group, saved)))
+    return f"nobody has asked for {len(unread)} of its {len(saved)} keys: {groups}"
+
+
+def missing_in_words(asked: Sequence[AskedKeys | None], allowed: Sequence[str] = ()) -> str:
+    """Say which keys that ranks have asked for are missing in the checkpoint; nothing if there are none.
+
+    Args:
+        asked: what each rank has asked for.
+        allowed: patterns of keys of which nothing is said.
+    """
+    told = [rank for rank in asked if rank is not None]
+    missing = sorted({key for rank in told for key in rank.missing if not fits(key, allowed)})
+    if not missing:
         return ""
-    saved = sorted(metadata.state_dict_metadata)
-    sizes = Counter(map(_group, saved))
-    unread: dict[str, list[str]] = defaultdict(list)
-    for number in np.flatnonzero(~found).tolist():
-        unread[_group(saved[number])].append(saved[number])
-    groups = []
-    for group, keys in unread.items():
-        size = sizes[group]
-        if len(keys) < size:
-            groups.append(f"{group} ({len(keys)} of {size}: {listed(map(repr, keys), _SHOWN_KEYS)})")
+    at_least = "at least " if any(rank.n_missing > len(rank.missing) for rank in told) else ""
+    return f"it does not have {at_least}{len(missing)} of the keys, which keep their values: {_in_groups(missing)}"
+
+
+def _in_groups(keys: Sequence[str], sizes: Mapping[str, int] | None = None) -> str:
+    """Keys by the first part of their names.
+
+    Args:
+        sizes: how many keys of each group there are, if that is worth a word.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        groups[_group(key)].append(key)
+    words = []
+    for group, members in groups.items():
+        if members == [group]:
+            words.append(group)
+        elif sizes is not None and len(members) == sizes[group]:
+            words.append(f"{group} (all {len(members)})")
         else:
-            groups.append(group if keys == [group] else f"{group} (all {size})")
-    return f"nobody has asked for {int((~found).sum())} of its {n_saved} keys: {listed(groups)}"
+            of = "" if sizes is None else f" of {sizes[group]}"
+            words.append(f"{group} ({len(members)}{of}: {listed(map(repr, members), _SHOWN_KEYS)})")
+    return listed(words)
 
 
 def _group(key: str) -> str:

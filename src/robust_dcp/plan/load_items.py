@@ -160,12 +160,13 @@ def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
                 yield name, part
 
 
-def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]], *, are_filled: bool = True) -> list[str]:
     """Find tensors that a load cannot fill, because their memory was freed, is read-only, or holds several elements in
     one place, of one tensor or of two. To write into the first two kinds would end the process.
 
     Args:
         targets: tensors as :func:`local_tensors` gives them.
+        are_filled: whether they are written to. Otherwise only those whose memory was freed are found.
 
     Returns:
         one text for each such tensor, which says why.
@@ -185,7 +186,7 @@ def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
             f"{name!r} cannot be loaded into: its storage holds {tensor.untyped_storage().nbytes()} bytes where its "
             f"data ends at byte {data_end}: its memory was freed"
         )
-    if problems:
+    if problems or not are_filled:
         return problems
     problems = _overlaps(targets, addresses, np.array(ends, dtype=np.uint64))
     for number in np.flatnonzero(_are_read_only(addresses)).tolist():

@@ -7,7 +7,8 @@ ours and in one of stock's.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import add
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.coverage import Box, Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.items import global_size
+from robust_dcp.names import bare_name, fits, without_wrappers
 from robust_dcp.plan.keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.load_items import (
     chunks_held,
@@ -36,6 +38,7 @@ from robust_dcp.plan.load_items import (
 from robust_dcp.plan.state_dict import flattened, holds_shards, overridden
 from robust_dcp.storage.index.stored_index import StoredIndex, index_of
 from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
+from robust_dcp.storage.reading.comparing import Comparison
 from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
@@ -58,7 +61,12 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     Args:
         flatten_state_dict, flatten_sharded_tensors: as in ``DefaultLoadPlanner``.
-        allow_partial_load: whether keys of the state dict that the checkpoint does not have keep their values.
+        allow_partial_load: as in ``DefaultLoadPlanner``: keys of the state dict that the checkpoint does not have, of
+            whatever kind, keep their values. The log names them at WARNING.
+        allow_missing: patterns of the keys that the checkpoint may lack, such as ``["rng.*", "loader.*"]``. They keep
+            their values. Any other missing key is an error.
+        ignore: patterns of keys of the checkpoint that are meant to be left alone: the log does not say of them that
+            no rank has asked for them.
         on_dtype_mismatch: ``"error"`` if a tensor has another dtype than the saved one, or ``"cast"`` as stock does.
         trusted: unpickle objects of any class. Use it only for checkpoints from a source that may run code here. A
             :class:`RobustReader` that is passed as well decides by its own ``trusted``.
@@ -75,8 +83,14 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     stands_for: DefaultLoadPlanner | None = None
     """The planner of stock's that the caller has passed."""
 
+    checkpoint: str = ""
+    """Where it is, for messages. ``robust_dcp.load`` sets it."""
+
     read_objects: Callable[[list[str]], dict[str, Any] | None] | None = None
     """Reads objects of the checkpoint by name before the plan is made. ``robust_dcp.load`` sets it."""
+
+    comparison: Comparison | None = None
+    """What ``robust_dcp.prove`` sets, so that targets are compared with the checkpoint and stay as they are."""
 
     def __init__(
         self,
@@ -86,12 +100,17 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         *,
         on_dtype_mismatch: Literal["error", "cast"] = "error",
         trusted: bool = False,
+        allow_missing: Sequence[str] = (),
+        ignore: Sequence[str] = (),
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         if on_dtype_mismatch not in ("error", "cast"):
             raise ValueError(f'on_dtype_mismatch is "error" or "cast", not {on_dtype_mismatch!r}')
         self.on_dtype_mismatch = on_dtype_mismatch
         self.trusted = trusted
+        if isinstance(allow_missing, str) or isinstance(ignore, str):
+            raise TypeError('allow_missing and ignore are lists of patterns, such as ["rng.*"], and not one text')
+        self.allow_missing, self.ignore = tuple(allow_missing), tuple(ignore)
         self._spelt: dict[int, dict[str, Any]] = {}
 
     @property
@@ -107,6 +126,8 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self.missing_keys, self._spelt = (), {}
+        if self.comparison is not None:
+            self.comparison = Comparison()
         self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
         # Stock's set_up_planner puts None in the place of objects that it does not know. It does so before it finds
         # that something does not fit, and for keys that the checkpoint does not have.
@@ -120,9 +141,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 # shard. In a dict it leaves that out, and would take the checkpoint for one with old names.
                 self.state_dict = {**self.state_dict, **_flatten_sharded_tensors(self.state_dict)}
             on_meta = {
-                name: value
-                for name, value in self.state_dict.items()
-                if isinstance(value, torch.Tensor) and value.device.type == "meta"
+                name: value for name, value in self.state_dict.items() if self.comparison is None and _is_on_meta(value)
             }
             if dist.is_initialized():
                 _init_state_dict(on_meta)  # allocates them
@@ -144,8 +163,13 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             answers_as_stock = not overridden(self, RobustLoadPlanner, _PROTOCOL)
             if self.flatten_state_dict:
                 self._take_old_names(index)
+            on_meta = set[str]()
+            if self.comparison is not None:
+                self._take_wrapped_names()
+                on_meta = {key for key, value in self.state_dict.items() if _is_on_meta(value)}
             if answers_as_stock and (index is not None or self.state_dict.keys() <= saved.keys()):
-                whole = whole_tensors(self.state_dict, self.metadata)
+                here = {key: value for key, value in self.state_dict.items() if key not in on_meta}
+                whole = whole_tensors(here if on_meta else self.state_dict, self.metadata)
             # The values that are not known to be saved as exactly one chunk, in the order of the state dict.
             whole_keys = set(whole.names)
             others = [key for key in self.state_dict if key not in whole_keys]
@@ -159,20 +183,24 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                 if entry is None:
                     missing.append(key)
                 else:
+                    mismatch = [] if key in nones else self._mismatch(key, value, entry)
+                    if mismatch and self.comparison is not None:
+                        numel, dimensions = (value.numel(), value.dim()) if isinstance(value, torch.Tensor) else (1, 0)
+                        self.comparison.add_unlike(key, numel, dimensions, "; ".join(mismatch))
+                        continue
                     asked[key] = value
-                    problems += [] if key in nones else self._mismatch(key, value, entry)
+                    problems += mismatch
                     if isinstance(entry, TensorStorageMetadata):
                         tensors[key] = value
             self.missing_keys = tuple(sorted(missing))
-            if missing and not self.allow_partial_load:
-                problems = [*(f"{_MISSING}{key!r}" for key in self.missing_keys), *problems]
+            problems = [*(f"{_MISSING}{key!r}" for key in (self._unexpected_keys() if missing else ())), *problems]
             if problems:
                 raise PlanConflict(self._in_words(problems))
             targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]
-            problems = unusable_targets(targets)
+            problems = unusable_targets(targets, are_filled=self.comparison is None)
             if problems:
                 raise PlanConflict(self._in_words(problems))
-            if answers_as_stock and (tied := names_of_one_memory(targets)):
+            if answers_as_stock and self.comparison is None and (tied := names_of_one_memory(targets)):
                 whole = whole.without(tied)
                 asked = {key: value for key, value in asked.items() if key not in tied}
                 tensors = {key: value for key, value in tensors.items() if key not in tied}
@@ -214,6 +242,19 @@ class RobustLoadPlanner(DefaultLoadPlanner):
                     del self.state_dict[key], self.mappings[key]
                 self.state_dict[name], self.mappings[name] = None, path
 
+    def _take_wrapped_names(self) -> None:
+        """Compare values under the names that they had under other wrappers, such as ``torch.compile``, when they were
+        saved."""
+        missing = self.state_dict.keys() - self._saved.keys()
+        wrapped = defaultdict[str, list[str]](list)
+        for name in self._saved.keys() - self.state_dict.keys() if missing else ():
+            wrapped[without_wrappers(name)].append(name)
+        for key in missing:
+            if len(names := wrapped.get(without_wrappers(key), [])) == 1:
+                self.state_dict[names[0]] = self.state_dict.pop(key)
+                if self.flatten_state_dict:
+                    self.mappings[names[0]] = self.mappings.pop(key)
+
     def _stored_as_none(self, keys: list[str]) -> set[str]:
         """The keys of tensors whose saved value is ``None``, which takes their place. No other object may do that."""
         if self.read_objects is None:
@@ -229,8 +270,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     def _in_words(self, problems: list[str]) -> str:
         """The error message: one line for each problem, and what the checkpoint has instead of missing keys."""
-        lines = [f"the state dict does not fit the checkpoint, {len(problems)} problem(s):"]
-        missing = () if self.allow_partial_load else self.missing_keys
+        where = f" {self.checkpoint}" if self.checkpoint else ""
+        lines = [f"the state dict does not fit the checkpoint{where}, {len(problems)} problem(s):"]
+        missing = self._unexpected_keys()
         asked, saved = self.state_dict.keys(), self._saved.keys()
         renamed = renamed_in_words(missing, asked, saved)
         if renamed:
@@ -242,8 +284,12 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             lines.append(f"and {len(problems) - _SHOWN} more")
         if missing:
             lines.append(what_is_saved(asked, saved))
-            lines.append("RobustLoadPlanner(allow_partial_load=True) leaves what the checkpoint does not have as it is")
+            lines.append(f"if the checkpoint may lack some keys, name them: load(…, allow_missing=[{missing[0]!r}, …])")
         return "\n  ".join(lines)
+
+    def _unexpected_keys(self) -> list[str]:
+        """The missing keys for which nobody has asked that they may be missing."""
+        return [] if self.allow_partial_load else [k for k in self.missing_keys if not fits(k, self.allow_missing)]
 
     def _mismatch(self, key: str, value: Any, saved: Any) -> list[str]:
         if not isinstance(saved, TensorStorageMetadata):
@@ -254,6 +300,8 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if not isinstance(value, torch.Tensor) and not hasattr(value, "__create_chunk_list__"):
             return [f"{key!r} is an object ({type(value).__name__}) here and a tensor in the checkpoint"]
         found = []
+        if _is_on_meta(value):  # only a comparison comes here with one
+            found.append(f"{key!r} is on the meta device")
         size = global_size(value)
         if size is not None and size != saved.size:
             found.append(f"Size mismatch between saved {list(saved.size)} and current {list(size)} for {key!r}")
@@ -281,17 +329,31 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             loaded = torch.load(value, weights_only=False)
         except Exception as error:  # torch raises almost anything for bytes that torch.save did not write
             raise not_an_object(error, file=file, item=name) from error
-        self._put(name, loaded)
+        if self.comparison is None:
+            self._put(name, loaded)
+            return
+        container, key = self._place(name)
+        here = container[key]
+        if isinstance(here, torch.Tensor) and not isinstance(loaded, torch.Tensor):
+            here = here.item()  # a learning rate, for example, may be a tensor or a number
+        if name.endswith(".params"):  # the names of the parameters of a group
+            here, loaded = (list(map(bare_name, each)) if isinstance(each, list) else each for each in (here, loaded))
+        self.comparison.add_object(name, here, loaded, value.getbuffer().nbytes)
 
     def _put(self, name: str, value: Any) -> None:
         """Put a value into the state dict that was passed, and into the flattened one."""
+        self.state_dict[name] = value
+        container, key = self._place(name)
+        container[key] = value
+
+    def _place(self, name: str) -> tuple[Any, Any]:
+        """The dict or list within the state dict that was passed which holds a value, and its key there."""
         # DefaultLoadPlanner does not find keys that are no text.
         container: Any = self.original_state_dict
-        self.state_dict[name] = value
         *parts, last = self.mappings[name] if self.flatten_state_dict else (name,)
         for part in parts:
             container = container[self._key(container, part)]
-        container[self._key(container, last)] = value
+        return container, self._key(container, last)
 
     def _key(self, container: Any, part: str | int) -> Any:
         """The key of a dict, or the index into a list, that is spelt ``part`` in the path of a flattened name."""
@@ -301,6 +363,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if spelt is None:
             spelt = self._spelt[id(container)] = {str(key): key for key in container}
         return spelt[str(part)]
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _empty_dicts(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -4,9 +4,9 @@ A plan follows from the structures alone: every coordinator makes the same plan 
 restart. So each change makes a whole new plan. The places of items follow from the plan too: the coordinator and each
 rank compute the same, so places need not be sent.
 
-A plan is stored in the index of each checkpoint that is saved by it, so that a resumed job need not plan again. What of
-``.metadata`` and its index follows from the plan is encoded once, and kept with it. File names and the places of items
-of variable size are filled in at each commit.
+A plan is stored in the index of each checkpoint that is saved by it, so that a resumed job need not plan again. Each
+rank makes its piece of ``.metadata`` from its share in each save. The head, and what of the index follows from the
+plan, is encoded once, and kept with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from robust_dcp.comm.messages import Bundle
 from robust_dcp.decoding import from_msgpack
@@ -35,11 +35,20 @@ from robust_dcp.plan.save_report import module_sizes
 from robust_dcp.plan.state_dict import SIGNATURE_NBYTES, StructureSignature, difference_of_contexts
 from robust_dcp.report import Modules, PlanReport
 from robust_dcp.storage.committing.save import MetadataToPublish
-from robust_dcp.storage.files.paths import mark_of
-from robust_dcp.storage.index.form import Column, Fragment, IndexFile, IndexTemplate, Section
+from robust_dcp.storage.files.paths import METADATA_NAME, mark_of
+from robust_dcp.storage.index.form import (
+    BLOCKS_AT,
+    Column,
+    IndexFile,
+    IndexTemplate,
+    Section,
+    block_nbytes,
+    encode_block,
+    fit_of,
+)
 from robust_dcp.storage.layouts.places import TORCH, Layout, Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata
-from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
+from robust_dcp.storage.metadata.pickled import MetadataHead, Names, StoredRows, encode_piece, piece_nbytes, used_sizes
 
 Rows = npt.NDArray[np.intp]
 Int64 = npt.NDArray[np.int64]
@@ -47,6 +56,7 @@ Int64 = npt.NDArray[np.int64]
 logger = logging.getLogger(__name__)
 
 _ITEM_NBYTES: Final = 512  # an upper bound for one item in a stored structure; real items take much less
+_SOME_MARK: Final = "0" * 16  # all are as long
 _FACTOR: Final = 64  # structures usually compress less than this
 
 
@@ -89,6 +99,28 @@ class LocalStructure(msgspec.Struct, frozen=True, eq=False):
             raise ExchangeError(f"a plan for {share.n_items} items came for a state dict of {len(self.items)}")
         return self.layout.place(self.layout.measure(self.items, share.kept), self.files)
 
+    def pieces(
+        self, share: Share, placements: Placements, files: Sequence[str], variable_places: Int64
+    ) -> tuple[bytes, bytes]:
+        """This rank's pieces of ``.metadata`` and of the index.
+
+        Args:
+            files: the names of its files.
+            variable_places: int64 ``[v, 2]``, offset and length of its items of variable size.
+
+        Raises:
+            ExchangeError: they do not fit where the plan has put them.
+        """
+        rows = _stored_rows(self.items, share.kept, share.name_numbers, placements)
+        piece = encode_piece(rows, share.n_names, files, variable_places)
+        block = encode_block(rows, share.jumps, variable_places)
+        if (len(piece), len(block)) != (share.piece_nbytes, share.block_nbytes):
+            raise ExchangeError(
+                f"this rank's pieces of .metadata and of the index have {len(piece)} and {len(block)} bytes, and the "
+                f"plan has {share.piece_nbytes} and {share.block_nbytes} for them"
+            )
+        return piece, block
+
 
 class Share(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """What one rank writes by a plan: in memory, in the coordinator's reply, and in an index.
@@ -100,12 +132,23 @@ class Share(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         n_items: how many items the rank has.
         bits: one bit for each of them, whether the rank writes it; little-endian.
         total_nbytes: bytes of the files of all ranks, without items of variable size.
+        n_names: how many names the checkpoint has.
+        names: int32 ``[r, 2]``, little-endian: the places of written items whose name does not follow that of the one
+            before, and the numbers of these names among all.
+        piece_at, piece_nbytes: where in ``.metadata`` the rank's piece lies.
+        block_at, block_nbytes: where in the index its block lies.
     """
 
     plan_id: bytes
     n_items: int
     bits: bytes
     total_nbytes: int
+    n_names: int
+    names: bytes
+    piece_at: int
+    piece_nbytes: int
+    block_at: int
+    block_nbytes: int
 
     @cached_property
     def kept(self) -> Rows:
@@ -114,6 +157,19 @@ class Share(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
             raise ExchangeError(f"a plan for {len(self.bits)} x 8 items came for a state dict of {self.n_items}")
         bits = np.frombuffer(self.bits, dtype=np.uint8)
         return np.flatnonzero(np.unpackbits(bits, count=self.n_items, bitorder="little"))
+
+    @property
+    def jumps(self) -> npt.NDArray[np.int32]:
+        """``names`` as numbers."""
+        return np.frombuffer(self.names, dtype="<i4").reshape(-1, 2)
+
+    @property
+    def name_numbers(self) -> npt.NDArray[np.int32]:
+        """For each of the items that the rank writes, the number of its name among all names."""
+        places, numbers = self.jumps.T
+        lengths = np.diff(places, append=len(self.kept))
+        ahead: npt.NDArray[np.int32] = np.repeat(numbers - places, lengths)
+        return (ahead + np.arange(len(self.kept))).astype(np.int32)
 
 
 class PlanReply(msgspec.Struct, frozen=True):
@@ -151,7 +207,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False, dict=True):
     shares: tuple[Share, ...]
     nbytes: int
     context: bytes
-    metadata: MetadataTemplate
+    metadata: PlannedMetadata
     is_contested: bool
 
     @classmethod
@@ -163,7 +219,10 @@ class Plan(msgspec.Struct, frozen=True, eq=False, dict=True):
             signatures: the signature of each rank's structure.
             local: the coordinator's own structure, for the options that all ranks share.
         """
-        placements = _placements_of_all(decided, local)
+        rows = np.empty_like(decided.written)
+        rows[decided.place] = decided.written  # so they are rank after rank
+        of_ranks = list(pairwise(np.cumsum([0, *map(np.count_nonzero, decided.kept)]).tolist()))
+        placements = _placements_of_all(decided, rows, of_ranks, local)
         bits = [np.packbits(kept, bitorder="little").tobytes() for kept in decided.kept]
         placed: dict[int, bytes] = {}  # many ranks share one object
         digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan")
@@ -177,16 +236,38 @@ class Plan(msgspec.Struct, frozen=True, eq=False, dict=True):
             digest.update(placed[id(places)])
         plan_id = digest.digest()
         total_nbytes = sum(sum(each.file_nbytes) for each in placements)
+        names = _names_of(decided)
+        head = MetadataHead(names)
+        piece_at, block_at, shares = len(head.data), BLOCKS_AT, list[Share]()
+        nbytes_of_size = dict[tuple[int, ...], int]()
+        for rank, (begin, end) in enumerate(of_ranks):
+            numbers = decided.items.name[rows[begin:end]]
+            stored = _stored_rows(decided.items, rows[begin:end], numbers, placements[rank])
+            files = local.layout.file_names(rank, placements[rank].head_nbytes, _SOME_MARK)
+            sizes = [stored.sizes[each] for each in used_sizes(stored).tolist()]
+            jumps = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
+            share = Share(
+                plan_id,
+                n_items=len(decided.ranks[rank]),
+                bits=bits[rank],
+                total_nbytes=total_nbytes,
+                n_names=len(decided.items.names),
+                names=np.column_stack([jumps, numbers[jumps]]).astype("<i4").tobytes(),
+                piece_at=piece_at,
+                piece_nbytes=piece_nbytes(stored, files, nbytes_of_size),
+                block_at=block_at,
+                block_nbytes=block_nbytes(end - begin, len(jumps), len(sizes), sum(map(len, sizes))),
+            )
+            piece_at, block_at = piece_at + share.piece_nbytes, block_at + share.block_nbytes
+            shares.append(share)
         return cls(
             group=tuple(group),
             items=decided.ranks,
             signatures=tuple(signatures),
-            shares=tuple(
-                Share(plan_id, len(items), each, total_nbytes) for items, each in zip(decided.ranks, bits, strict=True)
-            ),
+            shares=tuple(shares),
             nbytes=int(decided.items.nbytes[decided.written].sum()),
             context=local.context,
-            metadata=MetadataTemplate(decided, placements, local.layout),
+            metadata=PlannedMetadata(decided, names, head, placements, shares, local.layout),
             is_contested=bool(len(decided.contested)),
         )
 
@@ -282,7 +363,7 @@ def stored_plan(
         return None
     n_items, ends = len(local.items), Column(file, "share_ends")
     begin, end = ends[rank - 1] if rank else 0, ends[rank]
-    if end - begin > n_items + 1_000:  # it has a bit for each item; do not read what cannot be that
+    if end - begin > 9 * n_items + 1_000:  # it has a bit and a name for each item; do not read what cannot be that
         raise ExchangeError(f"it has {end - begin} bytes for the share of rank {rank}, which has {n_items} items")
     try:
         share = from_msgpack(Column(file, "shares").rows(begin, end).tobytes(), Share)
@@ -309,16 +390,21 @@ def stored_plan(
     return share, plan
 
 
-def _placements_of_all(plan: GlobalPlan, local: LocalStructure) -> tuple[Placements, ...]:
-    """The places of the items that each rank writes. Each rank computes its own by :meth:`LocalStructure.place`."""
+def _placements_of_all(
+    plan: GlobalPlan, rows: Rows, of_ranks: Sequence[tuple[int, int]], local: LocalStructure
+) -> tuple[Placements, ...]:
+    """The places of the items that each rank writes. Each rank computes its own by :meth:`LocalStructure.place`.
+
+    Args:
+        rows: the rows of the plan's items that are written, rank after rank.
+        of_ranks: where among these the rows of each rank begin and end.
+    """
     layout = local.layout
-    rows = np.empty_like(plan.written)
-    rows[plan.place] = plan.written  # so they are rank after rank
     measures = layout.measure(plan.items, rows)
     # Ranks that write shards of the same sizes have the same places, so compute them once.
     placed: dict[bytes, Placements] = {}
     placements = []
-    for begin, end in pairwise(np.cumsum([0, *map(np.count_nonzero, plan.kept)]).tolist()):
+    for begin, end in of_ranks:
         key = measures[begin:end].tobytes()
         if key not in placed:
             placed[key] = layout.place(measures[begin:end], local.files)
@@ -331,143 +417,160 @@ def _placements_of_all(plan: GlobalPlan, local: LocalStructure) -> tuple[Placeme
 _NO_INDEX: Final = "the checkpoint gets no index, so a load takes longer: %s"
 
 
-class MetadataTemplate:
-    """The metadata of all checkpoints that one plan writes.
+class PlannedMetadata:
+    """The metadata of all checkpoints that one plan writes, without the pieces that each rank makes.
 
-    It is compiled at its first use. So the other ranks get the first plan sooner, and write in the meantime.
+    What the index has for the whole job is compiled at its first use. So the other ranks get the first plan sooner, and
+    write in the meantime.
 
     Args:
         plan: the global plan. It is dropped after it has been compiled.
+        names, head: all names, and the head of ``.metadata``.
         placements: for each rank the places of its kept items.
-        layout: the layout that made them.
+        shares: what each rank writes.
+        layout: the layout that made the placements.
     """
 
-    def __init__(self, plan: GlobalPlan, placements: Sequence[Placements], layout: Layout = TORCH) -> None:
+    def __init__(
+        self,
+        plan: GlobalPlan,
+        names: Names,
+        head: MetadataHead,
+        placements: Sequence[Placements],
+        shares: Sequence[Share],
+        layout: Layout,
+    ) -> None:
+        self._head = head
         self._head_nbytes = [placement.head_nbytes for placement in placements]
-        self._n_variable = [len(placement.variable) for placement in placements]
+        self._tail_at = len(head.data) + sum(share.piece_nbytes for share in shares)
         self._layout = layout
-        self._uncompiled: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
-        self._variable_places: Int64 = np.empty((0, 2), dtype=np.int64)
-
-    def _compile(self, plan: GlobalPlan, placements: Sequence[Placements]) -> None:
-        self._columns = columns = _metadata_columns(plan, placements)
-        # Ranks report items of variable size rank after rank, in plan order. Within a file that is the order of the
-        # columns, too. So `order` has, for each such item in the columns, its place in the list of all ranks.
-        rank_of_file = np.repeat(np.arange(len(placements)), [placement.n_files for placement in placements])
-        files = columns.file[columns.start < 0]
-        order = np.empty(len(files), dtype=np.intp)
-        order[np.argsort(rank_of_file[files], kind="stable")] = np.arange(len(files))
-        self._order = order
-        self._pickled = MetadataPickle(columns)
         self._index: IndexTemplate | None = None
-        try:
-            self._index = IndexTemplate(columns)
-        except (ValueError, TypeError) as error:  # for example, a name is too long
-            logger.warning(_NO_INDEX, error)
-        self._uncompiled = None
+        self._uncompiled: tuple[GlobalPlan, Names, Sequence[Share]] | None = (plan, names, shares)
+        self._names, of_written = names.names, plan.items.name[plan.written]
+        of_rows = np.empty_like(of_written)
+        of_rows[plan.place] = of_written  # rank after rank
+        nbytes = np.concatenate([placement.nbytes for placement in placements])
+        self._variable = of_rows[nbytes < 0]  # the names of items of variable size
+        self._nbytes_of_names = np.zeros(len(self._names), dtype=np.int64)  # without these
+        np.add.at(self._nbytes_of_names, of_rows, np.maximum(nbytes, 0))
+        self._modules: Modules | None = None
 
     @property
     def nbytes(self) -> int:
         """How many bytes are kept for later saves."""
-        if self._uncompiled is not None:
-            return 0
-        columns = self._columns
-        own = columns.name.nbytes + columns.offset.nbytes + columns.size.nbytes  # the index holds the other columns
-        return self._pickled.nbytes + own + (0 if self._index is None else self._index.nbytes)
+        return len(self._head.data) + (0 if self._index is None else self._index.nbytes)
 
     def encode(
-        self,
-        places_of_ranks: Sequence[Int64],
-        storage_meta: StorageMeta,
-        kept_plan: Mapping[str, Section] | None = None,
+        self, pieces: Sequence[tuple[int, int]], storage_meta: StorageMeta, kept_plan: Mapping[str, Section] | None
     ) -> MetadataToPublish:
-        """The bytes of ``.metadata`` and of the index, and the data files of all ranks.
+        """What the ranks have not written of ``.metadata`` and the index, and the data files of all ranks.
 
         Args:
-            places_of_ranks: for each rank the places of its items of variable size.
+            pieces: for each rank the length of its piece in bytes, and its CRC-32.
             storage_meta: goes into the file unchanged.
-            kept_plan: the sections of the index that hold the plan.
-
-        Raises:
-            ValueError: there is not one place for each item of variable size.
+            kept_plan: the sections of the index that hold the plan; ``None`` if there is to be no index.
         """
-        for rank, (places, n_variable) in enumerate(zip(places_of_ranks, self._n_variable, strict=True)):
-            if len(places) != n_variable:
-                raise ValueError(f"rank {rank} gave {len(places)} places for {n_variable} items of variable size")
-        if self._uncompiled is not None:
-            self._compile(*self._uncompiled)
-        places = self._variable_places = np.concatenate(places_of_ranks)[self._order]
         mark = mark_of(storage_meta.save_id or "")
         names = list[str]()
         for rank, heads in enumerate(self._head_nbytes):
             names += self._layout.file_names(rank, heads, mark)
-        fragments = self._pickled.encode(names, places, storage_meta)
-        index: Sequence[Fragment] = ()
-        if self._index is not None:
+        tail = self._head.tail(pieces, storage_meta)
+        index: Sequence[tuple[int, bytes]] = ()
+        if kept_plan is not None:
             try:
-                index = self._index.encode(fragments, names, places, storage_meta, FORMAT_VERSION, kept_plan or {})
-            except (ValueError, TypeError) as error:  # for example, another torch has more in its StorageMeta
+                if self._uncompiled is not None:
+                    uncompiled, self._uncompiled = self._uncompiled, None
+                    self._index = _index_of(*uncompiled, list(map(len, self._head_nbytes)))
+                if self._index is not None:
+                    fit = fit_of(self._tail_at + len(tail), tail)
+                    index = self._index.encode(fit, names, storage_meta, FORMAT_VERSION, kept_plan)
+            except (ValueError, TypeError) as error:  # a name is too long, or another torch has more in its StorageMeta
                 logger.warning(_NO_INDEX, error)
-        return MetadataToPublish(fragments, frozenset(names), index)
+        return MetadataToPublish(((0, self._head.data), (self._tail_at, tail)), frozenset(names), index)
 
-    def for_stock(self) -> Metadata:
-        """DCP's own object, for storage writers other than ours. The writer fills in ``storage_data``."""
-        nowhere = [np.zeros((n_variable, 2), dtype=np.int64) for n_variable in self._n_variable]
-        encoded = self.encode(nowhere, StorageMeta(checkpoint_id="", save_id=""))
-        metadata = decode_metadata(b"".join(encoded.fragments), ".metadata")
-        metadata.storage_data = metadata.storage_meta = None
+    def for_stock(self, items: Sequence[Items], shares: Sequence[Share]) -> Metadata:
+        """DCP's own object, for storage writers other than ours. The writer fills in ``storage_data``.
+
+        Args:
+            items, shares: of all ranks.
+        """
+        metadata = decode_metadata(self._head.data + self._head.tail((), None), METADATA_NAME)
+        for of_rank, share in zip(items, shares, strict=True):
+            columns = (of_rank.name[share.kept], of_rank.offset[share.kept], of_rank.size[share.kept])
+            for name, offset, size in zip(*(column.tolist() for column in columns), strict=True):
+                entry = metadata.state_dict_metadata[of_rank.names[name]]
+                if isinstance(entry, TensorStorageMetadata):
+                    chunk = torch.Size(of_rank.sizes[offset]), torch.Size(of_rank.sizes[size])
+                    entry.chunks.append(ChunkStorageMetadata(*chunk))
+        metadata.storage_data = None
         return metadata
 
-    @cached_property
-    def module_sizes(self) -> Modules:
-        """The bytes of each module in the checkpoint that was encoded last.
+    def module_sizes(self, places: Sequence[bytes]) -> Modules:
+        """The bytes of each module.
 
         Like all else that takes time for each item, it is computed once for each plan. So in later checkpoints the
         sizes of objects are those of the first.
+
+        Args:
+            places: what each rank has said of its items of variable size, as in ``Written``.
         """
-        columns = self._columns
-        nbytes = columns.nbytes.copy()
-        nbytes[columns.start < 0] = self._variable_places[:, 1]
-        of_names = np.zeros(len(columns.names), dtype=np.int64)
-        np.add.at(of_names, columns.name, nbytes)
-        return module_sizes(columns.names, of_names)
+        if self._modules is None:
+            nbytes = self._nbytes_of_names.copy()
+            variable = np.frombuffer(b"".join(places), dtype="<i8").reshape(-1, 2)
+            if len(variable) == len(self._variable):
+                np.add.at(nbytes, self._variable, variable[:, 1])
+            self._modules = module_sizes(self._names, nbytes)
+        return self._modules
 
 
-def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> MetadataColumns:
-    """The columns for everything that ``plan`` writes.
-
-    Args:
-        plan: the plan.
-        placements: for each rank the places of the items that it writes. Files are numbered rank after rank.
-    """
-    items, written, place = plan.items, plan.written, plan.place
-    ends = np.cumsum([p.n_files for p in placements])
-    file = [p.file + np.int32(end - p.n_files) for p, end in zip(placements, ends.tolist(), strict=True)]
-    is_object = items.kind[written] == ItemKind.BYTES
-    name = items.name[written]
-    first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # this works because every name is written
+def _names_of(plan: GlobalPlan) -> Names:
+    """All names that ``plan`` writes."""
+    items = plan.items
+    heads = plan.written[np.flatnonzero(np.diff(items.name[plan.written], prepend=-1))]  # every name is written
+    is_object = items.kind[heads] == ItemKind.BYTES
     # A rank may hold replicas with other properties than the one that is written.
-    heads = written[first_of_name]
     used, which_properties = np.unique(items.properties_of[heads], return_inverse=True)
     has_objects = int(bool(len(used)) and not items.properties[used[0]].dtype)  # their properties are the first
     properties = [items.properties[each] for each in used[has_objects:].tolist()]
-    # Some sizes of the plan may be only those of copies that are not written.
-    sizes, which = distinct(
-        np.concatenate([items.shape[heads], items.offset[written], items.size[written]]), len(items.sizes)
-    )
-    whole, offset, size = np.split(which, np.cumsum([len(heads), len(written)]))
-    return MetadataColumns(
+    sizes, which_size = distinct(items.shape[heads], len(items.sizes))
+    return Names(
         names=items.names,
         paths=items.paths,
         properties=[(getattr(torch, dtype), getattr(torch, layout), grad) for dtype, layout, grad in properties],
         name_properties=(which_properties - has_objects).astype(np.int32),
-        name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
+        name_size=np.where(is_object, -1, which_size).astype(np.int32),
         sizes=[items.sizes[each] for each in sizes.tolist()],
-        name=name,
-        offset=np.where(is_object, -1, offset).astype(np.int32),
-        size=np.where(is_object, -1, size).astype(np.int32),
-        file=np.concatenate(file)[place],
-        start=np.concatenate([p.offset for p in placements])[place],
-        nbytes=np.concatenate([p.nbytes for p in placements])[place],
-        n_files=int(ends[-1]),
     )
+
+
+def _stored_rows(items: Items, rows: Rows, name_numbers: npt.NDArray[np.int32], placements: Placements) -> StoredRows:
+    """What one rank writes.
+
+    Args:
+        rows: those of ``items`` that it writes.
+        name_numbers: for each of these the number of its name among all names.
+    """
+    is_object = items.kind[rows] == ItemKind.BYTES
+    return StoredRows(
+        sizes=items.sizes,
+        name=name_numbers,
+        offset=np.where(is_object, -1, items.offset[rows]).astype(np.int32),
+        size=np.where(is_object, -1, items.size[rows]).astype(np.int32),
+        file=placements.file,
+        start=placements.offset,
+        nbytes=placements.nbytes,
+    )
+
+
+def _index_of(plan: GlobalPlan, names: Names, shares: Sequence[Share], rank_files: Sequence[int]) -> IndexTemplate:
+    """What the index has for the whole job.
+
+    Raises:
+        ValueError: a name is too long.
+    """
+    items, written = plan.items, plan.written
+    none = np.full(len(written), -1)
+    size = np.where(items.kind[written] == ItemKind.BYTES, -1, items.size[written])
+    rows = StoredRows(items.sizes, items.name[written], none, size, none, none, none)
+    blocks = [share.block_nbytes for share in shares]
+    return IndexTemplate(names, rows, items.rank[written], rank_files, blocks)

@@ -54,12 +54,12 @@ from robust_dcp.plan.state_dict import (
     structure_of,
 )
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
-from robust_dcp.staging.blocks import flat_bytes, host_address, to_host_together
+from robust_dcp.staging.blocks import flat_bytes, host_address, is_plain, to_host_together
 from robust_dcp.storage.files.paths import checkpoint_name
 from robust_dcp.storage.layouts.places import TORCH
+from robust_dcp.storage.metadata.pickled import digest_of_form
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.kinds import NotData
-from robust_dcp.storage.records.record import is_plain
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource, raise_named
 
@@ -221,6 +221,7 @@ class RobustPlanner(DefaultSavePlanner):
             "torch": str(torch.__version__),
             "robust_dcp": __version__,
             "version of the layout": layout.version,
+            "form of .metadata": digest_of_form(),
         }
         if writer is not None:
             options |= {"layout": layout.name, "files_per_rank": writer.options.n_files}
@@ -391,7 +392,7 @@ class RobustPlanner(DefaultSavePlanner):
                 "RobustPlanner plans for all ranks together, and with use_collectives=False each would commit by "
                 "itself: leave use_collectives at True, or save with DCP's DefaultSavePlanner"
             )
-        return list(all_plans), plan.metadata.for_stock()
+        return list(all_plans), plan.metadata.for_stock(plan.items, plan.shares)
 
     @entry_point
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -45,8 +45,10 @@ class Written(msgspec.Struct, frozen=True):
         row: for the report of the save; no bytes if there is to be none.
         node, how: the name of the rank's node, and how it wrote. They are not in the row, because what many ranks have
             in common is sent once.
-        places: int64 ``[n, 2]``, offset and length of the rank's items of variable size, in plan order. No bytes if the
-            coordinator knows these places.
+        piece: the length of its piece of ``.metadata``, and its CRC-32.
+        block_nbytes: the length of its block of the index.
+        places: int64 ``[n, 2]``, offset and length of the rank's items of variable size, in plan order, for the sizes
+            of modules. No bytes if the coordinator has these.
         unloadable: objects that a load would refuse, and why, by key.
         hashes: the SHA-256 of the rank's files, if they are wanted.
     """
@@ -54,6 +56,8 @@ class Written(msgspec.Struct, frozen=True):
     row: bytes = b""
     node: str = ""
     how: tuple[str, ...] = ()
+    piece: tuple[int, int] = (0, 0)
+    block_nbytes: int = 0
     places: bytes = b""
     unloadable: dict[str, str] = {}
     hashes: dict[str, str] = {}
@@ -99,6 +103,7 @@ def make_report(
         save_id=save_id,
         saved_at_seconds=round(time.time(), 3),
         seconds=round(clock.seconds, 6),
+        blocked_seconds=round(clock.blocked_seconds if clock.is_async else clock.seconds, 6),
         world_size=clock.channel.size,
         coordinator_rank=clock.channel.rank,
         is_async=clock.is_async,

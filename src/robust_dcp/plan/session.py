@@ -13,8 +13,8 @@ get to a disk, is handed to it.
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +23,11 @@ from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from robust_dcp.comm import Agreement, Channel, Offer, combined_signature
+from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.drain.delivery import Delivery
 from robust_dcp.errors import (
     ExchangeError,
@@ -39,30 +37,30 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 from robust_dcp.items import ItemsMessage
+from robust_dcp.nodes.commit import commit_on_nodes
+from robust_dcp.nodes.protect import Protection, log_no_parity
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.cache import NAMED, KeptPlan, forget_plan, keep_plan, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
-from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.plan import LocalStructure, Plan, PlanReply, structures_of_all
 from robust_dcp.plan.save_report import Written, make_report, with_row
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, report_unloadable
 from robust_dcp.report import PlanReport, SaveReport, listed
-from robust_dcp.save_queue import SaveFuture
+from robust_dcp.save_queue import SaveFuture, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.writer import RobustWriter, RoomOfRank, refuse_without_room
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 OnReplicaMismatch = Literal["warn", "error", "ignore"]
-
-Places = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +168,7 @@ class Planning(msgspec.Struct, frozen=True, eq=False):
             return Offer(flags=flags)
         flags |= MATCHES if kept.signature == local.signature.value else 0
         flags |= _HAS_PLAN if kept.plan is not None else 0
-        return Offer(same=kept.offered_id, flags=flags)
+        return Offer(same=kept.share.plan_id, flags=flags)
 
     def settle(
         self, local: LocalStructure, kept: KeptPlan | None, agreement: Agreement, earlier: Sequence[KeptPlan]
@@ -205,7 +203,7 @@ class Planning(msgspec.Struct, frozen=True, eq=False):
                 (agreement.is_same or coordinator_rank == 0)
                 and has_plan
                 and kept is not None
-                and (kept.offered_id, kept.signature) == (agreement.same, local.signature.value)
+                and (kept.share.plan_id, kept.signature) == (agreement.same, local.signature.value)
             )
             _, structures = channel.gather(
                 self.phase("structures"), lambda: None if is_held else local.to_message(), ItemsMessage
@@ -221,7 +219,7 @@ class Planning(msgspec.Struct, frozen=True, eq=False):
             how, differing = reply.how, reply.differing
             if decision is not None:
                 kept = decision.kept
-            else:  # without places, which the coordinator may not have: this rank sends them
+            else:
                 kept = KeptPlan(reply.share, local.place(reply.share), local.signature.value)
         local = replace(local, digests_of=None)  # or the planner and the save hold each other
         return AgreedPlan(channel, local, kept, how, differing, n_leaders, was_offered)
@@ -341,9 +339,18 @@ class SaveSession(msgspec.Struct, frozen=True, eq=False):
                 (local, kept), agreement = channel.agree(planning.phase("agree"), look, self._offer)
             with self.undone_after_failure(channel, may_be_writing=lambda: False):  # all have heard the same
                 if not agreement.same_value:  # some ranks would come to one exchange more than others
-                    raise ExchangeError(
+                    message = (
                         f"{planning.checkpoint}: on_commit was given on rank {agreement.lowest_rank}, and not on rank "
-                        f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it",
+                        f"{agreement.highest_rank}: give it on all ranks, although only the coordinator calls it"
+                    )
+                    if agreement.lowest >> 2 != agreement.highest >> 2:
+                        message = (
+                            f"{planning.checkpoint}: parity_nodes is {agreement.lowest >> 2 or None} on rank "
+                            f"{agreement.lowest_rank}, and {agreement.highest >> 2} on rank {agreement.highest_rank}: "
+                            "give the same on all ranks"
+                        )
+                    raise ExchangeError(
+                        message,
                         phase=planning.phase("agree"),
                         ranks=sorted((agreement.lowest_rank, agreement.highest_rank)),
                     )
@@ -371,7 +378,8 @@ class SaveSession(msgspec.Struct, frozen=True, eq=False):
         return replace(
             offer,
             flags=offer.flags | (0 if has_room else _NEEDS_ROOM),
-            value=0 if delivery is None else 1 if delivery.on_commit is not None else 2,
+            value=(0 if delivery is None else 1 if delivery.on_commit is not None else 2)
+            + ((self.writer.options.parity_nodes or 0) << 2),
             notice=self.writer.mark if self.planning.leads else 0,
         )
 
@@ -401,9 +409,12 @@ class SaveSession(msgspec.Struct, frozen=True, eq=False):
 
 
 class _FilesOfRank(NamedTuple):
-    """What a rank has written, and whether it leads in a directory that the coordinator does not see."""
+    """What a rank has written; its piece of ``.metadata``, and its block of the index, which is empty if it could not
+    be written; and whether it leads in a directory that the coordinator does not see."""
 
     files: WrittenFiles
+    piece: bytes
+    block: bytes
     leads_directory: bool
 
 
@@ -446,7 +457,7 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
                 partial(self._write, source, leads_directory),
                 Written,
                 message=self._message,
-                offer=_offer_of_files,
+                offer=lambda here: Offer(flags=_LEADS_DIRECTORY if here.leads_directory else 0),
             )
             agreement = channel.last_agreement
             what = session.needs_one_directory
@@ -462,7 +473,7 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
             session.writer.directory.hashes.update(message.hashes)
         refused = {rank: each.unloadable for rank, each in enumerate(messages) if each and each.unloadable}
         unloadable = report_unloadable(checkpoint, refused) if refused else {}
-        return WrittenSave(self, *here, is_on_nodes, messages, agreement.signature, unloadable)
+        return WrittenSave(self, *here, is_on_nodes, messages, unloadable)
 
     def _join(self) -> bool:
         """Whether this rank leads in a directory that the coordinator does not see."""
@@ -477,22 +488,29 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
         if leads_directory is None:
             leads_directory = self._join()
         session, channel = self.session, self.plan.channel
-        started = time.perf_counter()
-        files = session.writer.write(channel.rank, source(), self.plan.kept.placements, channel.check_stop)
+        started, kept = time.perf_counter(), self.plan.kept
+        files = session.writer.write(channel.rank, source(), kept.placements, channel.check_stop)
+        piece, block = self.plan.local.pieces(kept.share, kept.placements, files.names, files.variable_places)
+        if piece and not session.writer.directory.write_pieces(piece, kept.share.piece_at, block, kept.share.block_at):
+            block = b""
         session.clock.own_write_seconds = time.perf_counter() - started
         session.unloadable.raise_if_forbidden(session.planning.checkpoint)
-        return _FilesOfRank(files, leads_directory)
+        return _FilesOfRank(files, piece, block, leads_directory)
 
     def _message(self, here: _FilesOfRank) -> Written | None:
         """What the coordinator does not know of the files of this rank."""
-        session, files, places_before = self.session, here.files, self.plan.kept.variable_places
-        places, refused = b"", session.unloadable.refused
-        if places_before is None or not np.array_equal(places_before, files.variable_places):
-            places = files.variable_places.astype("<i8").tobytes()
-        message = Written(places=places, unloadable=refused, hashes=session.writer.directory.hashes)
+        session, files, refused = self.session, here.files, self.session.unloadable.refused
+        message = Written(
+            piece=(len(here.piece), crc32(here.piece)),
+            block_nbytes=len(here.block),
+            # Once for each plan, for the sizes of modules.
+            places=b"" if self.plan.kept.variable_places is not None else files.variable_places.astype("<i8").tobytes(),
+            unloadable=refused,
+            hashes=session.writer.directory.hashes,
+        )
         if session.writer.options.report:
             return with_row(message, self.plan.channel.rank, session.clock, files)
-        return message if places or refused or message.hashes else None
+        return message if here.piece or refused or message.hashes else None
 
     def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> WrittenSave:
         """Do the same as :meth:`write` when stock ``save`` calls the writer's ``write_data``.
@@ -518,32 +536,26 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
         return written
 
 
-def _offer_of_files(here: _FilesOfRank) -> Offer:
-    """By the digest of the places of each rank the coordinator notices if it would fill in other places than it
-    meant."""
-    flags = _LEADS_DIRECTORY if here.leads_directory else 0
-    return Offer(signature=digest_of_places(here.files.variable_places), flags=flags)
-
-
 class WrittenSave(msgspec.Struct, frozen=True, eq=False):
     """A save whose files are durable on all ranks. Readers do not see them yet.
 
     Attributes:
         agreed: the save, and its plan.
         files: what this rank has written.
+        piece, block: its piece of ``.metadata`` and its block of the index, for nodes that do not share the directory.
         leads_directory: whether this rank commits in a directory that the coordinator does not see.
         is_on_nodes: whether some rank does.
         messages: on the coordinator, what each rank has said of what it has written.
-        signature: the combined digests of the places of all ranks.
         unloadable_objects: on the coordinator, objects that a load would refuse, and why, by key.
     """
 
     agreed: AgreedSave
     files: WrittenFiles
+    piece: bytes
+    block: bytes
     leads_directory: bool
     is_on_nodes: bool
     messages: Sequence[Written | None]
-    signature: bytes
     unloadable_objects: dict[str, str]
 
     def commit(self) -> CommittedSave:
@@ -556,6 +568,9 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
         agreed, plan, session = self.agreed, self.agreed.plan, self.agreed.session
         channel, phase, directory = plan.channel, session.planning.phase, session.writer.directory
         earlier_drains = () if session.delivery is None else session.delivery.queue.under_way()
+        protection = None
+        if session.writer.options.parity_nodes is not None and session.delivery is not None:
+            protection = self._protection(session.delivery)
         try:
             with session.clock.phase("commit"):
                 if self.is_on_nodes:
@@ -564,6 +579,7 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
                         phase,
                         directory,
                         leads_directory=self.leads_directory,
+                        pieces=(self.piece, self.block),
                         make_metadata=self._make_metadata,
                     )
                 elif agreed.commits_together:
@@ -587,6 +603,7 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
             raise
         self.keep_plan(confirmed=agreed.commits_together)
         if channel.is_coordinator and session.writer.options.report:
+            places = [b"" if message is None else message.places for message in self.messages]
             metadata = None if plan.kept.plan is None else plan.kept.plan.metadata
             directory.leave_report(
                 lambda save_id, fallbacks: make_report(
@@ -596,12 +613,27 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
                     save_id=save_id,
                     plan=plan.how,
                     fallbacks=fallbacks,
-                    modules=None if metadata is None else metadata.module_sizes,
+                    modules=None if metadata is None else metadata.module_sizes(places),
                 )
             )
         if channel.is_coordinator or self.leads_directory:
             directory.tidy_up()
-        return CommittedSave(self, earlier_drains)
+        return CommittedSave(self, earlier_drains, protection)
+
+    def _protection(self, delivery: Delivery) -> Protection | None:
+        """What makes the checkpoint outlive the loss of a node, if nodes do not share the directory."""
+        session, writer, channel = self.agreed.session, self.agreed.session.writer, self.agreed.plan.channel
+        if not self.is_on_nodes:
+            if channel.is_coordinator:
+                log_no_parity(os.path.dirname(writer.path))
+            return None
+        return Protection(
+            writer,
+            session.planning.checkpoint,
+            leads=channel.is_coordinator or self.leads_directory,
+            open_channel=partial(delivery.open_channel, timeout_seconds=channel.timeout_seconds),
+            queue=queue_of(channel.ranks, "protection"),
+        )
 
     def _publish(self) -> None:
         directory, metadata = self.agreed.session.writer.directory, self._make_metadata()
@@ -612,43 +644,32 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
             directory.finish(metadata)
 
     def _make_metadata(self) -> MetadataToPublish:
-        """On the coordinator: this checkpoint's ``.metadata`` and index.
+        """On the coordinator: what the ranks have not written of this checkpoint's ``.metadata`` and index.
 
         Raises:
-            ExchangeError: the places of items of variable size are not those that the ranks meant.
+            ExchangeError: a rank has not written its piece of ``.metadata``.
         """
         plan, session = self.agreed.plan.kept.plan, self.agreed.session
         if plan is None:
             raise ValueError("only the coordinator has the metadata")
-        places = self._places_of_all()
-        meant = combined_signature(list(map(digest_of_places, places)), self.agreed.plan.channel.coordinator_rank)
-        if meant != self.signature:
-            raise ExchangeError(
-                "the places of the objects that ranks wrote are not those that the coordinator has; save again"
-            )
-        stored: Mapping[str, Section] = {}
-        if not plan.is_contested:  # if several ranks claim the main replica, a resumed job must warn again
+        messages = [Written() if message is None else message for message in self.messages]
+        stored: Mapping[str, Section] | None = {}
+        for rank, (share, message) in enumerate(zip(plan.shares, messages, strict=True)):
+            if message.piece[0] != share.piece_nbytes:
+                raise ExchangeError(
+                    f"rank {rank} has written {message.piece[0]} bytes of .metadata, and the plan has "
+                    f"{share.piece_nbytes} for it; save again",
+                    ranks=[rank],
+                )
+            if message.block_nbytes != share.block_nbytes:
+                stored = None
+        if stored is not None and not plan.is_contested:  # if several claim the main replica, a resumed job must warn
             try:
                 stored = plan.sections
             except Exception as error:  # the checkpoint is complete without it
                 without = "its plan could not be stored, so a job that resumes from it makes a new plan"
                 logger.warning("%s: %s: %s", session.planning.checkpoint, without, error)
-        return plan.metadata.encode(places, session.writer.plain_meta(), stored)
-
-    def _places_of_all(self) -> tuple[Places, ...]:
-        """On the coordinator, the places of every rank's items of variable size: as before, or as it has said.
-
-        Raises:
-            ExchangeError: a rank has not sent pairs of numbers.
-        """
-        none = np.empty((0, 2), dtype=np.int64)
-        places = list(self.agreed.plan.kept.places_of_all or [none] * len(self.messages))
-        for rank, message in enumerate(self.messages):
-            if message is not None and message.places:
-                if len(message.places) % 16:
-                    raise ExchangeError(f"rank {rank} sent {len(message.places)} bytes of places", ranks=[rank])
-                places[rank] = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
-        return tuple(places)
+        return plan.metadata.encode([message.piece for message in messages], session.writer.plain_meta(), stored)
 
     def keep_plan(self, *, confirmed: bool) -> None:
         """Keep the plan for the next save.
@@ -663,8 +684,6 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
             replace(
                 kept,
                 variable_places=self.files.variable_places if confirmed else None,
-                places_of_all=None if kept.plan is None else self._places_of_all(),
-                places_mark=session.writer.mark if confirmed else 0,
                 loaded_from="",
                 kind=kept.kind or kept.share.plan_id.hex() if kind is None else NAMED + kind,
             ),
@@ -677,10 +696,12 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         written: what it has written.
         earlier_drains: those that were under way before the commit.
+        protection: makes it outlive the loss of a node; ``None`` if that is not asked for, or not needed.
     """
 
     written: WrittenSave
     earlier_drains: Collection[SaveFuture[Any]]
+    protection: Protection | None
 
     def deliver(self) -> None:
         """Do what follows the commit.
@@ -689,11 +710,15 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
             RobustCheckpointError: the same on all ranks. It says that the checkpoint is committed, and where.
         """
         written, plan, session = self.written, self.written.agreed.plan, self.written.agreed.session
-        if session.delivery is not None:
-            leads = plan.channel.is_coordinator or written.leads_directory
-            session.delivery.deliver(
-                plan.channel, session.clock, names=written.files.names, leads=leads, after=self.earlier_drains
-            )
+        try:
+            if session.delivery is not None:
+                leads = plan.channel.is_coordinator or written.leads_directory
+                session.delivery.deliver(
+                    plan.channel, session.clock, names=written.files.names, leads=leads, after=self.earlier_drains
+                )
+        finally:
+            if self.protection is not None:
+                self.protection.begin()
 
     def report(self, *, blocked_seconds: float) -> SaveReport:
         """The report of the save, which is over. Listeners are told that it has ended."""
@@ -720,14 +745,10 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
             stragglers=tuple(plan.channel.stragglers),
             leads_directory=written.leads_directory,
             _read_metadata=lambda: RobustReader(place).read_metadata(),
+            _protection=None if self.protection is None else self.protection.future,
         )
         clock.tell("ended", report=report, seconds=clock.seconds)
         return report
-
-
-def digest_of_places(places: Places) -> bytes:
-    """What a rank offers for the places of its items of variable size: int64 ``[v, 2]``, as they are sent."""
-    return hashlib.blake2b(places.astype("<i8").tobytes(), digest_size=16).digest()
 
 
 def _in_words(differing: Sequence[Differing]) -> str:

@@ -15,6 +15,7 @@ import logging
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -32,14 +33,10 @@ from robust_dcp.errors import (
     CorruptCheckpoint,
     ExchangeError,
     PlanConflict,
-    RobustCheckpointError,
-    ranks_in_words,
 )
+from robust_dcp.nodes.files import find_files
 from robust_dcp.plan.global_plan import by_holders
-from robust_dcp.report import listed
-from robust_dcp.staging.blocks import flat_bytes, parts_in_order
-from robust_dcp.storage.committing.save import NodeOfSave
-from robust_dcp.storage.files.paths import writer_of
+from robust_dcp.staging.blocks import BlockLease, flat_bytes, is_plain, parts_in_order
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.layouts.places import Places, deal, fill_up
 from robust_dcp.storage.options import ranks_on_this_node
@@ -47,7 +44,6 @@ from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.reads import PlannedItems, Read, item_name, may_ask_early, reads_of, target_of
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
-from robust_dcp.storage.records.record import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -531,44 +527,17 @@ def _places_in_files(metadata: Metadata) -> Int64:
     return places
 
 
-def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader) -> list[int]:
-    """For each ``.metadata`` that some rank sees, the first rank that sees it; the coordinator comes first."""
-    committed = channel.all_gather(
-        f"load {checkpoint}: who has .metadata", lambda: _Committed(reader.source.fit()), _Committed
-    )
-    first: dict[bytes, int] = {}
-    for rank in sorted(range(channel.size), key=lambda rank: rank != channel.coordinator_rank):
-        if committed[rank].fit:
-            first.setdefault(committed[rank].fit, rank)
-    return list(first.values())
-
-
-class _Committed(msgspec.Struct, frozen=True):
-    """The digest of the ``.metadata`` that a rank sees; empty if it sees none."""
-
-    fit: bytes
-
-
-class _Missing(msgspec.Struct, frozen=True):
-    """Data files that a rank needs or was asked for, and does not see.
-
-    ``nodes`` are those that wrote the checkpoint, if they do not share its directory and this rank knows them.
-    """
-
-    files: tuple[str, ...]
-    nodes: tuple[NodeOfSave, ...] = ()
-
-
 def find_elsewhere(
-    channel: Channel, checkpoint: str, reader: RobustReader, plan: LoadPlan, planner: LoadPlanner
+    channel: Channel, checkpoint: str, reader: RobustReader, plan: LoadPlan, planner: LoadPlanner, source: int
 ) -> SharedReads | None:
     """Agree on who reads what for ranks that do not see it.
 
     Args:
         plan: this rank's plan, made with the metadata that ``reader`` has.
+        source: a rank that sees the ``.metadata`` that is loaded.
 
     Returns:
-        ``None`` on all ranks if no rank misses a file, or if no other node is known that could have it.
+        ``None`` on all ranks if no rank has missed a file, or if no other node is known that could have it.
 
     Raises:
         CorruptCheckpoint: no rank of the load sees a file that is needed. The error names the files, the nodes that
@@ -581,35 +550,22 @@ def find_elsewhere(
     def reads() -> list[Read]:  # in an exchange, so that all ranks hear of an error
         return reads_of(plan.items, reader.metadata, reader.path)
 
-    def miss() -> _Missing:
-        return _Missing(tuple(reader.missing_files({read.relative_path for read in reads()})))
-
-    missing = channel.all_gather(f"{phase}: missing files", miss, _Missing)
-    wanted = sorted({name for each in missing for name in each.files})
-    if not wanted:
+    elsewhere = find_files(channel, phase, reader, lambda: {read.relative_path for read in reads()}, source)
+    if elsewhere is None:
         return None
-    unseen = channel.all_gather(
-        f"{phase}: who has them", lambda: _Missing(tuple(reader.missing_files(wanted)), reader.nodes()), _Missing
-    )
-    # From here to the next exchange all ranks decide alike, because all have heard the same.
-    holders = {name: [rank for rank, each in enumerate(unseen) if name not in each.files] for name in wanted}
-    lost = [name for name in wanted if not holders[name]]
-    nodes = next((each.nodes for each in unseen if each.nodes), ())
-    if len(lost) == len(wanted) and not nodes:
-        return None  # one directory, from which a file is gone
-    if lost:
-        raise _lost(reader, lost, [rank for rank, each in enumerate(missing) if set(lost) & set(each.files)], nodes)
+    if not elsewhere.holders:
+        return SharedReads(channel.rank, reader, plan.items, _Needed((), (), ()), None)
     (_, needed), needs = channel.gather(
         f"{phase}: wanted parts",
-        lambda: _unseen(planner, reads(), set(missing[channel.rank].files)),
+        lambda: _unseen(planner, reads(), elsewhere.missing),
         Needs,
         message=lambda boxes_and_needs: Needs(unseen=boxes_and_needs[0]) if boxes_and_needs[0] else None,
     )
     _, share = channel.scatter(
-        f"{phase}: parts to read", lambda: assign_readers(needs or [], holders=holders), ReadShare
+        f"{phase}: parts to read", lambda: assign_readers(needs or [], holders=elsewhere.holders), ReadShare
     )
     if channel.is_coordinator:
-        logger.info("%s: %d of its files are read by ranks on other nodes", checkpoint, len(wanted))
+        logger.info("%s: %d of its files are read by ranks on other nodes", checkpoint, len(elsewhere.holders))
     return SharedReads(channel.rank, reader, plan.items, needed, share)
 
 
@@ -654,28 +610,6 @@ def _unseen(planner: LoadPlanner, reads: Sequence[Read], missing: Collection[str
             add(Box(file, name, chunk, stored, lengths, dtype, nbytes), place, part)
     boxes, needed = _in_order(rows, elsewhere.keys())
     return tuple(boxes), needed
-
-
-def _lost(
-    reader: RobustReader, lost: Sequence[str], ranks: Sequence[int], nodes: Sequence[NodeOfSave]
-) -> RobustCheckpointError:
-    """The error for files that no rank of the load sees."""
-    keys = reader.keys_in(lost)
-    files = []
-    for name in lost:
-        writer = writer_of(name)
-        host = next((node.host for node in nodes if writer is not None and writer.rank in node.ranks), None)
-        files.append(name if host is None or writer is None else f"{name} (written by rank {writer.rank} on {host})")
-    return CorruptCheckpoint(
-        f"{reader.path} has its files on several nodes, and {len(lost)} of them are on no node of this load: "
-        f"{listed(files)}. They are wanted by {ranks_in_words(ranks)} and hold parts of {len(keys)} "
-        f"keys: {listed(map(repr, keys))}. Load with a rank on each node that has files, copy "
-        "the files of all nodes into one directory, or take another checkpoint",
-        file=lost[0],
-        item=keys[0] if keys else None,
-        expected="the file on a node of this load",
-        found="none",
-    )
 
 
 # Reading, and passing on.
@@ -756,7 +690,8 @@ class SharedReads:
             RobustCheckpointError: the same on all ranks.
         """
         self._check_stop = check_stop
-        channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived))
+        with closing(BlockLease(BUCKET_NBYTES, 1, of_load=True)) as self._blocks:
+            channel.relay(phase, Relay(self._buckets, self.outgoing, self.incoming, self.arrived))
 
     def load_objects(self, planner: LoadPlanner, directory: str) -> None:
         """Pass the objects that came from other ranks to ``planner``.
@@ -797,9 +732,9 @@ class SharedReads:
         if len(parts) == 1 and received.data_ptr() == parts[0].data_ptr():
             return
         for part, where in _side_by_side(parts, received):
-            flat = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-            flat_bytes(flat).copy_(where)
-            part.copy_(flat)
+            # torch views only memory that is aligned as elements of another dtype.
+            aligned = where if where.storage_offset() % part.itemsize == 0 else where.clone()
+            self._blocks.fill_from(aligned.view(part.dtype).view(part.shape), part)
 
 
 class _IntoSlots(DefaultLoadPlanner):

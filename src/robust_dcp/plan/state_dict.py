@@ -38,10 +38,10 @@ from robust_dcp.items import (
     items_of,
     sorted_places,
 )
-from robust_dcp.staging.blocks import PLAIN, on_cpu
+from robust_dcp.staging.blocks import PLAIN, is_plain, on_cpu
 from robust_dcp.staging.staging_buffers import TensorForm
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.record import bytes_of, framed_record, is_fixed_size, is_plain
+from robust_dcp.storage.records.record import bytes_of, framed_record, is_fixed_size
 from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import Cache
 

@@ -46,6 +46,21 @@ function median(values) {
   return sorted[(sorted.length - 1) >> 1];
 }
 
+/** For how long training stood still in a save. Reports of earlier versions say it by their phases. */
+const stillSeconds = (save) => save.blocked_seconds ?? (save.is_async
+  ? save.phases.reduce((sum, { name, seconds }) => sum + (name === "plan" || name === "stage" ? seconds : 0), 0)
+  : save.seconds);
+
+/** The time between a commit and the one before it; 0 for the first. */
+const intervalOf = (save) => {
+  const place = DATA.saves.indexOf(save);
+  return place > 0 ? Math.max(save.saved_at_seconds - DATA.saves[place - 1].saved_at_seconds, 0) : 0;
+};
+
+/** The one rate of this page: the bytes of all ranks by the seconds of the phase in which they were written. */
+const writeRate = (save) =>
+  save.total_nbytes / Math.max((save.phases.find(({ name }) => name === "write") || save).seconds, 1e-6);
+
 /** The step that a checkpoint's name ends with, for short labels. */
 function shortName(name) {
   const digits = /(\d{1,18})\D*$/.exec(name);
@@ -86,7 +101,7 @@ function legend(element, entries) {
 
 /** The seconds of each phase of a rank, and what it wrote. */
 function rankFacts(ranks, row) {
-  const rate = ranks.nbytes[row] / Math.max(ranks.write_seconds[row], 1e-6);
+  const speed = ranks.nbytes[row] / Math.max(ranks.write_seconds[row], 1e-6);
   const way = ranks.ways[ranks.how[row]];
   return [
     ["node", ranks.nodes[ranks.node[row]]],
@@ -94,7 +109,7 @@ function rankFacts(ranks, row) {
     ...(ranks.stage_seconds[row] ? [["copy", inSeconds(ranks.stage_seconds[row])]] : []),
     ["write", inSeconds(ranks.write_seconds[row])],
     ["wrote", `${inBytes(ranks.nbytes[row])} in ${counted(ranks.files[row], "file")}`],
-    ["rate", inRate(rate)],
+    ["speed", inRate(speed)],
     ...(way ? [["how", way]] : []),
   ];
 }

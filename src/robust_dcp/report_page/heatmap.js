@@ -36,7 +36,7 @@ function heatmapLayout(ranks, width) {
   const names = shortNodes(used.map(([node]) => ranks.nodes[node]));
   const most = used.reduce((n, [, rows]) => Math.max(n, rows.length), 1);
   const letters = names.reduce((n, name) => Math.max(n, name.length), 1);
-  const label = Math.min(letters * 7 + 12, used.length > 12 ? 76 : 170, width * 0.3);
+  let label = Math.min(letters * 7 + 12, used.length > 12 ? 76 : 170, width * 0.3);
   let best = null;
   for (let columns = 1; columns <= Math.min(used.length, 40); columns += 1) {
     const block = width / columns;
@@ -55,6 +55,8 @@ function heatmapLayout(ranks, width) {
     best.high = Math.ceil(most / best.inRow) * 3 + 2;
     best.height = best.down * best.high + 2;
   }
+  // Names are not cut beside room that no cell needs.
+  label = Math.min(letters * 7.5 + 14, Math.max(label, best.block - 10 - Math.min(best.inRow, most) * best.cell));
   const cells = used.flatMap(([node, rows], place) => {
     const x = Math.floor(place / best.down) * best.block + label;
     const y = (place % best.down) * best.high;
@@ -105,7 +107,7 @@ function drawHeatmap(context, width, marked) {
   return {
     height: layout.height,
     marks: layout.cells.length,
-    label: `Write rates of ${counted(layout.cells.length, "rank")} on ${counted(layout.used.length, "node")}; the median is ` +
+    label: `Speeds of ${counted(layout.cells.length, "rank")} on ${counted(layout.used.length, "node")}; the median is ` +
       `${inRate(middle)}. Use the arrow keys to go from rank to rank.`,
     at: (x, y) => {
       const place = layout.cells.findIndex((each) =>
@@ -152,7 +154,7 @@ function showHeatmapScale(save) {
   replace(scale, `≤ ${inRate(middle / 2)}`, band, `≥ ${inRate(middle * 2)}`, `· median ${inRate(middle)}`,
     make("span", { class: "mark", "aria-hidden": "true" }), "named as slow");
   const order = ranks.rank.map((_, row) => row).sort((a, b) => ranks.write_seconds[b] - ranks.write_seconds[a]).slice(0, 40);
-  const head = ["rank", "node", "plan", "copy", "write", "bytes", "files", "rate", "how"];
+  const head = ["rank", "node", "plan", "copy", "write", "bytes", "files", "speed", "how"];
   const cells = (row) => [ranks.rank[row], ranks.nodes[ranks.node[row]], inSeconds(ranks.plan_seconds[row]), inSeconds(ranks.stage_seconds[row]),
     inSeconds(ranks.write_seconds[row]), inBytes(ranks.nbytes[row]), ranks.files[row], inRate(rates[row]), ranks.ways[ranks.how[row]] || ""];
   replace(byId("rank-table"), make("table", {},

@@ -2,11 +2,11 @@ const history = { chosen: 0 };
 
 const MEASURES = [
   ["seconds", "Seconds", (save) => save.seconds, inSeconds],
+  ["blocked", "Training stood still", (save) => stillSeconds(save), inSeconds],
+  ["interval", "Since the commit before", (save) => intervalOf(save), inSeconds],
   ["bytes", "Bytes", (save) => save.total_nbytes, inBytes],
-  ["rate", "Write rate", (save) => save.total_nbytes / Math.max(writeSeconds(save), 1e-6), inRate],
+  ["rate", "Write rate", (save) => writeRate(save), inRate],
 ];
-
-const writeSeconds = (save) => (save.phases.find(({ name }) => name === "write") || save).seconds;
 
 function drawHistory(context, width, marked) {
   const saves = DATA.saves;
@@ -47,7 +47,7 @@ function drawHistory(context, width, marked) {
       const wide = Math.max(step - (step > 6 ? 3 : step > 3 ? 1 : 0), 1);
       const high = Math.max((value(saves[bar]) / most) * tall, 1);
       context.globalAlpha = bar === history.chosen || marked === number ? 1 : 0.72;
-      context.fillStyle = outcomeColour(saves[bar].outcome);
+      context.fillStyle = outcomeColour(saves[bar].plan.outcome);
       context.fillRect(left + number * step, base - high, wide, high);
       marks += 1;
       if (place === 0 && saves[bar].stragglers.length && step >= 5) {
@@ -76,7 +76,7 @@ function drawHistory(context, width, marked) {
   });
   return {
     height, marks,
-    label: `Seconds, bytes and write rate of ${counted(saves.length, "checkpoint")}. Use the arrow keys, and Enter to choose one.`,
+    label: `${MEASURES.map(([, title]) => title.toLowerCase()).join(", ")} of ${counted(saves.length, "checkpoint")}. Use the arrow keys, and Enter to choose one.`,
     at: (x, y) => (x < left || x >= left + n * step || y > bottom ? null : Math.floor((x - left) / step)),
     step: (bar, key) => stepped(bar, key, n),
     place: (bar) => [left + bar * step + step, 40],

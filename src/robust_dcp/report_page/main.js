@@ -21,7 +21,7 @@ function choose(place) {
     ? `${save.name}, ${moment(save.saved_at_seconds)}. The phases of ${counted(save.world_size, "rank")}, from the call to the commit.` +
       (n < save.world_size ? ` The first ${n} are shown.` : "")
     : "Only the newest checkpoints are shown rank by rank in this page.";
-  byId("heatmap-lead").textContent = n ? "Each cell is a rank, each row of cells a node. A rate is bytes by the seconds in which the rank itself wrote." : "";
+  byId("heatmap-lead").textContent = n ? "Each cell is a rank, each row of cells a node. The speed of a rank is its bytes by the seconds in which it wrote itself." : "";
   showAll();
 }
 

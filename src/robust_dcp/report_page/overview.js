@@ -12,27 +12,46 @@ function badge(outcome) {
 }
 
 function showOverview(save) {
-  const write = save.phases.find(({ name }) => name === "write");
   const ranks = save.ranks;
   const slowest = ranks ? ranks.write_seconds.reduce((best, value, row) => (value > ranks.write_seconds[best] ? row : best), 0) : null;
-  const rate = save.total_nbytes / Math.max(write ? write.seconds : save.seconds, 1e-6);
+  const rate = writeRate(save);
   const isSlow = save.stragglers.length > 0;
   replace(byId("tiles"),
-    tile(save.is_async ? "Save, beside training" : "Save", secondsOf(save.seconds),
+    ...(save.is_async ? [tile("Training stood still", secondsOf(stillSeconds(save)), "until the call returned")] : []),
+    tile(save.is_async ? "Save, beside training" : "Save; training stood still", secondsOf(save.seconds),
       save.phases.map(({ name, seconds }) => `${name} ${inSeconds(seconds)}`).join(" · ")),
+    ...(intervalOf(save) ? [tile("Since the commit before", secondsOf(intervalOf(save)), medianInterval())] : []),
     tile("Written", sizeOf(save.total_nbytes), `by ${counted(save.world_size, "rank")} on ${counted(save.n_nodes, "node")}`),
     tile("Write rate, all ranks", [sizeOf(Math.round(rate))[0], `${sizeOf(Math.round(rate))[1]}/s`],
-      `${inRate(rate / Math.max(save.world_size, 1))} a rank`),
+      "bytes by the seconds of the write phase"),
     tile("Plan", [save.plan.outcome, ""], save.plan.reason),
     ...(slowest === null ? [] : [tile("Slowest writer", [`rank ${ranks.rank[slowest]}`, ""],
       `${inSeconds(ranks.write_seconds[slowest])}; the median rank took ${inSeconds(median(ranks.write_seconds))}`,
       isSlow ? "slow" : "")]));
   const notices = [];
   if (isSlow) notices.push(stragglerNotice(save));
+  const again = slowAgain();
+  if (again.length) notices.push(notice("Slow again and again", again));
   if (save.waits.length) notices.push(notice("The log said while ranks waited", save.waits));
   if (save.fallbacks.length) notices.push(notice("The save went without", save.fallbacks));
   replace(byId("notices"), ...notices);
   showAbout(save);
+}
+
+function medianInterval() {
+  const intervals = DATA.saves.map(intervalOf).filter((seconds) => seconds > 0);
+  return `the median of this run is ${inSeconds(median(intervals))}`;
+}
+
+/** The ranks that were named as slow in more than one of the saves, the most often named first. */
+function slowAgain() {
+  const counts = new Map();
+  for (const save of DATA.saves) {
+    for (const rank of new Set(save.stragglers.map((each) => each.rank))) counts.set(rank, (counts.get(rank) || 0) + 1);
+  }
+  const often = [...counts].filter(([, n]) => n > 1).sort(([a, m], [b, n]) => n - m || a - b);
+  const lines = often.slice(0, 6).map(([rank, n]) => `rank ${rank}: in ${n} of ${DATA.saves.length} saves`);
+  return often.length > 6 ? [...lines, `and ${counted(often.length - 6, "other rank")}`] : lines;
 }
 
 function notice(title, lines) {

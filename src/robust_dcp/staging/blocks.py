@@ -21,7 +21,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import msgspec
@@ -74,11 +73,11 @@ class Block:
         data: the same memory as a NumPy array, uint8 ``[nbytes]``.
         tensor: the same memory as a tensor.
         address: the address of its first byte.
-        is_pinned: whether copies from and to a CUDA device run by themselves.
+        pinned_by: the CUDA device that has locked it, so that copies from and to any device run by themselves.
         pin_was_refused: whether the system did not lock it when asked.
     """
 
-    __slots__ = ("address", "data", "is_pinned", "memory", "pin_was_refused", "tensor", "view")
+    __slots__ = ("address", "data", "memory", "pin_was_refused", "pinned_by", "tensor", "view")
 
     def __init__(self, nbytes: int, *, stays_at_fork: bool = False, fd: int | None = None) -> None:
         if fd is None:
@@ -97,25 +96,32 @@ class Block:
         with torch.inference_mode(False):  # later saves write into it, too
             self.tensor = torch.from_numpy(self.data)
         self.address = self.tensor.data_ptr()
-        self.is_pinned = False
+        self.pinned_by: torch.device | None = None
         self.pin_was_refused = False
 
-    def pin(self) -> None:
+    def pin(self, device: torch.device) -> None:
         """Lock it in memory, so that copies from a CUDA device run by themselves. A block that cannot be pinned works
         as well, and is not tried again before :meth:`unpin`.
+
+        Args:
+            device: the device that is to copy. The call is made in its context, and makes none on another device.
         """
-        if not self.is_pinned and not self.pin_was_refused:
-            # 0 means that it worked.
-            self.pin_was_refused = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.data), 0)) != 0
-            self.is_pinned = not self.pin_was_refused
-            if self.pin_was_refused:
-                _forget_error()
+        if self.pinned_by is None and not self.pin_was_refused:
+            with torch.cuda.device(device):
+                # 0 means that it worked.
+                self.pin_was_refused = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.data), 0)) != 0
+                if self.pin_was_refused:
+                    _forget_error()
+                else:
+                    self.pinned_by = device
 
     def unpin(self) -> None:
         """Undo :meth:`pin`. Call this before the memory is freed."""
-        if self.is_pinned and int(torch.cuda.cudart().cudaHostUnregister(self.address)) != 0:
-            _forget_error()
-        self.is_pinned = self.pin_was_refused = False
+        if self.pinned_by is not None:
+            with torch.cuda.device(self.pinned_by):
+                if int(torch.cuda.cudart().cudaHostUnregister(self.address)) != 0:
+                    _forget_error()
+        self.pinned_by, self.pin_was_refused = None, False
 
 
 _KEPT: list[Block] = []
@@ -125,12 +131,11 @@ _KEPT_LOCK: Final = threading.Lock()
 
 
 class BlockLease(msgspec.Struct, eq=False):
-    """The blocks of one save or load, until it is closed, and the copies between them and a device, for which all its
-    threads share one stream. Several threads may call its methods.
+    """The blocks of one save or load, until it is closed, and the copies between them and devices. Several threads may
+    call its methods.
 
-    Work that was queued on the current stream when this object is made comes before the copies: they have the contents
-    of that moment. Later work does not wait for them. If a planner computes a tensor in one thread, it is ready when
-    another thread copies it.
+    Copies run on the stream of the device that is current in the thread that asks for them, which is that of the caller
+    (``threads``): what the caller has queued there comes before them.
 
     Args:
         block_nbytes: the size of each block.
@@ -151,12 +156,6 @@ class BlockLease(msgspec.Struct, eq=False):
     _free: list[Block] = []
     _taken: list[Block] = []
     _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
-    _stream: torch.cuda.Stream | None = None
-
-    def __post_init__(self) -> None:
-        if torch.cuda.is_initialized():  # not `is_available`, which wakes the driver: no forked process could use it
-            self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
 
     def take(self) -> Block:
         """Take a block.
@@ -208,60 +207,80 @@ class BlockLease(msgspec.Struct, eq=False):
             release_blocks(keep=self._free)
         self._free, self._taken = [], []
 
-    def in_this_thread(self) -> AbstractContextManager[object]:
-        """A ``with`` block in which the calling thread uses the stream of the copies."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
     def can_run_ahead(self, data: TensorBytes | torch.Tensor) -> bool:
         """Whether a copy of ``data``, or to it, runs by itself once it has begun."""
-        return self._stream is not None and data.device == self._stream.device
+        return data.device.type == "cuda"
 
     def begin(self, data: TensorBytes, begin: int, end: int, block: Block, at: int) -> Callable[[], None]:
-        """Begin to copy bytes ``begin`` to ``end`` of ``data`` to ``at`` in ``block``.
+        """Begin to copy bytes ``begin`` to ``end`` of ``data``, which is on a device, to ``at`` in ``block``.
 
         Returns:
             A function that waits for the copy. Call it before you read the block.
         """
-        if self._stream is None or not self.can_run_ahead(data):
-            data.copy(begin, end, block, at)
-            return lambda: None
-        block.pin()
-        if not block.is_pinned:
+        block.pin(data.device)
+        if block.pinned_by is None:
             self.how = (NOT_PINNED,)
         data.copy(begin, end, block, at, non_blocking=True)
         copied = torch.cuda.Event(blocking=True)
-        copied.record(self._stream)
+        copied.record(torch.cuda.current_stream(data.device))
         return copied.synchronize
 
-    def fill(self, target: torch.Tensor, block: Block, at: int, steps: Sequence[int] | None = None) -> None:
-        """Fill ``target`` from ``block``, where its elements begin at ``at``. The copy is done when this returns, so
-        the block is free.
+    def fill(
+        self, targets: Sequence[torch.Tensor], block: Block, at: Sequence[int], steps: Sequence[int] | None = None
+    ) -> None:
+        """Fill each of ``targets`` from ``block``, where its elements begin at the byte of ``at``. The copies are done
+        when this returns, so the block is free.
 
-        Other threads may read and copy meanwhile: this thread waits only for its own copy, without the GIL.
+        Other threads may read and copy meanwhile: this thread waits only for its own copies, without the GIL.
 
         Args:
-            target: uint8 ``[n]``, whose bytes lie one after the other; with ``steps`` of any dtype, shape and strides.
+            targets: uint8 ``[n]``, whose bytes lie one after the other; with ``steps`` of any dtype, shape and strides.
             steps: the strides of the elements in the block. A copy of these bytes on the device comes before them: only
                 from one range of memory does a device copy by itself.
         """
-        is_ahead = self._stream is not None and self.can_run_ahead(target)
-        nbytes = len(target)
-        if steps is not None:
-            last = sum((size - 1) * step for size, step in zip(target.shape, steps, strict=True))
-            nbytes = (last + 1) * target.itemsize
-        if is_ahead:
-            block.pin()
-        with self.in_this_thread() if is_ahead else nullcontext(), torch.inference_mode():
-            source = block.tensor[at : at + nbytes]
-            if steps is not None:
-                copy = source.to(target.device, non_blocking=is_ahead, copy=True)
-                source = copy.view(target.dtype).as_strided(target.shape, steps)
-            target.copy_(source, non_blocking=is_ahead)
-            copied = torch.cuda.Event(blocking=True) if is_ahead else None
-            if copied is not None:
-                copied.record()
-        if copied is not None:
-            copied.synchronize()
+        devices = {target.device for target in targets if self.can_run_ahead(target)}
+        for device in devices:
+            block.pin(device)
+        with torch.inference_mode():
+            for target, begin in zip(targets, at, strict=True):
+                nbytes = len(target)
+                if steps is not None:
+                    last = sum((size - 1) * step for size, step in zip(target.shape, steps, strict=True))
+                    nbytes = (last + 1) * target.itemsize
+                source = block.tensor[begin : begin + nbytes]
+                if steps is not None:
+                    copy = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
+                    copy.copy_(source, non_blocking=bool(devices))
+                    source = copy.view(target.dtype).as_strided(target.shape, steps)
+                target.copy_(source, non_blocking=bool(devices))
+        for device in devices:
+            wait_for_copies(torch.cuda.current_stream(device))
+
+    def fill_from(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a tensor on the CPU into one of the same shape, on any device, of any dtype and kind.
+
+        A CUDA device copies memory that is not locked up to 35 times slower. So the bytes pass through a block, in
+        parts, and what has to be converted is converted on the device.
+
+        Raises:
+            RuntimeError: these two do not fit, such as sparse tensors with different numbers of elements.
+        """
+        if not self.can_run_ahead(target):
+            target.copy_(source)
+        elif is_plain(source) and is_plain(target):
+            elements, done = source.contiguous().view(-1), 0
+            with self.lent() as block:
+                for part in parts_in_order(target, 0, target.numel(), at_most=self.block_nbytes // source.itemsize):
+                    piece = elements[done : done + part.numel()]
+                    copy_bytes(block.address, piece.data_ptr(), piece.nbytes)
+                    copy = torch.empty(piece.nbytes, dtype=torch.uint8, device=target.device)
+                    self.fill([copy], block, [0])
+                    part.copy_(copy.view(piece.dtype).view(part.shape))
+                    done += part.numel()
+        else:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a kind whose memory torch cannot lock
+                source = source.contiguous().pin_memory()
+            target.copy_(source)
 
 
 def release_blocks(keep: Sequence[Block] = ()) -> None:
@@ -298,6 +317,15 @@ PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 """Only these classes are known to be nothing but their data."""
 
 _STRIDED = torch.strided
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor``, on any device, holds its elements as they are stored, in any order."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def host_address(tensor: torch.Tensor) -> int | None:
@@ -403,10 +431,18 @@ def _copy_range(tensor: torch.Tensor, first: int, last: int, into: torch.Tensor,
         done += part.numel()
 
 
-def parts_in_order(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
-    """Elements ``first`` to ``last`` of ``tensor``, in the order of a contiguous tensor, in as few views as
-    possible.
+def parts_in_order(
+    tensor: torch.Tensor, first: int, last: int, *, at_most: int | None = None
+) -> Iterator[torch.Tensor]:
+    """Elements ``first`` to ``last`` of ``tensor``, in the order of a contiguous tensor, in as few views as possible.
+
+    Args:
+        at_most: the most elements of one view; ``None`` for no limit.
     """
+    if at_most is not None and last - first > at_most:
+        for begin in range(first, last, at_most):
+            yield from parts_in_order(tensor, begin, min(begin + at_most, last))
+        return
     if first >= last:
         return
     if tensor.is_contiguous():

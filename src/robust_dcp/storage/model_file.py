@@ -42,11 +42,19 @@ def check_dtypes(tensors: Sequence[NamedTensor], what_to_do: str) -> None:
             raise ValueError(f"safetensors keeps the name {tensor.name!r} for itself; {what_to_do}")
 
 
-def in_shards(tensors: Sequence[NamedTensor], max_nbytes: int) -> dict[str, list[NamedTensor]]:
-    """Divide the tensors among files, in order, by the names that Hugging Face gives these.
+def in_shards(
+    tensors: Sequence[NamedTensor], max_nbytes: int, files: Mapping[str, str]
+) -> dict[str, list[NamedTensor]]:
+    """Divide the tensors among files: as ``files`` says, if it names all of them, or else in order, by the names that
+    Hugging Face gives these.
 
     Each file has at least one tensor, and there is at least one file.
     """
+    if tensors and all(tensor.name in files for tensor in tensors):
+        by_file: dict[str, list[NamedTensor]] = {name: [] for name in sorted({files[each.name] for each in tensors})}
+        for tensor in tensors:
+            by_file[files[tensor.name]].append(tensor)
+        return by_file
     shards = [*in_batches(tensors, max_nbytes, lambda tensor: tensor.nbytes)] or [[]]
     return {
         f"model-{number:05d}-of-{len(shards):05d}{SAFETENSORS_SUFFIX}": shard for number, shard in enumerate(shards, 1)

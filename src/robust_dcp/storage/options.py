@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, Literal, TypedDict, TypeVar
 
@@ -31,6 +32,7 @@ _LEAST: Final = {
     "threads": 1,
     "files_per_rank": 1,
     "buffer_bytes": BLOCKS_PER_THREAD * PAGE_NBYTES,
+    "parity_nodes": 2,
 }
 
 
@@ -61,6 +63,7 @@ class WriteKeywords(TypedDict, total=False):
     direct: bool | None
     overwrite: bool
     report: bool
+    parity_nodes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,9 @@ class WriteOptions:
         overwrite: whether a committed checkpoint in the directory may be replaced.
         report: whether each save leaves ``.robust_dcp.report.json`` beside the checkpoint: how long each rank took, how
             it wrote, how the plan was made, and how large the modules are.
+        parity_nodes: where each node saves to a drive of its own: about how many nodes form a group. Beside training
+            they make parity, for ``1 / (parity_nodes - 1)`` more bytes, by which the checkpoint outlives the loss of
+            any one node of each group. 2 is a mirror. The same on all ranks. ``None``: no parity.
 
     Raises:
         ValueError: an option is out of range.
@@ -106,6 +112,7 @@ class WriteOptions:
     direct: bool | None = None
     overwrite: bool = True
     report: bool = True
+    parity_nodes: int | None = None
 
     def __post_init__(self) -> None:
         layout_named(self.layout)
@@ -227,6 +234,12 @@ def given_options(kind: type[Options], options: Options | None, keywords: Mappin
             f"{', '.join(keywords)} and options were given: give all options in one way, or pass "
             f"options=dataclasses.replace(options, {next(iter(keywords))}=…)"
         )
+    unknown = [name for name in keywords if name not in kind.__annotations__]
+    if unknown:
+        near = get_close_matches(unknown[0], kind.__annotations__, n=1, cutoff=0.5)
+        what = f"; did you mean {near[0]}?" if near else f": {', '.join(kind.__annotations__)}"
+        writer = "RobustWriter" if kind is WriteOptions else "RobustReader"
+        raise TypeError(f"{writer} has no option {unknown[0]!r}{what}")
     return kind(**keywords) if options is None else options
 
 

@@ -14,14 +14,14 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk, Fingerprint, OpenFile
-from robust_dcp.storage.files.paths import is_data_file
+from robust_dcp.storage.files.paths import is_data_file, local_path_of
 from robust_dcp.threads import start_thread
 
 if TYPE_CHECKING:
@@ -53,12 +53,22 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def _not_installed(url: str, what: str) -> StorageError:
+    scheme = url.partition("://")[0]
+    package = next((name for name, schemes in _PACKAGES.items() if scheme in schemes), "fsspec, and its package for it")
     return StorageError(
-        f"{url} is in a store that needs another package ({what}): pip install 'robust_dcp[remote]', and the package "
-        "of fsspec for that store (s3fs, gcsfs, adlfs)",
+        f"{url} is in a store that needs another package ({what}): pip install {package}",
         path=url,
         operation="open",
     )
+
+
+_PACKAGES: Final = {
+    "s3fs": ("s3", "s3a"),
+    "gcsfs": ("gs", "gcs"),
+    "adlfs": ("az", "abfs", "abfss", "adl"),
+    "huggingface_hub": ("hf",),
+}
+"""The packages of stores, each with the URLs that it is for. They bring fsspec along."""
 
 
 # Calls.
@@ -296,6 +306,16 @@ DEFAULT_COPY_OPTIONS: Final = CopyOptions()
 
 # A disk that reads.
 
+
+def disk_at(place: str) -> Disk:
+    """The file system that a place, a path or a URL, is in.
+
+    Raises:
+        StorageError, ValueError: as :func:`filesystem_of`.
+    """
+    return Disk() if local_path_of(place) is not None else RemoteDisk(place)
+
+
 _READ_AHEAD_NBYTES: Final = 1 << 20
 """A call takes some ten milliseconds. So an index is read in pieces of this size, although few bytes are wanted."""
 
@@ -315,7 +335,7 @@ class _RemoteFile(OpenFile):
 
 def _refuse(self: RemoteDisk, place: OpenFile | str, *arguments: Any, **options: Any) -> Any:
     """A method in place of each that a store does not have. A checkpoint in a store is written by robust_dcp.drain, not
-    by a writer that needs renames and fsync.
+    by a writer that needs renames and fsync. What a store can do is to put a small file as a whole, and to remove one.
     """
     path = place if isinstance(place, str) else place.path
     raise StorageError(
@@ -330,7 +350,8 @@ _READ_ONLY: Final[Any] = _refuse
 
 
 class RemoteDisk(Disk):
-    """Reads files of a store. All paths are URLs below the one that it was made for.
+    """Reads files of a store, puts small ones there, and removes files. All paths are URLs below the one that it was
+    made for.
 
     Args:
         url: of a checkpoint.
@@ -410,8 +431,32 @@ class RemoteDisk(Disk):
 
         return self._calls.run("list", path, look)
 
+    def directories_in(self, path: str) -> list[str]:
+        return sorted(name for name, info in self.entries(path).items() if info.get("type") == "directory")
+
+    def files_below(self, path: str) -> Iterator[tuple[int, float]]:
+        for name, info in self.entries(path).items():
+            if info.get("type") == "directory":
+                yield from self.files_below(f"{path}/{name}")
+            else:
+                yield int(info.get("size") or 0), 0.0  # no store tells it in the way of another
+
     def exists(self, path: str) -> bool:
         return self.fingerprint(path) is not None
+
+    def replace_file(self, path: str, data: Buffer, *, mark: str | None = None, durable: bool = True) -> None:
+        """Put a file there, over an old one. Whoever looks finds one of them, and it is durable."""
+        content = bytes(data)
+        self._calls.run("send", path, lambda: self.filesystem.pipe_file(self.path_in_store(path), content))
+
+    def write_file(self, path: str, data: Buffer | Sequence[Buffer], *, durable: bool = True) -> Fingerprint:
+        parts = data if isinstance(data, (list, tuple)) else [data]
+        content = b"".join(bytes(cast("bytes", part)) for part in parts)
+        self.replace_file(path, content)
+        return 0, len(content), 0
+
+    def unlink(self, path: str) -> None:
+        self._calls.run("remove", path, lambda: self.filesystem.rm_file(self.path_in_store(path)))
 
     def fingerprint(self, path: str) -> Fingerprint | None:
         try:
@@ -442,7 +487,7 @@ class RemoteDisk(Disk):
         return None
 
     open_new = pwrite = preallocate = truncate = fsync = fsync_directory = rename = _READ_ONLY
-    unlink = mkdirs = rmdir = room = _READ_ONLY
+    mkdirs = rmdir = room = _READ_ONLY
 
     def info(self, path: str) -> Mapping[str, Any]:
         """What the store tells of a file or directory.

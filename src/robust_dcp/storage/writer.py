@@ -73,6 +73,8 @@ class RobustWriter(StorageWriter):
 
     Attributes:
         drain_to, drain_options, disk: the same.
+        replaces: gives the digests of checkpoints at the place of the copy whose place it takes.
+        on_arrival: called on the coordinator with that place when the copy has arrived there.
         path: the absolute path of the directory, as it is when a save begins: the working directory may change while
             an async save runs.
         checkpoint_id: the place that the checkpoint and its report name as their own: the path as it was given, or
@@ -105,6 +107,8 @@ class RobustWriter(StorageWriter):
         self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
         self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
+        self.replaces: Callable[[], tuple[str, ...]] = tuple
+        self.on_arrival: Callable[[str], None] | None = None
         self.beside: Mapping[str, FileBeside] = {}
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
@@ -323,7 +327,7 @@ class RobustWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.version = FORMAT_VERSION
         try:
-            to_publish = MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata))
+            to_publish = MetadataToPublish(((0, encode_metadata(metadata)),), referenced_files(metadata))
             self.directory.prepare(to_publish, to_publish.files)
             self.directory.finish(to_publish)
         except BaseException as error:

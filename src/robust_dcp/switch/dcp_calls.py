@@ -8,6 +8,7 @@ function runs, and each reason is logged once as a warning. A call returns what 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from errno import ENOENT
@@ -24,20 +25,27 @@ from robust_dcp import api
 from robust_dcp.asynchronous import async_save as robust_async_save
 from robust_dcp.environment import value_of
 from robust_dcp.errors import StorageError
-from robust_dcp.plan.load_planner import robust_load_planner
+from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.plan.save_planner import CommittedMetadata, RobustPlanner
+from robust_dcp.proof import compare
 from robust_dcp.report import SaveReport
 from robust_dcp.stateful import NamesOfStock
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.switch.patching import log_left_to_stock
+from robust_dcp.switch.patching import log_left_to_stock, log_without_effect
+
+logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
 
 TRUSTED = "ROBUST_DCP_TRUSTED"
+PARITY_NODES = "ROBUST_DCP_PARITY_NODES"
 """The environment variable that lets objects run code when they are loaded, as stock does."""
+
+PROVE = "ROBUST_DCP_PROVE"
+"""The environment variable that has each load proved: what was loaded is compared with the checkpoint."""
 
 _GROUP = ("process_group", "no_dist")
 _STORAGES = ("storage_writer", "storage_reader")
@@ -53,6 +61,7 @@ def save(
     kwargs: Arguments,
     *,
     threads: int | None = None,
+    parity_nodes: int | None = None,
     on_saved: Callable[[SaveReport], object] = lambda report: None,
     **more: Any,
 ) -> Any:
@@ -60,6 +69,7 @@ def save(
 
     Args:
         threads: of a writer that does not say how many.
+        parity_nodes: as for ``WriteOptions``. ``None``: as the environment says.
         on_saved: called with the report.
         more: arguments of :func:`robust_dcp.save` for this call.
 
@@ -69,7 +79,7 @@ def save(
     try:
         given = _given_arguments(stock, args, kwargs)
         state_dict, writer = given.pop("state_dict"), given.get("storage_writer")
-        arguments = {**_save_arguments(given, threads), **more}
+        arguments = {**_save_arguments(given, threads, parity_nodes), **more}
     except _StaysStock as why:
         log_left_to_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
@@ -109,6 +119,8 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
             for key, value in named.items():  # a dict of its own class may note what is set
                 if not (hasattr(value, "state_dict") and isinstance(value, Stateful)):
                     state_dict[key] = value
+            if value_of(PROVE):
+                _prove(named, arguments, trusted=trusted)
             return None
         except StorageError as error:
             if not _is_of_single_ranks(arguments, error):
@@ -116,6 +128,24 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
             reason = "it was saved with use_collectives=False, so each rank loads by itself"
     log_left_to_stock("the planning of a load", reason)
     return stock(state_dict, **arguments)
+
+
+def _prove(state_dict: Any, arguments: Arguments, *, trusted: bool) -> None:
+    """Compare what a load has put into ``state_dict`` with the checkpoint. A program may load a part on purpose, and
+    convert dtypes, so only values that differ are an error."""
+    planner = arguments["planner"]
+    if type(planner) is not RobustLoadPlanner:
+        log_without_effect(PROVE, f"{type(planner).__name__} decides what goes where, so there is nothing to compare")
+        return
+    flatten = (planner.flatten_state_dict, planner.flatten_sharded_tensors)
+    comparing = RobustLoadPlanner(*flatten, allow_partial_load=True, on_dtype_mismatch="cast", trusted=trusted)
+    more = {
+        name: each for name, each in arguments.items() if name not in ("planner", "storage_reader", "checkpoint_id")
+    }
+    report = compare(state_dict, comparing, storage_reader=arguments["storage_reader"], **more)
+    if report.differing:
+        report.raise_if_differs()
+    logger.info("%s", report)
 
 
 def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
@@ -173,7 +203,7 @@ def _given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) 
     return {name: value for name, value in bound.arguments.items() if value is not defaults[name]}
 
 
-def _save_arguments(given: Arguments, threads: int | None = None) -> Arguments:
+def _save_arguments(given: Arguments, threads: int | None = None, parity_nodes: int | None = None) -> Arguments:
     if not given.pop("use_collectives", True):
         raise _StaysStock("use_collectives=False: each rank would save by itself")
     writer, planner = given.pop("storage_writer", None), given.pop("planner", None)
@@ -183,7 +213,11 @@ def _save_arguments(given: Arguments, threads: int | None = None) -> Arguments:
         raise _StaysStock(f"{name} plans otherwise than DefaultSavePlanner; derive it from RobustPlanner")
     if isinstance(planner, RobustPlanner) and planner.hooks_of_stock:
         raise _StaysStock(f"{name} overrides {', '.join(planner.hooks_of_stock)}")
-    return {**common, **_writer_for(writer, checkpoint_id, threads), "planner": planner}
+    return {
+        **common,
+        **_writer_for(writer, checkpoint_id, threads, parity_nodes or value_of(PARITY_NODES)),
+        "planner": planner,
+    }
 
 
 def _common(given: Arguments) -> Arguments:
@@ -196,12 +230,12 @@ def _common(given: Arguments) -> Arguments:
     return given
 
 
-def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None) -> Arguments:
+def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None, parity_nodes: int | None) -> Arguments:
     """The writer to use, and the ``checkpoint_id`` that our save is to hand on to it."""
     if isinstance(writer, RobustWriter):
         return {"storage_writer": writer, "checkpoint_id": checkpoint_id}
     if writer is None:
-        return {"storage_writer": RobustWriter(_directory(checkpoint_id), threads=threads)}
+        return {"storage_writer": RobustWriter(_directory(checkpoint_id), threads=threads, parity_nodes=parity_nodes)}
     if not _is_of_torch(writer, "FileSystemWriter", "FsspecWriter"):
         raise _StaysStock(f"{type(writer).__name__} writes otherwise than FileSystemWriter")
     if getattr(writer, "_extensions", None) or getattr(writer.transforms, "extensions", None):
@@ -210,7 +244,9 @@ def _writer_for(writer: Any, checkpoint_id: Any, threads: int | None) -> Argumen
         raise _StaysStock('robust_dcp writes safetensors by RobustWriter(layout="safetensors")')
     threads = writer.thread_count if writer.thread_count > 1 else threads
     path = _directory_of(writer, checkpoint_id)
-    return {"storage_writer": RobustWriter(path, threads=threads, overwrite=writer.overwrite)}
+    return {
+        "storage_writer": RobustWriter(path, threads=threads, parity_nodes=parity_nodes, overwrite=writer.overwrite)
+    }
 
 
 def _reader_for(reader: Any, checkpoint_id: Any, *, trusted: bool) -> Arguments:

@@ -51,6 +51,7 @@ from robust_dcp.storage.files.paths import (
     INDEX_NAME,
     METADATA_NAME,
     NODES_NAME,
+    PARITY_PREFIX,
     SAFETENSORS_SUFFIX,
     STAGING_PREFIX,
     committed_name,
@@ -62,6 +63,7 @@ from robust_dcp.storage.files.paths import (
 from robust_dcp.storage.files.small_files import read_hint
 from robust_dcp.storage.layouts.places import Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, digest_beside, referenced_files
+from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.structure_cache import Cache
 from robust_dcp.threads import submit
 
@@ -83,14 +85,15 @@ class MetadataToPublish(msgspec.Struct, frozen=True):
     """What a commit makes visible.
 
     Attributes:
-        fragments: the bytes of ``.metadata``, one after the other.
+        parts: parts of ``.metadata``, each with where it begins; the last one ends the file. Ranks have written what
+            lies between them (:meth:`Save.write_pieces`).
         files: the data files that it names.
-        index: the bytes of the index, one after the other; empty if the checkpoint gets no index.
+        index: the same for the index; empty if the checkpoint gets none.
     """
 
-    fragments: Sequence[bytes | memoryview]
+    parts: Sequence[tuple[int, bytes]]
     files: Collection[str]
-    index: Sequence[bytes | memoryview] = ()
+    index: Sequence[tuple[int, bytes]] = ()
 
 
 class _Committed(NamedTuple):
@@ -203,6 +206,7 @@ class Save:
         hashes: the SHA-256 of data files by name, if a file beside the data is made from them: of those that this rank
             has written, and on the rank that commits of those that it has been told.
         not_removed: paths of files that this rank made and could not remove. Whoever fails to remove one adds it here.
+        files_beside: as ``beside``. On nodes of their own, the rank that leads there gets those of the coordinator.
         may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed.
     """
 
@@ -229,11 +233,12 @@ class Save:
         self.may_be_committed = False
         self._disk = disk
         self._layout = layout
-        self._files_beside = beside
+        self.files_beside = beside
         self._overwrite = overwrite
         self._may_share = layout.may_share_directory
         self._is_staged = is_staged
         self._made: list[str] = []
+        self._piece: tuple[int, int, int] | None = None  # of the new .metadata: where, its length, its CRC-32
         self._saving: SavingFile | None = None
         self._beside: set[str] = set()  # the index and the like, as far as the new checkpoint has them
         self._lacks_index = False
@@ -334,11 +339,40 @@ class Save:
             operation="begin",
         )
 
+    def write_pieces(self, piece: bytes, offset: int, block: bytes, block_offset: int) -> bool:
+        """Write this rank's pieces of the new ``.metadata`` and index to their places, durably. Readers do not see them
+        yet.
+
+        Returns:
+            whether the index has this piece: a checkpoint can do without one.
+
+        Raises:
+            StorageError: a call failed.
+        """
+        self.files.update(os.path.basename(self._unfinished(name)) for name in (METADATA_NAME, INDEX_NAME))
+        self._disk.write_parts(self._unfinished(METADATA_NAME), ((offset, piece),))
+        self._piece = offset, len(piece), crc32(piece)
+        try:
+            self._disk.write_parts(self._unfinished(INDEX_NAME), ((block_offset, block),))
+        except StorageError as error:
+            self._go_without_index(error)
+        return not self._lacks_index
+
     # The commit.
+
+    def _write_rest(self, name: str, parts: Sequence[tuple[int, bytes]]) -> Fingerprint:
+        """Write the parts of the new ``.metadata`` or index that no rank has written, durably."""
+        path, nbytes = self._unfinished(name), parts[-1][0] + len(parts[-1][1])
+        if nbytes > sum(len(part) for _, part in parts) and not self._disk.exists(path):
+            raise self._interfered(f"{path}, into which the ranks have written, is gone")
+        fingerprint = self._disk.write_parts(path, parts)
+        if fingerprint[1] != nbytes:
+            raise self._interfered(f"{path} has {fingerprint[1]} bytes instead of {nbytes}")
+        return fingerprint
 
     def check_written(self, names: Collection[str] | None = None) -> None:
         """Make sure, right before the commit, that data files of this save are still there: those that this rank has
-        written, or ``names``.
+        written, or ``names``. And that the new ``.metadata`` holds what this rank has written.
 
         Raises:
             StorageError: one is gone.
@@ -361,6 +395,20 @@ class Save:
                 )
             if not is_there:
                 raise self._interfered(f"{path}, which this save has written, is gone")
+        if names is None and self._piece is not None:
+            path, (offset, nbytes, checksum) = self._unfinished(METADATA_NAME), self._piece
+            try:
+                with self._disk.reading(path) as file:
+                    is_there = crc32(self._disk.read(file, offset, nbytes)) == checksum
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                is_there = False
+            if not is_there:
+                raise self._interfered(
+                    f"{path} does not hold what this rank has written. If this is a mount of an object store, it "
+                    "cannot take what several machines write into one file: save to its URL. Otherwise"
+                )
 
     def _interfered(self, what: str) -> StorageError:
         return StorageError(
@@ -397,18 +445,21 @@ class Save:
         if not self._layout.may_share_directory:
             # Readers would take files of a killed save as part of the new checkpoint.
             remove_data_files(self._disk, self.path, self.left_overs.files)
-        self._fingerprint = self._disk.write_file(self._unfinished(METADATA_NAME), metadata.fragments)
+        self._fingerprint = self._write_rest(METADATA_NAME, metadata.parts)
         if metadata.index:
             try:
-                self._disk.write_file(self._unfinished(INDEX_NAME), metadata.index)
+                self._write_rest(INDEX_NAME, metadata.index)
                 self._beside.add(INDEX_NAME)
             except StorageError as error:
                 self._go_without_index(error)
+        else:  # a rank could not write its piece of it, or the coordinator could not make its own
+            self._lacks_index |= len(metadata.parts) > 1
+            is_gone(self._disk.unlink, self._unfinished(INDEX_NAME), tells=True)
         names_beside = self._names_beside()
         self.files.update(names_beside)
         of_files = self._hashes_of_all(set(files)) if self.needs_hashes else {}
         for before, name in names_beside.items():
-            content = self._files_beside[name] or b""
+            content = self.files_beside[name] or b""
             data = content(of_files) if callable(content) else content
             self._disk.write_file(self._path_of(before), data)
         for before, name in uncommitted.items():
@@ -471,12 +522,19 @@ class Save:
     def _names_beside(self) -> dict[str, str]:
         """The names of the files beside the data after the commit, by those before it."""
         mark = mark_of(self.save_id)
-        return {name_before_commit(name, mark): name for name, data in self._files_beside.items() if data is not None}
+        return {name_before_commit(name, mark): name for name, data in self.files_beside.items() if data is not None}
 
     @property
     def needs_hashes(self) -> bool:
         """Whether a file beside the data is made from the hashes of the others."""
-        return any(map(callable, self._files_beside.values()))
+        return any(map(callable, self.files_beside.values()))
+
+    def make_beside(self, metadata: bytes) -> dict[str, bytes | None]:
+        """The files beside the data as bytes, for a commit in several directories. Called before :meth:`prepare`."""
+        hashes = dict(self.hashes)
+        hashes |= {name: digest_beside(data) for name, data in self.files_beside.items() if isinstance(data, bytes)}
+        hashes[METADATA_NAME] = digest_beside(metadata)
+        return {name: data(hashes) if callable(data) else data for name, data in self.files_beside.items()}
 
     def hash_written(self, check_stop: Callable[[int, int], None]) -> None:
         """Hash the data files that this rank has written, into :attr:`hashes`.
@@ -492,7 +550,7 @@ class Save:
         index is not among them: it gets its name before the commit, and has checksums of its own."""
         hashes = dict(self.hashes)
         hashes |= self._disk.hashes_of({name: self._path_of(uncommitted_name(name)) for name in names - hashes.keys()})
-        hashes |= {name: digest_beside(data) for name, data in self._files_beside.items() if isinstance(data, bytes)}
+        hashes |= {name: digest_beside(data) for name, data in self.files_beside.items() if isinstance(data, bytes)}
         return hashes | self._disk.hashes_of({METADATA_NAME: self._unfinished(METADATA_NAME)})
 
     def _go_without_index(self, error: StorageError) -> None:
@@ -538,8 +596,9 @@ class Save:
             # The index, the report and the like of the earlier checkpoint, and what killed saves have left of them.
             beside = {INDEX_NAME, REPORT_NAME, NODES_NAME} - self._beside
             beside = {name for name in self.names if name in beside or name.startswith(f"{NODES_NAME}.")}
+            beside |= {name for name in self.names if name.startswith(PARITY_PREFIX)}  # of what was there before
             earlier = frozenset[str]() if self.earlier is None else self.earlier.files or frozenset()
-            beside |= {name for name, data in self._files_beside.items() if data is None and name in self.names}
+            beside |= {name for name, data in self.files_beside.items() if data is None and name in self.names}
             superseded = ((earlier | self.left_overs.files) - self.files) | beside
             left = remove_data_files(self._disk, self.path, superseded, keep=self.files)
             self.left_overs.tell_what_stays(self.path, set(self.names) - self.files - superseded)

@@ -50,6 +50,7 @@ _MAX_NBYTES: Final = 256 << 20
 _WRITTEN_WITHIN_SECONDS: Final = 60.0
 _LOOK_AGAIN_SECONDS: Final = 0.002
 _GIVES_UP_WITHIN_SECONDS: Final = 2.0
+_CLAIM: Final = "ffffffff"
 _SHOWN: Final = 5
 _SHOWN_IN_ERRORS: Final = 20
 
@@ -163,6 +164,11 @@ class OtherSave(msgspec.Struct, frozen=True):
         """The mark of the save."""
         return self.name.removeprefix(SAVING_PREFIX)
 
+    @property
+    def is_claim(self) -> bool:
+        """Whether it was no save, but :func:`claimed` the directory."""
+        return self.mark.startswith(_CLAIM)
+
     def __str__(self) -> str:
         """Tells people which process runs or ran the save."""
         who = "unknown" if self.record is None else f"process {self.record.pid} on {self.record.host}"
@@ -269,7 +275,7 @@ def claimed(disk: Disk, directory: str) -> Iterator[tuple[OtherSave, ...]]:
     Raises:
         StorageError: a save is running there (the operation is ``begin``), or a call failed.
     """
-    mark = "ffffffff" + secrets.token_hex(4)  # the larger one gives way, and a save is never the one that does
+    mark = _CLAIM + secrets.token_hex(4)  # the larger one gives way, and a save is never the one that does
     with contextlib.ExitStack() as claim:
         try:
             claim.callback(SavingFile.create(disk, directory, save_id=mark).remove)

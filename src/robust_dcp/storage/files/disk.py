@@ -190,12 +190,26 @@ class Disk:
         Returns:
             its :meth:`fingerprint`.
         """
-        file = self.open_new(path)
+        return self._write(self.open_new(path), ((0, data),), durable=durable)
+
+    def write_parts(self, path: str, parts: Sequence[tuple[int, Buffer]]) -> Fingerprint:
+        """Write parts of a file, each at its offset in bytes, and wait until the device has them. Others may write
+        other parts meanwhile: who comes first makes the file.
+
+        Returns:
+            its :meth:`fingerprint`.
+        """
+        return self._write(_open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, "create"), parts, durable=True)
+
+    def _write(
+        self, file: OpenFile, parts: Sequence[tuple[int, Buffer | Sequence[Buffer]]], *, durable: bool
+    ) -> Fingerprint:
         try:
-            self.pwrite(file, data, 0)
+            for offset, data in parts:
+                self.pwrite(file, data, offset)
             if durable:
                 self.fsync(file)
-            status = _call("look at", path, os.fstat, file.fd)
+            status = _call("look at", file.path, os.fstat, file.fd)
             return status.st_ino, status.st_size, status.st_mtime_ns
         finally:
             self.close(file)
@@ -414,6 +428,23 @@ class Disk:
     def list_directory(self, path: str) -> list[str]:
         """The sorted names in a directory."""
         return sorted(_call("list", path, os.listdir, path))
+
+    def directories_in(self, path: str) -> list[str]:
+        """The sorted names of the directories in a directory, and of links to such."""
+        return [name for name in self.list_directory(path) if os.path.isdir(os.path.join(path, name))]
+
+    def files_below(self, path: str) -> Iterator[tuple[int, float]]:
+        """Size and time of the last write of each file below a directory, without what vanishes meanwhile."""
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        yield from self.files_below(entry.path)
+                    else:
+                        status = entry.stat(follow_symlinks=False)
+                        yield status.st_size, status.st_mtime
+        except OSError:
+            return
 
     def exists(self, path: str) -> bool:
         """Whether ``path`` exists. ``False`` for a symbolic link that leads nowhere, or to itself."""

@@ -26,6 +26,9 @@ for a file of this name.
 NODES_NAME: Final = ".robust_dcp.nodes"
 """If the nodes of a save do not share its directory, this file says which ranks have written on which node."""
 
+PARITY_PREFIX: Final = ".robust_dcp.parity."
+"""The mark of a save follows. By this file the checkpoint outlives the loss of another node."""
+
 RECORD_NAME: Final = ".robust_dcp.step.json"
 """What a manager has noted of a step."""
 

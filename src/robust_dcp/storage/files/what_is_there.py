@@ -19,11 +19,24 @@ TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
 
 _SHOWN: Final = 5
 _DIRECTORIES_LOOKED_INTO: Final = 50
+_BUCKET: Final = re.compile(r"[^:/]+://[^/]+")
 
 _HOW_TO_LOAD_ONE_FILE: Final = (
     "read it with torch.load(path, weights_only=True), or make a checkpoint of it with "
     "robust-dcp convert path directory --to dcp"
 )
+
+
+def why_nothing_is_committed(disk: Disk, path: str, metadata: str = METADATA_NAME) -> str:
+    """The message for a checkpoint that has no ``.metadata``. It begins with what is wrong: a bucket that does not
+    exist is no checkpoint that was cut off."""
+    bucket = _BUCKET.match(path) if is_url(path) else None
+    try:
+        if bucket is not None and bucket[0] != path and not disk.exists(bucket[0]):
+            return f"{bucket[0]} does not exist, so there is no checkpoint at {path}: check the URL"
+    except errors.StorageError:  # whoever may read a checkpoint may not always look at its bucket
+        pass
+    return f"no {metadata} in {path}: no checkpoint was committed there; {what_is_there(disk, path)}"
 
 
 def what_is_there(disk: Disk, path: str) -> str:

@@ -1,7 +1,10 @@
-"""The format of ``.robust_dcp.index``: its sections, their order, its head, and the checksums of its slabs.
+"""The format of ``.robust_dcp.index``: its head, a block for each rank, and sections for the whole job.
 
-This module owns the bytes that docs/formats.md describes: how they are made of the columns that ``.metadata`` is made
-of, how they are read, and the error for a damaged index. ``stored_index`` knows what they say.
+This module owns the bytes that docs/formats.md describes: how they are made of what ``.metadata`` is made of, how they
+are read, and the error for a damaged index. ``stored_index`` knows what they say.
+
+A rank makes its block from its share: what it writes, and where. The coordinator makes the head and the sections:
+names, and which ranks have the chunks of each. A load reads the blocks of the ranks that have what it needs.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -24,15 +27,16 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.metadata.metadata_file import files_beside
-from robust_dcp.storage.metadata.pickled import MetadataColumns
+from robust_dcp.storage.metadata.pickled import END_NBYTES, PAGE_NBYTES, Names, StoredRows, used_sizes
 from robust_dcp.storage.records.checksum import crc32
 
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 Fragment = bytes | memoryview
 
 _MAGIC: Final = b"RDCPIDX\n"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _HEAD: Final = struct.Struct("<8sIIQII32s")
 """Magic, version, number of sections, bytes of the file, bytes of a slab, CRC-32 of the checksums, fit."""
 _ENTRY: Final = struct.Struct("<16s4sIQQ")
@@ -44,7 +48,6 @@ MAX_NAME_NBYTES: Final = 1 << 14
 """A checkpoint with a longer name has no index. So a damaged or hostile index cannot make us read very long names."""
 
 _ALIGNMENT: Final = 64
-_TAIL_NBYTES: Final = 4096
 
 _FIRST_READ_NBYTES: Final = 256 << 10
 """So much is read when an index is opened, which is all of most indices. Over a network each call takes its time,
@@ -58,19 +61,16 @@ SECTIONS: Final[Mapping[str, str]] = {
     "name_properties": "<i4",
     "name_size": "<i4",
     "name_reach": "<i8",
+    "name_writers": "<u8",
+    "writers": "<i4",
     "path_parts": "<i4",
     "path_ends": "<u8",
     "size_counts": "<u8",
     "sizes": "<i8",
-    "chunk_offset": "<i4",
-    "chunk_size": "<i4",
-    "chunk_file": "<i4",
-    "chunk_start": "<i8",
-    "chunk_nbytes": "<i8",
-    "variable_rows": "<i8",
-    "variable_places": "<i8",
     "files": "|u1",
     "file_ends": "<u8",
+    "rank_files": "<u8",
+    "block_ends": "<u8",
     "properties": "|u1",
     "meta": "|u1",
     "ranks": "<i8",
@@ -80,13 +80,18 @@ SECTIONS: Final[Mapping[str, str]] = {
     "structures": "|u1",
     "checksums": "<u4",
 }
-"""The sections of version 2 in their order, and the type of the numbers in each. The last one holds the CRC-32 of each
+"""The sections of version 3 in their order, and the type of the numbers in each. The last one holds the CRC-32 of each
 slab.
 """
 
 
 HEAD_NBYTES: Final = _HEAD.size + len(SECTIONS) * _ENTRY.size + _CRC.size
 """Length of the head, the directory of sections, and their checksum."""
+
+BLOCKS_AT: Final = -(-HEAD_NBYTES // PAGE_NBYTES) * PAGE_NBYTES
+"""Where the block of the first rank begins. Blocks fill whole pages, because two clients of a network file system must
+not write to one page.
+"""
 
 
 class DamagedIndex(CorruptCheckpoint):
@@ -118,14 +123,15 @@ class Section(NamedTuple):
         return cls(values, tuple(crc32(view[first : first + SLAB_NBYTES]) for first in slabs))
 
 
-def encode_sections(sections: Mapping[str, Section], fit: bytes) -> tuple[Fragment, ...]:
-    """The whole file, in parts that follow each other.
+def encode_sections(sections: Mapping[str, Section], fit: bytes, sections_at: int) -> tuple[tuple[int, bytes], ...]:
+    """The head, and the sections; each with where it begins in the file.
 
     Args:
         sections: all sections but the checksums. A missing section is empty.
         fit: the result of :func:`fit_of` for the ``.metadata`` that the index belongs to.
+        sections_at: where the blocks of the ranks end.
     """
-    at, checksums, entries, fragments = HEAD_NBYTES, list[int](), list[bytes](), list[Fragment]()
+    at, checksums, entries, fragments = sections_at, list[int](), list[bytes](), list[Fragment]()
     data: Fragment = b""
     for name, kind in SECTIONS.items():
         data = b""
@@ -141,7 +147,78 @@ def encode_sections(sections: Mapping[str, Section], fit: bytes) -> tuple[Fragme
         at += len(data)
     # ``data`` is that of the last section: the checksums.
     head = _HEAD.pack(_MAGIC, _VERSION, len(entries), at, SLAB_NBYTES, crc32(data), fit) + b"".join(entries)
-    return (head + _CRC.pack(crc32(head)), *fragments)
+    head = (head + _CRC.pack(crc32(head))).ljust(BLOCKS_AT, b"\0")
+    return (0, head), (sections_at, b"".join(fragments))
+
+
+# --- the block of a rank
+
+
+_BLOCK: Final = struct.Struct("<IIIIIIQ")
+"""CRC-32 of all that follows in the block; how many items, jumps and sizes it has; 0, 0; how many numbers in all
+sizes."""
+
+
+class Block(NamedTuple):
+    """What one rank has written, and where: n items, sorted by name and offsets, and r jumps.
+
+    Attributes:
+        start, nbytes: int64 ``[n]``, where in its file each item begins, and its length, in bytes.
+        values: int64, the numbers of all sizes, one after the other.
+        jumps: int32 ``[r, 2]``, places of items whose name does not follow that of the item before, and the numbers of
+            these names.
+        offset, size: int32 ``[n]``, places among the sizes; -1 for an object.
+        ndim: int32, how many numbers each size has.
+        file: int32 ``[n]``, place among the files of the rank.
+    """
+
+    start: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    values: npt.NDArray[np.int64]
+    jumps: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int32]
+    size: npt.NDArray[np.int32]
+    ndim: npt.NDArray[np.int32]
+    file: npt.NDArray[np.int32]
+
+
+_BLOCK_COLUMNS: Final = ("<i8", "<i8", "<i8", "<i4", "<i4", "<i4", "<i4", "<i4")
+
+
+def _block_lengths(n_rows: int, n_jumps: int, n_sizes: int, n_values: int) -> tuple[int, ...]:
+    """How many numbers each column of a block has."""
+    return n_rows, n_rows, n_values, 2 * n_jumps, n_rows, n_rows, n_sizes, n_rows
+
+
+def block_nbytes(n_rows: int, n_jumps: int, n_sizes: int, n_values: int) -> int:
+    """How long a block of so many items, jumps, sizes, and numbers in sizes is. That of a rank without items is
+    empty."""
+    lengths = _block_lengths(n_rows, n_jumps, n_sizes, n_values)
+    nbytes = sum(n * np.dtype(kind).itemsize for n, kind in zip(lengths, _BLOCK_COLUMNS, strict=True))
+    return -(-(_BLOCK.size + nbytes) // PAGE_NBYTES) * PAGE_NBYTES if n_rows else 0
+
+
+def encode_block(rows: StoredRows, jumps: npt.NDArray[np.int32], places: Int64) -> bytes:
+    """The block of one rank; no bytes if it writes nothing.
+
+    Args:
+        rows: what the rank writes, and :class:`Block` for its ``jumps``.
+        places: int64 ``[V, 2]``, start and length of each item of variable size, in bytes.
+    """
+    used = used_sizes(rows)
+    sizes = [rows.sizes[each] for each in used.tolist()]
+    number_of = np.full(len(rows.sizes) + 1, -1, dtype=np.int32)  # the last one for objects
+    number_of[used] = np.arange(len(used))
+    start, nbytes, variable = rows.start.copy(), rows.nbytes.copy(), rows.start < 0
+    start[variable], nbytes[variable] = places[:, 0], places[:, 1]
+    values = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
+    ndim = np.array(list(map(len, sizes)), dtype=np.int32)
+    block = Block(start, nbytes, values, jumps, number_of[rows.offset], number_of[rows.size], ndim, rows.file)
+    columns = [np.asarray(each, dtype=kind).tobytes() for each, kind in zip(block, _BLOCK_COLUMNS, strict=True)]
+    counts = len(rows.name), len(jumps), len(sizes), len(values)
+    body = b"".join([_BLOCK.pack(0, *counts[:3], 0, 0, counts[3])[_CRC.size :], *columns])
+    body = body.ljust(block_nbytes(*counts) - _CRC.size, b"\0")
+    return _CRC.pack(crc32(body)) + body if counts[0] else b""
 
 
 class StoredMeta(msgspec.Struct, frozen=True):
@@ -172,20 +249,14 @@ class IndexMeta(msgspec.Struct, frozen=True):
 # --- which .metadata an index belongs to
 
 
-def fit_of(metadata: Sequence[Fragment]) -> bytes:
-    """The digest (32 bytes) of a ``.metadata`` that consists of these fragments, one after the other.
+def fit_of(nbytes: int, end: Fragment) -> bytes:
+    """The digest (32 bytes) of a ``.metadata`` of so many bytes, of which ``end`` are the last.
 
-    It covers the length of ``.metadata`` and its last 4096 bytes. These hold the id of the save, which the emitter
-    writes after all items, and the CRC-32 of the whole file. So a ``.metadata`` of another save or another tool has
-    another digest. And nobody has to read all of a file that grows with the job.
+    It covers the length of ``.metadata`` and its last 4096 bytes. These hold the id of the save, which follows all
+    items, and the CRC-32 of the whole file. So a ``.metadata`` of another save or another tool has another digest. And
+    nobody has to read all of a file that grows with the job.
     """
-    tail = b""
-    for fragment in reversed(metadata):
-        tail = bytes(fragment[-_TAIL_NBYTES:]) + tail
-        if len(tail) >= _TAIL_NBYTES:
-            break
-    nbytes = sum(map(len, metadata))
-    return hashlib.sha256(nbytes.to_bytes(8, "little") + tail[-_TAIL_NBYTES:]).digest()
+    return hashlib.sha256(nbytes.to_bytes(8, "little") + bytes(end[-END_NBYTES:])).digest()
 
 
 def fit_of_file(disk: Disk, path: str) -> bytes:
@@ -194,18 +265,22 @@ def fit_of_file(disk: Disk, path: str) -> bytes:
     Raises:
         StorageError: it cannot be read.
     """
-    nbytes, tail = disk.read_end(path, _TAIL_NBYTES)
-    return hashlib.sha256(nbytes.to_bytes(8, "little") + tail).digest()
+    return fit_of(*disk.read_end(path, END_NBYTES))
 
 
 # --- what is written: most of it depends on the plan alone, and is made once
 
 
 class IndexTemplate:
-    """The common part of the indices of all checkpoints that one plan writes. Several threads may use it at once.
+    """The common part of the indices of all checkpoints that one plan writes, without the blocks of ranks. Several
+    threads may use it at once.
 
     Args:
-        columns: what the plan determines. They are not kept.
+        names: all names.
+        rows: everything that is written, sorted by (name, offsets): its names and sizes.
+        rank: int32 ``[K]``, the rank that writes each.
+        rank_files: for each rank how many files it has.
+        block_nbytes: for each rank the length of its block.
 
     Attributes:
         nbytes: bytes of memory that this object keeps.
@@ -214,39 +289,37 @@ class IndexTemplate:
         ValueError: a name is too long.
     """
 
-    def __init__(self, columns: MetadataColumns) -> None:
-        self._has_paths = columns.paths is not None
+    def __init__(
+        self, names: Names, rows: StoredRows, rank: Int32, rank_files: Sequence[int], block_nbytes: Sequence[int]
+    ) -> None:
+        self._has_paths = names.paths is not None
+        block_ends = BLOCKS_AT + np.cumsum(block_nbytes)
+        self._sections_at = int(block_ends[-1])
         values: dict[str, Any] = {
-            **_names(columns),
-            **_paths(columns),
-            "size_counts": np.bincount(list(map(len, columns.sizes)), minlength=1),
-            "sizes": np.fromiter(chain.from_iterable(columns.sizes), dtype=np.int64),
-            "chunk_offset": columns.offset,
-            "chunk_size": columns.size,
-            "chunk_file": columns.file,
-            "chunk_start": columns.start,
-            "chunk_nbytes": columns.nbytes,
-            "variable_rows": np.flatnonzero(columns.start < 0),
-            "properties": msgspec.json.encode([_in_words(*each) for each in columns.properties]),
+            **_names(names, rows, rank),
+            **_paths(names.paths),
+            "size_counts": np.bincount(list(map(len, names.sizes)), minlength=1),
+            "sizes": np.fromiter(chain.from_iterable(names.sizes), dtype=np.int64),
+            "rank_files": np.cumsum(rank_files),
+            "block_ends": block_ends,
+            "properties": msgspec.json.encode([_in_words(*each) for each in names.properties]),
         }
         self._constant = {name: Section.of(name, each) for name, each in values.items()}
         self.nbytes = sum(len(section.data) for section in self._constant.values())
 
     def encode(
         self,
-        metadata: Sequence[Fragment],
+        fit: bytes,
         file_names: Sequence[str],
-        places: Int64,
         storage_meta: StorageMeta | None,
         version: str | None,
         plan: Mapping[str, Section],
-    ) -> tuple[Fragment, ...]:
-        """The index of one checkpoint, in parts that follow each other.
+    ) -> tuple[tuple[int, bytes], ...]:
+        """The parts of the index of one checkpoint that no rank has written, each with where it begins.
 
         Args:
-            metadata: the ``.metadata`` that it belongs to.
-            file_names: the data files, relative to the checkpoint.
-            places: int64 ``[V, 2]``, start and length of each item of variable size, in bytes.
+            fit: of the ``.metadata`` that it belongs to.
+            file_names: the data files, relative to the checkpoint, rank after rank.
             storage_meta: written into the file as it is.
             version: the version of DCP's format.
             plan: the sections that ``plan.plan`` makes; empty if the plan is not stored.
@@ -256,13 +329,12 @@ class IndexTemplate:
         if beside := files_beside(storage_meta):
             meta["files_beside"] = beside
         values: dict[str, Any] = {
-            "variable_places": places,
             "files": names,
             "file_ends": ends,
             "meta": msgspec.json.encode(meta, enc_hook=os.fsdecode),  # the checkpoint's path may be a Path
         }
         own = {name: Section.of(name, each) for name, each in values.items()}
-        return encode_sections({**self._constant, **own, **plan}, fit_of(metadata))
+        return encode_sections({**self._constant, **own, **plan}, fit, self._sections_at)
 
 
 def _in_words(dtype: Any, layout: Any, requires_grad: bool) -> tuple[str, str, bool]:
@@ -278,24 +350,34 @@ def _joined(texts: Sequence[str]) -> tuple[bytes, Int64]:
     return b"".join(encoded), np.cumsum(np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)))
 
 
-def _names(columns: MetadataColumns) -> dict[str, Any]:
-    names, ends = _joined(columns.names)
+def _names(names: Names, rows: StoredRows, rank: Int32) -> dict[str, Any]:
+    texts, ends = _joined(names.names)
     if int(np.diff(ends, prepend=0).max(initial=0)) > MAX_NAME_NBYTES:
         raise ValueError(f"names of an index have at most {MAX_NAME_NBYTES} bytes, and one of these has more")
-    first_rows = np.searchsorted(columns.name, np.arange(len(columns.names)))
-    extent = np.array([*(size[0] if size else 0 for size in columns.sizes), 0], dtype=np.int64)
+    first_rows = np.searchsorted(rows.name, np.arange(len(names.names)))
+    name_chunks = np.append(first_rows[1:], len(rows.name)) if len(first_rows) else first_rows
+    extent = np.array([*(size[0] if size else 0 for size in rows.sizes), 0], dtype=np.int64)
+    # Names whose chunks lie on the same ranks, in the same order, share a list of these.
+    lists: dict[bytes, int] = {}
+    n_ranks, name_writers = 0, []
+    for first, end in zip(first_rows.tolist(), name_chunks.tolist(), strict=True):
+        writers = rank[first:end].astype("<i4").tobytes()
+        if writers not in lists:
+            lists[writers], n_ranks = n_ranks, n_ranks + end - first
+        name_writers.append(lists[writers])
     return {
-        "names": names,
+        "names": texts,
         "name_ends": ends,
-        "name_chunks": np.append(first_rows[1:], len(columns.name)) if len(first_rows) else first_rows,
-        "name_properties": columns.name_properties,
-        "name_size": columns.name_size,
-        "name_reach": np.maximum.reduceat(extent[columns.size], first_rows) if len(first_rows) else first_rows,
+        "name_chunks": name_chunks,
+        "name_properties": names.name_properties,
+        "name_size": names.name_size,
+        "name_reach": np.maximum.reduceat(extent[rows.size], first_rows) if len(first_rows) else first_rows,
+        "name_writers": np.array(name_writers, dtype=np.int64),
+        "writers": b"".join(lists),
     }
 
 
-def _paths(columns: MetadataColumns) -> dict[str, Any]:
-    paths = columns.paths
+def _paths(paths: Sequence[tuple[str | int, ...]] | None) -> dict[str, Any]:
     if paths is None:
         return {}
     # One pass over all parts, without a list for each name. A path spells its name, so the lengths suffice.
@@ -355,7 +437,7 @@ class IndexFile:
             raise self.damaged(f"it has {n_sections} sections, slabs of {slab_nbytes} bytes, and {nbytes} bytes in all")
         self.places: dict[str, tuple[int, int]] = {}
         self.first_slab: dict[str, int] = {}
-        end, n_slabs = len(data), 0
+        end, n_slabs = BLOCKS_AT, 0
         for number, (section, kind) in enumerate(SECTIONS.items()):
             found_name, found_kind, _, start, section_nbytes = _ENTRY.unpack_from(
                 data, _HEAD.size + number * _ENTRY.size
@@ -406,6 +488,30 @@ class IndexFile:
                     raise self.damaged(f"slab {number} of {section} does not have its CRC-32")
                 self.is_read[before + number] = 1
 
+    def block(self, begin: int, end: int) -> Block:
+        """The block of a rank, which is where ``block_ends`` says.
+
+        Raises:
+            StorageError: it cannot be read.
+            DamagedIndex: it is not what was written.
+        """
+        if not (BLOCKS_AT <= begin <= end - _BLOCK.size and end <= len(self.data)) or end % PAGE_NBYTES:
+            raise self.damaged(f"the block of a rank cannot lie at {begin} to {end}")
+        data = self.data[begin:end]
+        self._fill(begin, end - begin)
+        checksum, n_rows, n_jumps, n_sizes, _, _, n_values = _BLOCK.unpack_from(data.data)
+        if crc32(data[_CRC.size :].data) != checksum:
+            raise self.damaged(f"the block at {begin} does not have its CRC-32")
+        if block_nbytes(n_rows, n_jumps, n_sizes, n_values) != end - begin:
+            raise self.damaged(f"the block at {begin} is of another length")
+        columns, at = list[Any](), _BLOCK.size
+        lengths = _block_lengths(n_rows, n_jumps, n_sizes, n_values)
+        for n, kind in zip(lengths, _BLOCK_COLUMNS, strict=True):
+            columns.append(np.frombuffer(data, kind, n, at))
+            at += columns[-1].nbytes
+        columns[3] = columns[3].reshape(-1, 2)
+        return Block(*columns)
+
     def check_all(self) -> None:
         """Read the whole file. Compare it with its checksums, and the gaps between sections with zeros.
 
@@ -414,7 +520,15 @@ class IndexFile:
             DamagedIndex: its bytes are not what was written.
         """
         self._fill(0, len(self.data))
-        end, self._n_first = HEAD_NBYTES, len(self.data)
+        self._n_first = len(self.data)
+        self.load("block_ends", 0, -(-self.places["block_ends"][1] // SLAB_NBYTES))
+        ends = [BLOCKS_AT, *Column(self, "block_ends").rows().tolist()]
+        for begin, end in pairwise(ends):
+            if begin != end:
+                self.block(begin, end)
+        if self.data[HEAD_NBYTES:BLOCKS_AT].any():
+            raise self.damaged("the gap behind its head holds something")
+        end = ends[-1]
         for section, (start, nbytes) in self.places.items():
             if self.data[end:start].any():
                 raise self.damaged(f"the gap before {section} holds something")

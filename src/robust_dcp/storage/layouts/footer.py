@@ -209,6 +209,13 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
         first, last = columns.first[row : row + 2].tolist()
         return BlockSums(offset - item_offset, nbytes, self.block_nbytes, columns.crcs[first:last].tolist())
 
+    def data_at(self, begin: Int64) -> tuple[Int64, Int64]:
+        """Where the data of the items in some records begins in the file, and its length. The arguments and errors are
+        those of :meth:`crc32s_at`."""
+        columns = self.columns
+        rows = np.minimum(np.searchsorted(columns.offset, begin), max(len(columns.offset) - 1, 0))
+        return columns.offset[rows], columns.nbytes[rows]
+
     def crc32s_at(self, begin: Int64) -> Int64:
         """The CRC-32 of the data of the items in some records, for each of which :meth:`items_at` has found an item.
 

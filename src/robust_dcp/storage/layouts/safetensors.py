@@ -30,7 +30,7 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.items import Items
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import data_file_name, shard_file_name
+from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, data_file_name, shard_file_name
 from robust_dcp.storage.files.small_files import read_small_file
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import (
@@ -493,6 +493,25 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
     return FileHead(tensors, is_of_checkpoint=MARK_KEY in metadata, mark=metadata.get(SAVE_KEY))
 
 
+def files_of_tensors(disk: Disk, directory: str) -> dict[str, str]:
+    """The file of each tensor, as the index of a Hugging Face model says; nothing if there is none.
+
+    Raises:
+        CorruptCheckpoint: the index is damaged, or names a file that cannot be in this directory.
+        StorageError: it cannot be read.
+    """
+    path = os.path.join(directory, MODEL_INDEX_NAME)
+    decode = partial(from_json, kind=dict[str, Any])
+    index = read_small_file(disk, path, decode, what="the index of a model", at_most=MAX_HEADER_NBYTES)
+    if index is None:
+        return {}
+    checked = _checked(index.get("weight_map"), dict[str, str], "the file of each tensor in weight_map", path)
+    files: dict[str, str] = checked
+    if strange := [each for each in files.values() if "/" in each or not each.endswith(SAFETENSORS_SUFFIX)]:
+        raise unusable_file(path, f"names of files that end in {SAFETENSORS_SUFFIX}", repr(strange[0]))
+    return files
+
+
 def check_model(disk: Disk, directory: str, names: Collection[str]) -> None:
     """Make sure that the files of a Hugging Face model are there, if its index is. ``names`` are in the directory.
 
@@ -503,10 +522,7 @@ def check_model(disk: Disk, directory: str, names: Collection[str]) -> None:
     path = os.path.join(directory, MODEL_INDEX_NAME)
     if MODEL_INDEX_NAME not in names:
         return
-    decode = partial(from_json, kind=dict[str, Any])
-    index = read_small_file(disk, path, decode, what="the index of a model", at_most=MAX_HEADER_NBYTES) or {}
-    files = _checked(index.get("weight_map"), dict[str, str], "the file of each tensor in weight_map", path).values()
-    if missing := sorted({*files} - {*names}):
+    if missing := sorted({*files_of_tensors(disk, directory).values()} - {*names}):
         raise unusable_file(path, "the files that it names", f"no {listed(missing, 5)}")
 
 

@@ -1,22 +1,32 @@
-"""The pickle of ``.metadata``, made from columns without a Python object for each item.
+"""The pickle of ``.metadata``, made by all ranks: a head and a tail by the coordinator, and a piece by each rank.
+
+A pickle has a memo: numbered registers that hold objects. The head puts the names of all items into it, for each tensor
+an empty list of chunks, and an empty ``storage_data``. A piece only appends to these lists, sets keys of that dict, and
+leaves the stack as it was. So it knows of nothing that another rank does, and pieces may stand in any order::
+
+    head    {<name>: TensorStorageMetadata(<properties>, <whole>, [])}, each list to its register; {} to its own
+    piece   sizes and names of files to registers that the next piece uses anew, then for each item
+            GET list | ChunkStorageMetadata(GET offset, GET size) | APPEND, and
+            MetadataIndex(GET name, GET offset) | _StorageInfo(GET file, start, nbytes) | SETITEM
+    tail    Metadata(GET state, GET paths, GET storage, <StorageMeta>), and the trailer
+
+How long a piece is follows from the plan: a number that a save may change has room for any. So each rank knows for good
+where its piece begins. Head and pieces fill whole pages, because two clients of a network file system must not write to
+one page. The checksum of the file is computed from those of its parts.
 
 Nothing here knows how torch pickles its classes. One object of each is pickled, with a mark in place of all that
-differs from item to item, and is cut at the marks. NumPy then repeats the opcodes between them for a million rows::
-
-    example    {<name>: TensorStorageMetadata(<properties>, <whole>, [ChunkStorageMetadata(<offset>, <size>)])}
-    record     GET name | opcodes | GET properties | opcodes | GET whole | opcodes | GET offset | opcodes …
-
-What marks stand for is in the pickle's memo, where everything is written once, or is a number. What a plan determines
-is encoded once, and shared by all checkpoints that the plan writes: see :class:`MetadataPickle`.
+differs from item to item, and is cut at the marks. NumPy then repeats the opcodes between them for a million rows.
 """
 
 from __future__ import annotations
 
 import copyreg
+import hashlib
 import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -43,24 +53,28 @@ SLAB_ROWS: Final = 1 << 14
 cache.
 """
 
+PAGE_NBYTES: Final = 4096
+END_NBYTES: Final = 4096
+"""The last bytes of the file, which tell it from others, are of the tail alone."""
+
 Path = tuple[str | int, ...]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.integer[Any]]
-Rows = npt.NDArray[np.intp]
-Fragments = tuple[bytes | memoryview, ...]
 Parts = Sequence[bytes | str]
 """Opcodes, and between them the names of columns."""
+Blank = tuple[bytes, np.dtype[np.void]]
+"""A record with empty gaps, and where the gaps are."""
 
 _PROTOCOL: Final = 3
 """Its opcodes are valid in protocol 4, and it has no frames that would have to be removed."""
 
-_NUMBERS: Final = frozenset({"start", "nbytes"})
-"""Columns of numbers. All others hold places in the memo."""
+_STATE, _PATHS, _STORAGE, _FIRST_NAME = range(4)
+"""Registers behind those of the definitions. That of the list of a tensor follows that of the last name."""
 
 
-class MetadataColumns(msgspec.Struct, frozen=True, eq=False):
-    """N names, and K items that are written for them. Each item is a row; rows are sorted by (name, offsets).
+class Names(msgspec.Struct, frozen=True, eq=False):
+    """The N names of a checkpoint, and what holds for all chunks of one.
 
     Attributes:
         names: the distinct names, sorted: the order of ``state_dict_metadata``.
@@ -70,12 +84,6 @@ class MetadataColumns(msgspec.Struct, frozen=True, eq=False):
         name_properties: int32 ``[N]``, place in ``properties``; -1 for an object (``BytesStorageMetadata``).
         name_size: int32 ``[N]``, place in ``sizes`` of the tensor's global size; -1 for objects.
         sizes: the S distinct sizes and offsets, those of fewer dimensions first.
-        name: int32 ``[K]``, place in ``names``; ascending. Each name has at least one row, an object exactly one.
-        offset, size: int32 ``[K]``, places in ``sizes`` of the chunk's offsets and sizes; -1 for objects.
-        file: int32 ``[K]``, place among the file names. These are given for each checkpoint.
-        start: int64 ``[K]``, where in its file the item begins, in bytes; -1 if this is given for each checkpoint.
-        nbytes: int64 ``[K]``, its length there in bytes; -1 where ``start`` is -1.
-        n_files: how many file names there will be.
     """
 
     names: Sequence[str]
@@ -84,219 +92,220 @@ class MetadataColumns(msgspec.Struct, frozen=True, eq=False):
     name_properties: Int32
     name_size: Int32
     sizes: Sequence[tuple[int, ...]]
+
+
+class StoredRows(msgspec.Struct, frozen=True, eq=False):
+    """K items that are written, each a row.
+
+    Attributes:
+        sizes: sizes and offsets.
+        name: int32 ``[K]``, place among all names. A row with a name has the only object of that name, or a chunk.
+        offset, size: int32 ``[K]``, places in ``sizes`` of the chunk's offsets and sizes; -1 for objects.
+        file: int32 ``[K]``, place among the names of files, which are given for each checkpoint.
+        start: int64 ``[K]``, where in its file the item begins, in bytes; -1 if this is given for each checkpoint.
+        nbytes: int64 ``[K]``, its length there in bytes; -1 where ``start`` is -1.
+    """
+
+    sizes: Sequence[tuple[int, ...]]
     name: Int32
     offset: Int32
     size: Int32
     file: Int32
     start: Int64
     nbytes: Int64
-    n_files: int
 
 
-class MetadataPickle:
-    """The common part of the pickles of all checkpoints that one plan writes. Several threads may use it at once.
-
-    Args:
-        columns: the columns that the plan determines. They are not kept.
+class MetadataHead:
+    """The head of the ``.metadata`` of all checkpoints that one plan writes, and what of them the plan determines.
 
     Attributes:
-        nbytes: bytes of memory that this object keeps, roughly.
-
-    Raises:
-        NotImplementedError: this torch pickles a class of the metadata in a way that we cannot repeat.
+        data: the bytes of the head.
     """
 
-    def __init__(self, columns: MetadataColumns) -> None:
-        texts = {name: name for name in columns.names}
-        paths: dict[str, Path] | None = None
-        if columns.paths is not None:
-            paths = {  # with the strings that are in the memo, and not other objects with the same letters
-                name: tuple(texts.setdefault(part, part) if isinstance(part, str) else part for part in path)
-                for name, path in zip(columns.names, columns.paths, strict=True)
-            }
-        properties = [TensorProperties(*each) for each in columns.properties]
-        sizes = list(map(torch.Size, columns.sizes))
-        files = [f"file {number}" for number in range(columns.n_files)]
-        # One pickler puts all that records refer to into its memo: the names of files, which each checkpoint has for
-        # itself, then classes and the names of their attributes, and values.
-        with io.BytesIO() as stream:
-            pickler = pickle.Pickler(stream, _PROTOCOL)
-            pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: reduce_tensor_properties}
-            pickler.dump(files)
-            stream.seek(0)
-            stream.truncate()
-            pickler.dump([_examples(), list(texts), properties, sizes])
-            definitions = _without_ends(stream.getvalue()) + pickle.POP
-        memo = pickler.memo.copy()
-        of_names, of_properties, of_sizes, of_files = (
-            np.array([memo[id(value)][0] for value in values] or [0], dtype=np.uint32)  # 0, as objects have no size
-            for values in (columns.names, properties, sizes, files)
-        )
-        # What the record of each row is filled with. For objects, most of it means nothing.
-        filling: dict[str, Ints] = {
-            "name": of_names[columns.name],
-            "properties": of_properties[columns.name_properties][columns.name],
-            "whole": of_sizes[columns.name_size][columns.name],
-            "offset": of_sizes[columns.offset],
-            "size": of_sizes[columns.size],
-            "file": of_files[columns.file],
-            "start": columns.start,
-            "nbytes": columns.nbytes,
-            "which": (columns.offset < 0).astype(np.intp),
+    def __init__(self, names: Names) -> None:
+        form, n_names = _form(), len(names.names)
+        first_name = form.n_registers + _FIRST_NAME
+        free = first_name + 2 * n_names
+        numbers = np.arange(n_names, dtype=np.int64)
+        properties = _each([TensorProperties(*each) for each in names.properties], form.memo)
+        wholes = _each(map(torch.Size, names.sizes), form.memo)
+        columns: dict[str, Ints] = {
+            "name": first_name + numbers,
+            "chunks": first_name + n_names + numbers,
+            "properties": free + names.name_properties,
+            "whole": free + len(properties) + names.name_size,
         }
-        paths_of_names = _opcodes(paths, memo)
-        whole, tensor, an_object, *self._stored = (_cut(*example, memo) for example in _examples())
-        state, planner, storage, *self._rest = (part for part in whole if isinstance(part, bytes))
-        variable = np.flatnonzero(columns.start < 0)
-        self._variable = {name: column[variable] for name, column in filling.items()}
-        known = np.flatnonzero(columns.start >= 0)
-        slabs = (known[at : at + SLAB_ROWS] for at in range(0, len(known), SLAB_ROWS))
-        self._constant: Fragments = (
-            _frame_head(len(definitions)) + definitions,
-            state + pickle.EMPTY_DICT,
-            *_state_entries(tensor, an_object, columns.name, filling),
-            planner,
-            _frame_head(len(paths_of_names)) + paths_of_names,
-            storage + pickle.EMPTY_DICT,
-            *(_records(self._stored, {name: column[rows] for name, column in filling.items()}) for rows in slabs),
-        )
-        self._constant_nbytes = sum(map(len, self._constant))
-        self.nbytes = self._constant_nbytes + sum(column.nbytes for column in self._variable.values())
-        self._constant_crc = 0
-        for part in self._constant:
-            self._constant_crc = crc32(part, self._constant_crc)
+        is_object = (names.name_properties < 0).astype(np.intp)
+        blanks = [_blank(parts) for parts in (form.tensor, form.an_object)]
+        paths: dict[str, Path] | None = None
+        if names.paths is not None:
+            texts = {name: name for name in names.names}
+            paths = {  # with the strings that are in registers, and not others with the same letters
+                name: tuple(texts.get(part, part) if isinstance(part, str) else part for part in path)
+                for name, path in zip(names.names, names.paths, strict=True)
+            }
+        memo_of_names = {id(name): (number, name) for number, name in enumerate(names.names, first_name)}
+        parts: list[bytes | memoryview] = [
+            pickle.PROTO + b"\x04",
+            _framed(form.definitions),
+            _framed(_to_registers(_each(names.names), first_name)),
+            _framed(_to_registers([*properties, *wholes], free)),  # only the head needs these
+            pickle.EMPTY_DICT,
+            *(
+                _records(blanks, is_object[slab], {name: column[slab] for name, column in columns.items()})
+                for slab in _slabs(n_names)
+            ),
+            form.to_register(_STATE),
+            _framed(_each([paths], memo_of_names)[0] + form.to_register(_PATHS)),
+            pickle.EMPTY_DICT + form.to_register(_STORAGE),
+        ]
+        self.data = _padded(parts)
+        self._crc = crc32(self.data)
 
-    def encode(
+    def tail(
         self,
-        file_names: Sequence[str],
-        places: Int64,
+        pieces: Iterable[tuple[int, int]],
         storage_meta: StorageMeta | None,
         *,
         version: str | None = FORMAT_VERSION,
-    ) -> Fragments:
-        """The ``.metadata`` of one checkpoint with its trailer, in fragments to write one after the other. Items with
-        known places cost nothing here.
+    ) -> bytes:
+        """The tail of one checkpoint, with the trailer.
 
         Args:
-            file_names: the data files, relative to the checkpoint.
-            places: int64 ``[V, 2]``, start and length in its file, in bytes, of each item whose place is given for each
-                checkpoint, in the order of the columns.
+            pieces: for each piece its length in bytes and its CRC-32, in the order of the file.
             storage_meta: written into the file as it is.
             version: the version of DCP's format.
         """
-        before_meta, before_version, end = self._rest
-        names = _without_ends(pickle.dumps(list(file_names), _PROTOCOL)) + pickle.POP
-        before: Fragments = (pickle.PROTO + b"\x04", _frame_head(len(names)) + names)
-        behind: Fragments = (
-            before_meta + _opcodes(storage_meta) + before_version + _opcodes(version) + end + pickle.STOP,
-        )
-        if len(places):
-            variable = {**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}
-            behind = (_records(self._stored, variable), *behind)
-        # The checksum of the large constant part is kept, not computed anew. So if a bit flips in memory between two
+        form = _form()
+        filling: dict[str, bytes] = {
+            "state": form.of_register(_STATE),
+            "paths": form.of_register(_PATHS),
+            "storage": form.of_register(_STORAGE),
+            "meta": _each([storage_meta])[0],
+            "version": _each([version])[0],
+        }
+        whole = b"".join(filling[part] if isinstance(part, str) else part for part in form.whole) + pickle.STOP
+        # The checksum of what does not change is kept, not computed anew. So if a bit flips in memory between two
         # saves, readers of the file notice it.
-        crc = crc32_of_both(crc32(b"".join(before)), self._constant_crc, self._constant_nbytes)
-        crc = crc32_of_both(crc, crc32(b"".join(behind)), sum(map(len, behind)))
-        pickled = (*before, *self._constant, *behind)
-        return (*pickled, trailer_of(sum(map(len, pickled)), crc))
+        nbytes, crc = len(self.data), self._crc
+        last = _padding(END_NBYTES) + whole
+        for piece_nbytes, piece_crc in (*pieces, (len(last), crc32(last))):
+            nbytes, crc = nbytes + piece_nbytes, crc32_of_both(crc, piece_crc, piece_nbytes)
+        return last + trailer_of(nbytes, crc)
 
 
-def _opcodes(value: Any, memo: dict[int, tuple[int, Any]] | None = None) -> bytes:
-    """Opcodes that push ``value`` and do not change the memo. No value may contain itself."""
-    with io.BytesIO() as stream:
-        pickler = pickle.Pickler(stream, _PROTOCOL)
-        pickler.fast = True
-        pickler.memo = memo or {}
-        pickler.dump(value)
-        return _without_ends(stream.getvalue())
+def encode_piece(rows: StoredRows, n_names: int, files: Sequence[str], places: Int64) -> bytes:
+    """The piece of one rank; no bytes if it writes nothing.
 
-
-def _without_ends(pickled: bytes) -> bytes:
-    return pickled[len(pickle.PROTO) + 1 : -len(pickle.STOP)]
-
-
-# Examples.
-
-_MARKED: Final = ("name", "properties", "whole", "offset", "size", "file", "start", "nbytes", "value", "cut")
-_FIRST_MARK: Final = 0x7EFEFD00
-_MARK: Final = re.compile(rb"J([\x00-\x09])\xfd\xfe\x7e")
-"""How a mark is pickled, as a number of this size. No text in UTF-8 holds the bytes FD and FE."""
-
-
-def _examples() -> tuple[tuple[tuple[Any, ...], str], ...]:
-    """Objects with marks, and which these are in their order: the whole; keys and values of a tensor, of an object, and
-    of where each is stored.
+    Args:
+        rows: what the rank writes.
+        n_names: how many names the head has.
+        files: the data files, relative to the checkpoint.
+        places: int64 ``[V, 2]``, start and length in its file, in bytes, of each row whose place is given for each
+            checkpoint, in the order of the rows.
     """
-    mark: dict[str, Any] = {column: _FIRST_MARK + number for number, column in enumerate(_MARKED)}
-    whole = Metadata({})
-    # A torch that does not know `version` accepts it: DCP's writers set it on the object.
-    for name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"):
-        vars(whole).pop(name, None)
-        vars(whole)[name] = mark["value"]
-    chunks = [mark["cut"], ChunkStorageMetadata(mark["offset"], mark["size"]), mark["cut"]]
-    info = StorageInfo(mark["file"], mark["start"], mark["nbytes"])
-    of_tensor = MetadataIndex("", torch.Size(()))
-    vars(of_tensor).update(fqn=mark["name"], offset=mark["offset"])
-    return (
-        ((whole,), "value value value value value"),
-        (
-            (mark["name"], TensorStorageMetadata(mark["properties"], mark["whole"], chunks)),
-            "name properties whole cut offset size cut",
-        ),
-        ((mark["name"], BytesStorageMetadata()), "name"),
-        ((of_tensor, info), "name offset file start nbytes"),
-        ((MetadataIndex(mark["name"]), info), "name file start nbytes"),
+    if not len(rows.name):
+        return b""
+    form, used = _form(), used_sizes(rows)
+    first_name = form.n_registers + _FIRST_NAME
+    free = first_name + 2 * n_names
+    register_of_size = np.zeros(len(rows.sizes) + 1, dtype=np.int64)  # one more, for objects, which have none
+    register_of_size[used] = free + np.arange(len(used))
+    columns: dict[str, Ints] = {
+        "name": first_name + rows.name,
+        "list": first_name + n_names + rows.name,
+        "offset": register_of_size[rows.offset],
+        "size": register_of_size[rows.size],
+        "file": free + len(used) + rows.file,
+        "start": rows.start.copy(),
+        "nbytes": rows.nbytes.copy(),
+    }
+    variable = rows.start < 0
+    columns["start"][variable], columns["nbytes"][variable] = places[:, 0], places[:, 1]
+    values = [*_each((torch.Size(rows.sizes[each]) for each in used.tolist()), form.memo), *_each(files)]
+    chunk, stored = form.blanks(_are_long(rows))
+    tensors, which = np.flatnonzero(rows.offset >= 0), _kinds_of(rows)
+    parts: list[bytes | memoryview] = [_framed(_to_registers(values, free))]
+    for rows_of_slab in (tensors[slab] for slab in _slabs(len(tensors))):
+        of_slab = {name: columns[name][rows_of_slab] for name in ("list", "offset", "size")}
+        parts.append(_records([chunk], np.zeros(len(rows_of_slab), dtype=np.intp), of_slab))
+    parts.append(form.of_register(_STORAGE))
+    parts += [
+        _records(stored, which[slab], {name: column[slab] for name, column in columns.items()})
+        for slab in _slabs(len(which))
+    ]
+    parts.append(pickle.POP)
+    return _padded(parts)
+
+
+def piece_nbytes(rows: StoredRows, files: Sequence[str], nbytes_of_size: dict[tuple[int, ...], int]) -> int:
+    """How long the piece of these rows is, whatever the places that are given for each checkpoint.
+
+    Args:
+        files: the data files, or other names that are as long.
+        nbytes_of_size: what this function has found out of sizes, for the pieces of other ranks.
+    """
+    if not len(rows.name):
+        return 0
+    form = _form()
+    used = [rows.sizes[each] for each in used_sizes(rows).tolist()]
+    unknown = [size for size in used if size not in nbytes_of_size]
+    nbytes_of_size.update(zip(unknown, map(len, _each(map(torch.Size, unknown), form.memo)), strict=True))
+    chunk, stored = form.blanks(_are_long(rows))
+    n_tensors, counts = int((rows.offset >= 0).sum()), np.bincount(_kinds_of(rows), minlength=len(stored)).tolist()
+    n_frames = 1 + len(_slabs(n_tensors)) + len(_slabs(len(rows.name)))
+    n_values = len(used) + len(files)
+    return _padded_nbytes(
+        n_frames * len(_frame_head(0))
+        + sum(nbytes_of_size[size] for size in used)
+        + sum(map(len, _each(files)))
+        + n_values * len(_to_registers([b""], 0))
+        + n_tensors * len(chunk[0])
+        + sum(count * len(blank) for count, (blank, _) in zip(counts, stored, strict=True))
+        + len(form.of_register(_STORAGE) + pickle.POP)
     )
 
 
-def _cut(example: tuple[Any, ...], marks: str, memo: dict[int, tuple[int, Any]]) -> list[bytes | str]:
-    """The opcodes of an example, cut at its marks. Those of a key and its value put them into a dict."""
-    opcodes = b"".join(_opcodes(value, memo) for value in example)
-    parts: list[Any] = _MARK.split(opcodes + pickle.SETITEM if len(example) > 1 else opcodes)
-    parts[1::2] = [_MARKED[each[0]] for each in parts[1::2]]
-    if parts[1::2] != marks.split():
-        raise NotImplementedError(
-            f"robust_dcp cannot write .metadata with torch {torch.__version__}: expected that objects like {example!r} "
-            f"are pickled with {marks}, found {' '.join(parts[1::2])}; use another version of torch or of robust_dcp"
-        )
-    return parts
+def digest_of_form() -> str:
+    """A digest of how this process writes heads and pieces. Those of processes with another one do not fit."""
+    form = _form()
+    return hashlib.sha256(repr((form.definitions, form.chunk, form.stored, form.n_registers)).encode()).hexdigest()[:16]
 
 
-# Records.
+# How rows become records.
 
 
-def _state_entries(
-    tensor: list[bytes | str], an_object: list[bytes | str], name: Int32, columns: Mapping[str, Ints]
-) -> Iterator[memoryview]:
-    """The entries of ``state_dict_metadata`` for whole names. A name is never divided, however many rows it has."""
-    first_cut = tensor.index("cut")
-    last_cut = tensor.index("cut", first_cut + 1)
-    begin, chunk, end = tensor[:first_cut], tensor[first_cut + 1 : last_cut], tensor[last_cut + 1 :]
-    templates = (an_object, chunk, begin + chunk, chunk + end, begin + chunk + end)
-    is_first, is_last = np.diff(name, prepend=-1) != 0, np.diff(name, append=-1) != 0
-    columns = {**columns, "which": np.where(columns["which"], 0, 1 + is_first + 2 * is_last)}
-    starts = np.append(np.flatnonzero(is_first), len(name))
-    slabs = starts[np.searchsorted(starts, np.arange(0, len(name) + 1, SLAB_ROWS))]
-    for first, last in pairwise([*sorted(set(slabs.tolist())), len(name)]):
-        yield _records(templates, {name: column[first:last] for name, column in columns.items()})
+def used_sizes(rows: StoredRows) -> Ints:
+    """The places of the sizes and offsets that chunks have, ascending."""
+    is_used = np.zeros(len(rows.sizes) + 1, dtype=np.bool_)
+    is_used[rows.offset] = is_used[rows.size] = True
+    return np.flatnonzero(is_used[:-1])
 
 
-def _records(templates: Sequence[Parts], columns: Mapping[str, Ints]) -> memoryview:
-    """A frame with an entry for each row: the template that its column ``which`` names, filled from the others."""
-    which = columns["which"]
-    filled_from, lengths = [], list[int]()
-    for number, parts in enumerate(templates):
-        places = np.flatnonzero(which == number)
-        blank, gaps = _blank(parts, columns, places)
-        filled_from.append((places, blank, gaps))
-        lengths.append(len(blank))
-    nbytes = np.array(lengths)[which]
+def _are_long(rows: StoredRows) -> tuple[bool, bool]:
+    """Whether the places of items of fixed size begin, and are, longer than 31 bits."""
+    return int(rows.start.max()) >= 1 << 31, int(rows.nbytes.max()) >= 1 << 31
+
+
+def _kinds_of(rows: StoredRows) -> npt.NDArray[np.intp]:
+    """Which of the records in ``_Form.blanks`` each row has."""
+    return 2 * (rows.offset < 0) + (rows.start < 0)
+
+
+def _slabs(n_rows: int) -> list[slice]:
+    return [slice(at, at + SLAB_ROWS) for at in range(0, n_rows, SLAB_ROWS)]
+
+
+def _records(blanks: Sequence[Blank], which: npt.NDArray[np.intp], columns: Mapping[str, Ints]) -> memoryview:
+    """A frame with a record for each row: the blank that ``which`` names, filled from the columns."""
+    nbytes = np.array([len(blank) for blank, _ in blanks])[which]
     ends = np.cumsum(nbytes)
     head = _frame_head(int(nbytes.sum()))
     frame: npt.NDArray[np.uint8] = np.empty(len(head) + int(nbytes.sum()), dtype=np.uint8)
     frame[: len(head)] = np.frombuffer(head, dtype=np.uint8)
     data = frame[len(head) :]
-    for places, blank, gaps in filled_from:
+    for number, (blank, gaps) in enumerate(blanks):
+        places = np.flatnonzero(which == number)
         if len(places):
             whole = np.dtype((np.void, len(blank)))
             filled = np.full(len(places), np.frombuffer(blank, dtype=whole))
@@ -309,24 +318,52 @@ def _records(templates: Sequence[Parts], columns: Mapping[str, Ints]) -> memoryv
     return frame.data
 
 
-def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Rows) -> tuple[bytes, np.dtype[np.void]]:
-    """A record with empty gaps, and where the gaps are. A number has room for the largest number in ``rows``."""
+_LONG: Final = (pickle.LONG1 + b"\x08", "<i8")
+_OPCODES: Final = {"start": (pickle.BININT, "<i4"), "nbytes": (pickle.BININT, "<i4")}
+"""How a column is pickled, and the numbers in it. All others hold registers."""
+
+
+def _blank(parts: Parts, opcodes: Mapping[str, tuple[bytes, str]] = _OPCODES) -> Blank:
     blank, names, forms, offsets = b"", list[str](), list[str](), list[int]()
     for part in parts:
         if isinstance(part, bytes):
             blank += part
             continue
-        if part not in _NUMBERS:
-            opcode, form = pickle.LONG_BINGET, "<u4"
-        elif int(columns[part][rows].max(initial=0)) < 1 << 31:
-            opcode, form = pickle.BININT, "<i4"
-        else:
-            opcode, form = pickle.LONG1 + b"\x08", "<i8"
+        opcode, form = opcodes.get(part, (pickle.LONG_BINGET, "<u4"))
+        if part == "chunks":
+            opcode = pickle.EMPTY_LIST + pickle.LONG_BINPUT
         names.append(part)
         forms.append(form)
         offsets.append(len(blank) + len(opcode))
         blank += opcode + bytes(int(form[-1]))
     return blank, np.dtype({"names": names, "formats": forms, "offsets": offsets, "itemsize": len(blank)})
+
+
+# Opcodes.
+
+
+def _each(values: Iterable[Any], memo: dict[int, tuple[int, Any]] | None = None) -> list[bytes]:
+    """For each value the opcodes that push it and do not change the memo. No value may contain itself."""
+    with io.BytesIO() as stream:
+        pickler = pickle.Pickler(stream, _PROTOCOL)
+        pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: reduce_tensor_properties}
+        pickler.fast = True
+        pickler.memo = memo or {}
+        ends = [0]
+        for value in values:
+            pickler.dump(value)
+            ends.append(stream.tell())
+        data = stream.getvalue()
+    head, end = len(pickle.PROTO) + 1, len(pickle.STOP)
+    return [data[begin + head : stop - end] for begin, stop in pairwise(ends)]
+
+
+def _to_registers(values: Sequence[bytes], first: int) -> bytes:
+    """Put what these opcodes push into registers, from ``first`` on."""
+    return b"".join(
+        value + pickle.LONG_BINPUT + number.to_bytes(4, "little") + pickle.POP
+        for number, value in enumerate(values, first)
+    )
 
 
 def _frame_head(nbytes: int) -> bytes:
@@ -335,3 +372,130 @@ def _frame_head(nbytes: int) -> bytes:
     without from a file object in Python.
     """
     return pickle.FRAME + nbytes.to_bytes(8, "little")
+
+
+def _framed(opcodes: bytes) -> bytes:
+    return _frame_head(len(opcodes)) + opcodes
+
+
+def _padding(nbytes: int) -> bytes:
+    """Opcodes that do nothing."""
+    zeros = nbytes - len(pickle.BINBYTES) - 4 - len(pickle.POP)
+    return pickle.BINBYTES + zeros.to_bytes(4, "little") + bytes(zeros) + pickle.POP
+
+
+def _padded_nbytes(nbytes: int) -> int:
+    return -(-(nbytes + len(_padding(6))) // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def _padded(parts: Sequence[bytes | memoryview]) -> bytes:
+    nbytes = sum(map(len, parts))
+    return b"".join([*parts, _padding(_padded_nbytes(nbytes) - nbytes)])
+
+
+# What torch pickles.
+
+_MARKED: Final = (
+    *("name", "properties", "whole", "chunks", "offset", "size", "file", "start", "nbytes"),
+    *("state", "paths", "storage", "meta", "version"),
+)
+_FIRST_MARK: Final = 0x7EFEFD00
+_MARK: Final = re.compile(rb"J([\x00-\x0d])\xfd\xfe\x7e")
+"""How a mark is pickled, as a number of this size. No text in UTF-8 holds the bytes FD and FE."""
+
+
+class _Form:
+    """How this torch pickles the classes of ``.metadata``.
+
+    Attributes:
+        definitions: puts classes and names of their attributes into the first registers.
+        n_registers: how many these are.
+        memo: the same for picklers.
+        whole: the opcodes of a ``Metadata``, with marks.
+        tensor, an_object: sets what there is to a name in ``state_dict_metadata``, which is on the stack.
+        chunk: appends a chunk to a list.
+        stored: sets where a chunk, and where an object lies in ``storage_data``, which is on the stack.
+
+    Raises:
+        NotImplementedError: this torch pickles a class of the metadata in a way that we cannot repeat.
+    """
+
+    def __init__(self) -> None:
+        with io.BytesIO() as stream:
+            pickler = pickle.Pickler(stream, _PROTOCOL)
+            pickler.dump((*_examples(), torch.Size, TensorProperties))
+            self.definitions = stream.getvalue()[len(pickle.PROTO) + 1 : -len(pickle.STOP)] + pickle.POP
+        self.memo = pickler.memo.copy()
+        self.n_registers = len(self.memo)
+        self.whole, self.tensor, self.an_object, chunk, *self.stored = (_cut(*each, self.memo) for each in _examples())
+        self.chunk = ["list", *chunk, pickle.APPEND + pickle.POP]
+
+    def to_register(self, number: int) -> bytes:
+        """Take what is on top of the stack into a register behind those of the definitions."""
+        return _to_registers([b""], self.n_registers + number)
+
+    def of_register(self, number: int) -> bytes:
+        """Push what a register behind those of the definitions holds."""
+        return pickle.LONG_BINGET + (self.n_registers + number).to_bytes(4, "little")
+
+    @cache  # noqa: B019 there is one form in a process
+    def blanks(self, are_long: tuple[bool, bool]) -> tuple[Blank, list[Blank]]:
+        """The record of a chunk; and those of where it lies: of a chunk of fixed and of variable size, then of an
+        object.
+
+        Args:
+            are_long: whether starts and lengths of items of fixed size need more than 31 bits.
+        """
+        fixed = {name: _LONG for name, is_long in zip(_OPCODES, are_long, strict=True) if is_long}
+        opcodes = (_OPCODES | fixed, dict.fromkeys(_OPCODES, _LONG))
+        return _blank(self.chunk), [_blank(parts, each) for parts in self.stored for each in opcodes]
+
+
+@cache
+def _form() -> _Form:
+    return _Form()
+
+
+def _examples() -> tuple[tuple[tuple[Any, ...], str], ...]:
+    """Objects with marks, and which these are in their order: the whole; keys and values of a tensor and of an object;
+    a chunk; keys and values of where a chunk and where an object is stored.
+    """
+    mark: dict[str, Any] = {column: _FIRST_MARK + number for number, column in enumerate(_MARKED)}
+    whole = Metadata({})
+    # A torch that does not know `version` accepts it: DCP's writers set it on the object.
+    for name, column in (
+        ("state_dict_metadata", "state"),
+        ("planner_data", "paths"),
+        ("storage_data", "storage"),
+        ("storage_meta", "meta"),
+        ("version", "version"),
+    ):
+        vars(whole).pop(name, None)
+        vars(whole)[name] = mark[column]
+    info = StorageInfo(mark["file"], mark["start"], mark["nbytes"])
+    of_tensor = MetadataIndex("", torch.Size(()))
+    vars(of_tensor).update(fqn=mark["name"], offset=mark["offset"])
+    return (
+        ((whole,), "state paths storage meta version"),
+        (
+            (mark["name"], TensorStorageMetadata(mark["properties"], mark["whole"], mark["chunks"])),
+            "name properties whole chunks",
+        ),
+        ((mark["name"], BytesStorageMetadata()), "name"),
+        ((ChunkStorageMetadata(mark["offset"], mark["size"]),), "offset size"),
+        ((of_tensor, info), "name offset file start nbytes"),
+        ((MetadataIndex(mark["name"]), info), "name file start nbytes"),
+    )
+
+
+def _cut(example: tuple[Any, ...], marks: str, memo: dict[int, tuple[int, Any]]) -> list[bytes | str]:
+    """The opcodes of an example, cut at its marks. Those of a key and its value put them into a dict."""
+    opcodes = b"".join(_each(example, memo))
+    parts: list[Any] = _MARK.split(opcodes + pickle.SETITEM if len(example) > 1 else opcodes)
+    parts[1::2] = [_MARKED[each[0]] for each in parts[1::2]]
+    if parts[1::2] != marks.split():
+        raise NotImplementedError(
+            f"robust_dcp cannot write .metadata with torch {torch.__version__}: expected that objects like {example!r} "
+            f"are pickled with {marks}, found {' '.join(parts[1::2])}; use another version of torch or of robust_dcp"
+        )
+    return parts

@@ -23,6 +23,9 @@ _MAGIC: Final = b"\nRDCPMD2"
 _TRAILER: Final = struct.Struct("<8sQI")
 TRAILER_NBYTES: Final = _TRAILER.size
 
+_END: Final = b"ub."
+"""How the pickle of a ``Metadata`` ends, with whatever pickler: its attributes are set, and that is all."""
+
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
@@ -46,6 +49,16 @@ def trailer_of(nbytes: int, crc: int) -> bytes:
 def files_are_marked(data: bytes) -> bool:
     """Whether ``data`` ends in our trailer: each data file that this ``.metadata`` names has the mark of its save."""
     return data[-_TRAILER.size :].startswith(_MAGIC)
+
+
+def is_cut_off(nbytes: int, end: bytes) -> bool:
+    """Whether a ``.metadata`` of ``nbytes`` bytes that ends in ``end`` is shorter than it was written.
+
+    A cut file that ends in a name such as ``sub.`` is not noticed here, if it is as stock writes it.
+    """
+    if files_are_marked(end):
+        return bool(_TRAILER.unpack(end[-_TRAILER.size :])[1] != nbytes - _TRAILER.size)
+    return not end.endswith(_END)
 
 
 def pickle_in(data: bytes, file: str) -> bytes:

@@ -26,8 +26,8 @@ from typing import IO, Any, Final, cast
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from robust_dcp.errors import UnsafeCheckpoint
-from robust_dcp.storage.metadata.stored_pickle import corrupt, pickle_in, without_garbage_collection
+from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.storage.metadata.stored_pickle import corrupt, is_cut_off, pickle_in, without_garbage_collection
 from robust_dcp.storage.records.kinds import Budget, NotData, check_depth
 from robust_dcp.storage.records.trust import Trust
 from robust_dcp.storage.records.unpickler import Unpickler
@@ -217,11 +217,16 @@ def unpickled(data: bytes, file: str) -> Any:
         UnsafeCheckpoint: the pickle needs what is not known to be data, and what the user has not registered.
     """
     pickled = pickle_in(data, file)
-    with without_garbage_collection():
-        value, nbytes = natively(pickled) or interpreted(pickled, file)
-    if nbytes != len(pickled):
-        # Neither DCP nor we write anything here. If our trailer is damaged, this is where it shows.
-        raise corrupt(file, "nothing behind the pickle", f"{len(pickled) - nbytes} bytes")
+    try:
+        with without_garbage_collection():
+            value, nbytes = natively(pickled) or interpreted(pickled, file)
+        if nbytes != len(pickled):
+            # Neither DCP nor we write anything here. If our trailer is damaged, this is where it shows.
+            raise corrupt(file, "nothing behind the pickle", f"{len(pickled) - nbytes} bytes")
+    except CorruptCheckpoint as error:
+        if not is_cut_off(len(data), data):
+            raise
+        raise corrupt(file, "a whole pickle and its end", f"{len(data)} bytes, so the file is cut off") from error
     return value
 
 

@@ -3,7 +3,7 @@
 This module owns the order of the reads, the threads, and all calls to the planner. Those calls come from the calling
 thread only. Items that lie next to each other are read as one block; large ones go straight into their targets, in
 pieces that several threads read. The first error in one of the threads ends the work of all. ``stored_item`` makes
-tensors of what is read.
+tensors of what is read. If the planner has a ``comparison``, targets are compared and not filled.
 
 Many small tensors stay in columns up to the copy: a load of 20,000 takes 11 us for each, and 64 if one by one.
 """
@@ -15,11 +15,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from errno import ENOENT
 from functools import cached_property
 from itertools import compress, pairwise, repeat
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -29,13 +30,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, StorageError
-from robust_dcp.staging.blocks import Block, BlockLease, copy_each
+from robust_dcp.staging.blocks import Block, BlockLease, copy_each, flat_bytes, is_plain, memory_at
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Places
 from robust_dcp.storage.options import ReadOptions
+from robust_dcp.storage.reading.comparing import Comparison
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.reads import (
     Group,
@@ -57,8 +59,8 @@ from robust_dcp.storage.reading.stored_item import (
 )
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
-from robust_dcp.storage.records.record import NOT_ALIKE, is_plain, known_record
-from robust_dcp.threads import submit
+from robust_dcp.storage.records.record import NOT_ALIKE, framed_record, known_record
+from robust_dcp.threads import submit, thread_pool
 
 Int64 = npt.NDArray[np.int64]
 
@@ -120,12 +122,18 @@ class ItemReader:
         self._mark = mark
         self.verification = Verification(options.verify_checksums)
         self._targets_first = may_ask_early(planner)
+        self._comparison: Comparison | None = getattr(planner, "comparison", None)
+        if self._comparison is not None:
+            self._comparison.note = self._note_read
         self._n_threads, self._block_nbytes = options.fitted()
+        # One for each thread more for what a comparison has on a device.
+        n_blocks = (2 if self._comparison is None else 3) * self._n_threads + 1
         # A direct read takes whole pages, so it may need one more page at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
-        self._blocks = BlockLease(nbytes, 2 * self._n_threads, of_load=True)
-        self._limit_nbytes = options.buffer_bytes - 2 * self._n_threads * nbytes
-        self._threads = ThreadPoolExecutor(self._n_threads, thread_name_prefix="robust_dcp-read")
+        # Each thread reads into one, one waits for each to be handed over, and this thread passes what is converted on.
+        self._blocks = BlockLease(nbytes, n_blocks, of_load=True)
+        self._limit_nbytes = options.buffer_bytes - n_blocks * nbytes
+        self._threads = thread_pool(self._n_threads, "robust_dcp-read")
         self._errors: list[BaseException] = []
         self._files: dict[int, DataFile] = {}
         places = self._places
@@ -231,6 +239,12 @@ class ItemReader:
         ):
             self._finish_first()
         self._check_places(group, file)
+        if read is None and self._comparison is not None:
+            unlike = self._unlike(group.places, file)
+            self._finish(group, len(group.places) - len(unlike))
+            if not len(unlike):
+                return
+            group.places = unlike
         if read is None:
             group.block = block = self._blocks.take()
             first = int(self._places.start[group.places[0]])
@@ -331,12 +345,12 @@ class ItemReader:
             item.nbytes = len(item.memory)
         if read.item.type == LoadItemType.BYTE_IO or item.memory is not None:
             return self._taken(item, target)
-        box = find_box(item, target if target is not None and is_plain(target) else None)
+        box = find_box(item, target if target is not None and is_plain(target) else None, self._comparison)
         if box is None:
             return loaded_by_torch(item, trusted=self._options.trusted)
         if box.is_tangled:
             return self._taken(item, target)
-        first, *others = box.shares(self._block_nbytes)
+        first, *others = box.shares(self._block_nbytes, self._blocks)
         for share in others:
             submit(self._threads, self._on_thread, group.result, self._read_share, box, share)
         return self._read_share(box, first)
@@ -351,8 +365,7 @@ class ItemReader:
         group = self._pending.popleft()
         found = group.result.result()
         self._pending_nbytes -= group.nbytes
-        number = int(self._places.file[group.places[0]])
-        file = self._files[number]
+        file = self._files[int(self._places.file[group.places[0]])]
         if group.alone is not None:
             self._hand_over(group.alone, group.target, found)
         elif group.block is not None:
@@ -367,10 +380,14 @@ class ItemReader:
                 target = None if is_object else target_of(self._planner, read.item, early=self._targets_first)
                 self._hand_over(read, target, self._taken(item, target))
             self._blocks.give_back(block)
-        self._reads_left[number] -= len(group.places)
+        self._finish(group, len(group.places))
+
+    def _finish(self, group: Group, n_reads: int) -> None:
+        """So many reads of a group are over. After the last one of its file this is closed."""
+        number = int(self._places.file[group.places[0]])
+        self._reads_left[number] -= n_reads
         if self._reads_left[number] == 0:
-            del self._files[number]
-            file.close()
+            self._files.pop(number).close()
 
     def _taken(self, item: StoredItem, target: torch.Tensor | None) -> torch.Tensor | bytes | None:
         """The bytes of an object, after a check of what loading them would do, or what is wanted of a tensor in memory;
@@ -381,7 +398,8 @@ class ItemReader:
             if not self._options.trusted:
                 check_object(data, file=item.file.path, item=item.name)
             return data
-        box = find_box(item, target if target is not None and is_plain(target) and target.is_cpu else None)
+        into = target if target is not None and is_plain(target) and target.is_cpu else None
+        box = find_box(item, into, self._comparison)
         return loaded_by_torch(item, trusted=self._options.trusted) if box is None else box.taken()
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, found: Any) -> None:
@@ -391,10 +409,14 @@ class ItemReader:
             return
         if target is None:
             target = target_of(self._planner, read.item, early=self._targets_first)
+        if self._comparison is not None:
+            if found is not None:
+                self._comparison.add_tensor(read.item, target, found)
+            return
         if found is not None:  # else it was read straight into the target
             try:
                 with torch.inference_mode():  # the target may have been made in it
-                    target.copy_(found)
+                    self._blocks.fill_from(found, target)
             except RuntimeError as error:  # such as a sparse tensor with another number of elements
                 name = read.item.dest_index.fqn
                 raise PlanConflict(f"{name!r} cannot be loaded into: {error}", key=name) from error
@@ -412,15 +434,45 @@ class ItemReader:
             the reads that are to be handed over one by one, which finds out what they are, or what is wrong with them.
         """
         done = np.zeros(len(places), dtype=np.bool_)
-        numbers = self._order[places]
-        whole = np.flatnonzero(numbers < len(self._items.targets))
-        if len(whole):
-            kinds = self._items.kind_of[numbers[whole]]
-            order = np.argsort(kinds, kind="stable")
-            for alike in np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1):
-                done[alike] = self._copy_alike(file, block, shift, end, places[alike])
+        for alike in self._alike(places) if self._comparison is None else ():
+            done[alike] = self._copy_alike(file, block, shift, end, places[alike])
         left: list[int] = places[~done].tolist()
         return left
+
+    def _alike(self, places: Int64) -> Sequence[Int64]:
+        """Those of some reads that are whole tensors in columns, by kind."""
+        numbers = self._order[places]
+        whole = np.flatnonzero(numbers < len(self._items.targets))
+        if not len(whole):
+            return ()
+        kinds = self._items.kind_of[numbers[whole]]
+        order = np.argsort(kinds, kind="stable")
+        return np.split(whole[order], np.flatnonzero(np.diff(kinds[order])) + 1)
+
+    def _unlike(self, places: Int64, file: DataFile) -> Int64:
+        """Those of some reads whose targets do not have the checksum that was written with the item."""
+        items, footer, comparison = self._items, file.footer, self._comparison
+        differs = np.ones(len(places), dtype=np.bool_)
+        has_sums = file.head is not None or (footer is not None and footer.n_items > 0)
+        if comparison is None or self._options.verify_checksums is False or not has_sums:
+            return places
+        for alike in self._alike(places):
+            numbers, start = self._order[places[alike]], self._places.start[places[alike]]
+            kind = items.kinds[int(items.kind_of[numbers[0]])]
+            record = framed_record(kind.dtype, kind.lengths)
+            if file.head is not None:
+                crcs = self._crcs_in_head(file, numbers, start, kind)
+            elif footer is not None and record is not None:
+                offset, nbytes = footer.data_at(start)
+                is_framed = (offset == start + record.data_offset) & (nbytes == record.data_nbytes)
+                crcs = np.where(is_framed, footer.crc32s_at(start), NOT_ALIKE)
+            else:
+                continue
+            for place, crc, target in zip(alike, crcs, map(items.targets.__getitem__, numbers.tolist()), strict=True):
+                if crc != NOT_ALIKE and target.is_cpu and target.is_contiguous():
+                    differs[place] = crc32(memory_at(target.data_ptr(), kind.nbytes)) != crc
+            comparison.add_equal(kind.nbytes * int((~differs[alike]).sum()))
+        return places[differs]
 
     def _copy_alike(self, file: DataFile, block: Block, shift: int, end: int, places: Int64) -> npt.NDArray[np.bool_]:
         """Fill the targets of whole tensors of one dtype and size from a block.
@@ -453,7 +505,7 @@ class ItemReader:
             if footer is not None and footer.n_items:  # a sound record of another item has a right CRC-32 of its own
                 crcs[crcs != footer.crc32s_at(start)] = NOT_ALIKE
         targets = list(map(items.targets.__getitem__, numbers.tolist()))
-        takes_bytes = [target.is_cpu and target.is_contiguous() for target in targets]
+        takes_bytes = [(target.is_cpu or target.is_cuda) and target.is_contiguous() for target in targets]
         sound: npt.NDArray[np.bool_] = np.array(takes_bytes) & (crcs != NOT_ALIKE)
         if self._options.verify_checksums is not False:
             data = [block.view[begin : begin + data_nbytes] for begin in at.tolist()]
@@ -461,8 +513,11 @@ class ItemReader:
             sound &= (crcs != 0) & (crcs == np.fromiter(map(crc32, data), dtype=np.int64, count=len(data)))
         else:
             self.verification.skip(int(sound.sum()) * data_nbytes, "", file.path)
-        into = [target.data_ptr() for target in compress(targets, sound.tolist())]
-        copy_each(into, (block.address + at[sound]).tolist(), repeat(data_nbytes))
+        into = list(compress(targets, sound.tolist()))
+        if all(map(attrgetter("is_cpu"), into)):
+            copy_each([target.data_ptr() for target in into], (block.address + at[sound]).tolist(), repeat(data_nbytes))
+        else:
+            self._blocks.fill(list(map(flat_bytes, into)), block, at[sound].tolist())
         return sound
 
     def _crcs_in_head(self, file: DataFile, numbers: Int64, start: Int64, kind: ChunkKind) -> Int64:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import mark_of, metadata_name, name_before_commit
-from robust_dcp.storage.files.what_is_there import what_is_there
+from robust_dcp.storage.files.what_is_there import why_nothing_is_committed
 from robust_dcp.storage.index.form import DamagedIndex, fit_of, fit_of_file
 from robust_dcp.storage.index.stored_index import StoredIndex, lazy_metadata, open_index
 from robust_dcp.storage.metadata.metadata_file import (
@@ -99,10 +99,9 @@ class MetadataSource(msgspec.Struct, eq=False):
             shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self.disk, self.path)
             if shards:
                 return encode_metadata(metadata_of_shards(self.disk, self.path, shards))
-            what = what_is_there(self.disk, self.path)
-            message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there; {what}"
+            message = why_nothing_is_committed(self.disk, self.path, metadata_name(rank))
             raise StorageError(message, path=path, errno=error.errno, operation="open") from error
-        self._was_read = rank, fit_of([data])
+        self._was_read = rank, fit_of(len(data), data)
         return data
 
     def decode_metadata(self, data: bytes, rank: int | None = None) -> Metadata:

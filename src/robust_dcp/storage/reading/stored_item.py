@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import pairwise, product
 from math import prod
@@ -20,9 +21,10 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.staging.blocks import BlockLease, extent_nbytes, memory_at
+from robust_dcp.staging.blocks import BlockLease, TensorBytes, flat_bytes, memory_at, on_cpu
 from robust_dcp.storage.layouts.footer import BlockSums
 from robust_dcp.storage.options import Verify
+from robust_dcp.storage.reading.comparing import ELEMENTS, Comparison, elements_of
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.reads import Read, item_name
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, crc32_of_both
@@ -194,8 +196,12 @@ def damaged_footer(file: str, item: str, error: ValueError) -> CorruptCheckpoint
 # --- the record, and the box in it
 
 
-def _find_record(item: StoredItem) -> tuple[Record, int | None] | None:
-    """The record of an item, and the CRC-32 of its data."""
+def _find_record(item: StoredItem, *, by_footer: bool = False) -> tuple[Record, int | None] | None:
+    """The record of an item, and the CRC-32 of its data.
+
+    Args:
+        by_footer: whether the frame need not be read if the footer says where the data lies, and has its checksums.
+    """
     raw, read = item.raw, item.read
     # With dtype and shape according to the metadata, a record is recognised at once.
     expected = None if read.dtype is None or read.shape is None else (read.dtype, read.shape)
@@ -209,6 +215,10 @@ def _find_record(item: StoredItem) -> tuple[Record, int | None] | None:
         if found is not None:
             return found[0], found[1] or None  # 0 means that none was computed
     elif expected is not None and (ours := framed_record(*expected)) is not None and ours.nbytes == item.nbytes:
+        end = ours.data_offset + ours.data_nbytes
+        sums = item.find_sums(ours.data_offset, end) if by_footer and item.verification.verify is not False else None
+        if sums is not None and (sums.offset, sums.nbytes) == (ours.data_offset, ours.data_nbytes):
+            return ours, None
         crc = ours.crc32_in_header(bytes(item.view(0, ours.data_offset)))
         if crc is not None:
             return ours, crc or None
@@ -278,11 +288,11 @@ def _check_frame(item: StoredItem, record: Record, sums: BlockSums) -> None:
 # --- reading it
 
 
-def find_box(item: StoredItem, into: torch.Tensor | None) -> BoxRead | None:
+def find_box(item: StoredItem, into: torch.Tensor | None, comparison: Comparison | None = None) -> BoxRead | None:
     """Find the box that is wanted of a stored tensor.
 
     Args:
-        into: as for :class:`BoxRead`.
+        into, comparison: as for :class:`BoxRead`.
 
     Returns:
         ``None`` if the record has a form that only ``torch.load`` may understand.
@@ -291,8 +301,8 @@ def find_box(item: StoredItem, into: torch.Tensor | None) -> BoxRead | None:
         CorruptCheckpoint: the stored tensor has no such box.
         StorageError: a read failed.
     """
-    found = _find_record(item)
-    return None if found is None else BoxRead(item, *found, into)
+    found = _find_record(item, by_footer=comparison is not None)
+    return None if found is None else BoxRead(item, *found, into, comparison)
 
 
 class _Piece(NamedTuple):
@@ -309,7 +319,7 @@ class _Piece(NamedTuple):
 
 
 class BoxRead:
-    """A part of a stored tensor, on its way into a tensor.
+    """A part of a stored tensor, on its way into a tensor, or to be compared with it.
 
     A slice along dimension 0 is one range of bytes, which is read straight into a target that takes it in order. Of
     other boxes the rows are read into blocks, several at once, and copied to their places. Columns are such a box: half
@@ -323,12 +333,21 @@ class BoxRead:
         crc: the CRC-32 of its data, if it is known.
         into: a tensor of the box's size, on any device, with any strides, whose memory holds its elements as they are
             stored. The box is put into it if the dtypes are equal. It holds garbage if that fails.
+        comparison: compare the box with ``into`` if the dtypes are equal. Where the checksum of a block is that of its
+            bytes in ``into``, the block is not read.
 
     Attributes:
         is_tangled: whether elements lie in other rows than their own, so that the box can only be taken from memory.
     """
 
-    def __init__(self, item: StoredItem, record: Record, crc: int | None, into: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        item: StoredItem,
+        record: Record,
+        crc: int | None,
+        into: torch.Tensor | None,
+        comparison: Comparison | None = None,
+    ) -> None:
         wanted, stride, itemsize = item.read.item, record.stride, record.dtype.itemsize
         offsets, lengths = wanted.storage_offsets, tuple(wanted.lengths)
         if lengths == record.shape and record.is_contiguous and not any(offsets):
@@ -350,10 +369,15 @@ class BoxRead:
         self._made: torch.Tensor | None = None
         if into is None or into.dtype != record.dtype:
             into = self._made = torch.empty(lengths, dtype=record.dtype)
-        self._into, self._itemsize = into, itemsize
-        self._is_straight = is_one_piece and into.is_contiguous()
+            comparison = None  # that is up to the caller
+        self._into, self._itemsize, self._comparison = into, itemsize, comparison
+        self._is_straight = is_one_piece and into.is_contiguous() and comparison is None
+        self._is_flat = is_one_piece and comparison is not None
         self.is_tangled = False
         if self._is_straight:
+            return
+        if self._is_flat:  # the elements as one row
+            self._order, self._lengths, self._steps = [0], [count], [itemsize]
             return
         # The dimensions in the order in which they lie in the file, the outermost first.
         self._order = sorted(range(len(lengths)), key=lambda each: -stride[each])
@@ -390,16 +414,19 @@ class BoxRead:
             self._item.check(self._sums, first, last, crc32(found))
         if self._is_straight and begin < end:
             memory_at(self._into.data_ptr(), end - begin)[:] = found[begin - first :][: end - begin]
+        elif begin < end and self._comparison is not None:
+            self._compare((), found, begin - first)
         elif begin < end:
             self._put((), found, begin - first)
         return self.tensor()
 
-    def shares(self, piece_nbytes: int) -> list[list[int]]:
+    def shares(self, piece_nbytes: int, blocks: BlockLease) -> list[list[int]]:
         """The pieces that one thread reads, by number. There is at least one share, and each goes to :meth:`read` once,
         on any thread.
 
         Args:
             piece_nbytes: the longest piece.
+            blocks: memory for bytes of a target that is compared and is not on the CPU.
         """
         if self._is_straight and self._into.is_cpu:
             self._view = bytes_of(self._into)
@@ -407,8 +434,11 @@ class BoxRead:
             self._flat = self._into.as_strided((self._into.numel(),), (1,)).view(torch.uint8)
         self._pieces: list[_Piece] = []
         self._ranges: list[tuple[int, int, int]] = []  # bytes that are verified together, and the end of their pieces
-        rows = [_Piece(self._begin, self._end, ())] if self._is_straight else list(self._rows(piece_nbytes))
-        for near in _near_each_other(rows, self._sums):
+        if self._is_straight:
+            rows = [_Piece(self._begin, self._end, ())]
+        else:
+            rows = list(self._unlike_rows(piece_nbytes, blocks) if self._is_flat else self._rows(piece_nbytes))
+        for near in _near_each_other(rows, self._sums) if rows else ():
             first, last = begin, end = near[0].begin, near[-1].end
             if self._sums is not None:
                 first, last = self._sums.around(begin, end)
@@ -456,6 +486,42 @@ class BoxRead:
                 at = begin + low * step
                 yield _Piece(at, at + self._extent(inner, high - low), (*outer, slice(low, high)))
 
+    def _unlike_rows(self, piece_nbytes: int, blocks: BlockLease) -> Iterator[_Piece]:
+        """The bytes of a flat box that checksums do not show to be those of the target, as rows."""
+        comparison, sums, (first, last) = self._comparison, self._sums, self._range
+        most = min(piece_nbytes, _ROWS_NBYTES) // self._itemsize * self._itemsize
+        step = last - first if sums is None or len(sums.crcs) == 1 else sums.block_nbytes
+        for low in range(first, last, max(step, 1)):
+            high = min(low + step, last)
+            begin, end = max(low, self._begin), min(high, self._end)
+            if comparison is not None and sums is not None and (begin, end) == (low, high):
+                value = 0
+                for at in range(begin, end, most):
+                    stop = min(at + most, end)
+                    with self._target_bytes(at - self._begin, stop - self._begin, blocks) as here:
+                        value = crc32(here, value)
+                if value == sums.expected(begin, end):
+                    comparison.add_equal(end - begin)
+                    continue
+            for at in range(begin, end, most):
+                stop = min(at + most, end)
+                elements = slice((at - self._begin) // self._itemsize, (stop - self._begin) // self._itemsize)
+                yield _Piece(at, stop, (elements,))
+
+    @contextmanager
+    def _target_bytes(self, begin: int, end: int, blocks: BlockLease) -> Iterator[memoryview]:
+        """These bytes of the target, in the order of a contiguous tensor."""
+        if self._bytes.address is not None:
+            yield memory_at(self._bytes.address + begin, end - begin)
+            return
+        with blocks.lent() as block:
+            blocks.begin(self._bytes, begin, end, block, 0)()
+            yield block.view[: end - begin]
+
+    @cached_property
+    def _bytes(self) -> TensorBytes:
+        return TensorBytes(self._into)
+
     def _add(self, begin: int, end: int, part: tuple[()] | None, piece_nbytes: int) -> None:
         """Add pieces that end at multiples of their length in the file."""
         while begin < end:
@@ -490,14 +556,16 @@ class BoxRead:
                     at, found = item.file.read_block(block, place, nbytes)
                     item.check_found(begin, nbytes, found)
                     crc = crc32(block.view[at : at + nbytes]) if needed else 0
-                    if part is not None and self._is_straight:
-                        blocks.fill(self._flat[start : start + nbytes], block, at)
+                    if part is not None and self._comparison is not None:
+                        self._compare(part, block.view, at, blocks)
+                    elif part is not None and self._is_straight:
+                        blocks.fill([self._flat[start : start + nbytes]], block, [at])
                     elif part is not None and self._into.is_cpu:
                         self._put(part, block.view, at)
                     elif part is not None:
                         target = self._into.permute(self._order)[part]
                         steps = self._steps[len(self._steps) - target.dim() :]
-                        blocks.fill(target, block, at, [step // self._itemsize for step in steps])
+                        blocks.fill([target], block, [at], [step // self._itemsize for step in steps])
             self._crc32s[number] = crc
         with self._lock:
             self._shares_left -= 1
@@ -516,24 +584,54 @@ class BoxRead:
     @cached_property
     def _elements(self) -> npt.NDArray[Any]:
         """The memory of the target, with the dimensions in the order of the file."""
-        dtype = _ELEMENTS[self._itemsize]
-        memory = memory_at(self._into.data_ptr(), extent_nbytes(self._into))
-        strides = [step * self._itemsize for step in self._into.stride()]
-        return np.ndarray(self._into.shape, dtype, memory, strides=strides).transpose(self._order)
+        return elements_of(self._into, self._order)
 
     def _put(self, part: tuple[int | slice, ...], data: memoryview, at: int) -> None:
         """Copy this part of the box from ``data``, where it begins at ``at``. torch's own copy may use all cores, and
         the data loaders need them."""
         target = self._elements[part]
-        steps = self._steps[len(self._steps) - target.ndim :]
-        target[...] = np.ndarray(target.shape, target.dtype, data, offset=at, strides=steps)
+        target[...] = self._stored(target, data, at)
+
+    def _compare(
+        self, part: tuple[int | slice, ...], data: memoryview, at: int, blocks: BlockLease | None = None
+    ) -> None:
+        """Compare this part of the box with ``data``, where it begins at ``at``."""
+        item, comparison = self._item.read.item, self._comparison
+        if comparison is None:
+            return
+        begins = [each.start if isinstance(each, slice) else each for each in part] or [0]
+
+        def place(differs: npt.NDArray[np.bool_]) -> Sequence[Any]:
+            if self._is_flat:
+                return np.unravel_index(begins[0] + int(np.argmax(differs)), tuple(item.lengths))
+            whole = differs.reshape((1,) * (len(self._order) - differs.ndim) + differs.shape)
+            index = np.argwhere(whole.transpose(np.argsort(self._order)))[0]
+            index[self._order[: len(begins)]] += np.array(begins, dtype=np.int64)
+            return tuple(index)
+
+        here: npt.NDArray[Any]
+        with ExitStack() as lent:
+            if not self._is_flat and self._into.is_cpu:
+                here = self._elements[part]
+            elif not self._is_flat:
+                on_host = on_cpu(self._into.permute(self._order)[part])  # stays until it has been compared
+                here = elements_of(on_host)
+            elif blocks is None:
+                here = np.frombuffer(flat_bytes(self._into).numpy(), dtype=ELEMENTS[self._itemsize])
+            else:
+                begin, end = begins[0] * self._itemsize, getattr(part[0], "stop", 0) * self._itemsize
+                view = lent.enter_context(self._target_bytes(begin, end, blocks))
+                here = np.frombuffer(view, dtype=ELEMENTS[self._itemsize])
+            comparison.add(item, here, self._stored(here, data, at), place)
+
+    def _stored(self, like: npt.NDArray[Any], data: memoryview, at: int) -> npt.NDArray[Any]:
+        """The stored elements that go where ``like`` is, from ``data``, where they begin at ``at``."""
+        steps = self._steps[len(self._steps) - like.ndim :]
+        return np.ndarray(like.shape, like.dtype, data, offset=at, strides=steps)
 
 
 _ROWS_NBYTES: Final = 1 << 20
 """So many bytes of rows are read at once: the checksum and the copy find them in the processor's cache."""
-
-_ELEMENTS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""By the size of an element in bytes: what NumPy copies it as."""
 
 
 def _near_each_other(rows: Sequence[_Piece], sums: BlockSums | None) -> Iterator[list[_Piece]]:

@@ -1,6 +1,7 @@
 """Items that are not tensors (DCP's BYTE_IO): loads them as data, or checks them before somebody else loads them.
 
-This module decides which objects are refused, by one rule for saving, checking and loading. It makes the errors that
+This module decides which objects are refused, by one rule for saving, checking and loading, and whether two are equal
+as values. It makes the errors that
 name file and item. A planner that gets the bytes calls ``torch.load`` with ``weights_only=False``, as DCP's planner
 does. So bytes that would run code, or ask for memory that they do not fill, must be found here.
 
@@ -14,12 +15,17 @@ from __future__ import annotations
 import io
 import sys
 import tarfile
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.storage import TypedStorage, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, UnsafeCheckpoint, user_frames
+from robust_dcp.staging.blocks import flat_bytes, to_host
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.kinds import Malformed, NotAPickle, NotData, check_depth, expect
 from robust_dcp.storage.records.record import ZIP_MAGIC, ZipMember, zip_members
@@ -123,6 +129,59 @@ def pickle_of(data: bytes) -> bytes:
     except (ValueError, KeyError):
         return data
     return data[pickled.offset : pickled.offset + pickled.nbytes]
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two objects hold the same values, in whatever kinds of dicts. NaN is equal to NaN, also within
+    arrays and tensors. Other objects are compared by ``==``, and if that finds a difference, as they are pickled."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _are_equal_tensors(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
+    if (isinstance(one, list) and isinstance(other, list)) or (isinstance(one, tuple) and isinstance(other, tuple)):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        is_same = not one.dtype.hasobject and one.tobytes() == other.tobytes()
+        return is_same or are_equal(one.tolist(), other.tolist())
+    with suppress(Exception):  # of a dataclass with arrays, for example, which do not say whether they are equal
+        if one == other or (one != one and other != other):
+            return True
+    if type(one).__module__ == "builtins":
+        return False
+    try:
+        return are_equal(one.__reduce_ex__(2), other.__reduce_ex__(2))
+    except TypeError:  # it cannot be pickled, and was not saved
+        return False
+
+
+def _are_equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.layout, one.shape) != (other.dtype, other.layout, other.shape):
+        return False
+    if any(map(is_traceable_wrapper_subclass, (one, other))):
+        if type(one) is not type(other):
+            return False
+        subclasses: tuple[Any, Any] = (one, other)
+        (names, *rest), (other_names, *other_rest) = (each.__tensor_flatten__() for each in subclasses)
+        pairs = ((getattr(one, name), getattr(other, name)) for name in names)
+        return (names, *rest) == (other_names, *other_rest) and all(are_equal(*pair) for pair in pairs)
+    if one.layout is not torch.strided:
+        one, other = (each.detach().to_sparse_coo().coalesce() for each in (one, other))
+        return torch.equal(one.indices().cpu(), other.indices().cpu()) and are_equal(one.values(), other.values())
+    if one.is_quantized or one.is_nested:
+        return torch.equal(one, other)
+    one, other = to_host(one), to_host(other)
+    if torch.equal(flat_bytes(one), flat_bytes(other)):
+        return True
+    try:
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    except (RuntimeError, TypeError):  # torch cannot compare such elements
+        return False
 
 
 def is_program(data: bytes) -> bool:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from robust_dcp.staging.blocks import PLAIN
+from robust_dcp.staging.blocks import is_plain
 from robust_dcp.storage.records.kinds import expect
 from robust_dcp.storage.records.torch_kinds import storage_of
 from robust_dcp.storage.records.unpickler import Unpickler
@@ -499,15 +499,6 @@ def _windows(data: npt.NDArray[np.uint8], nbytes: int) -> npt.NDArray[np.uint8]:
 # Tensors.
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of ``tensor``, on any device, holds its elements as they are stored, in any order."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-    )
-
-
 def is_fixed_size(tensor: torch.Tensor) -> bool:
     """Whether a record of ``tensor`` (made contiguous, if it is not) can be framed by :func:`framed_record`.
 
@@ -515,7 +506,7 @@ def is_fixed_size(tensor: torch.Tensor) -> bool:
     pending conjugation or negation, tensor subclasses, and meta tensors. A ``Parameter`` is saved as its data, as DCP
     does.
     """
-    return is_plain(tensor) and tensor.device.type != "meta" and _reduced(tensor.dtype) is not None
+    return is_plain(tensor) and not tensor.is_meta and _reduced(tensor.dtype) is not None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

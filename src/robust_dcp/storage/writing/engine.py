@@ -15,7 +15,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -33,7 +32,7 @@ from robust_dcp.storage.options import BLOCKS_PER_THREAD
 from robust_dcp.storage.writing.blocks import file_orders
 from robust_dcp.storage.writing.emit import Emission, FileEmitter, FilesOfRank, WriteContext
 from robust_dcp.storage.writing.item_source import ItemSource
-from robust_dcp.threads import submit
+from robust_dcp.threads import submit, thread_pool
 
 
 class WrittenFiles(msgspec.Struct, frozen=True, eq=False):
@@ -108,7 +107,7 @@ def write_files(
                 _work(context, threads, _in_turn(emitters, borrowed, are_borrowed=True))
                 source.give_back()
             _work(context, threads, _in_turn(emitters, borrowed, are_borrowed=False))
-            with ThreadPoolExecutor(threads, thread_name_prefix="robust_dcp-write") as pool:
+            with thread_pool(threads, "robust_dcp-write") as pool:
                 for finished in [submit(pool, emitter.finish) for emitter in emitters]:
                     finished.result()
             context.check_unchanged(context.taken)
@@ -153,7 +152,7 @@ def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> No
     def write_blocks() -> None:
         """Write block after block. While a block is written, the copy from a device into the next one runs."""
         pending: list[Emission] = []
-        with torch.no_grad(), context.lease.in_this_thread():  # each thread has its own grad mode and its own stream
+        with torch.no_grad():  # each thread has its own grad mode
             try:
                 while True:
                     context.check_stop()
@@ -175,7 +174,7 @@ def _work(context: WriteContext, threads: int, blocks: Iterator[Emission]) -> No
                 for block in pending:
                     block.drop()
 
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
+    with thread_pool(threads, "robust_dcp-write") as pool:
         try:
             tasks = [submit(pool, write_blocks) for _ in range(threads)]
             errors = [error for task in tasks if (error := task.exception()) is not None]

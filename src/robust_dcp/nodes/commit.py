@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -35,10 +35,13 @@ class _Place(msgspec.Struct, frozen=True):
     Attributes:
         host: the name of its machine.
         leads: whether it leads in its directory.
+        piece, block: its piece of ``.metadata``, and its block of the index.
     """
 
     host: str
     leads: bool
+    piece: bytes
+    block: bytes
 
 
 class _ForDirectory(msgspec.Struct, frozen=True):
@@ -47,12 +50,14 @@ class _ForDirectory(msgspec.Struct, frozen=True):
     Attributes:
         metadata, index: the bytes of the files.
         files: the data files that ``metadata`` names.
+        beside: the files beside the data; ``None`` for one that the checkpoint does not have.
         nodes: all nodes of the save.
     """
 
     metadata: bytes
     index: bytes
     files: tuple[str, ...]
+    beside: dict[str, bytes | None]
     nodes: tuple[NodeOfSave, ...]
 
 
@@ -62,6 +67,7 @@ def commit_on_nodes(
     directory: Save,
     *,
     leads_directory: bool,
+    pieces: tuple[bytes, bytes],
     make_metadata: Callable[[], MetadataToPublish],
 ) -> None:
     """Commit on all nodes. Afterwards the ranks that lead call ``Save.tidy_up``.
@@ -70,13 +76,14 @@ def commit_on_nodes(
         phase: makes the name of an exchange.
         directory: this rank's directory.
         leads_directory: whether this rank leads in another directory than the coordinator's.
+        pieces: this rank's piece of ``.metadata``, and its block of the index. The directory of each node needs all.
         make_metadata: makes the metadata; called on the coordinator.
 
     Raises:
         RobustCheckpointError: the same on all ranks. If ``directory.may_be_committed``, some node may have committed.
     """
     leads = leads_directory or channel.is_coordinator
-    _, places = channel.gather(phase("places"), lambda: _Place(socket.gethostname(), leads), _Place)
+    _, places = channel.gather(phase("places"), lambda: _Place(socket.gethostname(), leads, *pieces), _Place)
 
     def for_directories() -> list[_ForDirectory | None]:
         made, ranks = make_metadata(), defaultdict[str, list[int]](list)
@@ -84,15 +91,20 @@ def commit_on_nodes(
             if place is not None:
                 ranks[place.host].append(rank)
         nodes = tuple(NodeOfSave(host, tuple(each)) for host, each in ranks.items())
-        metadata, index = b"".join(made.fragments), b"".join(made.index)
-        message = _ForDirectory(metadata, index, tuple(sorted(made.files)), nodes)
+        of_ranks = [place for place in places or () if place is not None]
+        metadata = _whole(made.parts, [place.piece for place in of_ranks])
+        index = _whole(made.index, [place.block for place in of_ranks]) if made.index else b""
+        message = _ForDirectory(metadata, index, tuple(sorted(made.files)), directory.make_beside(metadata), nodes)
         return [message if place is not None and place.leads else None for place in places or ()]
 
     _, part = channel.scatter(phase("metadata of nodes"), for_directories, _ForDirectory)
     nodes = () if part is None else part.nodes
     to_publish = None
     if part is not None:
-        to_publish = MetadataToPublish((part.metadata,), part.files, index=(part.index,) if part.index else ())
+        directory.files_beside = part.beside
+        to_publish = MetadataToPublish(
+            ((0, part.metadata),), part.files, index=((0, part.index),) if part.index else ()
+        )
 
     def prepare() -> None:
         directory.check_written()
@@ -119,3 +131,9 @@ def commit_on_nodes(
             directory.finish(to_publish, stop_if_given_up=channel.stop_if_given_up)
 
     channel.barrier(phase("commit"), finish)
+
+
+def _whole(parts: Sequence[tuple[int, bytes]], pieces: Sequence[bytes]) -> bytes:
+    """A file of a head, pieces of all ranks, and the rest."""
+    (_, head), (_, rest) = parts
+    return b"".join([head, *pieces, rest])

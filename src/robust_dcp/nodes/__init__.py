@@ -1,0 +1,1 @@
+"""Checkpoints on nodes that do not share the directory."""

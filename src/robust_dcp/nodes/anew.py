@@ -1,0 +1,469 @@
+"""Makes the files of a lost node anew, from the data and the parity of the other nodes of its group.
+
+The order: the coordinator decides what is made where; the ranks there get the pieces, and write them under other names;
+each file is read back and compared with its own checksums and with those of the note, and gets its name; then come the
+small files, ``.metadata`` last. So a directory that was lost holds a checkpoint only when all is there. Killed in
+between, the next load begins again, with the files that are still missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+
+from robust_dcp.comm import Channel
+from robust_dcp.drain.record import DRAIN_RECORD_NAME
+from robust_dcp.environment import node_name
+from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.nodes.combine import Combining, Node, Stream, UInt8, piece_nbytes_of, whole_crc32
+from robust_dcp.nodes.parity_file import (
+    PARITY,
+    FileNote,
+    GroupNote,
+    NodeNote,
+    ParityNote,
+    Part,
+    create_parity,
+    damaged,
+    parity_name,
+    read_parity_note,
+    write_note,
+    write_parity,
+)
+from robust_dcp.nodes.places import where
+from robust_dcp.report import listed
+from robust_dcp.storage.committing.saving_file import claimed, is_gone
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, READ_BY_NAME, name_before_commit, writer_of
+from robust_dcp.storage.reading.metadata_source import MetadataSource
+
+logger = logging.getLogger(__name__)
+
+_UNFINISHED: Final = ".anew.tmp"
+"""What the name of a file ends in until it is whole."""
+
+_CHECKED_NBYTES: Final = 8 << 20
+_BEGINS_AGAIN: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_TRIES: Final = 3
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """What a rank sees of the checkpoint.
+
+    Attributes:
+        where: its directory.
+        host: the name of its node.
+        room_nbytes: how much is free there.
+        fit: the digest of the ``.metadata`` there; empty if there is none.
+        files: the data files of the checkpoint that are there.
+        note: of the parity that is there.
+        buffer_nbytes: how much memory it may take.
+    """
+
+    where: str
+    host: str
+    room_nbytes: int
+    fit: bytes
+    files: tuple[str, ...]
+    note: ParityNote | None
+    buffer_nbytes: int
+
+
+class _Lost(msgspec.Struct, frozen=True):
+    """A node whose files are made anew.
+
+    Attributes:
+        group: its group.
+        number: its number there.
+        files: the names of the files that are missing.
+        readers, keepers: for each node of the group, the ranks that see its data, and its parity.
+        writers: the ranks that see the directory where the files are made; the first one leads.
+        makes_parity: whether the parity of the node is made there, too.
+        gets_metadata: whether ``.metadata`` is missing there.
+        piece_nbytes: how much is moved at once.
+    """
+
+    group: GroupNote
+    number: int
+    files: tuple[str, ...]
+    readers: tuple[tuple[int, ...], ...]
+    keepers: tuple[tuple[int, ...], ...]
+    writers: tuple[int, ...]
+    makes_parity: bool
+    gets_metadata: bool
+    piece_nbytes: int
+
+    def ranks_of(self, part: Part) -> Sequence[int]:
+        """The ranks that see a part."""
+        return (self.keepers if part.number == PARITY else self.readers)[part.node]
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """What is made anew; or why that cannot be, in words."""
+
+    lost: tuple[_Lost, ...] = ()
+    reason: str = ""
+
+
+class _SmallFiles(msgspec.Struct, frozen=True):
+    """The files beside the data, by name, in the order in which they are written."""
+
+    files: dict[str, bytes]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint on nodes that do not share its directory, as a rank knows it.
+
+    Attributes:
+        source: where its metadata comes from.
+        mark: of its save.
+        leader: a rank that sees its ``.metadata``.
+        buffer_nbytes: how much memory this rank may take.
+    """
+
+    source: MetadataSource
+    mark: str
+    leader: int
+    buffer_nbytes: int
+
+
+def make_anew(channel: Channel, phase: str, checkpoint: Checkpoint, lost: Collection[str]) -> str:
+    """Make the files of lost nodes anew, if others of their groups can. All ranks call this together.
+
+    Args:
+        phase: what the names of exchanges begin with.
+        lost: data files that no rank sees.
+
+    Returns:
+        Why that cannot be done; empty if all of ``lost`` are there now.
+
+    Raises:
+        RobustCheckpointError: the same on all ranks: something else failed.
+    """
+    for n_left in reversed(range(_TRIES)):
+        _, seen = channel.gather(f"{phase}: what is on each node", partial(_look, channel.rank, checkpoint), _Seen)
+        plan = channel.broadcast(
+            f"{phase}: what is made anew", partial(_plan, seen or [], lost, checkpoint.leader), _Plan
+        )
+        if plan.reason:
+            return plan.reason
+        try:
+            for each in plan.lost:
+                _MakingAnew(channel, phase, checkpoint, each).run()
+            return ""
+        except StorageError as error:  # the same on all ranks
+            if error.errno not in _BEGINS_AGAIN or not n_left:
+                raise
+            logger.warning("%s: a directory has vanished, and files are made anew once more: %s", phase, error.message)
+    return ""
+
+
+def _look(rank: int, checkpoint: Checkpoint) -> _Seen:
+    source, mark = checkpoint.source, checkpoint.mark
+    disk, path = source.disk, source.path
+    names = disk.list_directory(path) if disk.exists(path) else []
+    files = tuple(name for name in names if (writer := writer_of(name)) and writer.mark == mark)
+    note = read_parity_note(disk, path, mark) if mark and names else None
+    room_nbytes = disk.room(path)[1]
+    return _Seen(where(disk, path), node_name(rank), room_nbytes, source.fit(), files, note, checkpoint.buffer_nbytes)
+
+
+class _Directory(NamedTuple):
+    """A directory, with the ranks that see it, and what they see."""
+
+    ranks: tuple[int, ...]
+    seen: _Seen
+
+
+def _plan(of_ranks: Sequence[_Seen | None], lost: Collection[str], leader: int) -> _Plan:
+    """On the coordinator: decide what is made anew, and where."""
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(of_ranks):
+        if each is not None:
+            ranks.setdefault(each.where, []).append(rank)
+    directories = [_Directory(tuple(each), seen) for each in ranks.values() if (seen := of_ranks[each[0]]) is not None]
+    fit = next(one.seen.fit for one in directories if leader in one.ranks)
+    groups: dict[GroupNote, dict[int, _Directory]] = {}
+    for one in directories:
+        if one.seen.note is not None:
+            groups.setdefault(one.seen.note.group, {})[one.seen.note.number] = one
+    planned: list[_Lost] = []
+    left, taken = set(lost), set[str]()
+    for group, keepers in groups.items():
+        names = [{file.name for file in node.files} for node in group.nodes]
+        if not left & set[str]().union(*names):
+            continue
+        left -= set[str]().union(*names)
+        readers = [next((d.ranks for d in directories if each <= {*d.seen.files}), ()) for each in names]
+        missing = [number for number, each in enumerate(readers) if not each]
+        without = [number for number in range(len(names)) if number not in missing and number not in keepers]
+        if len(missing) > 1 or without:
+            return _Plan(reason=_why_not(group, missing, without))
+        (number,) = missing
+        free = [d for d in directories if d.seen.where not in taken and d.seen.fit in (b"", fit)]
+        there = set[str]().union(*(each.seen.files for each in directories))
+        files = tuple(sorted(names[number] - there))
+        nbytes = sum(file.nbytes for file in group.nodes[number].files if file.name in files)
+        place = _place_for(free, names[number], keepers.get(number), nbytes)
+        if place is None:
+            return _Plan(reason=f"no node of this load has room for the {nbytes} bytes of {group.nodes[number].host}")
+        taken.add(place.seen.where)
+        counts = [len(each) for each in (*readers, place.ranks) if each]
+        planned.append(
+            _Lost(
+                group,
+                number,
+                files,
+                readers=tuple(readers),
+                keepers=tuple(keepers[each].ranks if each in keepers else () for each in range(len(names))),
+                writers=place.ranks,
+                makes_parity=place.seen.note is None and not place.seen.fit,
+                gets_metadata=not place.seen.fit,
+                piece_nbytes=piece_nbytes_of(
+                    min(one.seen.buffer_nbytes for one in directories), -(-max(counts) // min(counts))
+                ),
+            )
+        )
+    if left:
+        return _Plan(reason=f"no node of this load has parity by which {listed(sorted(left))} could be made anew")
+    return _Plan(tuple(planned))
+
+
+def _place_for(
+    free: Sequence[_Directory], files: Collection[str], own: _Directory | None, nbytes: int
+) -> _Directory | None:
+    """Where the files of a node are made: in its own directory, if some are left there, or in one that has none of the
+    checkpoint, else where there is most room."""
+    with_room = [each for each in free if each.seen.room_nbytes > nbytes]
+
+    def suits(each: _Directory) -> tuple[bool, bool, bool, int]:
+        is_empty, has_some = not (each.seen.fit or each.seen.files), not set(each.seen.files).isdisjoint(files)
+        return own is not None and each == own, has_some, is_empty, each.seen.room_nbytes
+
+    return max(with_room, key=suits, default=None)
+
+
+def _why_not(group: GroupNote, missing: Sequence[int], without: Sequence[int]) -> str:
+    hosts = [node.host for node in group.nodes]
+    of_group = f"the group of {listed(hosts)}"
+    if len(missing) > 1:
+        there = [host for number, host in enumerate(hosts) if number not in missing]
+        lost = listed(hosts[number] for number in missing)
+        return (
+            f"{of_group} has lost {len(missing)} nodes, {lost}, and its parity makes up for one; there is "
+            f"what {listed(there) or 'no node'} has written"
+        )
+    return f"{of_group} has lost {hosts[missing[0]]}, and the parity on {listed(hosts[each] for each in without)}"
+
+
+class _MakingAnew:
+    """What one rank does to make the files of a lost node anew."""
+
+    def __init__(self, channel: Channel, phase: str, checkpoint: Checkpoint, lost: _Lost) -> None:
+        self._channel = channel
+        self._phase = f"{phase}: node {lost.number} of {lost.group.mark}"
+        self._lost = lost
+        self._checkpoint = checkpoint
+        self._disk, self._path = checkpoint.source.disk, checkpoint.source.path
+        self._leads = channel.rank == lost.writers[0]
+        self._writes = channel.rank in lost.writers
+        node = lost.group.nodes[lost.number]
+        self._host = node.host
+        self._ranges = [
+            (start, start + file.nbytes, file)
+            for file, start in zip(node.files, node.starts, strict=False)
+            if file.name in lost.files
+        ]
+        self._open: dict[str, OpenFile] = {}
+        self._nodes: dict[int, Node] = {}
+        self._parity_path = os.path.join(self._path, parity_name(lost.group.mark))
+
+    def run(self) -> None:
+        channel, phase, lost = self._channel, self._phase, self._lost
+        if channel.is_coordinator:
+            logger.warning(
+                "%s: %d files of %s are lost, and are made anew by rank(s) %s from what %s have",
+                phase,
+                len(lost.files),
+                self._host,
+                listed(lost.writers),
+                listed(node.host for node in lost.group.nodes if node.host != self._host),
+            )
+        targets = [Part(lost.number, number) for number in range(len(lost.group.nodes) - 1)]
+        targets += [Part(lost.number, PARITY)] if lost.makes_parity else []
+        with ExitStack() as held:
+            held.callback(self._close)
+            channel.barrier(f"{phase}: begin", lambda: self._create(held))
+            Combining(
+                lost.group,
+                channel.rank,
+                targets,
+                readers=lost.ranks_of,
+                writers=lambda part: lost.writers,
+                piece_nbytes=lost.piece_nbytes,
+                read=self._read,
+                write=self._write,
+                side_by_side=False,
+                wants=self._wants,
+            ).run(channel, phase)
+            channel.barrier(f"{phase}: sync", self._sync)
+            try:
+                channel.barrier(f"{phase}: compare", self._compare)
+            except CorruptCheckpoint:
+                # What was read outside of blocks has no checksum of its own: the note has one of the whole file.
+                channel.barrier(f"{phase}: who is damaged", self._compare_sources)
+                raise
+            channel.barrier(f"{phase}: commit", self._commit)
+            copy_beside(channel, phase, self._checkpoint, lost.writers[:1] if lost.gets_metadata else ())
+
+    def _create(self, held: ExitStack) -> None:
+        """Make the files under other names, in a directory that no save begins in meanwhile."""
+        if not self._leads:
+            return
+        disk = self._disk
+        disk.mkdirs(self._path)
+        for other in held.enter_context(claimed(disk, self._path)):
+            if other.is_over and other.is_claim:  # of a load that was killed while it did the same
+                is_gone(disk.unlink, os.path.join(self._path, other.name))
+        held.callback(self._remove_unfinished)
+        self._remove_unfinished()
+        for _, _, file in self._ranges:
+            new = disk.open_new(self._unfinished(file.name))
+            try:
+                if not disk.preallocate(new, file.nbytes):
+                    disk.truncate(new, file.nbytes)
+            finally:
+                disk.close(new)
+        if self._lost.makes_parity:
+            create_parity(disk, self._parity_path + _UNFINISHED, self._lost.group)
+
+    def _remove_unfinished(self) -> None:
+        for name in self._disk.list_directory(self._path) if self._disk.exists(self._path) else ():
+            if name.endswith(_UNFINISHED):
+                is_gone(self._disk.unlink, os.path.join(self._path, name))
+
+    def _unfinished(self, name: str) -> str:
+        return os.path.join(self._path, name + _UNFINISHED)
+
+    def _wants(self, part: Part, begin: int, end: int) -> bool:
+        at = part.number * self._lost.group.segment_nbytes
+        return part.number == PARITY or any(at + begin < stop and start < at + end for start, stop, _ in self._ranges)
+
+    def _read(self, part: Part, begin: int, end: int) -> UInt8:
+        if part.node not in self._nodes:
+            self._nodes[part.node] = Node(self._disk, self._path, self._lost.group, part.node, self._parity_path)
+        return self._nodes[part.node].read(part, begin, end)
+
+    def _write(self, part: Part, begin: int, data: UInt8) -> None:
+        if part.number == PARITY:
+            write_parity(self._disk, self._file(self._parity_path), self._lost.group, begin, data)
+            return
+        at = part.number * self._lost.group.segment_nbytes + begin
+        for start, stop, file in self._ranges:
+            first, last = max(at, start), min(at + len(data), stop)
+            if first < last:
+                path = os.path.join(self._path, file.name)
+                self._disk.pwrite(self._file(path), data.data[first - at : last - at], first - start)
+
+    def _file(self, path: str) -> OpenFile:
+        if path not in self._open:
+            self._open[path] = self._disk.open_read(path + _UNFINISHED, flags=os.O_RDWR)
+        return self._open[path]
+
+    def _sync(self) -> None:
+        for node in self._nodes.values():
+            node.stream.finish()
+        for file in self._open.values():
+            self._disk.fsync(file)
+        self._close()
+
+    def _close(self) -> None:
+        for file in self._open.values():
+            self._disk.close(file)
+        for node in self._nodes.values():
+            node.close()
+        self._open.clear()
+        self._nodes.clear()
+
+    def _compare(self) -> None:
+        """Read back what was made, and compare it with its own checksums and those of the note."""
+        if not self._writes:
+            return
+        turn, n_writers = self._lost.writers.index(self._channel.rank), len(self._lost.writers)
+        files = tuple(file for _, _, file in self._ranges)[turn::n_writers]
+        check_files(self._disk, self._path, files, self._lost.group.mark, _UNFINISHED, self._channel)
+
+    def _compare_sources(self) -> None:
+        rank, lost = self._channel.rank, self._lost
+        for number, readers in enumerate(lost.readers):
+            if rank in readers:
+                files = lost.group.nodes[number].files[readers.index(rank) :: len(readers)]
+                check_files(self._disk, self._path, files, lost.group.mark, "", self._channel)
+
+    def _commit(self) -> None:
+        if not self._leads:
+            return
+        disk, lost = self._disk, self._lost
+        for _, _, file in self._ranges:
+            disk.rename(self._unfinished(file.name), os.path.join(self._path, file.name))
+        if lost.makes_parity:
+            write_note(disk, self._parity_path + _UNFINISHED, ParityNote(lost.number, lost.group))
+            disk.rename(self._parity_path + _UNFINISHED, self._parity_path)
+        disk.fsync_directory(self._path)
+
+
+def copy_beside(channel: Channel, phase: str, checkpoint: Checkpoint, ranks: Collection[int]) -> None:
+    """Copy what a checkpoint has beside its data into the directories that these ranks see: ``.metadata`` last."""
+    disk, path = checkpoint.source.disk, checkpoint.source.path
+
+    def read() -> list[_SmallFiles | None]:
+        last = (INDEX_NAME, METADATA_NAME)
+        names = {each for name in READ_BY_NAME for each in (name, name_before_commit(name, checkpoint.mark))}
+        files = {}
+        for name in (*sorted((names | {DRAIN_RECORD_NAME}) - {*last}), *last) if ranks else ():
+            data = disk.read_file(os.path.join(path, name))
+            if data is not None:
+                files[name] = data
+        message = _SmallFiles(files)
+        return [message if rank in ranks else None for rank in range(channel.size)]
+
+    leader = channel.led_by(checkpoint.leader)
+    _, small = leader.scatter(f"{phase}: files beside the data", read, _SmallFiles)
+
+    def write() -> None:
+        if small is not None and channel.rank in ranks:
+            disk.mkdirs(path)
+            for name, data in small.files.items():
+                disk.replace_file(os.path.join(path, name), data)
+
+    channel.barrier(f"{phase}: write them", write)
+
+
+def check_files(
+    disk: Disk, path: str, files: Sequence[FileNote], mark: str, suffix: str, channel: Channel | None = None
+) -> None:
+    """Read data files, and compare them with their own checksums and with those that a note has.
+
+    Raises:
+        CorruptCheckpoint: one is damaged.
+    """
+    for file in files:
+        stream = Stream(disk, path, NodeNote("", (), (file,)), mark, suffix)
+        try:
+            for at in range(0, file.nbytes, _CHECKED_NBYTES):
+                stream.read(at, min(at + _CHECKED_NBYTES, file.nbytes))
+                if channel is not None:
+                    channel.check_stop(at, file.nbytes)
+            stream.finish()
+        finally:
+            stream.close()
+        found = whole_crc32({at: part for (_, at), part in stream.crcs.items()}, file.nbytes)
+        if found != file.crc32:
+            raise damaged(os.path.join(path, file.name), f"CRC-32 {file.crc32:08x}", f"{found or 0:08x}")

@@ -1,0 +1,317 @@
+"""Makes a committed checkpoint outlive the loss of a node: parity over the nodes of a group, beside training.
+
+The order: the nodes are dealt into groups; each reads back what it has written, which proves its drive too, and sends
+it piece by piece to the nodes whose parity covers it; each makes its file of parity durable under another name; when
+all have, each gives it its name. Whatever fails, the checkpoint stays committed, and is not protected.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+
+import msgspec
+from msgspec.structs import replace
+
+from robust_dcp.comm import Channel
+from robust_dcp.environment import node_name
+from robust_dcp.errors import ExchangeError, RobustCheckpointError
+from robust_dcp.nodes.combine import Combining, Node, UInt8, piece_nbytes_of, whole_crc32
+from robust_dcp.nodes.parity_file import (
+    PAGE_NBYTES,
+    PARITY,
+    FileNote,
+    GroupNote,
+    NodeNote,
+    ParityNote,
+    Part,
+    create_parity,
+    parity_name,
+    segment_nbytes_of,
+    write_note,
+    write_parity,
+)
+from robust_dcp.nodes.places import where
+from robust_dcp.phases import PhaseClock
+from robust_dcp.save_queue import SaveFuture, SaveQueue
+from robust_dcp.storage.committing.saving_file import is_gone
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.paths import mark_of, writer_of
+from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
+from robust_dcp.storage.options import BLOCKS_PER_THREAD
+from robust_dcp.storage.writer import RobustWriter
+
+logger = logging.getLogger(__name__)
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """What a rank sees of the checkpoint.
+
+    Attributes:
+        where: its directory.
+        host: the name of its node.
+        leads: whether it has committed there.
+        files: if it leads, the data files of the save that lie there.
+        buffer_nbytes: how much memory it may take.
+    """
+
+    where: str
+    host: str
+    leads: bool
+    files: tuple[FileNote, ...]
+    buffer_nbytes: int
+
+
+class _Group(msgspec.Struct, frozen=True):
+    """What the coordinator tells the ranks of a group: their nodes, and how much is moved at once."""
+
+    note: GroupNote
+    piece_nbytes: int
+
+    def number_of(self, rank: int) -> int:
+        """The number of a rank's node."""
+        return next(number for number, node in enumerate(self.note.nodes) if rank in node.ranks)
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """What a rank has read of the files of its node: number of the file, place, length, CRC-32."""
+
+    parts: tuple[tuple[int, int, int, int], ...]
+
+
+@cache
+def log_no_parity(root: str) -> None:
+    """Say, once for each directory of checkpoints, that all ranks share it."""
+    logger.info("%s is one directory for all ranks: parity_nodes means nothing there, and no parity is made", root)
+
+
+def deal(n_nodes: int, size: int) -> list[range]:
+    """Deal nodes into groups of about ``size`` that follow each other. None is smaller than 2."""
+    n_groups = max(1, min((2 * n_nodes + size) // (2 * size), n_nodes // 2))
+    return [range(each * n_nodes // n_groups, (each + 1) * n_nodes // n_groups) for each in range(n_groups)]
+
+
+class Protection:
+    """The parity of one save, on one rank.
+
+    Args:
+        writer: has written this rank's files.
+        checkpoint: its name.
+        leads: whether this rank has committed in its directory.
+        open_channel: makes the channel, from the name of its operation.
+        queue: the protections of the group.
+
+    Attributes:
+        future: of what :meth:`run` returns.
+    """
+
+    def __init__(
+        self,
+        writer: RobustWriter,
+        checkpoint: str,
+        *,
+        leads: bool,
+        open_channel: Callable[..., Channel],
+        queue: SaveQueue,
+    ) -> None:
+        self.future = SaveFuture[str]()
+        self._queue = queue
+        self._after = queue.under_way()
+        self._disk, self._path, self._mark = writer.disk, writer.path, mark_of(writer.save_id)
+        self._options = writer.options
+        self._checkpoint = checkpoint
+        self._leads = leads
+        self._open_channel = open_channel
+        self._parity_path = os.path.join(self._path, parity_name(self._mark))
+        self._unfinished = f"{self._parity_path}.tmp"
+        self._held = ExitStack()
+
+    def begin(self) -> None:
+        """Make the parity on a thread, after those that were under way when this was made. Until then the checkpoint is
+        not removed."""
+        if self._leads:
+            self._held.enter_context(needed_for_a_load(self._disk, self._path))
+        try:
+            self._queue.submit(self.run, self.future, after=self._after)
+        except RobustCheckpointError as error:  # no thread can be started
+            self._held.close()
+            self.future.set_result(self._not_protected(error))
+
+    def run(self) -> str:
+        """Make the parity. Called on all ranks.
+
+        Returns:
+            From what the checkpoint is protected, or why it is not.
+        """
+        clock: PhaseClock | None = None
+        try:
+            with self._held:
+                channel = self._open_channel(operation=f"protect {self._checkpoint}")
+                clock = PhaseClock(channel, is_async=True)
+                with clock.telling_failures(), channel.together():
+                    clock.tell("started")
+                    protection = self._protect(channel, clock)
+                clock.tell("ended", seconds=clock.seconds)
+                if channel.is_coordinator:
+                    logger.info("%s is protected: %s (%.1f s)", self._checkpoint, protection, clock.seconds)
+                return protection
+        except Exception as error:
+            return self._not_protected(error)
+
+    def _not_protected(self, error: Exception) -> str:
+        """Say that the checkpoint is not protected, and why. Nothing is left of what was made."""
+        reason = error.message if isinstance(error, RobustCheckpointError) else f"{type(error).__name__}: {error}"
+        if self._leads:
+            is_gone(self._disk.unlink, self._unfinished)
+            what = "is committed, and not protected: if a node is lost, so is this checkpoint"
+            logger.warning("%s %s: %s", self._checkpoint, what, reason)
+        return f"not protected: {reason}"
+
+    def _protect(self, channel: Channel, clock: PhaseClock) -> str:
+        phase, rank = channel.operation, channel.rank
+        with clock.phase("plan"):
+            _, seen = channel.gather(f"{phase}: nodes", lambda: self._look(rank), _Seen)
+            nodes = _nodes_of(seen or [])
+            _, group = channel.scatter(f"{phase}: groups", lambda: self._deal(nodes, channel.size, seen or []), _Group)
+            number = -1 if group is None else group.number_of(rank)
+            channel.barrier(f"{phase}: begin", lambda: self._create(group))
+        node, file = None, None
+        try:
+            with clock.phase("exchange"):
+                if group is not None:
+                    node = Node(self._disk, self._path, group.note, number, self._unfinished)
+                    file = self._disk.open_read(self._unfinished, flags=os.O_RDWR)
+                self._combining(rank, group, node, file).run(channel, phase)
+                _, read = channel.gather(f"{phase}: read", lambda: self._finish(node, file), _Read)
+        finally:
+            if node is not None:
+                node.close()
+            if file is not None:
+                self._disk.close(file)
+        with clock.phase("commit"):
+            _, note = channel.scatter(
+                f"{phase}: notes", lambda: self._notes(nodes, channel.size, read or []), GroupNote
+            )
+            channel.barrier(f"{phase}: write", lambda: self._write_note(note, number))
+            channel.barrier(f"{phase}: commit", self._commit)
+        return "" if note is None else str(ParityNote(number, note))
+
+    def _look(self, rank: int) -> _Seen:
+        files: list[FileNote] = []
+        for name in self._disk.list_directory(self._path) if self._leads else ():
+            writer = writer_of(name)
+            if writer is not None and writer.mark == self._mark:
+                files.append(FileNote(name, self._disk.read_end(os.path.join(self._path, name), 0)[0]))
+        threads, block_nbytes = self._options.fitted(PAGE_NBYTES)
+        buffer_nbytes = BLOCKS_PER_THREAD * threads * block_nbytes  # as much as the save had
+        return _Seen(where(self._disk, self._path), node_name(rank), self._leads, tuple(files), buffer_nbytes)
+
+    def _groups(self, nodes: Sequence[NodeNote]) -> list[GroupNote]:
+        """On the coordinator: the groups."""
+        groups = [
+            [nodes[number] for number in numbers]
+            for numbers in deal(len(nodes), self._options.parity_nodes or len(nodes))
+        ]
+        return [GroupNote(self._mark, segment_nbytes_of(each), tuple(each)) for each in groups]
+
+    def _deal(self, nodes: Sequence[NodeNote], n_ranks: int, seen: Sequence[_Seen | None]) -> list[_Group | None]:
+        """On the coordinator: the group of each rank."""
+        groups: list[_Group | None] = [None] * n_ranks
+        buffer_nbytes = min(each.buffer_nbytes for each in seen if each is not None)
+        for note in self._groups(nodes):
+            counts = [len(node.ranks) for node in note.nodes]
+            n_shares = -(-max(counts) // min(counts))  # that a rank of the node with the fewest works on
+            group = _Group(note, piece_nbytes_of(buffer_nbytes, n_shares))
+            for rank in (rank for node in note.nodes for rank in node.ranks):
+                groups[rank] = group
+        return groups
+
+    def _create(self, group: _Group | None) -> None:
+        """Make the file, which the ranks of the node fill together."""
+        if group is None or not self._leads:
+            return
+        is_gone(self._disk.unlink, self._unfinished)
+        create_parity(self._disk, self._unfinished, group.note)
+
+    def _combining(self, rank: int, group: _Group | None, node: Node | None, file: OpenFile | None) -> Combining:
+        """What this rank does of the exchange: nothing if it sees no directory in which somebody has committed."""
+        if group is None or node is None or file is None:
+            return Combining(None, rank)
+        note, disk = group.note, self._disk
+
+        def write(part: Part, begin: int, data: UInt8) -> None:
+            write_parity(disk, file, note, begin, data)
+
+        def ranks_of(part: Part) -> Sequence[int]:
+            return note.nodes[part.node].ranks
+
+        return Combining(
+            note,
+            rank,
+            [Part(number, PARITY) for number in range(len(note.nodes))],
+            readers=ranks_of,
+            writers=ranks_of,
+            piece_nbytes=group.piece_nbytes,
+            read=node.read,
+            write=write,
+            side_by_side=True,
+        )
+
+    def _finish(self, node: Node | None, file: OpenFile | None) -> _Read | None:
+        """Compare the blocks that are left, and make this rank's part of the parity durable."""
+        if node is None or file is None:
+            return None
+        node.stream.finish()
+        self._disk.fsync(file)
+        return _Read(tuple((*at, *part) for at, part in node.stream.crcs.items()))
+
+    def _notes(self, nodes: Sequence[NodeNote], n_ranks: int, read: Sequence[_Read | None]) -> list[GroupNote | None]:
+        """On the coordinator: the group of each rank, with the checksums of all files."""
+        whole = []
+        for node in nodes:
+            parts: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+            for message in (read[rank] for rank in node.ranks):
+                for number, at, length, crc in () if message is None else message.parts:
+                    parts[number][at] = length, crc
+            files = []
+            for number, file in enumerate(node.files):
+                crc32_of_file = whole_crc32(parts[number], file.nbytes)
+                if crc32_of_file is None:
+                    raise ExchangeError(f"the ranks of {node.host} have not read all of {file.name}")
+                files.append(replace(file, crc32=crc32_of_file))
+            whole.append(replace(node, files=tuple(files)))
+        notes: list[GroupNote | None] = [None] * n_ranks
+        for note in self._groups(whole):
+            for rank in (rank for node in note.nodes for rank in node.ranks):
+                notes[rank] = note
+        return notes
+
+    def _write_note(self, note: GroupNote | None, number: int) -> None:
+        if note is not None and self._leads:
+            write_note(self._disk, self._unfinished, ParityNote(number, note))
+
+    def _commit(self) -> None:
+        if self._leads:
+            self._disk.rename(self._unfinished, self._parity_path)
+            self._disk.fsync_directory(self._path)
+
+
+def _nodes_of(seen: Sequence[_Seen | None]) -> list[NodeNote]:
+    """On the coordinator: the nodes, in the order of the ranks that lead there, which come first in each."""
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(seen):
+        if each is not None and each.leads:
+            ranks[each.where] = [rank]
+    for rank, each in enumerate(seen):
+        if each is not None and not each.leads and each.where in ranks:
+            ranks[each.where].append(rank)
+    nodes = []
+    for of_node in ranks.values():
+        leader = seen[of_node[0]]
+        if leader is not None:
+            nodes.append(NodeNote(leader.host, tuple(of_node), leader.files))
+    return nodes
