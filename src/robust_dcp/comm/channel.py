@@ -277,7 +277,7 @@ class Channel:
             return encode(merge([own, *(decode(payload, message_type) for payload in below)]))
 
         work = Work(produce, merged, reply=merged)
-        self.last_agreement, _, payload = self._operation.run("reduce", phase, self.coordinator_rank, work)
+        self.last_agreement, _, payload = self._run("reduce", phase, work)
         return self._decoded(phase, lambda: decode(payload, message_type))
 
     def relay(self, phase: str, relayed: Relay) -> None:
