@@ -36,9 +36,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 # Many tests wait for a timeout. So on two cores four processes take little longer than one. All tests of a module run
-# in one process, because they share fixtures that are slow to set up. A few tests of ranks that meet or part fail now and
-# then on a busy machine. They are tried again, and the last lines of the output say how many were: a debt.
-PYTEST := pytest -n 4 --dist loadfile --no-loadscope-reorder --reruns 2
+# in one process, because they share fixtures that are slow to set up. No test is tried again.
+PYTEST := pytest -n 4 --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard src tests demo benchmarks torture scripts docs)
 # A warning is an error. It fetches nothing, and is not to advertise.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

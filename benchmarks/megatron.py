@@ -80,7 +80,7 @@ def measure(directory: str, layers: int, hidden_size: int) -> list[dict[str, Any
 
     import robust_dcp.megatron
     from demo.megatron_model import SAVED_LAYOUT, Trainer
-    from robust_dcp.comm.link import link_for
+    from robust_dcp.comm.loop import link_for
 
     trainer = Trainer(SAVED_LAYOUT, seed=1, n_layers=layers, hidden_size=hidden_size)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -193,7 +193,7 @@ def _reached_by(tree: Path, module: str) -> tuple[float, dict[str, list[int]]]:
     with tempfile.TemporaryDirectory(prefix="reached-") as directory:
         began = time.monotonic()
         where = {"COVERAGE_FILE": f"{directory}/data"}  # of its ranks and other children, too
-        _run(tree, ["-m", "coverage", "run", *PYTEST, "--reruns", "1", module], 900, where)
+        _run(tree, ["-m", "coverage", "run", *PYTEST, module], 900, where)
         seconds = round(time.monotonic() - began, 1)
         _run(tree, ["-m", "coverage", "combine", "--quiet"], 900, where)
         data = coverage.CoverageData(f"{directory}/data")
@@ -227,8 +227,7 @@ def try_mutant(mutant: Mutant, whole: Path, reached: Reached, seconds: float) ->
         tree = Path(shutil.copytree(whole, directory, dirs_exist_ok=True))
         source = (tree / mutant.path).read_text()
         (tree / mutant.path).write_text(source[: mutant.begin] + mutant.after + source[mutant.end :])
-        # On a busy machine a test may fail by chance, which would count as a killed mutant.
-        ended = _run(tree, [*PYTEST, "-x", "--reruns", "1", *modules], seconds)
+        ended = _run(tree, [*PYTEST, "-x", *modules], seconds)
     mutant.seconds = round(time.monotonic() - began, 1)
     if ended.returncode in (124, 137):
         mutant.outcome, mutant.by = "unfinished", f"the time was up, of {len(modules)} modules"

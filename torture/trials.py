@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 __all__ = ["Result", "Trial", "main", "run"]
@@ -43,12 +44,16 @@ class Trial:
     run: Callable[[], Result]
 
 
-def run(trials: Iterable[Trial], at_once: int = 1) -> Iterator[tuple[Trial, Result]]:
-    """Run trials, some at once. Those that broke a promise are printed as soon as they have ended."""
+def run(trials: Iterable[Trial], at_once: int = 1, n_processes: int = 1) -> Iterator[tuple[Trial, Result]]:
+    """Run trials, some at once, in threads or in processes. Those that broke a promise are printed as soon as they have
+    ended."""
     trials = list(trials)
-    with ThreadPoolExecutor(at_once) as pool:
+    pool: Executor = ThreadPoolExecutor(at_once)
+    if n_processes > 1:
+        pool = ProcessPoolExecutor(n_processes, multiprocessing.get_context("spawn"), logging.disable)
+    with pool:
         # A campaign that forks runs its trials in the main thread.
-        results = pool.map(_run, trials) if at_once > 1 else map(_run, trials)
+        results = pool.map(_run, trials, chunksize=100) if at_once * n_processes > 1 else map(_run, trials)
         for number, (trial, result) in enumerate(zip(trials, results, strict=True)):
             if result.complaints:
                 print(f"trial {number}: {trial.kind}: {trial.what}", *result.complaints, sep="\n  ", flush=True)
@@ -64,6 +69,7 @@ def main(
     make_trials: Callable[[int, int], Iterable[Trial]],
     n_trials: int,
     at_once: int = 1,
+    n_processes: int = 1,
     arguments: list[str] | None = None,
 ) -> int:
     """Run the campaign that the command line asks for.
@@ -72,7 +78,8 @@ def main(
         description: the docstring of the campaign.
         make_trials: given the number of trials and the seed.
         n_trials: how many there are if the command line does not say.
-        at_once: how many are run at the same time.
+        at_once: how many are run at the same time, in threads.
+        n_processes: in how many processes they are run instead.
         arguments: of the command line.
 
     Returns:
@@ -86,7 +93,7 @@ def main(
     logging.disable(logging.WARNING)
     chosen = (trial for trial in make_trials(given.trials, given.seed) if re.search(given.only, trial.kind))
     results: dict[str, list[Result]] = defaultdict(list)
-    for trial, result in run(chosen, at_once):
+    for trial, result in run(chosen, at_once, n_processes):
         results[trial.kind].append(result)
     together = [result for each in results.values() for result in each]
     for kind, each in [*sorted(results.items()), ("all", together)]:

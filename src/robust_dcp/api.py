@@ -77,9 +77,10 @@ def save(
     The arguments are those of ``torch.distributed.checkpoint.save``. When this returns on any rank, the checkpoint is
     committed and durable. If it raises, every rank raises the same exception. The directory's earlier content is then
     untouched, unless the message says that the checkpoint is committed: ``on_commit`` has failed, and the new one is
-    there. If a copy to a URL fails, what is at the URL is as it was, and the message says where the checkpoint is.
-    Files that a failed save has made are removed, or the exception names them. After an :class:`ExchangeTimeout` they
-    stay until the next save into the directory, because a rank may still be writing.
+    there. If the ranks lost each other at the commit, the message says that it may be committed, and how to see that;
+    then some ranks may have returned. If a copy to a URL fails, what is at the URL is as it was, and the message says
+    where the checkpoint is. Files that a failed save has made are removed, or the exception names them. After an
+    :class:`ExchangeTimeout` they stay until the next save into the directory, because a rank may still be writing.
 
     Args:
         state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, modules,

@@ -48,7 +48,7 @@ def test_sockets_bytes_and_the_store_do_not_grow_with_the_group(size: int, monke
             channel.barrier("save: commit")
             all_have_saved.wait()
         nbytes = channel.stats.header_nbytes_sent + channel.stats.payload_nbytes_sent - before
-        return len(channel._operation.link._connections.peers), nbytes
+        return len(channel._operation.link.connections.peers), nbytes
 
     connections, sent = zip(*run_channels(network, save_twice, timeout_seconds=120), strict=True)
     (_, store_nbytes), (more_sockets, store_nbytes_again) = after_saves

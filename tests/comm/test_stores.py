@@ -100,19 +100,21 @@ def test_ranks_save_and_load_with_a_store_of_another_kind(kind: str, tmp_path: P
 def test_a_question_that_is_never_answered_does_not_hold_up_the_next_one() -> None:
     notes = Notes(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "a group")
     with pytest.raises(StoreSilent):
-        notes.ask("", lambda _: time.sleep(20))
-    assert notes.ask("", lambda store: store.add("n", 1), look=lambda: pytest.fail("it waits for the first")) == 1
+        notes.ask("", lambda _: time.sleep(20), 2.0)
+    assert notes.ask("", lambda store: store.add("n", 1), 18.0) == 1, "it waits for the first"
 
 
 def test_who_leaves_a_group_takes_nobody_along_and_who_comes_after_meets_elsewhere() -> None:
     store = dist.HashStore()
     stays, leaves, comes = (Notes(store, "a group") for _ in range(3))
     for each in (stays, leaves):
-        each.ask("0", lambda store: None)
-    leaves.leave()
-    assert not stays.is_pointless("0")
-    comes.ask("0", lambda store: None)
-    assert stays.is_pointless("0") and stays.is_pointless("0"), "each of its threads has to see it"
+        each.ask("0", lambda store: None, 9.0)
+    leaves.ask("", leaves.leave, 9.0)
+    assert not stays.ask("0", stays.is_pointless, 9.0)
+    comes.ask("0", lambda store: None, 9.0)
+    assert [stays.ask("0", stays.is_pointless, 9.0) for _ in range(2)] == [True] * 2, (
+        "each of its threads has to see it"
+    )
 
 
 def _frozen(frozen: int, trains: bool) -> tuple[list[int] | None, float, str]:
@@ -180,7 +182,7 @@ def test_an_interrupt_while_waiting_ends_the_exchange_on_all_ranks_at_once() -> 
 def _in_a_mesh(is_killed: bool) -> list[list[int] | None]:
     """Connections as torch 2.7 makes them, which knows none at first use. Whom the others name if rank 3 does not come,
     or is killed."""
-    connections.make_device = lambda address: (dist.ProcessGroupGloo.create_device(hostname=address), False)
+    connections.connects_at_first_use = lambda: False
     if is_killed:
         Channel.for_group(timeout_seconds=40).barrier("connect")
     if dist.get_rank() == 3:

@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as s
 
 from robust_dcp import RobustCheckpointError
 from robust_dcp.comm import Channel
-from robust_dcp.comm.link import link_for
+from robust_dcp.comm.loop import link_for
 from robust_dcp.megatron import uneven as ours
 from robust_dcp.megatron.uneven import place_chunks
 from tests.megatron.torch_dist import Scenarios, chosen

@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm.combine import Agreement, Offer
-from robust_dcp.comm.link import Link, link_for
+from robust_dcp.comm.loop import link_for
 from robust_dcp.comm.messages import Bundle, Payload, decode, encode
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.relay import ALL_ROUNDS, Passing, Relay
@@ -96,7 +96,7 @@ class Channel:
             if seconds is not None and not 0 < seconds < math.inf:
                 raise ValueError(f"{name} is {seconds}: it has to be positive and finite")
         if no_dist or not (dist.is_available() and dist.is_initialized()):
-            link = Link(0, (0,))
+            link = link_for(None)
         else:
             link = link_for(dist.group.WORLD if process_group is None else process_group)
         if not 0 <= coordinator_rank < link.size:
@@ -121,8 +121,7 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        work = Work(produce, offer=offer)
-        self.last_agreement, made, _ = self._operation.run("agree", phase, self.coordinator_rank, work)
+        self.last_agreement, made, _ = self._run("agree", phase, Work(produce, offer=offer))
         return made, self.last_agreement
 
     def barrier(
@@ -141,7 +140,7 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         work = Work(produce, reply=None if then is None else lambda own, below: then())
-        self.last_agreement, _, _ = self._operation.run("barrier", phase, self.coordinator_rank, work)
+        self.last_agreement, _, _ = self._run("barrier", phase, work)
 
     def gather(
         self,
@@ -185,7 +184,7 @@ class Channel:
                 then(gathered)
 
         work = Work(produce, merge, open_all, offer)
-        self.last_agreement, made, _ = self._operation.run("gather", phase, self.coordinator_rank, work)
+        self.last_agreement, made, _ = self._run("gather", phase, work)
         return made, gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
@@ -199,7 +198,7 @@ class Channel:
             return encode(own) if self.size > 1 else None
 
         work = Work(produce if self.is_coordinator else lambda: None, reply=reply)
-        self.last_agreement, own, payload = self._operation.run("broadcast", phase, self.coordinator_rank, work)
+        self.last_agreement, own, payload = self._run("broadcast", phase, work)
         return own if self.is_coordinator else self._decoded(phase, lambda: decode(payload, message_type))
 
     def scatter(
@@ -242,7 +241,7 @@ class Channel:
             return Bundle.decode(payload, message_type).of_ranks([self.rank]).open(message_type).get(self.rank)
 
         work = Work(produce if self.is_coordinator else lambda: None, reply=reply, share=share)
-        self.last_agreement, made, payload = self._operation.run("scatter", phase, self.coordinator_rank, work)
+        self.last_agreement, made, payload = self._run("scatter", phase, work)
         if self.is_coordinator:
             return made, (made if messages is None else messages(made))[self.rank]
         return None, self._decoded(phase, lambda: take(payload)) if payload else None
@@ -258,7 +257,7 @@ class Channel:
             return self._merged(phase, own, below, message_type).encode() if self.size > 1 else b""
 
         work = Work(produce, merge, reply=merge)
-        self.last_agreement, own, payload = self._operation.run("all_gather", phase, self.coordinator_rank, work)
+        self.last_agreement, own, payload = self._run("all_gather", phase, work)
         if self.size == 1:
             return [own]
         found = self._decoded(phase, lambda: Bundle.decode(payload, message_type).open(message_type))
@@ -278,7 +277,7 @@ class Channel:
             return encode(merge([own, *(decode(payload, message_type) for payload in below)]))
 
         work = Work(produce, merged, reply=merged)
-        self.last_agreement, _, payload = self._operation.run("reduce", phase, self.coordinator_rank, work)
+        self.last_agreement, _, payload = self._run("reduce", phase, work)
         return self._decoded(phase, lambda: decode(payload, message_type))
 
     def relay(self, phase: str, relayed: Relay) -> None:
@@ -292,7 +291,7 @@ class Channel:
         for n_left in reversed(range(_MAX_TRIES)):
             passing = Passing(relayed, self._operation, first_round, is_last=n_left == 0)
             work = Work(passing.run, interrupt=passing.break_off)
-            self.last_agreement, _, _ = self._operation.run("relay", phase, self.coordinator_rank, work)
+            self.last_agreement, _, _ = self._run("relay", phase, work)
             first_round = self.last_agreement.lowest - 1
             if first_round == ALL_ROUNDS:
                 return
@@ -310,13 +309,13 @@ class Channel:
         try:
             yield
         except BaseException as error:
-            self._operation.leave(error)
+            self._operation.link.loop.run(self._operation.leave(error))
             raise
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """Record that this rank's work has advanced, and how far. Others wait for a rank that does. Any thread may call
         this."""
-        self._operation.note_progress(done_nbytes, total_nbytes)
+        self._operation.link.loop.tell(self._operation.note_progress, done_nbytes, total_nbytes)
         if LISTENERS:
             progress = Event(
                 "progress", self.operation, self.rank, self.size, done_nbytes=done_nbytes, total_nbytes=total_nbytes
@@ -331,7 +330,7 @@ class Channel:
             Stopped: let it leave ``produce``. The exchange then raises the failure that was announced.
             ExchangeTimeout: the deadline has passed. Let it leave ``produce`` as well.
         """
-        self._operation.stop_if_announced()
+        self._operation.link.loop.tell(self._operation.stop_if_announced)
 
     def stop_if_given_up(self) -> None:
         """Right before what cannot be undone: leave this rank's work as :meth:`stop_if_announced` does, and also if
@@ -341,12 +340,15 @@ class Channel:
             Stopped: let it leave ``produce``.
             ExchangeTimeout: the deadline has passed, or this process stood still. Let it leave ``produce`` as well.
         """
-        self._operation.stop_if_given_up()
+        self._operation.link.loop.run(self._operation.stop_if_given_up())
 
     def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
         """Between blocks of data, report how far this rank is, and leave its work as :meth:`stop_if_announced` does."""
         self.note_progress(done_nbytes, total_nbytes)
-        self._operation.stop_if_announced()
+        self._operation.link.loop.tell(self._operation.stop_if_announced)
+
+    def _run(self, verb: str, phase: str, work: Work) -> tuple[Agreement, Any, Payload]:
+        return self._operation.link.loop.run(self._operation.run(verb, phase, self.coordinator_rank, work))
 
     def _merged(self, phase: str, own: M | None, below: list[Payload], message_type: type[M]) -> Bundle:
         """This rank's message, if there is one, and the bundles of its children."""
@@ -364,5 +366,5 @@ class Channel:
             sender = self.coordinator_rank
             message = f"rank {self.rank} cannot use what rank {sender} sent in {phase!r}: {error.message}"
             useless = ExchangeError(message, phase=phase, ranks=[sender])
-            self._operation.leave(useless)
+            self._operation.link.loop.run(self._operation.leave(useless))
             raise useless from None

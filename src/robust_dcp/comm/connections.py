@@ -4,9 +4,6 @@ A gloo group can do little: a receive ends when its bytes have come, or when the
 a thread for it, and whoever gives up drops the whole group. That closes its connections, which the other ranks notice
 at once. The ranks then make a new group.
 
-Ranks meet in the store. Each sets a key for the other one, and both connect when both keys are there. So nobody waits
-in gloo for a rank that does not come.
-
 Each process listens at one address. ``GLOO_SOCKET_IFNAME`` names the interface, as for every gloo group. Without it we
 take the address by which this host reaches the store of the process group, because the other hosts reach that store
 too. On the host of the store this may be a loopback address. Then we take the address of the default route, unless all
@@ -25,9 +22,9 @@ import itertools
 import os
 import resource
 import socket
+import stat
 import struct
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,7 +52,6 @@ _CLOSING_TAG = (1 << 31) - 1
 GREETING_TAG = (1 << 31) - 2
 CONNECTING_FAILED = "connecting failed"
 
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_GROWTH = 0.002, 0.25, 1.3
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=2)
 """gloo waits for this time to reach an address, and for five times as long to be reached."""
 
@@ -70,10 +66,6 @@ _SOMEWHERE = "192.0.2.1"  # an address for documentation; nothing is sent there
 _ADDRESSES_OF_IPV6 = Path("/proc/net/if_inet6")
 
 
-Ask = Callable[[Callable[[Any], Any], Callable[[], None] | None], Any]
-"""Asks the store; see :meth:`~robust_dcp.comm.store.Notes.ask`."""
-
-
 class Whereabouts(NamedTuple):
     """Where a process can be reached, as it tells the other ranks in the store.
 
@@ -81,11 +73,22 @@ class Whereabouts(NamedTuple):
         process: host and process id, for people.
         address: where it listens.
         network: identifies the network that it sees. Processes with the same one reach each other's loopback address.
+        port: where it listens.
     """
 
     process: str
     address: str
     network: str
+    port: str = ""
+
+    def encode(self) -> str:
+        """Encode for the store."""
+        return "\t".join(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Whereabouts:
+        """Decode what :meth:`encode` made."""
+        return cls(*data.decode(errors="replace").split("\t"))
 
     def refuse_loopback(self, others: Whereabouts) -> None:
         """Raise if this process listens at an address that another one does not reach.
@@ -105,6 +108,10 @@ class Broken(Exception):
     """The other rank is gone, or the connections were dropped. This is internal to :mod:`robust_dcp.comm`."""
 
 
+class Unreachable(Broken):
+    """The other rank is there, and cannot be connected to."""
+
+
 class Moving(NamedTuple):
     """What gloo is sending or receiving. It must not be freed before that is done."""
 
@@ -114,138 +121,112 @@ class Moving(NamedTuple):
 
 
 class Connections:
-    """The connections of this rank to others of its group.
+    """The connections of this rank to others of its group: what there is of them, and the calls to gloo.
 
     Args:
-        ask: asks the store under the keys of the place where the ranks meet. No other group uses these.
         rank: this process's rank in the group.
         size: how many ranks the group has.
         here: what other ranks learn of this process.
         greeting: bytes that only ranks of the group know.
 
     Attributes:
+        is_lazy: gloo connects two ranks when they first need it. Otherwise it connects each to each, so all must come.
         is_dropped: nothing comes any more.
         peers: for each connected rank what it said about its process.
+        meeting: the ranks that are being connected to.
+        is_making: gloo's group is being made.
+        awaits_all: that waits for ranks that have not come.
         closed: the ranks that closed their connections before this one did, each with what is known of it; with no
-            text if it had not come to an operation that goes on.
+            text if it need not come back.
         tags: numbers for payloads; each is given out once.
         kept: what gloo may still send, by the exchange that it belongs to; ``None`` for what belongs to none. Keeping
             it keeps the group, so it is here, where it ends with the group.
     """
 
-    def __init__(self, ask: Ask, rank: int, size: int, here: Whereabouts, greeting: bytes) -> None:
-        self._ask = ask
-        self._rank = rank
-        self._size = size
-        self._here = here
-        self._greeting = greeting
-        self._turns: dict[int, threading.Lock] = {}
-        self._changed = threading.Condition()
-        self._making = threading.Lock()
-        self._group: Any = None
+    def __init__(self, rank: int, size: int, here: Whereabouts, greeting: bytes) -> None:
+        self.rank = rank
+        self.here = here
+        self.greeting = greeting
+        self.is_lazy = connects_at_first_use()
         self.tags = itertools.count(_PAYLOAD_TAGS)
         self.is_dropped = False
         self.peers: dict[int, str] = {}
+        self.meeting: set[int] = set()
+        self.is_making = self.awaits_all = False
         self.closed: dict[int, str] = {}
         self.kept: defaultdict[Any, list[Moving]] = defaultdict(list)
+        self._size = size
+        self._device: Any = None
+        self._group: Any = None
+        self._changed = threading.Condition()
         self._connecting: set[int] = set()  # the peers that gloo is connecting to
         self._connected: set[int] = set()
-        self._awaits_all = False
 
-    def connect(self, peer: int, look: Callable[[], None], announced: Callable[[], None]) -> None:
-        """Wait until ``peer`` has come, however long that takes, and make sure that it is a rank of the group.
-
-        Args:
-            look: is called again and again while this rank waits. It raises to end the wait.
-            announced: is called once ``peer`` can find this rank.
+    def listen(self) -> None:
+        """Listen for the other ranks.
 
         Raises:
-            Broken: the connections were dropped, or cannot be made.
-            RobustCheckpointError: one of the two listens where the other one cannot reach it.
-            StoreLost: the store is gone.
+            Broken: that is not possible.
         """
-        with self._changed:
-            turn = self._turns.setdefault(peer, threading.Lock())
-        while not turn.acquire(timeout=_LAST_POLL_SECONDS):  # several operations may need this connection
-            look()
-        try:
-            if peer in self.peers:
-                return
-            look()
-            self._make_group(look)
-            self._ask(lambda store: store.set(f"{self._rank} to {peer}", "\t".join(self._here)), look)
-            announced()
-            (there,) = self._await([f"{peer} to {self._rank}"], look)
-            self._here.refuse_loopback(there)
-            there.refuse_loopback(self._here)
-            try:
-                self._greet(peer)
-                answer = self.receive(peer, GREETING_TAG, len(self._greeting), patience.GREETING_SECONDS)
-            except Broken as error:
-                if self.is_dropped:  # by this rank, and no fault of the other one
-                    raise
-                self.drop()  # at once: gloo ends the process if that rank connects after all
-                raise Broken(f"{CONNECTING_FAILED}: {there.process}: {error}") from None
-            if answer != self._greeting:
-                raise Broken(f"{CONNECTING_FAILED}: whoever answered is not {there.process}")
-            self.peers[peer] = there.process
-        finally:
-            turn.release()
+        with _listening:
+            before = {each.fd for each in _sockets() if each.listens}
+            self._device = _call(make_device, self.here.address, self.is_lazy)
+            for each in _sockets():
+                if each.listens and each.fd not in before:
+                    self.here = self.here._replace(port=str(each.local[1]))
+                    _keep_from_children({each.local})
 
-    def _greet(self, peer: int) -> None:
-        """Connect: gloo does that when it has something to send."""
+    def note_peer(self, peer: int, there: Whereabouts) -> None:
+        """``peer`` is connected, and is the process that said so of itself."""
+        self.peers[peer] = there.process
+        _keep_from_children({(each.address, int(each.port)) for each in (self.here, there) if each.port})
+
+    @property
+    def has_group(self) -> bool:
+        """Whether gloo's group is made."""
+        return self._group is not None
+
+    def make_group(self, store: Any) -> None:
+        """Make gloo's group, whose ranks meet in ``store``.
+
+        Raises:
+            Broken: it cannot be made, or the connections were dropped meanwhile.
+        """
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self._device]
+        options._timeout = _CONNECT_TIMEOUT if self.is_lazy else 10 * _CONNECT_TIMEOUT
+        options._threads = 1
+        group = _call(dist.ProcessGroupGloo, dist.PrefixStore("gloo", store), self.rank, self._size, options)
+        with self._changed:
+            if self.is_dropped:
+                raise Broken("the connections were dropped")
+            self._group = group
+
+    def greet(self, peer: int, say_gone: Callable[[], None]) -> None:
+        """Connect to ``peer``: gloo does that when it has something to send. If that fails, drop all connections at
+        once, since gloo ends the process if ``peer`` connects after all. ``say_gone`` is called right before.
+
+        Raises:
+            Unreachable: it fails.
+            Broken: the connections were dropped before.
+        """
         with self._changed:
             self._connecting.add(peer)
         try:
-            self.kept[None].append(self.start("send", peer, GREETING_TAG, self._greeting))
+            self.kept[None].append(self.start("send", peer, GREETING_TAG, self.greeting))
+        except Broken as error:
+            if self.is_dropped:
+                raise
+            with self._changed:
+                self._connecting.discard(peer)
+            if self.peers:
+                say_gone()
+            self.drop()
+            raise Unreachable(str(error)) from None
         finally:
             with self._changed:
                 self._connecting.discard(peer)
                 self._changed.notify_all()
-
-    def _make_group(self, look: Callable[[], None]) -> None:
-        """Make the gloo group. Without ``lazy_init`` that connects each rank to each other one, so all must be here."""
-        with self._making:  # and without the other lock, so that a drop ends the wait for the ranks
-            if self._group is not None:
-                return
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            device, is_lazy = _call(make_device, self._here.address)
-            options._devices = [device]
-            options._timeout = _CONNECT_TIMEOUT if is_lazy else 10 * _CONNECT_TIMEOUT
-            options._threads = 1
-            if not is_lazy:
-                self._ask(lambda store: store.set(f"{self._rank} is here", "\t".join(self._here)), look)
-                self._awaits_all = True
-                everywhere = self._await([f"{rank} is here" for rank in range(self._size)], look)
-                self._awaits_all = False
-                for there in everywhere:
-                    self._here.refuse_loopback(there)
-            store = dist.PrefixStore("gloo", self._ask(lambda store: store, look))
-            group = _call(dist.ProcessGroupGloo, store, self._rank, self._size, options)
-            with self._changed:
-                if self.is_dropped:
-                    raise Broken("the connections were dropped")
-                self._group = group
-
-    def awaited(self) -> list[int]:
-        """The ranks without which nobody can connect. It asks the store."""
-        ranks = range(self._size) if self._awaits_all else ()
-        missing: list[int] = self._ask(
-            lambda store: [rank for rank in ranks if not store.check([f"{rank} is here"])], None
-        )
-        return missing
-
-    def _await(self, keys: list[str], look: Callable[[], None]) -> list[Whereabouts]:
-        """Wait for what other ranks say of themselves under ``keys`` of the store."""
-        pause_seconds = _FIRST_POLL_SECONDS
-        while not self._ask(lambda store: store.check(keys), look):
-            look()
-            if self.is_dropped:
-                raise Broken("the connections were dropped")
-            time.sleep(pause_seconds)
-            pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)
-        told: list[bytes] = self._ask(lambda store: [store.get(key) for key in keys], look)
-        return [Whereabouts(*each.decode(errors="replace").split("\t")) for each in told]
 
     def start(self, verb: Literal["send", "recv"], peer: int, tag: int, data: Payload | torch.Tensor) -> Moving:
         """Start to send ``data`` to ``peer``, or to fill it with what ``peer`` sends under ``tag``. Keep what is
@@ -287,19 +268,6 @@ class Connections:
             if note_piece is not None:
                 note_piece()
 
-    def receive(
-        self,
-        peer: int,
-        tag: int,
-        nbytes: int,
-        seconds: float | None = None,
-        note_piece: Callable[[], object] | None = None,
-    ) -> bytearray:
-        """Wait for the ``nbytes`` bytes that ``peer`` sends under ``tag``; see :meth:`finish`."""
-        data = bytearray(nbytes)
-        self.finish(self.start("recv", peer, tag, data), seconds, note_piece)
-        return data
-
     def drop(self) -> None:
         """Close all connections. All waits end, here and on the other ranks."""
         with self._changed:
@@ -307,12 +275,68 @@ class Connections:
             # If a connection comes about after gloo was told of its end, gloo ends the process.
             self._changed.wait_for(lambda: not self._connecting, patience.CONNECTING_SECONDS)
             group, self._group = self._group, None
+            self._device = None
         # When a wait times out, every version of gloo closes all connections and wakes all who wait on them. That takes
         # a connection which is not broken yet.
         for peer in list(self._connected) if group is not None else ():
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CLOSING_TAG).wait(_AT_ONCE)
         self.kept.clear()
+
+
+class _Socket(NamedTuple):
+    """A TCP socket of this process: its number, both ends as address and port, and whether it listens."""
+
+    fd: int
+    local: tuple[str, int]
+    remote: tuple[str, int] | None
+    listens: bool
+
+
+_listening = threading.Lock()
+_listeners: set[tuple[str, int]] = set()
+"""Where this process, and those that it is connected to, listen for ranks of our groups. Each connection has one of
+these at one of its ends."""
+
+
+def _sockets(are_inherited: bool = True) -> Iterator[_Socket]:
+    """The TCP sockets of this process; those only that a program inherits which it starts, or all."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            fd = int(name)
+            if (are_inherited and not os.get_inheritable(fd)) or not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            each = socket.socket(fileno=fd)
+            try:
+                if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+                    listens = bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                    remote = None
+                    with contextlib.suppress(OSError):
+                        remote = _end_of(each.getpeername())
+                    yield _Socket(fd, _end_of(each.getsockname()), remote, listens)
+            finally:
+                each.detach()
+
+
+def _end_of(name: Any) -> tuple[str, int]:
+    return str(name[0]).partition("%")[0].removeprefix("::ffff:"), int(name[1])
+
+
+def _keep_from_children(listeners: set[tuple[str, int]]) -> None:
+    """Programs that this process starts do not inherit the connections with one end at one of ``listeners``. They would
+    hold them open: then nobody notices that this process was killed."""
+    _listeners.update(listeners)
+    for each in _sockets():
+        if not listeners.isdisjoint((each.local, each.remote)):
+            os.set_inheritable(each.fd, False)
+
+
+def close_in_child() -> None:
+    """In a forked child: close the connections, which are the parent's. See :func:`_keep_from_children`."""
+    for each in list(_sockets(are_inherited=False)) if _listeners else ():
+        if not _listeners.isdisjoint((each.local, each.remote)):
+            with contextlib.suppress(OSError):
+                os.close(each.fd)
 
 
 def has_timed_out(detail: str) -> bool:
@@ -338,12 +362,15 @@ def _tensor_of(data: Payload) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def make_device(address: str) -> tuple[Any, bool]:
-    """What a gloo group listens with at ``address``, and whether its connections are made at first use."""
-    create = dist.ProcessGroupGloo.create_device
-    if "lazy_init" in str(create.__doc__):
-        return create(hostname=address, lazy_init=True), True
-    return create(hostname=address), False
+def connects_at_first_use() -> bool:
+    """Whether gloo can connect two ranks when they first need it."""
+    return "lazy_init" in str(dist.ProcessGroupGloo.create_device.__doc__)
+
+
+def make_device(address: str, is_lazy: bool) -> Any:
+    """What a gloo group listens with at ``address``."""
+    more = {"lazy_init": True} if is_lazy else {}
+    return dist.ProcessGroupGloo.create_device(hostname=address, **more)
 
 
 def ensure_open_files(n_more: int) -> None:

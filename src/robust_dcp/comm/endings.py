@@ -239,14 +239,16 @@ class EndMessage(msgspec.Struct, array_like=True, frozen=True):
     """The end message: how operations ended out of step, the same for all ranks.
 
     Attributes:
-        operations: the operations that end. There are several if their ranks waited for each other.
+        operations: the operations that end.
         error: the exception that all ranks in these operations raise.
         gone: ranks that closed their connections and did not answer the roll call.
+        are_crossed: ranks waited for each other in these operations.
     """
 
     operations: tuple[OperationKey, ...]
     error: ErrorMessage
     gone: tuple[int, ...] = ()
+    are_crossed: bool = False
 
 
 def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: Sequence[Answer]) -> EndMessage:
@@ -264,10 +266,10 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
     alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
     inside = {each for answer in answers for each in answer.inside}
     closed = [each for answer in answers for each in answer.closed.items() if each[0] not in alive]
-    # If it is this rank that has stood still, the others have closed because they gave up on it. And if it only breaks
-    # off what is on its way, nobody was given the time to answer.
-    may_be_dead = own.rank not in problem.missing and (problem.missing or not problem.is_loss)
-    dead = {rank: text for rank, text in closed if text and may_be_dead}
+    if not problem.missing and problem.is_loss:
+        closed = []  # this rank only breaks off what is on its way, and gave nobody the time to answer
+    # If it is this rank that has stood still, the others have closed because they gave up on it.
+    dead = {rank: text for rank, text in closed if text and own.rank not in problem.missing}
     tried = {(answer.rank, rank): detail for answer in answers for rank, detail in answer.apart.items()}
     # If only one of two ranks tells of it, the other one was late.
     apart = {
@@ -277,6 +279,7 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         if own_rank < rank and (rank, own_rank) in tried
     }
     ending: set[OperationKey] = {key}
+    are_crossed = False
     error: RobustCheckpointError
     if problem.cause is not None:
         failures = [failure_of(own.rank, problem.cause)]
@@ -290,13 +293,15 @@ def verdict(problem: Problem, operation: Any, size: int, own: Answer, answers: S
         ending = set()
         error = ExchangeError("the ranks connect again")
     elif problem.is_elsewhere:
+        are_crossed = True
         error = _different_operations_error(phase, answers, own.rank)
         here = {answer.rank for answer in answers if key in answer.inside}
         # The operations that share no rank with this one: their ranks wait for those of this one, and vice versa.
         ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
     else:
         error = missing_ranks_error(problem, operation, size, answers)
-    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted({rank for rank, _ in closed})))
+    gone = tuple(sorted({rank for rank, _ in closed}))
+    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), gone, are_crossed)
 
 
 def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int) -> ExchangeError:

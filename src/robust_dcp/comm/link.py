@@ -4,35 +4,34 @@ Connections come in generations. When something fails that ends an operation on 
 too: that is how all ranks hear of it at once. The ranks agree in the store how the generation ended. Then they make the
 next one, and operations that did not end go on over it.
 
-All channels of a group share one link. This module also owns the threads in gloo, and the end of a process: it drops
-the connections and waits for these threads before Python ends them in the midst of gloo. In a forked child it leaves
-everything alone.
+Two ranks meet in the store. Each sets a key for the other one, and both connect when both keys are there. So nobody
+waits in gloo for a rank that does not come.
+
+All channels of a group share one link. It does nothing by itself: see :mod:`~robust_dcp.comm.waits`.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
-import os
-import socket
-import sys
-import threading
-import time
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from functools import cache, partial
-from queue import Empty, SimpleQueue
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
-import torch.distributed as dist
 
-from robust_dcp.comm import connections as network
 from robust_dcp.comm import patience
-from robust_dcp.comm.connections import Ask, Broken, Connections, Whereabouts
+from robust_dcp.comm.connections import (
+    CONNECTING_FAILED,
+    GREETING_TAG,
+    Broken,
+    Connections,
+    Unreachable,
+    Whereabouts,
+    has_timed_out,
+)
 from robust_dcp.comm.endings import (
     STORE_IS_LOST,
     Answer,
@@ -45,11 +44,46 @@ from robust_dcp.comm.endings import (
 )
 from robust_dcp.comm.frames import operation_id
 from robust_dcp.comm.messages import decode, encode
-from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, store_host, store_of, value_of
-from robust_dcp.threads import start_thread
+from robust_dcp.comm.store import Notes, StoreLost, StoreSilent, compare_set, value_of, values_of
+from robust_dcp.comm.waits import Ask, Call, Outcome, Receive, Steps, T, Until
 
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
+
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_GROWTH = 0.01, 0.25, 1.5
+_GOLDEN_RATIO = 0.618034
+_MAX_COMPLETED = 8
+
+Look = Callable[[], Steps[None]]
+"""Is called again and again while a rank waits. It raises to end the wait."""
+
+
+class Runner(Protocol):
+    """What runs the steps of a link: :class:`~robust_dcp.comm.loop.Loop`, or a simulation."""
+
+    def run(self, steps: Steps[T]) -> T:
+        """Take all of ``steps``, and return what they return."""
+
+    def tell(self, function: Callable[..., T], *args: Any) -> T:
+        """Call ``function(*args)`` between two steps."""
+
+    def spawn(self, steps: Steps[Any]) -> None:
+        """Take ``steps`` beside what is running."""
+
+    def wake(self) -> None:
+        """Something has changed for which others may wait."""
+
+    def begin_beats(self, operation: Any) -> None:
+        """Call ``operation.beat()`` several times a second."""
+
+    def end_beats(self, operation: Any) -> None:
+        """Do not call it any more."""
+
+    def leave(self) -> None:
+        """The process group is destroyed. Operations that are under way, such as an async save, still go on."""
+
+    def close(self) -> None:
+        """Drop the connections, and end all operations."""
 
 
 class ExchangeStats(msgspec.Struct):
@@ -75,49 +109,53 @@ class Link:
     Args:
         rank: this process's rank in the group.
         ranks: the global rank of each rank of the group.
-        notes: what the ranks tell each other in their store. A group of one needs none.
-        make_connections: makes the connections that the ranks meet for in a place of the store. It gets the place, and
-            what asks the store there. A group of one needs none.
+        loop: runs what has to wait.
+        notes: what the ranks tell each other in their store.
+        make_connections: makes a generation of connections. A group of one needs none.
         store_host: the rank whose process hosts the store; ``None`` if no rank of the group does.
 
     Attributes:
+        now: the time in seconds. Whoever runs the link sets it before each step; nothing in it reads a clock.
         secret: 64 bits that only ranks of the group know, once the store was asked.
         stats: what all exchanges have cost this rank so far, over all operations.
         generation: how many generations of connections have ended.
         gone: ranks that seem to have ended, each with the reason. They are named soon unless they connect again.
-        breaking: is held while a generation ends. Nobody can come back meanwhile.
+        is_breaking: a generation is ending. Nobody can come back meanwhile.
+        is_closed: the group was destroyed, or the process ends.
     """
 
     def __init__(
         self,
         rank: int,
         ranks: tuple[int, ...],
-        notes: Notes | None = None,
-        make_connections: Callable[[str, Ask], Connections] | None = None,
+        loop: Runner,
+        notes: Notes,
+        make_connections: Callable[[], Connections] | None = None,
         store_host: int | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
+        self.loop = loop
+        self.notes = notes
+        self.now = 0.0
         self.store_host = store_host
         self.secret = 0
         self.stats = ExchangeStats()
         self.generation = 0
         self.gone: dict[int, str] = {}
-        self._notes = Notes(dist.HashStore(), "one") if notes is None else notes
+        self.is_breaking = self.is_closed = False
+        self.connections: Connections | None = None
         self._make_connections = make_connections
-        self._lock = threading.RLock()
-        self.breaking = threading.Lock()
-        self._making = threading.Lock()
-        self._in_gloo: dict[Future[None], threading.Thread | None] = {}
+        self._is_making = False
         self._dropped = -1  # the latest generation that was dropped
         self._first = 0  # the first generation of this life of the group
-        self._connections: Connections | None = None
         self._unsettled: tuple[str, bytes] | None = None
         self._operations: weakref.WeakValueDictionary[OperationKey, Any] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
         self._ended_before: dict[OperationKey, EndMessage] = {}
-        self._is_closed = False
+        self._store_lost: tuple[StoreLost, float, bool] | None = None
+        self._completed: dict[OperationKey, int] = {}
 
     def begin(self, name: str, operation: Any) -> None:
         """Number ``operation``. If the others have given up on it already, it is ended at once.
@@ -126,27 +164,74 @@ class Link:
             name: the name of the operation, the same on all ranks.
             operation: the link holds only a weak reference to it.
         """
-        with self._lock:
-            number = operation_id(name)
-            key = OperationKey(number, self._occurrences[number])
-            self._occurrences[number] += 1
-            operation.key = key
-            end_message = self._ended_before.pop(key, None)
-            if end_message is None:
-                self._operations[key] = operation
-        if end_message is not None:
+        number = operation_id(name)
+        key = OperationKey(number, self._occurrences[number])
+        self._occurrences[number] += 1
+        operation.key = key
+        end_message = self._ended_before.pop(key, None)
+        if end_message is None:
+            self._operations[key] = operation
+        else:
             operation.end(end_message)
 
     def operations(self) -> list[Any]:
         """The operations that this rank is in."""
-        with self._lock:
-            return list(self._operations.values())
+        return list(self._operations.values())
+
+    def pause(self, seconds: float) -> Steps[None]:
+        """Wait for so long."""
+        until = self.now + seconds
+        while self.now < until:
+            yield Until(until)
+
+    # The store.
+
+    def ask(
+        self, place: str, question: Callable[[Any], T], look: Look | None = None, until: float = -math.inf
+    ) -> Steps[T]:
+        """What ``question`` returns. It gets the store for the keys of ``place`` in this life of the group.
+
+        Args:
+            look: is called each time that the store has not answered in time, before it is asked again.
+            until: without ``look`` the store is asked again until then. In that time an outage of the network may end.
+                After it the store is asked once more, and not at all if it did not answer such a question shortly
+                before. Without ``until`` nothing depends on the answer, and it may have been any question.
+
+        Raises:
+            StoreSilent: the store does not answer in time.
+            StoreLost: the store is gone.
+        """
+        for n_tries in range(1, 1 << 30):
+            seconds = patience.STORE_BUSY_SECONDS
+            if look is None:
+                lost, lost_until, was_urgent = self._store_lost or (None, 0.0, False)
+                if lost is not None and until <= self.now < lost_until and (was_urgent or until == -math.inf):
+                    raise type(lost)(*lost.args)
+                seconds = min(seconds, max(patience.STORE_ANSWER_SECONDS, until - self.now))
+            try:
+                answer: T = yield Ask(place, question, seconds)
+                return answer
+            except StoreLost as lost:
+                is_over = not isinstance(lost, StoreSilent) or (look is None and self.now >= until)
+                is_over = is_over or (look is None and self.is_closed)
+                if is_over and look is None:
+                    lost_until = self.now + patience.STORE_LOST_SECONDS
+                    self._store_lost = lost.with_traceback(None), lost_until, until > -math.inf
+                if is_over:
+                    raise
+            # Each try is work for the store. If all ranks came back at once, it would never have time for an answer.
+            again = self.now + seconds * (_GOLDEN_RATIO * (self.rank + n_tries) % 1.0)
+            while self.now < (again if look is not None else min(again, until)):
+                if look is not None:
+                    yield from look()
+                yield Until(again if look is not None else min(again, until))
+        raise StoreSilent("no answer")
 
     # Connecting.
 
     def connect(
         self, peer: int, is_over: Callable[[], bool], announced: Callable[[], None] = lambda: None
-    ) -> tuple[int, Connections]:
+    ) -> Steps[tuple[int, Connections]]:
         """Connect to ``peer``. Return the generation, and its connections.
 
         Args:
@@ -157,136 +242,238 @@ class Link:
             Broken: the generation is over, or the store is lost.
             RobustCheckpointError: this rank, or ``peer``, listens where the other one cannot reach it.
         """
-        generation, connections = self.generation, self._connections
+        generation, connections = self.generation, self.connections
         try:
             if connections is None:
-                generation, connections = self._begin_generation(is_over)
+                generation, connections = yield from self._begin_generation(is_over)
             if peer not in connections.peers or connections.is_dropped:
-                connections.connect(peer, self._looking(generation, is_over), announced)
+                yield from self._meet(connections, peer, self._looking(generation, is_over), announced)
             self.gone.pop(peer, None)
             return generation, connections
         except StoreLost as error:
             raise Broken(f"{STORE_IS_LOST} ({error})") from None
 
-    def _begin_generation(self, is_over: Callable[[], bool]) -> tuple[int, Connections]:
-        def look() -> None:
-            if self._is_closed or is_over():
+    def _begin_generation(self, is_over: Callable[[], bool]) -> Steps[tuple[int, Connections]]:
+        def look() -> Steps[None]:
+            if self.is_closed or is_over():
                 raise Broken("the connections were dropped")
+            yield from ()
 
-        with self._making:  # without the other lock, since the store may take long to answer
+        while self._is_making:
+            yield Until(math.inf)
+        self._is_making = True
+        try:
             if self._unsettled is not None:  # the store did not answer when it ended
                 place, end_message = self._unsettled
-                self._notes.ask(place, lambda store: compare_set(store, "end", "", end_message), look)
+                yield from self.ask(place, lambda store: compare_set(store, "end", "", end_message), look)
                 self._unsettled = None
-            look()
-            generation, connections = self.generation, self._connections
+            yield from look()
+            generation, connections = self.generation, self.connections
             if generation == self._dropped:  # the ranks have not agreed yet how it ended
                 raise Broken("the connections were dropped")
             if connections is None:
-                self.secret = int(self._notes.ask("", lambda store: self._notes.life, look)[-16:], 16)
+                self.secret = int((yield from self.ask("", lambda store: self.notes.life, look))[-16:], 16)
                 if self._make_connections is None:
                     raise ValueError("a group of one has nobody to connect to")
-                place = self._place(generation)
-                connections = self._make_connections(place, partial(self._notes.ask, place))
-                with self._lock:
-                    if generation != self.generation or generation == self._dropped:
-                        raise Broken("the connections were dropped")
-                    self._connections = connections
+                connections = (yield Call(self._make_connections)).get()
+                if generation != self.generation or generation == self._dropped:
+                    raise Broken("the connections were dropped")
+                self.connections = connections
             return generation, connections
+        finally:
+            self._is_making = False
+            self.loop.wake()
 
     def _place(self, generation: int) -> str:
         """Where in the store the ranks meet for a generation."""
         return str(generation - self._first)
 
-    def _looking(self, generation: int, is_over: Callable[[], bool]) -> Callable[[], None]:
+    def _looking(self, generation: int, is_over: Callable[[], bool]) -> Look:
         """A function to call while a rank does not come. It raises ``Broken`` if that has become pointless."""
-        looked_seconds = -_LOOK_SECONDS
+        looked_seconds = -math.inf
 
-        def look() -> None:
+        def look() -> Steps[None]:
             nonlocal looked_seconds
-            if generation != self.generation or self._is_closed or is_over():
+            if generation != self.generation or self.is_closed or is_over():
                 raise Broken("the connections were dropped")
-            if time.monotonic() - looked_seconds > _LOOK_SECONDS:
-                looked_seconds = time.monotonic()
+            if self.now - looked_seconds > _LOOK_SECONDS:
+                looked_seconds = self.now
                 with contextlib.suppress(StoreSilent):
-                    if self._notes.is_pointless(self._place(generation)):
+                    if (yield from self.ask(self._place(generation), self.notes.is_pointless)):
                         raise Broken("the others have given up these connections")
 
         return look
 
+    def _meet(self, connections: Connections, peer: int, look: Look, announced: Callable[[], None]) -> Steps[None]:
+        """Wait until ``peer`` has come, however long that takes, connect, and make sure that it is a rank of the group.
+
+        Raises:
+            Broken: the connections were dropped, or cannot be made.
+            RobustCheckpointError: one of the two listens where the other one cannot reach it.
+            StoreLost: the store is gone.
+        """
+        while peer in connections.meeting:  # several operations may need this connection
+            yield from look()
+            yield Until(self.now + _LAST_POLL_SECONDS)
+        connections.meeting.add(peer)
+        try:
+            yield from look()
+            if connections.is_dropped:
+                raise Broken("the connections were dropped")
+            if peer in connections.peers:
+                return
+            place, here = self._place(self.generation), connections.here
+            yield from self._make_group(connections, place, look)
+            yield from self.ask(place, lambda store: store.set(f"{self.rank} to {peer}", here.encode()), look)
+            announced()
+            (there,) = yield from self._await(connections, place, [f"{peer} to {self.rank}"], look)
+            here.refuse_loopback(there)
+            there.refuse_loopback(here)
+            answer = bytearray(len(connections.greeting))
+
+            def say_gone() -> None:
+                for each in self.operations():
+                    each.say_gone(connections, ())
+
+            greeted: list[Outcome] = []
+
+            def greet() -> Steps[None]:
+                greeted.append((yield Call(partial(connections.greet, peer, partial(self.loop.tell, say_gone)))))
+                self.loop.wake()
+
+            self.loop.spawn(greet())  # gloo may wait for ten seconds, and the others may give up these connections
+            while not greeted:
+                yield Until(self.now + _LOOK_SECONDS)
+                yield from () if greeted else look()
+            try:
+                greeted[0].get()
+                yield Receive(connections, peer, GREETING_TAG, answer, patience.GREETING_SECONDS)
+            except Broken as error:
+                if connections.is_dropped and not isinstance(error, Unreachable):
+                    raise  # this rank has dropped them, and it is no fault of the other one
+                if not connections.is_dropped:
+                    say_gone()
+                    yield Call(connections.drop)
+                raise Broken(f"{CONNECTING_FAILED}: {there.process}: {error}") from None
+            if answer != connections.greeting:
+                raise Broken(f"{CONNECTING_FAILED}: whoever answered is not {there.process}")
+            yield Call(partial(connections.note_peer, peer, there))
+        finally:
+            connections.meeting.discard(peer)
+            self.loop.wake()
+
+    def _make_group(self, connections: Connections, place: str, look: Look) -> Steps[None]:
+        """Make the gloo group. Where gloo connects each rank to each other one at once, all must be here."""
+        while connections.is_making:  # a drop ends the wait for the ranks
+            yield Until(math.inf)
+        if connections.has_group:
+            return
+        connections.is_making = True
+        try:
+            if not connections.is_lazy:
+                here = connections.here
+                yield from self.ask(place, lambda store: store.set(f"{self.rank} is here", here.encode()), look)
+                connections.awaits_all = True
+                keys = [f"{rank} is here" for rank in range(self.size)]
+                everywhere = yield from self._await(connections, place, keys, look)
+                connections.awaits_all = False
+                for there in everywhere:
+                    here.refuse_loopback(there)
+            store = yield from self.ask(place, lambda store: store, look)
+            (yield Call(partial(connections.make_group, store))).get()
+        finally:
+            connections.is_making = False
+            self.loop.wake()
+
+    def _await(self, connections: Connections, place: str, keys: list[str], look: Look) -> Steps[list[Whereabouts]]:
+        """Wait for what other ranks say of themselves under ``keys`` of the store."""
+        pause_seconds = _FIRST_POLL_SECONDS
+
+        def ask_all(store: Any) -> list[bytes] | None:
+            return values_of(store, keys) if store.check(keys) else None
+
+        while (values := (yield from self.ask(place, ask_all, look))) is None:
+            yield from look()
+            if connections.is_dropped:
+                raise Broken("the connections were dropped")
+            yield from self.pause(pause_seconds)
+            pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)
+        return [Whereabouts.decode(value) for value in values]
+
     def process_of(self, peer: int) -> str:
         """Host and process id of ``peer``, as far as they are known."""
-        connections = self._connections
-        return connections.peers.get(peer, "") if connections is not None else ""
+        return self.connections.peers.get(peer, "") if self.connections is not None else ""
 
     # Ranks that wait in different operations.
 
-    def say_waiting(self, generation: int, where: str) -> None:
+    def note_completed(self, key: OperationKey, n_exchanges: int) -> None:
+        """So many exchanges of an operation have ended well on this rank."""
+        self._completed.pop(key, None)
+        self._completed[key] = n_exchanges
+        if len(self._completed) > _MAX_COMPLETED:
+            del self._completed[next(iter(self._completed))]
+
+    def completed_in_words(self) -> str:
+        """The operations that this rank was in lately, and how many exchanges of each have ended well."""
+        return ",".join(f"{key}:{n_exchanges}" for key, n_exchanges in self._completed.items()) or "-"
+
+    def say_waiting(self, generation: int, where: str) -> Steps[None]:
         """Tell the others where this rank waits; no text if it waits no longer. Nobody minds if that fails."""
         with contextlib.suppress(StoreLost):
-            self._notes.ask(self._place(generation), lambda store: store.set(f"{self.rank} waits", where))
+            yield from self.ask(self._place(generation), lambda store: store.set(f"{self.rank} waits", where))
 
-    def where_waits(self, generation: int, peer: int) -> str:
+    def where_waits(self, generation: int, peer: int) -> Steps[str]:
         """What ``peer`` has said by :meth:`say_waiting`."""
         with contextlib.suppress(StoreLost):
-            return self._notes.ask(self._place(generation), lambda store: value_of(store, f"{peer} waits")).decode()
+            where = yield from self.ask(self._place(generation), lambda store: value_of(store, f"{peer} waits"))
+            return where.decode()
         return ""
-
-    def in_thread(self, function: Callable[..., None], *args: Any) -> None:
-        """Call ``function(*args)``, which may wait in gloo, in another thread."""
-        done: Future[None] = Future()
-
-        def call() -> None:
-            self._in_gloo[done] = threading.current_thread()
-            try:
-                function(*args)
-            finally:
-                del self._in_gloo[done]
-                done.set_result(None)
-
-        try:
-            calls = _idle.pop()
-        except IndexError:
-            calls = SimpleQueue()
-            start_thread(_make_calls, calls, name="robust_dcp: gloo")
-        self._in_gloo[done] = None
-        calls.put(call)
 
     # Ending a generation.
 
-    def break_up(self, generation: int, problem: Problem, operation: Any) -> None:
+    def break_up(self, generation: int, problem: Problem, operation: Any) -> Steps[None]:
         """End a generation of connections on all ranks, because of ``problem`` in ``operation``.
 
         Afterwards each operation of this rank has ended, or goes on over the next generation.
         """
-        with self.breaking:
-            if self._is_closed:
+        while self.is_breaking:
+            yield Until(math.inf)
+        self.is_breaking = True
+        try:
+            if self.is_closed:
                 operation.end(end_of_leaving(operation.key))
-            if self._is_closed or generation != self.generation:
+            if self.is_closed or generation != self.generation:
                 return
             place = self._place(generation)
 
             def verdict_on(answers: Sequence[Answer]) -> EndMessage:
                 return verdict(problem, operation, self.size, self._answer(problem), answers)
 
-            if self._notes.life_over == self._notes.life != "":
+            if self.notes.life_over == self.notes.life != "":
                 end_message = EndMessage((), verdict_on([]).error)
                 # All at once: a rank that had the next life, and still counted from here, would meet nobody.
-                self._notes.life, self._first = "", generation + 1
+                self.notes.life, self._first = "", generation + 1
             else:
+                # Who does not act because of silence has time: an outage of the network may end.
+                until = self.now + (operation.timeout_seconds if problem.is_loss or problem.is_elsewhere else 0.0)
                 try:
-                    told = self._end_of(place) or self._call_roll(place, problem, verdict_on)
-                    self._notes.ask(place, lambda store: store.add("heard", 1))
-                    end_message = decode(told, EndMessage)
+                    encoded = yield from self._end_of(place, until)
+                    if not encoded:
+                        encoded = yield from self._call_roll(place, problem, verdict_on, until)
+                    yield from self.ask(place, lambda store: store.add("heard", 1), until=until)
+                    end_message = decode(encoded, EndMessage)
                 except StoreLost as lost:
                     problem.is_loss = False  # the lost ranks cannot say that they are alive
                     host = self.store_host
                     alone = verdict_on([])
                     end_message = end_without_store(alone, operation.what, self.size, str(lost), host, self.rank)
                     self._unsettled = place, encode(end_message)
-            self._drop(problem)
-            self._wait_until_heard(place, end_message)
+            yield from self._drop(problem)
+            yield from self._wait_until_heard(place, end_message)
             self._apply(end_message)
+        finally:
+            self.is_breaking = False
+            self.loop.wake()
 
     def _answer(self, problem: Problem, connections: Connections | None = None) -> Answer:
         operations = self.operations()
@@ -295,217 +482,144 @@ class Link:
             missing.update(each.missing())
         doing = "; ".join(sorted(each.doing() for each in operations)) or "no operation"
         closed = {} if connections is None else dict(connections.closed)
-        apart = {rank: detail for rank, detail in self.gone.items() if network.has_timed_out(detail)}
+        apart = {rank: detail for rank, detail in self.gone.items() if has_timed_out(detail)}
         return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed, apart)
 
-    def _end_of(self, place: str) -> bytes:
-        return self._notes.ask(place, lambda store: value_of(store, "end"))
+    def _end_of(self, place: str, until: float) -> Steps[bytes]:
+        return (yield from self.ask(place, lambda store: value_of(store, "end"), until=until))
 
-    def _call_roll(self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]) -> bytes:
+    def _call_roll(
+        self, place: str, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage], patient_until: float
+    ) -> Steps[bytes]:
         """Agree with the other ranks on the end message that counts for all of them."""
+
+        def ask(question: Callable[[Any], T]) -> Steps[T]:
+            return self.ask(place, question, until=patient_until)
+
         awaited: list[int] = []
-        if self._connections is not None and problem.missing and not problem.is_loss:
-            awaited = self._connections.awaited()
+        if self.connections is not None and self.connections.awaits_all and problem.missing and not problem.is_loss:
+            awaited = yield from ask(
+                lambda store: [rank for rank in range(self.size) if not store.check([f"{rank} is here"])]
+            )
         # The first one decides. It has to be the rank with the problem, not one that hears that this one drops its
         # connections.
-        number = self._notes.ask(place, lambda store: int(store.add("answers", 1)))
-        connections = self._say_gone(problem)  # other neighbours that have ended are found meanwhile
+        number = yield from ask(lambda store: int(store.add("answers", 1)))
+        connections = yield from self._say_gone(problem)  # other neighbours that have ended are found meanwhile
         # Answer before the connections close: whoever has closed them, and does not answer, is dead.
         answer = self._answer(problem, connections)
         if awaited:  # the others have come, and cannot connect either
             problem.missing = {rank: f"rank {rank} has not come" for rank in awaited}
             answer = msgspec.structs.replace(answer, missing=problem.missing)
-
-        def answers(store: Any) -> list[bytes]:
-            found = [value_of(store, f"answer {number + 1}") for number in range(store.add("answers", 0))]
-            return [each for each in found if each]
-
-        self._notes.ask(place, lambda store: store.set(f"answer {number}", encode(answer)))
+        yield from ask(lambda store: store.set(f"answer {number}", encode(answer)))
         if connections is not None:
-            connections.drop()
-        until = time.monotonic() + patience.VERDICT_SECONDS
+            yield Call(connections.drop)
+        until = self.now + patience.VERDICT_SECONDS
         pause_seconds = 0.005
-        while number > 1 and time.monotonic() < until:
-            end_message = self._end_of(place)
+        while number > 1 and self.now < until:
+            end_message = yield from self._end_of(place, patient_until)
             if end_message:
                 return end_message
-            time.sleep(pause_seconds)
+            yield from self.pause(pause_seconds)
             pause_seconds = min(0.1, 1.3 * pause_seconds)
+        encoded: dict[str, bytes] = {}
+
+        def read_answers(store: Any) -> int:
+            keys = [f"answer {number + 1}" for number in range(store.add("answers", 0))]
+            encoded.update(_present(store, [key for key in keys if key not in encoded]))
+            return len(keys)
+
+        n_begun = yield from ask(read_answers)
         if problem.is_elsewhere or problem.missing:
             expected = self.size - (0 if problem.is_loss else len(problem.missing))  # who is lost may be alive
-            until = time.monotonic() + patience.ROLL_CALL_SECONDS
-            while len(self._notes.ask(place, answers)) < expected and time.monotonic() < until:
-                time.sleep(0.02)
-        decided = encode(verdict_on([decode(each, Answer) for each in self._notes.ask(place, answers)]))
-        return self._notes.ask(place, lambda store: compare_set(store, "end", "", decided))
+            until = self.now + patience.ROLL_CALL_SECONDS
+            # Who has begun to answer is alive, and only its machine is busy.
+            while len(encoded) < expected and self.now < until + (n_begun > len(encoded)) * patience.ROLL_CALL_SECONDS:
+                yield from self.pause(0.02)
+                n_begun = yield from ask(read_answers)
+        decided = encode(verdict_on([decode(each, Answer) for each in encoded.values()]))
+        return (yield from ask(lambda store: compare_set(store, "end", "", decided)))
 
-    def _say_gone(self, problem: Problem | None = None) -> Connections | None:
+    def _say_gone(self, problem: Problem | None) -> Steps[Connections | None]:
         """Tell the neighbours that the connections will be dropped, and return these. Nobody connects any more."""
-        with self._lock:
-            connections, self._connections = self._connections, None
-            self._dropped = self.generation
+        connections, self.connections = self.connections, None
+        self._dropped = self.generation
         if connections is not None:
+            missing = None if problem is None else () if problem.may_return else list(problem.missing)
             for each in self.operations():
-                each.say_gone(connections, list(problem.missing) if problem and not problem.may_return else ())
-            time.sleep(patience.GONE_SECONDS)
+                each.say_gone(connections, missing)
+            yield from self.pause(patience.GONE_SECONDS)
         return connections
 
-    def _drop(self, problem: Problem | None = None) -> None:
-        connections = self._say_gone(problem)
+    def _drop(self, problem: Problem | None) -> Steps[None]:
+        connections = yield from self._say_gone(problem)
         if connections is not None:
-            connections.drop()
+            yield Call(connections.drop)
 
     def _apply(self, end_message: EndMessage) -> None:
         """End the operations that ``end_message`` names. All others go on.
 
-        An end message with several operations means that their ranks waited for each other. A rank that is not in one
-        of these operations skips it, so that operations have the same numbers on all ranks afterwards.
+        A rank that is going to come to one of them hears of its end then. But if ranks waited for each other in several
+        of them, each skips those that it is not in, so that operations have the same numbers on all ranks afterwards.
         """
-        with self._lock:
-            self.gone.update(dict.fromkeys(end_message.gone, "and it does not answer"))
-            self.generation += 1
-            ending = [self._operations.pop(key) for key in end_message.operations if key in self._operations]
-            for key in end_message.operations:
-                if key.occurrence >= self._occurrences[key.operation]:
-                    if len(end_message.operations) > 1 and ending:
-                        self._occurrences[key.operation] = key.occurrence + 1
-                    else:
-                        self._ended_before[key] = end_message
-            others = self.operations()
+        self.gone.update(dict.fromkeys(end_message.gone, "and it does not answer"))
+        self.generation += 1
+        ending = [self._operations.pop(key) for key in end_message.operations if key in self._operations]
+        for key in end_message.operations:
+            if key.occurrence >= self._occurrences[key.operation]:
+                if end_message.are_crossed and ending:
+                    self._occurrences[key.operation] = key.occurrence + 1
+                else:
+                    self._ended_before[key] = end_message
+        others = self.operations()
         for operation in ending:
             operation.end(end_message)
         for operation in others:
             operation.resume()
 
-    def _wait_until_heard(self, place: str, end_message: EndMessage) -> None:
+    def _wait_until_heard(self, place: str, end_message: EndMessage) -> Steps[None]:
         """If the store is in this process, wait until the others have read the end message: when an operation ends, the
         caller may end the process at once."""
         if self.store_host != self.rank or not end_message.operations:
             return
         n_missing = len((end_message.error.fields or {}).get("missing_ranks") or ())
-        until = time.monotonic() + patience.HEARD_SECONDS
+        until = self.now + patience.HEARD_SECONDS
         with contextlib.suppress(StoreLost):
-            while time.monotonic() < until:
-                if self._notes.ask(place, lambda store: store.add("heard", 0)) >= self.size - n_missing:
+            while self.now < until:
+                if (yield from self.ask(place, lambda store: store.add("heard", 0))) >= self.size - n_missing:
                     return
-                time.sleep(0.02)
+                yield from self.pause(0.02)
 
     # The end of a group.
 
-    def leave(self) -> None:
-        """The process group is destroyed. Operations that are under way, such as an async save, still go on."""
-        if self._is_closed:
-            return
-        with contextlib.suppress(StoreLost):
-            self._notes.leave()
-        if not self.operations():
-            self.close()
+    def leave(self) -> Steps[bool]:
+        """The process group is destroyed. Whether nothing is under way: an async save, say, still goes on."""
+        if self.notes.life:
+            with contextlib.suppress(StoreLost):
+                yield from self.ask("", self.notes.leave)
+        return not self.operations()
 
-    def close(self) -> None:
+    def close(self) -> Steps[None]:
         """Drop the connections, and end all operations: the process ends, or nothing is under way."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
-        self._drop()
+        self.is_closed = True
+        self.loop.wake()
+        yield from self._drop(None)
         for operation in self.operations():
             operation.end(end_of_leaving(operation.key))
-        own = threading.current_thread()
-        wait([done for done, thread in self._in_gloo.copy().items() if thread is not own], patience.EXIT_SECONDS)
         self._make_connections = None
-        self._notes.forget()
 
 
-_idle: list[SimpleQueue[Callable[[], None]]] = []
-"""The threads that wait for a call, each by what it takes calls from. To start a thread for each neighbour would cost a
-third of an exchange."""
+def is_completed(key: str, number: int, completed: str) -> bool:
+    """Whether the exchange of this number is one of those that :meth:`Link.completed_in_words` tells of."""
+    return any(name == key and number < int(n) for name, _, n in (each.partition(":") for each in completed.split(",")))
 
 
-def _make_calls(calls: SimpleQueue[Callable[[], None]]) -> None:
-    """In a thread: make calls until there are none for a while."""
-    while True:
-        try:
-            call = calls.get(timeout=patience.IDLE_SECONDS)
-        except Empty:
-            try:
-                _idle.remove(calls)
-            except ValueError:  # somebody has taken it, and is about to call
-                continue
-            return
-        call()
-        del call  # it keeps the link
-        _idle.append(calls)
-
-
-_links: weakref.WeakKeyDictionary[Any, Link] = weakref.WeakKeyDictionary()
-"""The links of this process by group. A destroyed group takes its link along, unless an operation is under way."""
-
-_all_links: weakref.WeakSet[Link] = weakref.WeakSet()
-_links_lock = threading.Lock()
-
-
-def link_for(parent: Any) -> Link:
-    """The link among the members of ``parent``.
-
-    Raises:
-        ValueError: this process is not a member of ``parent``.
-    """
-    rank = dist.get_rank(parent)
-    if rank < 0:  # torch then passes a number
-        raise ValueError("this rank is not a member of the process group that it was given")
-    with _links_lock:
-        if parent not in _links:
-            ranks = tuple(dist.get_process_group_ranks(parent))
-            link = Link(rank, ranks) if len(ranks) == 1 else _link_in(parent, rank, ranks)
-            _links[parent] = link
-            _all_links.add(link)
-            weakref.finalize(parent, _leave, weakref.ref(link)).atexit = False
-        return _links[parent]
-
-
-def _link_in(parent: Any, rank: int, ranks: tuple[int, ...]) -> Link:
-    store = store_of(parent)
-    notes = Notes(store, f"robust_dcp/{parent.group_name}")
-
-    @cache
-    def here() -> Whereabouts:  # in an exchange, so that all ranks hear of an error
-        # A tree needs two connections for each of its levels at most, and a relay a few for each of its steps.
-        network.ensure_open_files(8 + 8 * len(ranks).bit_length())
-        process = f"host {socket.gethostname()[:64]}, pid {os.getpid()}"
-        return Whereabouts(process, network.listening_address(store), network.network_id())
-
-    def make_connections(place: str, ask: Ask) -> Connections:
-        return Connections(ask, rank, len(ranks), here(), notes.life.encode())
-
-    return Link(rank, ranks, notes, make_connections, store_host(parent))
-
-
-def _leave(link: weakref.ref[Link]) -> None:
-    left = link()
-    if left is not None:
-        left.leave()
-
-
-def _forget_all() -> None:
-    """In a forked child: the connections are the parent's, and its threads do not exist here."""
-    _idle.clear()
-    for kept in (*_all_links, *_links):
-        # gloo joins the threads of a group that is freed. Whether Python frees it at its end depends on the order of
-        # imports.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    for link in list(_all_links):
-        link._is_closed = True
-    _links.clear()
-    _all_links.clear()
-    _links_lock.release()
-
-
-def _close_all() -> None:
-    """At the end of the process, before Python ends the threads."""
-    for link in list(_all_links):
-        link.close()
-    while _idle:
-        _idle.pop().put(sys.exit)
-
-
-os.register_at_fork(before=_links_lock.acquire, after_in_parent=_links_lock.release, after_in_child=_forget_all)
-atexit.register(_close_all)
+def _present(store: Any, keys: list[str]) -> dict[str, bytes]:
+    """What those of ``keys`` hold that are there: one or two round trips where all are, and few where few are not."""
+    if not keys:
+        return {}
+    if store.check(keys):
+        return dict(zip(keys, values_of(store, keys), strict=True))
+    middle = len(keys) // 2
+    return {**_present(store, keys[:middle]), **_present(store, keys[middle:])} if middle else {}

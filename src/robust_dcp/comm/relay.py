@@ -29,6 +29,7 @@ from robust_dcp.comm.connections import Broken, Connections, Moving
 from robust_dcp.comm.endings import Problem, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind
 from robust_dcp.comm.operation import Operation
+from robust_dcp.comm.waits import Call, Finish, Steps
 from robust_dcp.errors import ExchangeError
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,9 @@ class Passing:
         self._is_last = is_last
         self._generation: int | None = None  # of the connections over which something is on its way
         self._moving: list[tuple[int, Moving]] = []  # what that is, and the other rank
+        self._problem: Problem | None = None  # the rank that was lost
 
-    def run(self) -> Offer:
+    def run(self) -> Steps[Offer]:
         """Move buckets until all rounds are done, or this rank has to stop.
 
         Returns:
@@ -101,24 +103,32 @@ class Passing:
         try:
             for in_round in [list(pairs) for _, pairs in groupby(left, key=lambda pair: pair[1].round)]:
                 reached = in_round[0][1].round
-                self._move_round(in_round)
+                yield from self._move_round(in_round)
             reached = ALL_ROUNDS
+        except GeneratorExit:
+            raise
         except Stopped:
-            pass
+            yield from self.break_off()
         except Broken as error:
             logger.info("%r: rank %d stops in round %d: %s", operation.phase, self._rank, reached, error)
             operation.announce(f"rank {self._rank} stops: {error}")
-        finally:
-            self.break_off()
-            self._moving = []  # not before, or gloo would end the process
+            yield from self.break_off()
+        except BaseException:
+            yield from self.break_off()
+            raise
+        self._moving = []  # not before, or gloo would end the process
         return Offer(value=1 + reached)
 
-    def _move_round(self, in_round: Sequence[tuple[int, Bucket]]) -> None:
+    def _move_round(self, in_round: Sequence[tuple[int, Bucket]]) -> Steps[None]:
         relay, rank = self._relay, self._rank
-        moving = [
-            (number, bucket, relay.outgoing(number) if bucket.ranks[0] == rank else relay.incoming(number))
-            for number, bucket in in_round
-        ]
+
+        def tensors() -> list[tuple[int, Bucket, torch.Tensor]]:
+            return [
+                (number, bucket, relay.outgoing(number) if bucket.ranks[0] == rank else relay.incoming(number))
+                for number, bucket in in_round
+            ]
+
+        moving: list[tuple[int, Bucket, torch.Tensor]] = (yield Call(tensors)).get()
         most = max(len(bucket.ranks) for _, bucket in in_round)
         for reach in (1 << step for step in range((most - 1).bit_length())):
             outgoing, incoming = [], []
@@ -129,17 +139,21 @@ class Passing:
                 elif reach <= place < 2 * reach:
                     incoming.append((bucket.ranks[place - reach], tensor))
             if outgoing or incoming:
-                self._move(outgoing, incoming)
+                yield from self._move(outgoing, incoming)
         for number, bucket, tensor in moving:
             if bucket.ranks[0] != rank:
-                relay.arrived(number, tensor)
+                (yield Call(partial(relay.arrived, number, tensor))).get()
 
-    def _move(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def _move(
+        self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, torch.Tensor]]
+    ) -> Steps[None]:
         """Move tensors to and from other ranks at once."""
         operation = self._operation
         operation.stop_if_announced()
         operation.note_waiting(True)
-        connected = {peer: self._connect(peer) for peer in sorted({peer for peer, _ in (*outgoing, *incoming)})}
+        connected: dict[int, Connections] = {}
+        for peer in sorted({peer for peer, _ in (*outgoing, *incoming)}):
+            connected[peer] = yield from self._connect(peer)
         frames = [torch.empty(FRAME_NBYTES, dtype=torch.uint8) for _ in incoming]
         self._moving = moving = []
         tag = operation.tag(operation.n_exchanges)
@@ -147,15 +161,21 @@ class Passing:
             moving.append((peer, connected[peer].start("recv", peer, tag ^ _FRAMES, frame)))
             moving.append((peer, connected[peer].start("recv", peer, tag ^ _BUCKETS, tensor)))
         for peer, tensor in outgoing:
-            moving.append((peer, connected[peer].start("send", peer, tag ^ _FRAMES, self._frame_before(tensor))))
+            before = (yield Call(partial(self._frame_before, tensor))).get()
+            moving.append((peer, connected[peer].start("send", peer, tag ^ _FRAMES, before)))
             moving.append((peer, connected[peer].start("send", peer, tag ^ _BUCKETS, tensor)))
             operation.count_sent(tensor.numel())
-        for peer, each in moving:
-            connected[peer].finish(each, note_piece=partial(operation.note_piece, peer))
+        peer = -1
+        try:
+            for peer, each in moving:
+                yield Finish(connected[peer], each, None, partial(operation.note_piece, peer))
+        except Broken as error:
+            self._problem = operation.problem_in_work(peer, connected[peer], str(error))
+            raise
         operation.note_waiting(False)
         self._generation = None
         for (sender, tensor), frame in zip(incoming, frames, strict=True):
-            if bytes(frame.numpy()) != self._frame_before(tensor):
+            if bytes(frame.numpy()) != (yield Call(partial(self._frame_before, tensor))).get():
                 damage = ExchangeError(
                     f"what rank {sender} sent in {operation.phase!r} arrived damaged at rank {self._rank}: load again, "
                     "and suspect the network between them if that repeats",
@@ -168,19 +188,19 @@ class Passing:
         crc32 = isal_zlib.crc32(tensor.numpy())
         return self._operation.stamped(Frame(Kind.RELAY, payload_nbytes=tensor.numel(), payload_crc32=crc32)).encode()
 
-    def _connect(self, peer: int) -> Connections:
+    def _connect(self, peer: int) -> Steps[Connections]:
         operation = self._operation
 
         def is_over() -> bool:
             operation.stop_if_announced()
             return operation.waits_in_vain()
 
-        self._generation, connections = operation.link.connect(peer, is_over)
+        self._generation, connections = yield from operation.link.connect(peer, is_over)
         return connections
 
-    def break_off(self) -> None:
+    def break_off(self) -> Steps[None]:
         """End all waits, here and on the other ranks: nothing else ends what gloo has begun."""
         if self._generation is not None:
-            problem = Problem.of_lost({}, may_return=True)
-            self._operation.link.break_up(self._generation, problem, self._operation)
-            self._generation = None
+            problem = self._problem or Problem.of_lost({}, may_return=True)
+            generation, self._generation = self._generation, None
+            yield from self._operation.link.break_up(generation, problem, self._operation)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import random
 import re
 import secrets
 import socket
@@ -23,7 +22,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
@@ -31,7 +30,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from robust_dcp.comm import patience
 from robust_dcp.environment import boot_id
 from robust_dcp.errors import ExchangeError
 from robust_dcp.threads import start_thread
@@ -41,7 +39,6 @@ T = TypeVar("T")
 _TIMEOUT = datetime.timedelta(seconds=10)
 """How long torch tries to connect to the store, which is there, and gloo waits for a key, which is there as well."""
 
-_PAUSE_SECONDS = 0.05
 CLOCKS_APART_SECONDS = 10.0
 """How much the clocks of two hosts may differ."""
 
@@ -80,40 +77,16 @@ class Notes:
         self._lock = threading.RLock()  # the garbage collector may end another group meanwhile
         self._questions: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
-        self._lost = StoreLost()
-        self._lost_until = 0.0
         self.life = ""
         self.life_over = ""
 
-    def ask(self, place: str, question: Callable[[Any], T], look: Callable[[], None] | None = None) -> T:
+    def ask(self, place: str, question: Callable[[Any], T], seconds: float) -> T:
         """What ``question`` returns. It gets the store for the keys of ``place`` in this life of the group.
 
-        Args:
-            look: is called each time that the store has not answered in time, before it is asked again. It raises to
-                end the wait. Without it the store is asked once, and not at all if it did not answer shortly before.
-
         Raises:
-            StoreSilent: the store does not answer in time.
+            StoreSilent: the store does not answer within ``seconds``.
             StoreLost: the store is gone.
         """
-        seconds = patience.STORE_ANSWER_SECONDS if look is None else patience.STORE_BUSY_SECONDS
-        while True:
-            if look is None and time.monotonic() < self._lost_until:
-                raise type(self._lost)(*self._lost.args)
-            try:
-                return self._ask(place, question, seconds)
-            except StoreLost as lost:
-                if look is None:
-                    self._lost, self._lost_until = lost, time.monotonic() + patience.STORE_LOST_SECONDS
-                if look is None or not isinstance(lost, StoreSilent):
-                    raise
-            # Each try is work for the store. If all ranks came back at once, it would never have time for an answer.
-            until = time.monotonic() + random.random() * seconds
-            while time.monotonic() < until:
-                look()
-                time.sleep(_PAUSE_SECONDS)
-
-    def _ask(self, place: str, question: Callable[[Any], T], seconds: float) -> T:
         answer: Future[T] = Future()
 
         def find() -> None:
@@ -169,7 +142,8 @@ class Notes:
             at, drawn_on, _ = self.life.split(" ")
             if float(at) + (0 if drawn_on == machine else CLOCKS_APART_SECONDS) < _process_start_seconds():
                 self.life = compare_set(self._store, f"{self._name}/life", self.life, drawn).decode()
-        return dist.PrefixStore(f"{self._name}/{self.life}/{place}", self._store)
+        # Each question names its keys in full, so they are short: the random part of the life tells it from others.
+        return dist.PrefixStore(f"{self._name}/{self.life[-16:]}/{place}", self._store)
 
     def _client(self, seconds: float) -> Any:
         """A client of our own. A client serves one call at a time, and that of the group may wait for a key.
@@ -192,22 +166,19 @@ class Notes:
             self._prefix = compare_set(self._store_of_group, f"{self._name}/place", "", drawn).decode()
         return dist.PrefixStore(self._prefix, client)
 
-    def is_pointless(self, place: str) -> bool:
-        """Whether the other ranks do not meet in ``place`` any more. See :meth:`ask`."""
+    # Questions to ask in a place.
 
-        def look(store: Any) -> bool:
-            life = self.life
-            # A rank that only leaves takes the life away, and draws none: those that are left go on under theirs.
-            if value_of(self._store, f"{self._name}/life") not in (b"", life.encode()):
-                self.life_over = life
-            return self.life_over == life or bool(store.check(["end"]))
+    def is_pointless(self, store: Any) -> bool:
+        """Whether the other ranks do not meet there any more."""
+        life = self.life
+        # A rank that only leaves takes the life away, and draws none: those that are left go on under theirs.
+        if value_of(self._store, f"{self._name}/life") not in (b"", life.encode()):
+            self.life_over = life
+        return self.life_over == life or bool(store.check(["end"]))
 
-        return self.ask(place, look)
-
-    def leave(self) -> None:
-        """Take the life away, so that a later group of the same name begins anew. See :meth:`ask`."""
-        if self.life:
-            self.ask("", lambda _: compare_set(self._store, f"{self._name}/life", self.life, ""))
+    def leave(self, store: Any) -> None:
+        """Take the life away, so that a later group of the same name begins anew."""
+        compare_set(self._store, f"{self._name}/life", self.life, "")
 
     def forget(self) -> None:
         """Let go of the store, which this process may host."""
@@ -254,19 +225,33 @@ def value_of(store: Any, key: str) -> bytes:
     return bytes(store.get(key)) if store.check([key]) else b""
 
 
+def values_of(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """What each of ``keys`` holds; all of them are there. It is one round trip if the store can do that."""
+    try:
+        return [bytes(value) for value in store.multi_get(list(keys))]
+    except RuntimeError as error:
+        if not _is_unable(error):
+            raise
+    return [bytes(store.get(key)) for key in keys]
+
+
 def compare_set(store: Any, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
     """Set ``key`` to ``desired`` if it is ``expected`` or, where nothing is expected, not there. Return its value."""
     try:
         return bytes(store.compare_set(key, expected, desired))
     except RuntimeError as error:
-        # A store written in Python, such as torchelastic's EtcdStore, cannot do that in one step.
-        if not isinstance(error, NotImplementedError) and not re.search("pure virtual|mplemented", str(error)):
+        if not _is_unable(error):
             raise
     value = value_of(store, key)
     if value != (expected.encode() if isinstance(expected, str) else expected):
         return value
     store.set(key, desired)
     return desired.encode() if isinstance(desired, str) else desired
+
+
+def _is_unable(error: RuntimeError) -> bool:
+    """Whether a store has failed because it lacks a method: one written in Python, such as torchelastic's EtcdStore."""
+    return isinstance(error, NotImplementedError) or bool(re.search("pure virtual|mplemented", str(error)))
 
 
 def short(text: str) -> str:

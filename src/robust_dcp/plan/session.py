@@ -51,6 +51,7 @@ from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects, re
 from robust_dcp.report import PlanReport, SaveReport, listed
 from robust_dcp.save_queue import SaveFuture, queue_of
 from robust_dcp.storage.committing.save import MetadataToPublish, not_one_directory
+from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index.form import Section
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.checksum import crc32
@@ -594,6 +595,11 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
                 clean_up(channel, phase("clean up"), directory, error)
             else:
                 directory.release()
+            if agreed.commits_together and isinstance(error, ExchangeError):  # the last message may be lost for good
+                error.message += (
+                    "; this save may be committed all the same: it is if "
+                    f"{session.planning.checkpoint}/.metadata names files with the mark {mark_of(directory.save_id)}"
+                )
             raise
         self.keep_plan(confirmed=agreed.commits_together)
         if channel.is_coordinator and session.writer.options.report:

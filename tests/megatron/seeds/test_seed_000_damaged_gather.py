@@ -23,7 +23,7 @@ pytest.importorskip("megatron.core")
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
 
-from robust_dcp.comm.connections import GREETING_TAG, Connections
+from robust_dcp.comm.connections import Connections, Moving
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.errors import ExchangeError
 from tests.megatron.torch_dist import Scenarios, chosen, cut, failures_of, save
@@ -67,17 +67,26 @@ def stock_unpickles_zeros_on_the_rank_that_got_them_and_the_others_go_on(_: Path
 @contextmanager
 def _payloads_damaged(change: Callable[[bytearray], bytearray], times: int) -> Iterator[None]:
     """So many payloads that rank 0 receives from rank 1 arrive damaged."""
-    receive, left = Connections.receive, list(range(times))
+    start, finish, left, payloads = Connections.start, Connections.finish, list(range(times)), list[Moving]()
 
-    def receive_damaged(connections: Connections, peer: int, tag: int, nbytes: int, *args: Any, **more: Any) -> Any:
-        data = receive(connections, peer, tag, nbytes, *args, **more)
-        is_payload = peer == 1 and tag != GREETING_TAG and nbytes != FRAME_NBYTES
-        if dist.get_rank() == 0 and is_payload and left:
+    def start_and_note(self: Connections, verb: Any, peer: int, tag: int, data: Any) -> Moving:
+        moving = start(self, verb, peer, tag, data)
+        if (
+            dist.get_rank() == 0
+            and verb == "recv"
+            and peer == 1
+            and len(data) not in (FRAME_NBYTES, len(self.greeting))
+        ):
+            payloads.append(moving)
+        return moving
+
+    def finish_damaged(self: Connections, moving: Moving, *args: Any) -> None:
+        finish(self, moving, *args)
+        if left and any(each is moving for each in payloads):
             left.pop()
-            return change(data)
-        return data
+            moving.tensor.copy_(torch.frombuffer(change(bytearray(moving.data)), dtype=torch.uint8))
 
-    with mock.patch.object(Connections, "receive", receive_damaged):
+    with mock.patch.multiple(Connections, start=start_and_note, finish=finish_damaged):
         yield
 
 

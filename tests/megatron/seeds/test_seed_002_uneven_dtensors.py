@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 
 from benchmarks.collectives import counted_collectives
 from robust_dcp import PlanConflict
-from robust_dcp.comm.link import link_for
+from robust_dcp.comm.loop import link_for
 from tests.megatron.torch_dist import Scenarios, chosen
 from tests.megatron.uneven_cases import uneven
 
