@@ -366,7 +366,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
 
 def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def _empty_dicts(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
