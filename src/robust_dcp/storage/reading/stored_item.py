@@ -515,7 +515,10 @@ class BoxRead:
             yield memory_at(self._bytes.address + begin, end - begin)
             return
         with blocks.lent() as block:
-            blocks.begin(self._bytes, begin, end, block, 0)()
+            if blocks.can_run_ahead(self._bytes):
+                blocks.begin(self._bytes, begin, end, block, 0)()
+            else:
+                self._bytes.copy(begin, end, block, 0)
             yield block.view[: end - begin]
 
     @cached_property
