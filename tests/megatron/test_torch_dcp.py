@@ -58,7 +58,10 @@ def stock_loads_what_ours_saves_and_the_reverse_and_arguments_too(directory: Pat
             assert loaded["iteration"] == 3
             assert loaded["args"] == argparse.Namespace(hidden_size=3, params_dtype=torch.bfloat16)
         partial = {"model": {"bias": torch.zeros(3), "new": torch.zeros(2)}}
-        with pytest.raises(RobustCheckpointError, match=r"Missing key in checkpoint: 'model\.new'"):
+        with pytest.raises(
+            RobustCheckpointError,
+            match=r"Missing key in checkpoint: 'model\.new'|the coordinator's error says all of it",
+        ):
             checkpointing.load_fsdp_dtensor(partial, str(stock), allow_partial_load=False)
         assert [value.tolist() for value in partial["model"].values()] == [[0, 0, 0], [0, 0]]
         checkpointing.load_fsdp_dtensor(partial, str(stock), allow_partial_load=True)

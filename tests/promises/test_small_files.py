@@ -218,7 +218,7 @@ class TestNotesOfCopies:
         assert before.items() <= content_of(tmp_path).items()
         assert not (tmp_path / "new").exists() and not (tmp_path / "run/step_9").exists()
         there = {each.name for each in (tmp_path / "durable").iterdir()}
-        assert there == {"step_0", "step_1", "step_2", "step_3", "step_10", "step_11"}
+        assert there == {"step_0", "step_1", "step_2", "step_3", "step_10", "step_11", "latest"}
         with pytest.raises(RobustCheckpointError, match="another checkpoint"):
             copy_checkpoint(tmp_path / "run/step_1", tmp_path / "others/best")
 

@@ -226,7 +226,8 @@ def unpickled(data: bytes, file: str) -> Any:
     except CorruptCheckpoint as error:
         if not is_cut_off(len(data), data):
             raise
-        raise corrupt(file, "a whole pickle and its end", f"{len(data)} bytes, so the file is cut off") from error
+        found = f"{len(data)} bytes, so the file is cut off ({error.found})"
+        raise corrupt(file, "a whole pickle and its end", found) from error
     return value
 
 
