@@ -211,7 +211,7 @@ def _plan(of_ranks: Sequence[_Seen | None], lost: Collection[str], leader: int) 
         there = set[str]().union(*(each.seen.files for each in directories))
         files = tuple(sorted(names[number] - there))
         nbytes = sum(file.nbytes for file in group.nodes[number].files if file.name in files)
-        place = _place_for(free, names[number], keepers.get(number), nbytes)
+        place = _place_for(free, group.nodes[number], keepers.get(number), nbytes)
         if place is None:
             return _Plan(reason=f"no node of this load has room for the {nbytes} bytes of {group.nodes[number].host}")
         taken.add(place.seen.where)
@@ -236,16 +236,15 @@ def _plan(of_ranks: Sequence[_Seen | None], lost: Collection[str], leader: int) 
     return _Plan(tuple(planned))
 
 
-def _place_for(
-    free: Sequence[_Directory], files: Collection[str], own: _Directory | None, nbytes: int
-) -> _Directory | None:
+def _place_for(free: Sequence[_Directory], node: NodeNote, own: _Directory | None, nbytes: int) -> _Directory | None:
     """Where the files of a node are made: in its own directory, if some are left there, or in one that has none of the
-    checkpoint, else where there is most room."""
+    checkpoint, that of the same host before others, else where there is most room."""
+    files = {file.name for file in node.files}
     with_room = [each for each in free if each.seen.room_nbytes > nbytes]
 
-    def suits(each: _Directory) -> tuple[bool, bool, bool, int]:
+    def suits(each: _Directory) -> tuple[bool, bool, bool, bool, int]:
         is_empty, has_some = not (each.seen.fit or each.seen.files), not set(each.seen.files).isdisjoint(files)
-        return own is not None and each == own, has_some, is_empty, each.seen.room_nbytes
+        return own is not None and each == own, has_some, is_empty, each.seen.host == node.host, each.seen.room_nbytes
 
     return max(with_room, key=suits, default=None)
 
