@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
+from robust_dcp import PlanConflict
 from robust_dcp.conversion import Rules
 from tests.harness.ranks import on_ranks, run_ranks
 
@@ -140,3 +141,23 @@ def test_the_command_exports_under_torchrun_and_other_forms_are_refused(tmp_path
 
 def refused(path: str) -> None:
     robust_dcp.convert(f"{path}/source", f"{path}/other", form="dcp", process_group=dist.group.WORLD)
+
+
+def disagree(path: str) -> None:
+    rank = dist.get_rank()
+    for source, size in (("source", 30_000 if rank else 90_000), ("source" if rank else "other", 90_000)):
+        with pytest.raises(PlanConflict, match="the ranks do not convert the same"):
+            robust_dcp.convert(
+                f"{path}/{source}",
+                f"{path}/model",
+                form="safetensors",
+                max_shard_nbytes=size,
+                process_group=dist.group.WORLD,
+            )
+
+
+def test_ranks_that_would_convert_something_else_are_refused(tmp_path: Path) -> None:
+    for number, name in enumerate(("source", "other")):
+        robust_dcp.save(dict.fromkeys("ab", torch.full((5_000,), float(number))), checkpoint_id=tmp_path / name)
+    on_ranks(2, disagree, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "source"]

@@ -292,3 +292,17 @@ def test_a_manager_keeps_and_removes_the_same_steps_on_every_node(
     assert values(on(places, ("new", "b", "a"), go_on)) == [4, 4, 4]
     for step in (1, 2, 3, 4) if drains else ():  # none was removed on a node before it had arrived
         robust_dcp.load(values_of(step, 0), checkpoint_id=far / f"step_{step}")
+
+
+def prove_a_replica(path: str, nodes: str) -> None:
+    rank = dist.get_rank()
+    become_node(f"host-{rank}", path, Path(nodes, str(rank)))
+    state = {"replica": torch.arange(1000.0), f"own_{rank}": torch.ones(10)}
+    robust_dcp.save(state, checkpoint_id=f"{path}/ckpt")
+    robust_dcp.load(state, checkpoint_id=f"{path}/ckpt")
+    robust_dcp.prove(state, checkpoint_id=f"{path}/ckpt")
+
+
+def test_a_proof_of_what_only_another_node_has_says_so(places: Places) -> None:
+    words = [str(each) for each in errors(run_ranks(2, prove_a_replica, *places))]
+    assert len(words) == 2 and all("lies on drives of several nodes" in each for each in words), words

@@ -8,6 +8,7 @@ directory beside it, ``….converting-…``, and is renamed when it is whole.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -25,9 +26,10 @@ import torch
 import torch.distributed as dist
 
 from robust_dcp.api import save
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
-from robust_dcp.errors import StorageError, entry_point
+from robust_dcp.drain.record import digest_at
+from robust_dcp.errors import PlanConflict, StorageError, entry_point
 from robust_dcp.names import fit_nothing, fits
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import listed
@@ -254,6 +256,14 @@ def convert(
         if is_model:
             check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
             shards = in_shards([*plan.tensors.values()], max_shard_nbytes, _files_of(config, disk))
+            if not alone:
+                same = _digest_of(source, shards, disk)
+                _, agreement = channel.agree("what is converted", lambda: Offer(same=same))
+                if not agreement.is_same:
+                    raise PlanConflict(
+                        f"the ranks do not convert the same to {path}: pass the same source, rules, config and "
+                        "max_shard_nbytes to all, and a source that all see"
+                    )
             disk.mkdirs(made)
             owner, _ = deal(
                 np.array([sum(each.nbytes for each in shard) for shard in shards.values()], dtype=np.int64),
@@ -431,6 +441,16 @@ def _write_file(state_dict: Any, path: str) -> None:
         if cause is None:
             raise
         raise storage_error("write", path, cause) from error
+
+
+def _digest_of(source: Any, shards: Mapping[str, list[NamedTensor]], disk: Disk) -> bytes:
+    """Of what is converted, and into which files, 16 bytes."""
+    home = None if isinstance(source, dict) else os.path.join(os.fspath(source), METADATA_NAME)
+    is_dcp = home is not None and disk.exists(home)
+    digest = hashlib.blake2b((digest_at(disk, os.fspath(source)) if is_dcp else "").encode(), digest_size=16)
+    for name, shard in shards.items():
+        digest.update(repr((name, [(each.name, str(each.dtype), tuple(each.shape)) for each in shard])).encode())
+    return digest.digest()
 
 
 def _files_of(config: str | os.PathLike[str] | None, disk: Disk) -> dict[str, str]:

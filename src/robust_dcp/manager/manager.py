@@ -347,7 +347,7 @@ class CheckpointManager:
         Raises:
             StorageError: a newer job saves this series.
         """
-        path = self.path_of(step)
+        path, on_commit = self.path_of(step), options.pop("on_commit", None)
         record = Checkpoint(operator.index(step), metrics=_noted(metrics or {}), series=self._series.prefix)
 
         def note() -> None:
@@ -371,6 +371,8 @@ class CheckpointManager:
                 if error.errno != errno.ENOENT or self._disk.exists(path):
                     raise
                 logger.warning("%s was removed right after its commit, by another manager of %s", path, self.root)
+            if on_commit is not None:
+                on_commit()
 
         channel = Channel.for_group(
             self._group,

@@ -131,6 +131,10 @@ def pickle_of(data: bytes) -> bytes:
     return data[pickled.offset : pickled.offset + pickled.nbytes]
 
 
+_MOST_ODD_MEMBERS: Final = 100
+"""Of so many members of sets, at most, each is compared with each."""
+
+
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two objects hold the same values, in whatever kinds of dicts. NaN is equal to NaN, also within
     arrays and tensors. Other objects are compared by ``==``, and if that finds a difference, as they are pickled."""
@@ -149,6 +153,12 @@ def are_equal(one: Any, other: Any) -> bool:
             return False
         is_same = not one.dtype.hasobject and one.tobytes() == other.tobytes()
         return is_same or are_equal(one.tolist(), other.tolist())
+    if isinstance(one, complex):
+        return are_equal((one.real, one.imag), (other.real, other.imag))
+    if isinstance(one, set | frozenset):
+        here, there = one - other, other - one  # what is no member of the other, such as another NaN
+        few = len(here) == len(there) <= _MOST_ODD_MEMBERS
+        return few and all(any(are_equal(each, like) for like in there) for each in here)
     with suppress(Exception):  # of a dataclass with arrays, for example, which do not say whether they are equal
         if one == other or (one != one and other != other):
             return True
