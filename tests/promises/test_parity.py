@@ -189,8 +189,8 @@ def test_each_node_in_turn_is_lost_and_made_anew(
     one_of_each = [group[0] for group in groups]
     assert not any(on_ranks(SIZE, lose_and_load, tmp, placing, kind, one_of_each, placing))
     # Which of two empty directories is whose, nobody knows.
-    there = dict(item for node in nodes for item in files_of(tmp, node).items())
-    assert all(there.items() >= files_of(tmp, node, "kept").items() for node in nodes)
+    there, kept = ({each for node in nodes for each in files_of(tmp, node, kind).items()} for kind in ("nodes", "kept"))
+    assert there >= kept
 
 
 def test_a_load_by_other_ranks_on_fewer_nodes_makes_files_anew_and_stock_reads_all_in_one_directory(
