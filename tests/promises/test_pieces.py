@@ -44,6 +44,14 @@ def empty(call: Call) -> None:
     os.truncate(call.path, 0)
 
 
+def overwrite(call: Call) -> None:
+    """With the piece of another save, say, which has the same length."""
+    with open(call.path, "r+b") as file:
+        data = file.read()
+        file.seek(0)
+        file.write(data.replace(b"r1.w", b"r2.w") if b"r1.w" in data else bytes(len(data)))
+
+
 CASES: dict[str, tuple[int, dict[str, Fault], str]] = {
     "short writes": (1, {"write:.*.tmp": short}, ""),
     "no room for a piece": (1, {"write:.metadata.*": FULL}, "rank 1.*ENOSPC"),
@@ -51,6 +59,7 @@ CASES: dict[str, tuple[int, dict[str, Fault], str]] = {
     "a piece is not synced": (1, {"fsync:.metadata.*": OSError(errno.EIO, "")}, "rank 1.*EIO"),
     "what ranks have written is removed": (1, {"fsync:.metadata.*": remove}, "nothing is committed"),
     "what ranks have written is cut off": (1, {"fsync:.metadata.*": empty}, "nothing is committed"),
+    "another save writes over them": (1, {"fsync:.metadata.*": overwrite}, "nothing is committed"),
     "the index is removed": (0, {"rename:.robust_dcp.index": lambda call: os.unlink(call.source)}, "no index"),
 }
 
