@@ -85,7 +85,7 @@ class FaultyStore:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             body = f"<Error><Code>{_CODES[fault]}</Code><Message>by the test</Message></Error>".encode()
             start_response(f"{fault} {_CODES[fault]}", [("Content-Length", str(len(body)))])
-            return [body]
+            return [] if method == "HEAD" else [body]
         answer: Iterable[bytes] = self._app(environ, start_response)
         if fault == "cut answer":
             return _half(b"".join(answer))
