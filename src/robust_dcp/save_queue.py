@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 20.0
 """How long a process goes on with a running save after SIGTERM. Launchers kill processes that have not ended after 30
 seconds."""
+
+_SAVES: Final = "async save"
 
 _SAME_VERDICT_SECONDS: Final = 5.0
 """All ranks hear within that time that a drain has failed."""
@@ -86,7 +88,7 @@ class SaveQueue:
         what: what is run: ``"async save"``, or ``"drain"`` for copies of what was saved.
     """
 
-    def __init__(self, what: str = "async save") -> None:
+    def __init__(self, what: str = _SAVES) -> None:
         self.what = what
         self._changed = threading.Condition()
         self._after: dict[SaveFuture[Any], Collection[SaveFuture[Any]]] = {}  # those under way: each comes after these
@@ -228,7 +230,7 @@ _QUEUES: Final[dict[tuple[str, tuple[int, ...]], SaveQueue]] = {}
 """The save queues of this process, by what they run and the global ranks of their group."""
 
 
-def queue_of(ranks: tuple[int, ...], what: str = "async save") -> SaveQueue:
+def queue_of(ranks: tuple[int, ...], what: str = _SAVES) -> SaveQueue:
     """The save queue of the group of these global ranks, or its queue of drains."""
     return _QUEUES.get((what, ranks)) or _QUEUES.setdefault((what, ranks), SaveQueue(what))
 
@@ -301,34 +303,18 @@ def _end_with_unreported() -> None:
     os._exit(1)  # nothing else sets the exit code once main has returned
 
 
-_ENDS_AT: list[float] = []
-"""Until when this process goes on with its saves, once it was told to end."""
-
-_LINE_SECONDS: Final = 1.0
-"""How long a line takes at most until it is in the log."""
-
-_TOO_LATE: Final[set[SaveQueue]] = set()
-"""Of these queues the log says already that they are not over."""
-
-
 def end_by_sigterm() -> None:
-    """Let running saves end, for a while, and then end the process. Does not return.
-
-    The main thread and the one that listens may both be in here. Neither waits for the other: the main thread may have
-    been interrupted while it holds the lock of a queue.
-    """
-    _ENDS_AT.append(time.monotonic() + GRACE_SECONDS)  # a launcher may say it more than once: the first time counts
+    """Let the saves that are under way end, for a while, and then end the process. Does not return."""
+    ends_at = time.monotonic() + GRACE_SECONDS
     for queue in _all_queues():
-        is_over = queue.wait(timeout_seconds=max(0.0, _ENDS_AT[0] - time.monotonic()))
-        if not is_over and queue in _TOO_LATE:
-            time.sleep(_LINE_SECONDS)  # the other thread is just saying so
-        elif not is_over:
-            _TOO_LATE.add(queue)
+        if wait(queue.under_way(), max(0.0, ends_at - time.monotonic())).not_done:
             logger.error(
-                "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is still "
-                "there",
+                "SIGTERM: %s is not over after %.0f seconds, and ends %s",
                 queue.what,
                 GRACE_SECONDS,
+                "uncommitted; the checkpoint before it is still there"
+                if queue.what == _SAVES
+                else "unfinished; its checkpoint is committed",
             )
     while True:
         ctypes.CDLL(None).signal(signal.SIGTERM, None)  # the default; Python lets only the main thread say it
@@ -337,16 +323,21 @@ def end_by_sigterm() -> None:
 
 
 def on_sigterm(number: int, frame: FrameType | None) -> None:
-    """What SIGTERM does in the main thread, if nobody else handles it."""
-    end_by_sigterm()
+    """What SIGTERM does in the main thread, if nobody else handles it.
+
+    The program goes on until its saves are over. The main thread must not wait for them here: it may have been
+    interrupted while it holds a lock that a save needs, such as that of a future or of the log.
+    """
+    if not LISTENER.tell(number):
+        end_by_sigterm()
 
 
 class _Listener:
-    """Hears of SIGTERM while the main thread waits in C, where Python runs no handler before the call returns: a rank
-    in ``dist.recv`` would not end before its launcher kills it.
+    """A thread that hears of SIGTERM, also while the main thread waits in C, where Python runs no handler before the
+    call returns: a rank in ``dist.recv`` would not end before its launcher kills it.
 
-    The C part of Python's handlers writes each signal's number into a socket, from which a thread reads
-    (``signal.set_wakeup_fd``). If the program uses that itself, nothing is heard here.
+    The C part of Python's handlers writes each signal's number into a socket, from which the thread reads
+    (``signal.set_wakeup_fd``). If the program uses that itself, only handlers write into it, by :meth:`tell`.
     """
 
     def __init__(self) -> None:
@@ -364,15 +355,21 @@ class _Listener:
             return
         reader, writer = self._sockets = socket.socketpair()
         writer.setblocking(False)
-        former = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, args=(reader,), name="robust_dcp-signals", daemon=True)
-        try:
+        thread = threading.Thread(target=self._listen, args=(reader,), name="robust_dcp-signals", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            thread.start()
+            self._thread = thread
+            former = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
             if former >= 0:
-                raise RuntimeError("the program listens itself")
-            self._thread.start()
-        except RuntimeError:  # or no thread can be started
-            signal.set_wakeup_fd(former)
-            self._thread = None
+                signal.set_wakeup_fd(former)
+
+    def tell(self, number: int) -> bool:
+        """Tell the thread of a signal, and return whether there is one. Takes no lock."""
+        if self._sockets is None or self._thread is None:
+            return False
+        with contextlib.suppress(BlockingIOError):  # it has not read the signals before this one yet
+            self._sockets[1].send(bytes([number]))
+        return True
 
     def _listen(self, reader: socket.socket) -> None:
         while numbers := reader.recv(256):
@@ -423,7 +420,6 @@ def _take_sigterm() -> None:
 def _forget_all() -> None:
     """A forked child has none of the threads, and SIGTERM ends it as ever."""
     _QUEUES.clear()
-    _ENDS_AT.clear()
     LISTENER.stop()
     if signal.getsignal(signal.SIGTERM) is on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -224,6 +224,7 @@ class Cuda(contextlib.ExitStack):
         if not to_device:
             return
         begin = source.data_ptr()
-        is_locked = any(at <= begin and begin + source.nbytes <= at + size for at, size in self.locked.items())
+        locked = [*self.locked.items()]  # at once: other threads lock and free memory meanwhile
+        is_locked = any(at <= begin and begin + source.nbytes <= at + size for at, size in locked)
         if not is_locked or source.dtype != target.dtype or not source.is_contiguous():
             self.pageable.append(f"{source.dtype} {list(source.shape)} to {target.dtype}, locked: {is_locked}")

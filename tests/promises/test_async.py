@@ -422,8 +422,15 @@ _SAVE_AND_END = """
     from tests.faults.disk import FaultDisk, Gate
     from torture.generations import writer_pids
 
+    lock = threading.Lock()  # which both the main thread and the save need
+
+    def committed():
+        with lock:
+            pass
+
     def save(value):
-        return robust_dcp.async_save({{"w": torch.full((9,), value)}}, checkpoint_id=path, executor={executor!r})
+        state = {{"w": torch.full((9,), value)}}
+        return robust_dcp.async_save(state, checkpoint_id=path, executor={executor!r}, on_commit=committed)
 
     save(0.0).result()
     writers = writer_pids()
@@ -444,6 +451,7 @@ _SAVE_AND_END = """
 """
 _WITHIN_GRACE = "threading.Timer(0.2, go_on).start(); "
 _TERMINATED = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+_TERMINATED_IN_A_LOCK = "\n    with lock: os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)"
 _TERMINATED_WHILE_IT_SAVES = """
     def terminate():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -479,6 +487,7 @@ ENDINGS = {
     "exception": (_WITHIN_GRACE + "raise KeyError('of the user')", 1, True),
     "SIGTERM": (_WITHIN_GRACE + _TERMINATED, -signal.SIGTERM, True),
     "SIGTERM in a call": (_TERMINATED_WHILE_IT_SAVES, -signal.SIGTERM, True),
+    "SIGTERM in a lock": (_WITHIN_GRACE + _TERMINATED_IN_A_LOCK, -signal.SIGTERM, True),
     "own handler": (f"{_WITHIN_GRACE}signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); {_TERMINATED}", 7, True),
     "out of grace": (_OUT_OF_GRACE + _TERMINATED, -signal.SIGTERM, False),
     "SIGKILL": (_OUT_OF_GRACE + _TERMINATED.replace("SIGTERM", "SIGKILL"), -signal.SIGKILL, False),
@@ -486,7 +495,7 @@ ENDINGS = {
 WRITING, COMMITTING, IN_A_PROCESS = ("thread", "write:*.distcp"), ("thread", "rename:.metadata"), ("process", "none")
 SHORT = [
     *((WRITING, ending) for ending in ("end", "SIGTERM in a call", "own handler", "out of grace")),
-    *((COMMITTING, ending) for ending in ("exception", "SIGTERM", "SIGKILL")),
+    *((COMMITTING, ending) for ending in ("exception", "SIGTERM in a lock", "SIGKILL")),
     *((IN_A_PROCESS, ending) for ending in ("SIGTERM", "out of grace", "SIGKILL")),
 ]
 WHOLE = [(when, ending) for when in (WRITING, COMMITTING, IN_A_PROCESS) for ending in ENDINGS]

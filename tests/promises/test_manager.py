@@ -134,6 +134,12 @@ class TestErrorsThatPass:
         assert caught.value.errno == errno.ETIMEDOUT
         assert (found["shared"] == -1).all()
 
+    def test_on_commit_is_called_when_the_step_is_noted(self, tmp_path: Path) -> None:
+        manager, latest = CheckpointManager(tmp_path), list[Any]()
+        manager.save(1, state(1), on_commit=lambda: latest.append(manager.latest()))
+        manager.async_save(2, state(2), on_commit=lambda: latest.append(manager.latest())).result(60)
+        assert [each.step for each in latest] == [1, 2]
+
     def test_a_record_that_cannot_be_read_now_keeps_its_checkpoint(self, tmp_path: Path) -> None:
         manager = CheckpointManager(tmp_path)
         for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4)):

@@ -388,6 +388,7 @@ def objects(changed: str = "") -> Job:
     return {
         "nan": of("nan", float("nan"), 0.0),
         "set of nan": of("set of nan", frozenset({float("nan"), 1}), frozenset({float("nan"), 2})),
+        "nans": of("nans", frozenset({float("nan"), float("nan")}), frozenset({float("nan"), 2})),
         "complex": of("complex", complex(0, float("nan")), complex(1, float("nan"))),
         "nested": {"deep": [1, {"x": of("nested", "a", "b")}, (2, None)]},
         "array": of("array", np.array([1.0, float("nan")]), np.array([1.0, 2.0])),

@@ -236,10 +236,10 @@ class CheckpointManager:
             StorageError: a newer job saves this series too: this process was replaced, and lives on.
             RobustCheckpointError: as :func:`robust_dcp.save` does.
         """
-        options = self._options_of(step, metrics, options)
+        options, note = self._options_of(step, metrics, options)
         with self._preemption.saving() as ended:
             report = save(state_dict, **options)
-            self._tidy_up(report, options["on_commit"])
+            self._tidy_up(report, note)
         ended(True)  # a handler that raises says nothing of the save
         return report
 
@@ -249,7 +249,7 @@ class CheckpointManager:
     ) -> AsyncSave:
         """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
         those of :func:`robust_dcp.async_save`."""
-        options = self._options_of(step, metrics, options)
+        options, note = self._options_of(step, metrics, options)
         with self._preemption.saving() as ended:
             saving = async_save(state_dict, **options)
 
@@ -257,7 +257,7 @@ class CheckpointManager:
                 # By the methods of the base class: nobody is told of an error by this.
                 is_saved = Future.exception(done) is None
                 if is_saved:
-                    self._tidy_up(Future.result(done), options["on_commit"])
+                    self._tidy_up(Future.result(done), note)
                 ended(is_saved)
 
             saving.add_done_callback(tidy_up)
@@ -339,10 +339,15 @@ class CheckpointManager:
             pruned = prune(self._series, self.policies)
         return [*pruned["swept"], *pruned["removed"]]
 
-    def _options_of(self, step: int, metrics: Metrics, options: dict[str, Any]) -> dict[str, Any]:
+    def _options_of(
+        self, step: int, metrics: Metrics, options: dict[str, Any]
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
         """The options of the save of a step: it is noted and named as the latest when it is committed, and copied.
 
         Earlier copies that were cut off go on.
+
+        Returns:
+            The options, and what notes the step.
 
         Raises:
             StorageError: a newer job saves this series.
@@ -371,6 +376,9 @@ class CheckpointManager:
                 if error.errno != errno.ENOENT or self._disk.exists(path):
                     raise
                 logger.warning("%s was removed right after its commit, by another manager of %s", path, self.root)
+
+        def after_commit() -> None:
+            note()
             if on_commit is not None:
                 on_commit()
 
@@ -387,7 +395,7 @@ class CheckpointManager:
                 end_removals(self._series)
 
         channel.barrier("does another job save here", begin if channel.is_coordinator else lambda: None)
-        options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
+        options = dict(checkpoint_id=path, process_group=self._group, on_commit=after_commit, **options)
         if self._drain_to is not None or self._parity_nodes is not None:
             # Another manager may use it, too.
             options["storage_writer"] = copy.copy(options.get("storage_writer") or RobustWriter(path))
@@ -406,7 +414,7 @@ class CheckpointManager:
             writer.drain_options = self._drain_options
             writer.replaces = functools.partial(self._series.replaced_by_a_save, path)
             options["storage_writer"] = writer
-        return options
+        return options, note
 
     def _has_arrived(self, path: str) -> None:
         """A copy has arrived below ``drain_to``: name it as the latest there unless a later save is, and remove what is

@@ -41,8 +41,10 @@ Function = Callable[..., Any]
 Arguments = dict[str, Any]
 
 TRUSTED = "ROBUST_DCP_TRUSTED"
-PARITY_NODES = "ROBUST_DCP_PARITY_NODES"
 """The environment variable that lets objects run code when they are loaded, as stock does."""
+
+PARITY_NODES = "ROBUST_DCP_PARITY_NODES"
+"""The environment variable that says about how many nodes keep parity for each other."""
 
 PROVE = "ROBUST_DCP_PROVE"
 """The environment variable that has each load proved: what was loaded is compared with the checkpoint."""

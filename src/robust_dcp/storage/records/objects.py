@@ -1,9 +1,9 @@
 """Items that are not tensors (DCP's BYTE_IO): loads them as data, or checks them before somebody else loads them.
 
 This module decides which objects are refused, by one rule for saving, checking and loading, and whether two are equal
-as values. It makes the errors that
-name file and item. A planner that gets the bytes calls ``torch.load`` with ``weights_only=False``, as DCP's planner
-does. So bytes that would run code, or ask for memory that they do not fill, must be found here.
+as values. It makes the errors that name file and item. A planner that gets the bytes calls ``torch.load`` with
+``weights_only=False``, as DCP's planner does. So bytes that would run code, or ask for memory that they do not fill,
+must be found here.
 
 An object is an archive of ``torch.save``: members ``data.pkl``, ``byteorder``, ``data/0``, ``data/1``, …; stored, not
 compressed. ``torch.load`` would also read what torch wrote before 1.6, tar archives, and programs. DCP has never
@@ -156,9 +156,15 @@ def are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, complex):
         return are_equal((one.real, one.imag), (other.real, other.imag))
     if isinstance(one, set | frozenset):
-        here, there = one - other, other - one  # what is no member of the other, such as another NaN
-        few = len(here) == len(there) <= _MOST_ODD_MEMBERS
-        return few and all(any(are_equal(each, like) for like in there) for each in here)
+        here, there = one - other, [*(other - one)]  # what is no member of the other, such as another NaN
+        if not len(here) == len(there) <= _MOST_ODD_MEMBERS:
+            return False
+        for each in here:  # each has a partner of its own
+            partner = next((place for place, like in enumerate(there) if are_equal(each, like)), None)
+            if partner is None:
+                return False
+            del there[partner]
+        return True
     with suppress(Exception):  # of a dataclass with arrays, for example, which do not say whether they are equal
         if one == other or (one != one and other != other):
             return True
