@@ -10,7 +10,7 @@ from tests.harness.simulation import Simulation
 from torture import exchanges
 from torture.trials import run
 
-N_SCHEDULES = 1_650
+N_SCHEDULES = 5_000
 
 
 @pytest.mark.timeout(900)  # it is bound by the CPU

@@ -121,12 +121,15 @@ class _Notes(Notes):
         self._name = "group"
         self._store = simulation.store
         self.life = self.life_over = ""
+        self._stores: dict[tuple[str, str], Store] = {}
 
     def under(self, place: str) -> Store:
         if not self.life:
             drawn = f"0 simulation {len(self._store.values):016x}"
             self.life = self._store.compare_set("group/life", "", drawn).decode()
-        return self._simulation.store.under(f"{self.life}/{place}")
+        if (self.life, place) not in self._stores:
+            self._stores[self.life, place] = self._simulation.store.under(f"{self.life}/{place}")
+        return self._stores[self.life, place]
 
 
 class _Connections(Connections):
@@ -232,6 +235,8 @@ class _Rank:
         simulation = self.simulation
         if self.rank in simulation.killed:
             return True
+        if not simulation.thaws:
+            return False
         thaws = simulation.thaws.get(self.rank, 0.0)
         if simulation.now < thaws:
             simulation.at(thaws - simulation.now, function, *args)
@@ -490,7 +495,10 @@ class Simulation:
         self.nbytes[rank] += len(content)
         if self.damage is not None:
             content = self.damage(rank, peer, content)
-        arrives = max(self._passes(rank, peer, self.now) + self._delay(), self._arrives.get((rank, peer), 0.0))
+        last = self._arrives.get((rank, peer), 0.0)
+        # What waits for a network that is gone is sent again in one go, however often its first message was tried.
+        begins = last if self.outages and last > self.now else self.now
+        arrives = max(self._passes(rank, peer, begins) + self._delay(), last)
         works: list[tuple[int, int]] = []
         if len(content) > 1000 and self.slow and frozenset((rank, peer)) in self.slow:
             seconds = len(content) / _SLOW_NBYTES_PER_SECOND
@@ -587,20 +595,28 @@ class Simulation:
         """Ask the store for ``task``."""
         host = -1 if self.store_host is None else self.store_host
         reaches = self._passes(loop.rank, host, self.now) + self._delay() / 2
-        silent = StoreSilent(f"no answer within {wait.seconds:g} seconds")
-        self.at(wait.seconds, loop.step, task, task.number, None, silent)
-        if reaches < math.inf:
-            self.at(reaches - self.now, self._answer, loop, task, task.number, wait)
+        deadline = self.now + wait.seconds
+        if reaches < deadline:
+            self.at(reaches - self.now, self._answer, loop, task, task.number, wait, deadline)
+        else:
+            self._be_silent(loop, task, wait, deadline)
 
-    def _answer(self, loop: _Rank, task: Task, number: int, wait: Ask) -> None:
+    def _be_silent(self, loop: _Rank, task: Task, wait: Ask, deadline: float) -> None:
+        silent = StoreSilent(f"no answer within {wait.seconds:g} seconds")
+        self.at(max(0.0, deadline - self.now), loop.step, task, task.number, None, silent)
+
+    def _answer(self, loop: _Rank, task: Task, number: int, wait: Ask, deadline: float) -> None:
         host = -1 if self.store_host is None else self.store_host
         if host in self.killed:
             self.at(self._delay(), loop.step, task, number, None, StoreLost("connection reset by peer"))
             return
-        if self.now < self.thaws.get(host, 0.0):  # its process hosts the store in a thread, which stands still too
-            self.at(self.thaws[host] - self.now, self._answer, loop, task, number, wait)
-            return
         if loop.rank in self.killed or task.number != number:
+            return
+        thaws = self.thaws.get(host, 0.0)
+        if self.now < thaws:  # its process hosts the store in a thread, which stands still too
+            if thaws >= deadline:
+                self._be_silent(loop, task, wait, deadline)
+            self.at(thaws - self.now, self._answer, loop, task, number, wait, deadline)
             return
         answer, error = None, None
         try:
@@ -608,5 +624,7 @@ class Simulation:
         except RuntimeError as raised:
             error = StoreLost(str(raised))
         back = self._passes(host, loop.rank, self.now) + self._delay() / 2
-        if back < math.inf:
+        if back >= deadline:
+            self._be_silent(loop, task, wait, deadline)
+        elif back < math.inf:
             self.at(back - self.now, loop.step, task, number, answer, error)

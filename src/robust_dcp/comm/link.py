@@ -50,7 +50,7 @@ from robust_dcp.comm.waits import Ask, Call, Outcome, Receive, Steps, T, Until
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for another one to come looks whether that has become pointless."""
 
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_GROWTH = 0.01, 0.25, 1.5
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_GROWTH = 0.002, 0.25, 2.0
 _GOLDEN_RATIO = 0.618034
 _MAX_COMPLETED = 8
 

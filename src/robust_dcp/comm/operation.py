@@ -586,6 +586,8 @@ class Operation:
         if (frame.operation, frame.occurrence, frame.exchange) != (*self.key, exchange.number):
             return False
         if frame.kind == Kind.DOWN:
+            if link.is_breaking or self._end_message is not None:
+                raise Broken(_DROPPED)  # who answers has to return this result
             # Answer before the caller knows the result, and may end.
             neighbour.sent.append(Message(Frame(Kind.HEARD)))
             heard = self._post(exchange, peer, Frame(Kind.HEARD))
@@ -648,7 +650,9 @@ class Operation:
         if connections is not None:
             # That rank was there. If it is alive, it says so before it closes its connections, or it answers the roll.
             connections.closed[peer] = connections.closed.get(peer) or ("" if may_return else problem.missing[peer])
-        return self._after_standstill(exchange, problem) if has_closed and detail != _DROPPED else problem
+        # Who has not come to this operation closes because of a standstill of its own, while it connected.
+        gave_up = has_closed and peer in self._heard and detail != _DROPPED
+        return self._after_standstill(exchange, problem) if gave_up else problem
 
     def _after_standstill(self, exchange: Exchange, problem: Problem) -> Problem:
         """``problem``; but if this process stood still, the others have closed because they gave up on it."""
@@ -669,6 +673,8 @@ class Operation:
         if exchange is not None and self._end_message is None:
             exchange.count_from(self.link.now)
             self._read_from_all(exchange)
+            if exchange.interrupt is not None:  # what was passed on in its work may be lost, and its sender is done
+                self.announce("the ranks have connected again")
             self.link.loop.wake()
 
     # Waiting.
