@@ -154,7 +154,7 @@ def judge(kill: Kill) -> Result:
     with tempfile.TemporaryDirectory(prefix="async-kill-") as directory:
         path = os.path.join(directory, "checkpoint")
         try:
-            outcomes = run_ranks(kill.size, _be_rank, kill, path, timeout_seconds=90)
+            outcomes = run_ranks(kill.size, _be_rank, kill, path)
         except RanksOverran as error:
             return Result([str(error)[:5000]])
         told = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
@@ -245,7 +245,7 @@ def _be_rank(kill: Kill, path: str) -> Told:
         while pending and (is_last or generation < _ARMED or len(pending) >= kill.max_in_flight):
             number, saved = pending.pop(0)
             try:
-                saved.result(timeout=60)
+                saved.result()
                 print(f"{_SAVED}{number} ", flush=True)
             except robust_dcp.RobustCheckpointError as error:
                 _note(told, error)

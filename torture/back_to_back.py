@@ -78,7 +78,7 @@ def _be_rank(options: dict[str, Any], n_saves: int, seed: int, directory: str) -
             futures.append(robust_dcp.async_save(_state(rng), checkpoint_id=f"{directory}/{number % 2}", **options))
             if len(futures) == 20 or number == n_end - 1:  # their reports are not to be counted
                 for each in futures:
-                    each.result(timeout=120)
+                    each.result()
                 futures.clear()
         dist.barrier()
         counts.append(_count(directory))

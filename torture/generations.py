@@ -104,17 +104,27 @@ def _load_with_ours(state: dict[str, Any], path: str) -> None:
 
 
 def child_pids() -> list[int]:
-    """The processes that this one has started; those that have ended are not among them."""
+    """The processes that this one has started; those that have ended are not among them.
+
+    A thread's list of children is not asked: those of a thread that ends move to another one meanwhile.
+    """
     pids: list[int] = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # that thread has ended meanwhile
-            pids += map(int, path.read_text().split())
-    return [each for each in pids if not is_gone(each)]
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # that process has ended meanwhile
+            state, parent = path.read_text().rpartition(") ")[2].split()[:2]
+            if int(parent) == os.getpid() and state not in "ZX":
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def writer_pids() -> list[int]:
     """The writer processes of this rank."""
-    return [pid for pid in child_pids() if b"robust_dcp.writer_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    pids: list[int] = []
+    for pid in child_pids():
+        with contextlib.suppress(OSError):
+            if b"robust_dcp.writer_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                pids.append(pid)
+    return pids
 
 
 def is_gone(pid: int) -> bool:

@@ -97,7 +97,7 @@ def be_rank(way: str, n_saves: int, seed: int, directory: str) -> list[str]:
             pending.append((number, saving))
             while len(pending) > rng.randint(0, 1) or (pending and number + 1 == n_saves):
                 saved, future = pending.pop(0)
-                future.result(timeout=120)
+                future.result()
                 if not pending:
                     may_write.clear()  # there is nothing that it could tear
                 by_stock = saved % _STOCK_EVERY == 0

@@ -42,7 +42,7 @@ def watched(*commands: list[str]) -> list[tuple[int, list[str], list[str]]]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "ROBUST_DCP": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     return [(code, first, end) for code, first, end in json.loads(ran.stdout)]

@@ -15,7 +15,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeTimeout
 from tests.harness.ranks import run_ranks, values
 
-TIMEOUT_SECONDS = 100.0
+TIMEOUT_SECONDS = 200.0
 
 
 def be_killed_with_a_child(path: str, kind: str) -> tuple[list[int] | None, bool]:

@@ -8,7 +8,6 @@ import datetime
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from robust_dcp.comm import Channel, connections
 from robust_dcp.comm.store import Notes, StoreSilent
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError
 from tests.comm.messages import Note
+from tests.harness.faults import stand_still
 from tests.harness.ranks import run_ranks, values, with_store_of_rank_0
 
 
@@ -117,7 +117,7 @@ def test_who_leaves_a_group_takes_nobody_along_and_who_comes_after_meets_elsewhe
     )
 
 
-def _frozen(frozen: int, trains: bool) -> tuple[list[int] | None, float, str]:
+def _frozen(path: str, frozen: int, trains: bool) -> tuple[list[int] | None, float, str]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     Channel.for_group(operation="connect", timeout_seconds=50).barrier("connect")
@@ -125,13 +125,17 @@ def _frozen(frozen: int, trains: bool) -> tuple[list[int] | None, float, str]:
 
     def write() -> None:
         if rank == frozen:
-            subprocess.Popen(["sh", "-c", f"sleep 13; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stand_still(f"{path}/all named it")
 
     began = time.monotonic()
     with pytest.raises(ExchangeError) as caught:
         channel.barrier("write", write)
     seconds = time.monotonic() - began
+    if rank != frozen:
+        os.mkdir(f"{path}/{rank}")
+        with contextlib.suppress(OSError):
+            if len(os.listdir(path)) == channel.size - 1:
+                os.mkdir(f"{path}/all named it")
     if trains:
         dist.barrier()
     # Only once it goes on can the next operation succeed.
@@ -141,20 +145,17 @@ def _frozen(frozen: int, trains: bool) -> tuple[list[int] | None, float, str]:
 
 
 @pytest.mark.parametrize(("frozen", "trains"), [(0, False), (0, True), (1, False)])
-def test_a_frozen_rank_is_named_soon_after_the_timeout_and_comes_back_to_the_next_operation(
-    frozen: int, trains: bool
+def test_a_frozen_rank_is_named_while_it_is_frozen_and_comes_back_to_the_next_operation(
+    frozen: int, trains: bool, tmp_path: Path
 ) -> None:
-    outcomes = values(run_ranks(4, _frozen, frozen, trains, init=False, env=with_store_of_rank_0()))
+    outcomes = values(run_ranks(4, _frozen, str(tmp_path), frozen, trains, init=False, env=with_store_of_rank_0()))
     for rank, (ranks, seconds, message) in enumerate(outcomes):
-        assert ranks == [frozen]
-        if rank == frozen:
-            assert "came after the others had given up on it" in message
-        else:
-            assert seconds < 13, "before it goes on"
+        assert ranks == [frozen] and seconds < 60, "then it goes on in any case"
+        assert ("came after the others had given up on it" in message) == (rank == frozen)
 
 
 def _interrupted_while_waiting() -> tuple[str, float]:
-    channel = Channel.for_group(timeout_seconds=40)
+    channel = Channel.for_group(timeout_seconds=200)
     channel.barrier("connect")
     store = dist.distributed_c10d._get_default_store()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -176,7 +177,7 @@ def test_an_interrupt_while_waiting_ends_the_exchange_on_all_ranks_at_once() -> 
     (first, _), (second, seconds) = values(run_ranks(2, _interrupted_while_waiting))
     assert first == "KeyboardInterrupt()"
     assert "rank 0: KeyboardInterrupt" in second
-    assert seconds < 10
+    assert seconds < 100
 
 
 def _in_a_mesh(is_killed: bool) -> list[list[int] | None]:

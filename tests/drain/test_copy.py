@@ -120,7 +120,7 @@ def test_of_copies_to_one_place_at_the_same_time_one_is_found_whole(target: str,
     place, all_begin = target.format(path=tmp_path, kind=kind.replace(" ", "_")), threading.Barrier(len(names))
 
     def copy(name: str) -> BaseException | None:
-        all_begin.wait(60)
+        all_begin.wait(300)
         try:
             copy_checkpoint(tmp_path / name, place)
         except (StorageError, CorruptCheckpoint) as error:
@@ -138,15 +138,15 @@ def test_a_copy_does_not_remove_the_files_of_another_one_that_commits_at_the_sam
 
     def begin(call: Call) -> None:
         began.append(threads.submit(copy_checkpoint, two, target))
-        assert ready.acquire(timeout=60)  # it has found no checkpoint there
+        assert ready.acquire(timeout=300)  # it has found no checkpoint there
 
     def wait(call: Call) -> None:
         ready.release()
-        assert second.acquire(timeout=60)
+        assert second.acquire(timeout=300)
 
     def end(call: Call) -> None:
         second.release()
-        began[0].result(60)
+        began[0].result()
 
     ready, began = threading.Semaphore(0), list[Future[CopyResult]]()
     on: dict[str, Fault] = {"rename:.metadata#1": begin, "rename:.metadata#2": wait, "read:.metadata#1": end}

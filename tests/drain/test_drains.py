@@ -104,7 +104,7 @@ class WhenTheDrainFails:
 
 def test_a_drain_that_fails_while_a_save_plans_is_told_by_the_save_after_that(taken: Path, tmp_path: Path) -> None:
     failing = WhenTheDrainFails()
-    with FaultDisk(taken.parent.parent, on={"list:*taken/durable": lambda call: failing.goes_on.wait(60)}):
+    with FaultDisk(taken.parent.parent, on={"list:*taken/durable": lambda call: failing.goes_on.wait(300)}):
         save_and_drain(tmp_path / "1", taken)
         robust_dcp.save({"w": torch.ones(2), "loader": failing}, checkpoint_id=tmp_path / "2")
     with pytest.raises(StorageError, match="taken"):
@@ -119,7 +119,7 @@ def test_a_save_while_the_one_before_it_is_copied_is_what_arrives(tmp_path: Path
     gate = Gate()
     with FaultDisk(durable, on={"create:__*#1": gate}):
         save_and_drain(local, durable, 2.0)
-        assert gate.is_there.wait(60)
+        assert gate.is_there.wait(300)
         for value in (3.0, 4.0):
             save_and_drain(local, durable, value)
         assert loaded(durable) == 1.0

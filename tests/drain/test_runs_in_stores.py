@@ -207,7 +207,7 @@ def test_ranks_stage_on_the_drives_of_their_nodes(
 ) -> None:
     for name, value in (("ACCESS_KEY_ID", "t"), ("SECRET_ACCESS_KEY", "t"), ("ENDPOINT_URL", server.endpoint)):
         monkeypatch.setenv(f"AWS_{name}", value)
-    outcome = values(run_ranks(2, save_and_load, f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path), timeout_seconds=120))
+    outcome = values(run_ranks(2, save_and_load, f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path)))
     assert outcome == [([2], 2, [2.0, float(rank)], []) for rank in range(2)]
     assert {each.name for each in tmp_path.iterdir()} >= {"0", "1"}
 

@@ -253,7 +253,7 @@ class TestSavesAndLoads:
         assert len(read) == 1
 
     def test_ranks_save_to_a_url_and_load_from_it(self, url: str) -> None:
-        outcome = values(run_ranks(2, _save_and_load, url, timeout_seconds=120))
+        outcome = values(run_ranks(2, _save_and_load, url))
         assert outcome == [(f"{url}_async", 2 * (1000.0 + 3), []), (f"{url}_async", 2 * (2000.0 + 3), [])]
 
     @pytest.mark.parametrize("how", [{}, {"layout": "safetensors"}, {"overwrite": False}])

@@ -96,7 +96,7 @@ class Gate:
 
     def __call__(self, call: Call) -> None:
         self.is_there.set()
-        assert self.opened.wait(100), f"nobody has opened the gate of {call.path}"
+        assert self.opened.wait(300), f"nobody has opened the gate of {call.path}"
 
 
 class Full:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.comm.operation import Work
 from robust_dcp.phases import AT_PHASE
 
-__all__ = ["fail_in", "kill_in"]
+__all__ = ["fail_in", "kill_in", "stand_still"]
 
 
 @contextmanager
@@ -66,3 +67,10 @@ def _at(phase: str, rank: int, operation: tuple[str, ...] | str, act: Callable[[
         yield
     finally:
         AT_PHASE.remove(act_there)
+
+
+def stand_still(until: Any, then: signal.Signals = signal.SIGCONT) -> None:
+    """Stop this process until there is a file ``until``, or for a minute. Then it gets the signal ``then``."""
+    wait = 'n=0; until [ -e "$0" ] || [ $n -gt 600 ]; do n=$((n + 1)); sleep 0.1; done; kill -s "$1" "$2"'
+    subprocess.Popen(["sh", "-c", wait, str(until), then.name.removeprefix("SIG"), str(os.getpid())])
+    os.kill(os.getpid(), signal.SIGSTOP)

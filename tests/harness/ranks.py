@@ -53,6 +53,9 @@ __all__ = [
     "values",
 ]
 
+HANG_SECONDS = 300.0
+"""Ranks that take longer hang, also on a machine that is busy with much else."""
+
 _STACKS_WITHIN_SECONDS = 2.0
 _GONE_WITHIN_SECONDS = 10.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -114,7 +117,7 @@ def on_ranks(n_ranks: int, function: Callable[..., Any], *args: Any, init: bool 
     """
     key = n_ranks, init
     if key not in _shared_jobs:
-        _shared_jobs[key] = Job(n_ranks, timeout_seconds=150, init=init)
+        _shared_jobs[key] = Job(n_ranks, init=init)
     try:
         return _shared_jobs[key].run(function, *args)
     except BaseException:
@@ -162,8 +165,12 @@ def stay_until_all_are_done(store):
 
 def with_store_of_rank_0() -> dict[str, str | None]:
     """The environment in which rank 0 has the store of the group, and takes it along when it ends."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return {"MASTER_PORT": str(server.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": None}
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
+    held.detach()  # it stays open, so nobody gets this port by chance. Rank 0 may listen there, as this one does not
+    return {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": None}
 
 
 def run_program(
@@ -174,7 +181,7 @@ def run_program(
     env: Mapping[str, str | None] | None = None,
     become_host: Callable[[int], object] | None = None,
     in_new_interpreter: bool = False,
-    timeout_seconds: float = 120,
+    timeout_seconds: float = HANG_SECONDS,
 ) -> list[Outcome]:
     """Run ``script`` on ``size`` ranks that end as Python does. It finds what is defined above.
 
@@ -202,7 +209,7 @@ def run_alone(source: str, *arguments: object, **environment: str) -> Outcome:
     """Run a program that begins by ``import torch``. Of the variables of robust_dcp it has only those given."""
     env = {**{name: None for name in os.environ if name.startswith("ROBUST_DCP")}, **environment}
     words = [str(each) for each in arguments]
-    return run_ranks(1, be_program, textwrap.dedent(source), words, init=False, env=env, timeout_seconds=120)[0]
+    return run_ranks(1, be_program, textwrap.dedent(source), words, init=False, env=env)[0]
 
 
 class Job:
@@ -231,7 +238,7 @@ class Job:
         self,
         n_ranks: int,
         *,
-        timeout_seconds: float = 60,
+        timeout_seconds: float = HANG_SECONDS,
         init: bool = True,
         group_timeout_seconds: float | None = None,
         env: Mapping[str, str | None] | None = None,
@@ -440,8 +447,9 @@ def _rank_environment(rank: int, world_size: int, port: int, more: Mapping[str, 
     return {name: value for name, value in found.items() if value is not None}
 
 
+@functools.cache
 def fork_server() -> Any:
-    """The forkserver context. The first call starts the server, with torch loaded and no thread running."""
+    """The forkserver context. The first call starts the server, and waits until it has loaded torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness.preload"])
     # The server takes its search path from the environment only, and thread pools that NumPy and torch start when
@@ -450,13 +458,7 @@ def fork_server() -> Any:
         # Coverage measures each rank. It fails at the end of a process that was forked while it measured the server.
         os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
         forkserver.ensure_running()
-        _wait_for_the_server()
-    return context
-
-
-@functools.cache
-def _wait_for_the_server() -> None:
-    """Wait for the server's answer, which comes when it has loaded everything."""
-    process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    process = context.Process(target=os.getpid)
     process.start()
     process.join()
+    return context

@@ -86,7 +86,7 @@ def _run_python(
     left_out = ("ROBUST_DCP", "TORCH_DEVICE_BACKEND_AUTOLOAD")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=variables | environment, cwd=cwd, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, env=variables | environment, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(

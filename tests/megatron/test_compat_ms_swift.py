@@ -90,7 +90,7 @@ def _save_and_load_whole_states(directory: Path) -> dict[str, Any]:
 
 
 def test_whole_states_go_both_ways_between_ours_and_stock_and_training_is_the_same(tmp_path: Path) -> None:
-    found = values(run_ranks(2, _save_and_load_whole_states, tmp_path, timeout_seconds=150))
+    found = values(run_ranks(2, _save_and_load_whole_states, tmp_path))
     assert found == [{"ours": [True] * 3, "stock": [True] * 3, "same": [True] * 3}] * 2
     for name in ("stock", "sync", "async"):
         for iteration in (1, 2):

@@ -42,7 +42,7 @@ def test_ours_and_stock_load_each_others_checkpoints_bit_for_bit_into_any_layout
 ) -> None:
     """Ours reuses its plan, and makes no collective of the world. Those with experts are in Megatron's fully parallel
     wrappers."""
-    for outcome in values(run_ranks(4, _both_ways, experts, (saved, other), tmp_path, timeout_seconds=170)):
+    for outcome in values(run_ranks(4, _both_ways, experts, (saved, other), tmp_path)):
         assert outcome["plans"] == ["built", "reused"]
         assert outcome["calls"] == [0, 0]
         assert outcome["found"] == {str(layout): (([], []), ([], [])) for layout in (saved, other)}

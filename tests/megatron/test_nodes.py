@@ -104,7 +104,7 @@ def work(seen: str, nodes: str) -> list[str]:
 def test_each_node_has_the_common_files_and_the_tracker_and_outlives_the_loss_of_each_one(tmp_path: Path) -> None:
     (tmp_path / "seen").mkdir()
     of_all = {".metadata", ".robust_dcp.index", ".robust_dcp.nodes", ".robust_dcp.parity", "common.pt", "metadata.json"}
-    outcomes = run_ranks(len(NODES), work, str(tmp_path / "seen"), str(tmp_path / "nodes"), timeout_seconds=170)
+    outcomes = run_ranks(len(NODES), work, str(tmp_path / "seen"), str(tmp_path / "nodes"))
     for rank, names in enumerate(values(outcomes)):
         assert of_all <= set(names), names
         assert {name for name in names if name.endswith(".distcp")} and all(

@@ -85,7 +85,7 @@ class Scenarios:
             if not of_ranks:
                 of_ranks.extend([{}] * self.n_ranks)
                 directory = tmp_path_factory.mktemp("scenarios")
-                outcomes = run_ranks(self.n_ranks, self.run, directory, timeout_seconds=170, group_timeout_seconds=40)
+                outcomes = run_ranks(self.n_ranks, self.run, directory, group_timeout_seconds=40)
                 of_ranks[:] = values(outcomes)
             told = [f"rank {rank}: {each[scenario]}" for rank, each in enumerate(of_ranks) if scenario in each]
             assert not told, "\n".join(told)

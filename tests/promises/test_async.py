@@ -70,7 +70,7 @@ def save_and_overwrite(directory: str, staging: Any, executor: Any, limit_nbytes
         with saving:
             for tensor in state.values():
                 tensor.fill_(-1)
-        report = saving.result(timeout=60)
+        report = saving.result()
         assert differences(state_of(rank), loaded(path, state)) == []
         assert 0 < report.blocked_seconds <= report.seconds, f"{report.blocked_seconds} s of\n{report}"
         told.append((report.plan, "while training waited" in report.how[-1]))
@@ -108,8 +108,8 @@ def test_a_lazy_save_is_waited_for_by_the_next_optimizer_step_alone(tmp_path: Pa
     optimizer.step()
     assert saving.staging_completion.done()
     names = getattr(getattr(state_dict_saver, "AsyncSaveResponse", None), "__annotations__", ())  # since torch 2.9
-    assert all(getattr(saving, name).result(timeout=60) != NotImplemented for name in names)
-    saving.result(timeout=60)
+    assert all(getattr(saving, name).result() != NotImplemented for name in names)
+    saving.result()
     assert differences(held, loaded(tmp_path, held)) == []
     assert not torch.equal(model.weight, held["weight"])
 
@@ -125,9 +125,9 @@ def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir("elsewhere")
         gate.opened.set()
-        assert saving.result(timeout=60).checkpoint_id == "one"
+        assert saving.result().checkpoint_id == "one"
     manager.save(7, state)
-    assert robust_dcp.finish_async_saves(timeout_seconds=60)
+    assert robust_dcp.finish_async_saves(timeout_seconds=300)
     monkeypatch.chdir("..")
     assert os.listdir("elsewhere") == []
     assert all(value_at(Path(path)) == 1 for path in ("one", "copies/one", "run/step_7", "copies/step_7"))
@@ -144,7 +144,7 @@ def ask_while_one_is_written(directory: str, executor: Any) -> bool:
         path = f"{directory}/{name}"
         return robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=path, max_in_flight=max_in_flight, **options)
 
-    save("0").result(timeout=60)
+    save("0").result()
     writers = writer_pids()
     order: list[str] = []
     if executor == "process" and dist.get_rank() == 1:
@@ -163,7 +163,7 @@ def ask_while_one_is_written(directory: str, executor: Any) -> bool:
             os.kill(writers[0], signal.SIGCONT)
         third = save("3")  # one at a time: it waits
         assert first.done() and second.done() and order == ["first", "second"]
-        third.result(timeout=60)
+        third.result()
     return writer_pids() == writers
 
 
@@ -182,8 +182,8 @@ def test_one_rank_alone_cannot_cancel_a_save_and_a_callback_may_wait_for_all(tmp
         saving.add_done_callback(sys.exit)  # it ends nothing, and nobody waits for ever
         assert not saving.cancel() and not saving.cancelled()
         gate.opened.set()
-        saving.result(timeout=60)
-        finished.append(robust_dcp.finish_async_saves(timeout_seconds=60))
+        saving.result()
+        finished.append(robust_dcp.finish_async_saves(timeout_seconds=300))
     assert finished == [True, True] and value_at(tmp_path) == 1.0
 
 
@@ -193,7 +193,7 @@ def test_a_callback_may_wait_for_a_save_that_it_calls(tmp_path: Path) -> None:
     def save_again(_: Any) -> None:
         for staging in ("full", "lazy"):
             saving = robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path / staging, staging=staging)
-            outcomes.append(saving.result(timeout=100))
+            outcomes.append(saving.result())
 
     saving = robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=tmp_path / "first")
     saving.add_done_callback(save_again)
@@ -213,7 +213,7 @@ def test_who_would_wait_for_ever_in_on_commit_is_told_so(tmp_path: Path) -> None
                 wait()
             refused.append(str(error.value))
 
-    robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=tmp_path / "first", on_commit=save_again).result(60)
+    robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=tmp_path / "first", on_commit=save_again).result()
     assert robust_dcp.finish_async_saves() and len(refused) == 4
     assert [value_at(tmp_path / name) for name in ("first", "again")] == [0.0, 1.0]
 
@@ -222,7 +222,7 @@ def test_stocks_types_choose_who_writes(tmp_path: Path) -> None:
     state = {"w": torch.ones(9)}
     for kind, writes_itself in ((AsyncCheckpointerType.THREAD, True), (AsyncCheckpointerType.PROCESS, False)):
         with FaultDisk(tmp_path) as disk:
-            robust_dcp.async_save(state, checkpoint_id=tmp_path / kind.value, async_checkpointer_type=kind).result(60)
+            robust_dcp.async_save(state, checkpoint_id=tmp_path / kind.value, async_checkpointer_type=kind).result()
         assert any(name.endswith(".distcp") for name in disk.names("write")) is writes_itself
 
 
@@ -261,7 +261,7 @@ def fail_and_ask_on_one_rank(directory: str, executor: Any) -> list[str]:
     first = save("1")
     if rank == 0:
         with pytest.raises(StorageError) as caught:
-            first.result(timeout=60)
+            first.result()
         told.append(str(caught.value))
     else:
         while not first.done():
@@ -270,7 +270,7 @@ def fail_and_ask_on_one_rank(directory: str, executor: Any) -> list[str]:
         save("2")
     told.append(str(again.value))
     limit(resource.RLIM_INFINITY)
-    save("3").result(timeout=60)
+    save("3").result()
     assert robust_dcp.finish_async_saves()
     return told
 
@@ -309,7 +309,7 @@ class WaitsToCopy(RobustPlanner):
         self.event = event
 
     def resolve_data(self, write_item: Any) -> Any:
-        assert self.event.wait(100)
+        assert self.event.wait(300)
         return super().resolve_data(write_item)
 
 
@@ -362,14 +362,14 @@ def save_often_in_a_process(directory: str) -> tuple[int, int]:
     state = {f"layers.{number}.weight": torch.full((16,), float(number)) for number in range(4_000)}
     nbytes = []
     for _ in range(14):
-        robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result(timeout=120)
+        robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result()
         (writer,) = writer_pids()
         nbytes.append(int(Path(f"/proc/{writer}/statm").read_text().split()[1]) * resource.getpagesize())
     return nbytes[3], nbytes[-1]
 
 
 def test_the_memory_of_a_writer_process_does_not_grow_from_save_to_save(tmp_path: Path) -> None:
-    ((few, many),) = values(run_ranks(1, save_often_in_a_process, str(tmp_path / "checkpoint"), timeout_seconds=150))
+    ((few, many),) = values(run_ranks(1, save_often_in_a_process, str(tmp_path / "checkpoint")))
     assert many - few < 3 * MEGABYTE
 
 
@@ -385,7 +385,7 @@ def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) 
         state = {f"w{rank}": torch.full((numel,), value)}
         return robust_dcp.async_save(state, checkpoint_id=directory, executor="process")
 
-    save(0.0).result(timeout=60)
+    save(0.0).result()
     dist.barrier()
     before, (writer,) = sorted(os.listdir(directory)), writer_pids()
     dist.barrier()
@@ -394,7 +394,7 @@ def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) 
     else:
         resource.prlimit(writer, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     with pytest.raises(StorageError) as caught:
-        save(1.0, MEGABYTE).result(timeout=60)
+        save(1.0, MEGABYTE).result()
     if rank == 0 and not can_be_killed:
         os.kill(writer, signal.SIGKILL)
     elif rank == 1:
@@ -402,7 +402,7 @@ def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) 
     dist.barrier()
     assert sorted(os.listdir(directory)) == before or not can_be_killed
     dist.barrier()
-    save(2.0).result(timeout=60)
+    save(2.0).result()
     assert value_at(Path(directory), f"w{rank}") == 2.0
     assert (writer_pids() == [writer]) == (rank == 1)
     return str(caught.value)
@@ -440,7 +440,7 @@ _SAVE_AND_END = """
     for writer in writers:
         os.kill(writer, signal.SIGSTOP)
     saving = save(1.0)
-    assert writers or gate.is_there.wait(60)
+    assert writers or gate.is_there.wait(300)
 
     def go_on():
         gate.opened.set()
@@ -533,7 +533,7 @@ def test_whoever_is_killed_during_an_async_save_no_checkpoint_is_lost(kill: Kill
 
 @pytest.mark.parametrize("way", ["thread, lazy", "process, full"])
 def test_no_copy_is_torn_while_a_thread_writes_all_the_time(tmp_path: Path, way: str) -> None:
-    assert values(run_ranks(2, be_rank, way, 2, 1, str(tmp_path), timeout_seconds=150)) == [[], []]
+    assert values(run_ranks(2, be_rank, way, 2, 1, str(tmp_path))) == [[], []]
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])

@@ -127,7 +127,7 @@ def test_a_cable_that_is_out_for_two_seconds_is_waited_for_and_a_host_that_stays
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
         with ThreadPoolExecutor(1) as meanwhile:
             meanwhile.submit(pull)
-            ended = run_program(script, tmp_path, size=3, become_host=cluster.host_of(1), env=env, timeout_seconds=200)
+            ended = run_program(script, tmp_path, size=3, become_host=cluster.host_of(1), env=env)
     assert all("named [2]" in each.output for each in ended[:2])
     assert all(each.exitcode == 0 and "saved again" in each.output for each in ended)
 

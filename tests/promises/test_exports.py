@@ -130,7 +130,7 @@ def test_the_command_exports_under_torchrun_and_other_forms_are_refused(tmp_path
     command = [sys.executable, *words, str(tmp_path / "source"), str(tmp_path / "target"), "--max-shard-size", "2KiB"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--to", "safetensors"], capture_output=True, text=True, env=environment, timeout=200
+        [*command, "--to", "safetensors"], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Made ") == 1 and "2 tensors" in done.stdout

@@ -103,7 +103,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="histories-"))
-        self.job = Job(N_RANKS, timeout_seconds=170)
+        self.job = Job(N_RANKS)
         self.saved: list[tuple[Path, Structure, float]] = []
         self.n = 0
 

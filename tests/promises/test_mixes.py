@@ -345,7 +345,7 @@ def save_and_load_a_large_tensor(directory: str) -> dict[int, int]:
 @pytest.mark.slow
 def test_a_tensor_of_more_than_4_gib_is_saved_and_loaded(tmp_path: Path) -> None:
     """That stock reads such a record is a test of records."""
-    job = run_ranks(1, save_and_load_a_large_tensor, str(tmp_path / "c"), init=False, timeout_seconds=170)
+    job = run_ranks(1, save_and_load_a_large_tensor, str(tmp_path / "c"), init=False)
     assert values(job) == [MARKS]
 
 

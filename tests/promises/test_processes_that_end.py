@@ -67,7 +67,7 @@ stay_until_all_are_done(store)
 """
     # Without this barrier torch's own group may be destroyed on one rank while another still makes it.
     env = {"TORCH_DIST_INIT_BARRIER": "1"}
-    ended = run_program(script, tmp_path, size=3, timeout_seconds=200, env=env)
+    ended = run_program(script, tmp_path, size=3, env=env)
     assert all(each.exitcode == 0 and "saved each time" in each.output for each in ended)
 
 
@@ -376,7 +376,7 @@ def test_ranks_whose_store_is_frozen_give_up_in_time_and_end_at_once(tmp_path: P
         print("ended after", time.monotonic() - began, flush=True)
         sys.exit(1)
     """
-    frozen, *others = run_program(script, tmp_path, size=3, timeout_seconds=90)
+    frozen, *others = run_program(script, tmp_path, size=3)
     assert frozen.exitcode == -signal.SIGKILL
     for each in others:
         assert "named [0] after" in each.output and each.exitcode == 1

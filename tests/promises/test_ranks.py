@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -25,7 +24,7 @@ from robust_dcp.comm import connections
 from robust_dcp.comm.connections import Connections
 from robust_dcp.comm.link import Link
 from tests.faults.disk import CHANGES, LONG_TESTS, Call, Fault, FaultDisk, kill
-from tests.harness.faults import fail_in, kill_in
+from tests.harness.faults import fail_in, kill_in, stand_still
 from tests.harness.fingerprints import blank, differences
 from tests.harness.ranks import errors, on_ranks, run_program, run_ranks, values
 from tests.harness.verdicts import Verdict, verdict_of
@@ -155,26 +154,13 @@ def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_wor
         assert verdict.message.startswith(f"this rank ({late}) came after the others had given up") == (rank == late)
 
 
-def stand_still(call: Call) -> None:
-    """Until the other rank has returned, or for 16 seconds."""
-    is_over = f"[ $n -gt 160 ] || [ -e {os.path.dirname(call.path)}.told ]"
-    wait = f"n=0; until {is_over}; do n=$((n + 1)); sleep 0.1; done"
-    subprocess.Popen(["sh", "-c", f"{wait}; kill -KILL {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def freeze_once_in_commit(path: str, call: str, target: str | None) -> Verdict:
     """Rank 0 stands still from a call on until the others have given up on it, and then goes on."""
     rank, given_up = dist.get_rank(), f"{path}.given up"
 
-    def freeze(call: Call) -> None:
-        wait = f"n=0; until [ $n -gt 600 ] || [ -e '{given_up}' ]; do n=$((n + 1)); sleep 0.1; done"
-        subprocess.Popen(["sh", "-c", f"{wait}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     robust_dcp.save(state(1), checkpoint_id=path)
     writer = RobustWriter(path, drain_to=target, drain_options=CopyOptions(call_timeout_seconds=2))
-    with FaultDisk(target or path, on={call: freeze} if rank == 0 else {}):
+    with FaultDisk(target or path, on={call: lambda call: stand_still(given_up)} if rank == 0 else {}):
         save = partial(robust_dcp.save, state(2), storage_writer=writer, timeout_seconds=4)
         verdict = verdict_of(save) if target is None else verdict_of(lambda: (save(), robust_dcp.finish_async_saves()))
     if rank == 1:
@@ -190,7 +176,7 @@ def test_a_rank_that_stood_still_while_it_commits_does_not_commit_what_the_other
     call: str, drains: bool, tmp_path: Path
 ) -> None:
     path, target = tmp_path / "checkpoint", str(tmp_path / "target") if drains else None
-    verdicts = values(run_ranks(3, freeze_once_in_commit, str(path), call, target, timeout_seconds=150))
+    verdicts = values(run_ranks(3, freeze_once_in_commit, str(path), call, target))
     assert [each.type_name for each in verdicts] == ["ExchangeTimeout"] * 3
     assert all("rank 0" in str(each) for each in verdicts)
     assert all("may be committed all the same" in str(each) for each in verdicts) == (not drains)
@@ -198,23 +184,27 @@ def test_a_rank_that_stood_still_while_it_commits_does_not_commit_what_the_other
     assert not Path(f"{target}/.metadata").exists()
 
 
-def fail_while_the_others_write(path: str, failure: Fault) -> tuple[str, int]:
+def fail_while_the_others_write(path: str, how: str) -> tuple[str, int]:
     """400 writes of 8 MiB are twenty seconds of the disk of rank 0. One block, seen by many names, takes no memory."""
     rank = dist.get_rank()
     own = dict.fromkeys((f"{rank} w{n}" for n in range(1 if rank else 400)), torch.ones(2 << 20))
-    with FaultDisk(path, on={"write:*.distcp": failure if rank == 1 else lambda call: time.sleep(0.05)}) as disk:
+    with FaultDisk(path, on={"write:*.distcp": FAILURES[how] if rank == 1 else lambda call: time.sleep(0.05)}) as disk:
         writer = RobustWriter(path, threads=1)
         verdict = verdict_of(robust_dcp.save, own, storage_writer=writer, timeout_seconds=4)
     Path(f"{path}.told").touch()
     return str(verdict), sum(call.nbytes for call in disk.calls if call.operation == "write")
 
 
-FAILURES: dict[str, Fault] = {"fails": LookupError("lost"), "is killed": kill, "stands still": stand_still}
+FAILURES: dict[str, Fault] = {
+    "fails": LookupError("lost"),
+    "is killed": kill,
+    "stands still": lambda call: stand_still(f"{os.path.dirname(call.path)}.told", signal.SIGKILL),
+}
 
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_ranks_that_still_write_stop_when_another_does_not_go_on(how: str, tmp_path: Path) -> None:
-    writing, other = run_ranks(2, fail_while_the_others_write, str(tmp_path / "checkpoint"), FAILURES[how])
+    writing, other = run_ranks(2, fail_while_the_others_write, str(tmp_path / "checkpoint"), how)
     ((message, nbytes),) = values([writing])
     assert "rank 1" in message and nbytes < 200 * (8 << 20)
     if how == "fails":

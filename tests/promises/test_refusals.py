@@ -122,7 +122,7 @@ def save_somehow(how: str, path: str, free_nbytes: int) -> str:
     room = mock.Mock(f_bavail=free_nbytes, f_bfree=free_nbytes, f_frsize=1, f_blocks=1)
     calls: dict[str, Callable[[], Any]] = {
         "stock with our plugins": lambda: dcp.save(state, storage_writer=writer, planner=RobustPlanner()),
-        "async": lambda: robust_dcp.async_save(state, storage_writer=writer).result(timeout=60),  # type: ignore[union-attr]
+        "async": lambda: robust_dcp.async_save(state, storage_writer=writer).result(),  # type: ignore[union-attr]
     }
     with FaultDisk(path) as disk, mock.patch.object(os, "statvfs", return_value=room):
         verdict = verdict_of(calls.get(how, lambda: robust_dcp.save(state, storage_writer=writer)))

@@ -293,19 +293,19 @@ def test_of_two_saves_to_a_url_that_commit_at_the_same_moment_one_is_refused(
         if path.endswith("/.metadata") and not puts:
             puts.append(path)
             is_there.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(300)
         writes(self, path, *data, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(save_to, url, 1.0)
-        assert is_there.wait(60)
+        assert is_there.wait(300)
         try:
             save_to(url, 2.0)
         finally:
             goes_on.set()
         with pytest.raises(StorageError, match=f"it has not arrived at {url}: there is another checkpoint at"):
-            first.result(60)
+            first.result()
     assert loaded(url) == 2.0 and [loaded(each) for each in staging.iterdir()] == [1.0]
 
 

@@ -166,7 +166,7 @@ def save(path: str, state: StateDict, **options: Any) -> object:
 
 def save_async(path: str, state: StateDict, **options: Any) -> object:
     saving: Any = robust_dcp.async_save(state, checkpoint_id=path, timeout_seconds=60, **options)
-    return saving.result(timeout=60)
+    return saving.result()
 
 
 def load(path: str, state: StateDict) -> object:

@@ -39,7 +39,7 @@ def shown(reports: Reports, tmp_path: Path, script: str, width: int = 1280) -> A
         browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "chromium")
         more = (f"--user-data-dir={tmp_path}/profile", f"--window-size={width},900", "--virtual-time-budget=5000")
         command = [browser, *FLAGS.split(), *more, file.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
         assert 'data-ready="yes"' in done.stdout
         found = re.search(r'data-found="([^"]*)"', done.stdout)

@@ -144,7 +144,7 @@ with tempfile.TemporaryDirectory() as path:
 assert not asked and not torch.cuda.is_initialized(), asked
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=300)
 
 
 FORMS: list[TensorForm] = [
