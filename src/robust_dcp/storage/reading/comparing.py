@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from robust_dcp.report import shortened
-from robust_dcp.staging.blocks import PLAIN, extent_nbytes, memory_at, to_host
+from robust_dcp.staging.blocks import extent_nbytes, is_plain, memory_at, on_cpu
 from robust_dcp.storage.records.objects import are_equal
 
 ELEMENTS: Final[dict[int, Any]] = {
@@ -88,12 +88,12 @@ class Comparison(msgspec.Struct, eq=False):
 
     def add_tensor(self, item: ReadItem, here: torch.Tensor, stored: torch.Tensor) -> None:
         """Compare a tensor that is no plain memory, or a stored one that only torch understands."""
-        here, stored = here.detach(), stored.detach()
+        here, stored = (each.detach().resolve_conj().resolve_neg() for each in (here, stored))
         nbytes = stored.numel() * stored.element_size()
         if here.dtype != stored.dtype:  # the load was asked to convert it
             stored = stored.to(here.dtype)
-        if is_comparable(here) and is_comparable(stored):
-            here, stored = to_host(here), to_host(stored)
+        if is_plain(here) and is_plain(stored):
+            here, stored = on_cpu(here), on_cpu(stored)
             self.add(item, elements_of(here), elements_of(stored), lambda differs: tuple(np.argwhere(differs)[0]))
         elif are_equal(here, stored):
             self._count(item.dest_index.fqn, 0, (), nbytes)
@@ -125,11 +125,6 @@ def _first_difference(here: Any, stored: Any, at: str = "") -> str:
             return _first_difference(one, other, f"{at}[{key!r}]")
     values = f"{shortened(repr(here), 80)} here, {shortened(repr(stored), 80)} in the checkpoint"
     return f"{at}: {values}" if at else values
-
-
-def is_comparable(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are what a contiguous copy of it on the CPU has in its memory."""
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def elements_of(tensor: torch.Tensor, order: Sequence[int] | None = None) -> npt.NDArray[Any]:
