@@ -7,6 +7,7 @@ the target's bytes does not.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -29,6 +30,10 @@ ELEMENTS: Final[dict[int, Any]] = {
     16: np.dtype([("low", np.uint64), ("high", np.uint64)]),
 }
 """By the size of an element in bytes: what NumPy copies and compares it as."""
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 class Comparison(msgspec.Struct, eq=False):
@@ -63,11 +68,10 @@ class Comparison(msgspec.Struct, eq=False):
             place: gives the index in the box that is wanted of the first element that differs, from the array that says
                 which ones do.
         """
-        # Most are equal, which words of eight bytes show faster.
-        has_words = here.ndim > 0 and here.strides[-1] == stored.strides[-1] == here.itemsize < 8
-        if has_words and here.shape[-1] * here.itemsize % 8 == 0:
-            words = (each.view(np.uint64) for each in (here, stored))
-            if not np.not_equal(*words).any():
+        # Most are equal. Of columns, `memcmp` of a copy takes two thirds of the time of NumPy's comparison.
+        if here.flags.c_contiguous:
+            in_order = np.ascontiguousarray(stored)
+            if _memcmp(here.ctypes.data, in_order.ctypes.data, here.nbytes) == 0:
                 self._count(item.dest_index.fqn, 0, (), here.nbytes)
                 return
         differs = here != stored
