@@ -1,9 +1,9 @@
 """Makes the files of a lost node anew, from the data and the parity of the other nodes of its group.
 
 The order: the coordinator decides what is made where; the ranks there get the pieces, and write them under other names;
-each file is read back and compared with its own checksums and with those of the note, and gets its name; then come the
-small files, ``.metadata`` last. So a directory that was lost holds a checkpoint only when all is there. Killed in
-between, the next load begins again, with the files that are still missing.
+each file is read back and compared with its own checksums and with those of the note; then all files get their names,
+also the small ones, such as ``.metadata``, and the last one is a data file. Killed in between, the next load begins
+again, with the files that are still missing.
 """
 
 from __future__ import annotations
@@ -408,18 +408,18 @@ class _MakingAnew:
                 check_files(self._disk, self._path, files, lost.group.mark, "", self._channel)
 
     def _commit(self, beside: Mapping[str, bytes]) -> None:
-        """Give all files their names, ``.metadata`` last, one right after the other: whoever is killed here has most
-        likely done it all."""
+        """Give all files their names, one right after the other. A data file comes last: as long as one is missing, the
+        next load begins again, and then nothing else stays missing either."""
         if not self._leads:
             return
         disk, lost = self._disk, self._lost
         for name, data in beside.items():
             disk.write_file(self._unfinished(name), data)
-        names = [file.name for _, _, file in self._ranges]
+        *names, last = [file.name for _, _, file in self._ranges]
         if lost.makes_parity:
             write_note(disk, self._parity_path + _UNFINISHED, ParityNote(lost.number, lost.group))
             names.insert(0, os.path.basename(self._parity_path))
-        for name in (*names, *beside):
+        for name in (*names, *beside, last):
             disk.rename(self._unfinished(name), os.path.join(self._path, name))
         disk.fsync_directory(self._path)
 
