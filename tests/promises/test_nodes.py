@@ -249,15 +249,24 @@ def test_a_rank_killed_between_the_commits_of_two_nodes_leaves_a_checkpoint_that
 
 
 @pytest.mark.parametrize(
-    ("key", "step"),
-    [("create:.robust_dcp.saving*", 1), ("create:*.distcp", 1), ("create:.metadata.*", 1), ("rename:.metadata", 2)],
+    ("key", "steps"),
+    [
+        ("create:.robust_dcp.saving*", {1}),
+        ("create:*.distcp", {1}),
+        ("create:.metadata.*", {1}),
+        ("rename:.metadata", {1, 2}),
+    ],
 )
-def test_a_failure_on_one_node_is_raised_on_all_ranks_and_loses_nothing(places: Places, key: str, step: int) -> None:
-    """Rank 2 leads on its node. If it is the rename that fails, another node may have renamed before."""
+def test_a_failure_on_one_node_is_raised_on_all_ranks_and_loses_nothing(
+    places: Places, key: str, steps: set[int]
+) -> None:
+    """Rank 2 leads on its node. If it is the rename that fails, another node has renamed before, or has heard of that
+    before it could."""
     fault = OSError(errno.EIO, "")
     found = errors(on(places, ("a", "a", "b"), save_with_a_fault, 2, key, fault))
     assert {failure.rank for error in found for failure in error.rank_failures} == {2}
-    assert set(values(on(places, ("a", "a", "b"), load_either))) == {step}
+    (step,) = set(values(on(places, ("a", "a", "b"), load_either)))
+    assert step in steps
     assert in_the_way(places) == []
 
 
