@@ -189,7 +189,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         path, disk = self.writer.path, self.writer.disk
         self._held.enter_context(needed_for_a_load(disk, path))
         try:
-            replaces = (*self.writer.replaces(), *self._given_up(target))
+            replaces = () if self.writer.replaces is None else self.writer.replaces(path)
+            replaces += self._given_up(target)
             self._record = announce_copy(disk, path, target, replaces=replaces)
         except StorageError as error:
             logger.warning("%s: nobody will know where its copy is: %s", path, error.message)
