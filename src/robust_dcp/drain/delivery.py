@@ -27,6 +27,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy, CopyResult
 from robust_dcp.drain.record import DrainRecord, announce_copy, awaited_copy, digest_at, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
+from robust_dcp.nodes.files import make_whole
 from robust_dcp.phases import PhaseClock
 from robust_dcp.save_queue import SaveFuture, SaveQueue
 from robust_dcp.storage.committing.saving_file import sweep
@@ -141,9 +142,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
             return self._tell_of_commit(channel, self.writer.path)
         if leads:
             self._announce(target)
-        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
-        timeout_seconds = max(channel.timeout_seconds, 2 * self.writer.drain_options.call_timeout_seconds)
-        make_copy = partial(self._copy, target, timeout_seconds, names, leads=leads)
+        make_copy = partial(self._copy, target, channel.timeout_seconds, names, leads=leads)
         if self.is_staged:
             with clock.phase("drain"):
                 copied = make_copy()
@@ -159,6 +158,23 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
             # After on_commit, which may leave a note in the checkpoint: a copy made earlier had none, or the note of an
             # earlier save. If it raises, the checkpoint is committed all the same.
             self.queue.submit(make_copy, after=after)
+
+    def go_on(self, target: str, timeout_seconds: float) -> None:
+        """Go on with a copy that was cut off, on a thread. All ranks of the group call this; they may be others than
+        those of the save, and on other nodes. An error is logged, and the copy stays awaited."""
+
+        def make_copy() -> None:
+            try:
+                self._copy(target, timeout_seconds, None)
+            except (RobustCheckpointError, ValueError) as error:
+                logger.warning("%s: its copy is still not complete: %s", self.checkpoint, error)
+
+        self._held.enter_context(needed_for_a_load(self.writer.disk, self.writer.path))
+        try:
+            self.queue.submit(make_copy)
+        except RobustCheckpointError as error:  # no thread can be started
+            self._held.close()
+            logger.warning("%s: its copy is still not complete: %s", self.checkpoint, error)
 
     def _tell_of_commit(self, channel: Channel, where: str) -> None:
         """Call ``on_commit`` on the coordinator. If it raises, all ranks raise."""
@@ -219,8 +235,14 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                         digests.append(record.digest)
         return tuple(digests)
 
-    def _copy(self, target: str, timeout_seconds: float, names: Collection[str], *, leads: bool) -> CopyResult:
+    def _copy(
+        self, target: str, timeout_seconds: float, names: Collection[str] | None, *, leads: bool = False
+    ) -> CopyResult:
         """Copy it. Called on all ranks, with the arguments of :meth:`deliver`.
+
+        Args:
+            names: the data files that this rank sends. ``None``: the ranks share what they see, and what no node has
+                any more is made anew first.
 
         Returns:
             What this rank has sent. If a later save has replaced the checkpoint in its directory, and its own drain
@@ -232,6 +254,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         """
         path, disk = self.writer.path, self.writer.disk
         name = f"drain {self.checkpoint}"
+        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
+        timeout_seconds = max(timeout_seconds, 2 * self.writer.drain_options.call_timeout_seconds)
         with self._held, self._saying_where(path, f"it has not arrived at {target}"):
             channel = self.open_channel(operation=name, timeout_seconds=timeout_seconds)
 
@@ -240,16 +264,20 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                 channel.note_progress()
                 channel.stop_if_given_up()
 
-            copying = Copy(
-                path,
-                target,
-                self.writer.drain_options,
-                record=self._record,
-                progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
-                check_stop=check_stop,
-                disk=disk,
-            )
             with channel.together():
+                if names is None:
+                    _, leads, names = make_whole(channel, name, path)
+                    if leads:
+                        self._announce(target)
+                copying = Copy(
+                    path,
+                    target,
+                    self.writer.drain_options,
+                    record=self._record,
+                    progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
+                    check_stop=check_stop,
+                    disk=disk,
+                )
                 try:
                     begun = channel.broadcast(f"{name}: begin", lambda: _Seen(copying.begin()), _Seen)
                     if not channel.is_coordinator:

@@ -356,7 +356,7 @@ def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_t
             opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
         except RobustCheckpointError as error:
             # Rank 0 may be on a node that has lost its drive.
-            if isinstance(error, ExchangeError) or no_dist or not make_whole(channel, phase, directory):
+            if isinstance(error, ExchangeError) or no_dist or not make_whole(channel, phase, directory).was_lacking:
                 raise
             opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
         if opened.backend != "torch_dist":

@@ -28,7 +28,7 @@ import msgspec
 
 from robust_dcp import errors
 from robust_dcp.decoding import from_json
-from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.disk import Disk, OpenFile, damaged
 from robust_dcp.storage.files.paths import PARITY_PREFIX, writer_of
 from robust_dcp.storage.files.small_files import pass_over
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32
@@ -49,6 +49,7 @@ _TAIL_NBYTES: Final = _TAIL.size + 4
 itself follows."""
 
 _MOST_NOTE_NBYTES: Final = 64 << 20
+_MOST_PARITY_NBYTES: Final = 1 << 44
 _MOST_NODES: Final = 1 << 16
 _READ_NBYTES: Final = 8 << 20
 
@@ -125,6 +126,11 @@ class GroupNote(msgspec.Struct, frozen=True):
         if self.segment_nbytes != segment_nbytes_of(self.nodes):
             raise ValueError(f"segments of {self.segment_nbytes} bytes do not fit the files")
 
+    @property
+    def parity_nbytes(self) -> int:
+        """The length of the parity of a node and its checksums."""
+        return self.segment_nbytes + sums_nbytes(self.segment_nbytes)
+
     def nbytes_of(self, part: Part) -> int:
         """How many bytes of a part are no zeros behind the end of a stream."""
         if part.number == PARITY:
@@ -164,17 +170,6 @@ def parity_name(mark: str) -> str:
 def sums_nbytes(parity_nbytes: int) -> int:
     """How many bytes the checksums of a parity take."""
     return -(-parity_nbytes // SUM_NBYTES) * 4
-
-
-def create_parity(disk: Disk, path: str, group: GroupNote) -> None:
-    """Make a file that :func:`write_parity` fills, from several processes."""
-    nbytes = group.segment_nbytes + sums_nbytes(group.segment_nbytes)
-    file = disk.open_new(path)
-    try:
-        if not disk.preallocate(file, nbytes):
-            disk.truncate(file, nbytes)
-    finally:
-        disk.close(file)
 
 
 def write_parity(disk: Disk, file: OpenFile, group: GroupNote, begin: int, data: npt.NDArray[np.uint8]) -> None:
@@ -253,7 +248,8 @@ def _end_of(disk: Disk, file: OpenFile) -> tuple[bytes, bytes]:
         raise ValueError("an end that is damaged, or of another file")
     magic, parity_nbytes, note_nbytes, sums_crc32, note_crc32 = _TAIL.unpack(tail[:-4])
     n_sums = sums_nbytes(parity_nbytes)
-    fits = parity_nbytes + n_sums + note_nbytes + _TAIL_NBYTES == file.nbytes and note_nbytes <= _MOST_NOTE_NBYTES
+    fits = parity_nbytes + n_sums + note_nbytes + _TAIL_NBYTES == file.nbytes
+    fits = fits and note_nbytes <= _MOST_NOTE_NBYTES and parity_nbytes <= _MOST_PARITY_NBYTES
     if magic != _MAGIC or not fits:
         raise ValueError("an end that does not fit the length of the file")
     sums, note = disk.read(file, parity_nbytes, n_sums), disk.read(file, parity_nbytes + n_sums, note_nbytes)
@@ -306,13 +302,3 @@ def check_parity(disk: Disk, path: str, *, with_data: bool) -> ParityNote:
     finally:
         disk.close(parity.file)
     return parity.note
-
-
-def damaged(path: str, expected: str, found: str) -> errors.CorruptCheckpoint:
-    """The error for a file whose bytes are not those that were saved."""
-    return errors.CorruptCheckpoint(
-        f"{path} is damaged: expected {expected}, found {found}; restore it from a copy, or take another checkpoint",
-        file=path,
-        expected=expected,
-        found=found,
-    )
