@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -185,7 +186,13 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         def tell() -> None:
             if channel.is_coordinator:
                 channel.stop_if_given_up()
-                on_commit()
+                try:
+                    on_commit()
+                except SystemExit as error:
+                    if threading.current_thread() is threading.main_thread():
+                        raise
+                    # The result of an async save would end whoever asks for it.
+                    raise RuntimeError(f"it called sys.exit({error.code!r}) in a thread: let it return") from error
 
         with self._saying_where(where, "on_commit has failed"):
             channel.barrier(f"save {self.checkpoint}: on_commit", tell)
