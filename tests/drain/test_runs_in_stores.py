@@ -18,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import robust_dcp
 from robust_dcp import CheckpointManager, StorageError
 from robust_dcp.manager import series
+from robust_dcp.storage.remote import Calls
 from tests.cli.commands import shell
 from tests.drain.test_stores import BUCKET, FaultyStore, running_store
 from tests.harness.ranks import run_ranks, values
@@ -174,6 +175,7 @@ def test_a_job_that_is_killed_at_any_change_of_the_store_goes_on_and_leaves_noth
 ) -> None:
     """In a save of a new step, in one that takes the place of a step, and in the removals that follow."""
     monkeypatch.setattr(series, "_OVER_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(Calls, "_within_limit", lambda self, call: call())  # 10,000 calls, none of which can hang
     begun = f"memory://{tmp_path.name}/begun"
     manager = CheckpointManager(begun)
     manager.save(3, state(3), metrics={"loss": 3})
@@ -195,16 +197,16 @@ def test_a_job_that_is_killed_at_any_change_of_the_store_goes_on_and_leaves_noth
             outcomes.add(loaded(root))
             there = {each.step: each for each in CheckpointManager(root).checkpoints()}
             for each in there.values():
-                loss = {0: {}, 2: {"loss": 2.0}}.get(each.step, {"loss": value_at(each)})
-                assert each.metrics == loss, (step, number, each)
+                loss = {0: {}, 2: {"loss": 2.0}}.get(each.step)
+                assert each.metrics == (loss if each.step < 3 else {"loss": value_at(each)}), (step, number, each)
             CheckpointManager(root, keep_last=1, keep_every=step).save(5, state(5))
             assert loaded(root) == (5, 5.0)
             left = memory.find(f"{fsspec.url_to_fs(root)[1]}/step_{step}")
             if left:  # it is kept, and nothing that belongs to another save
                 beside = {os.path.basename(each) for each in left if os.path.basename(each).startswith(".")}
                 assert len(left) - len(beside) == 1 and ".metadata" in beside <= KEPT, (step, number, left)
-            CheckpointManager(root, keep_last=1).save(7, state(7))
-            assert steps(root) == [0, 7] and names(root) == {"latest", "step_0", "step_7"}, (step, number, names(root))
+            CheckpointManager(root, keep_last=1).prune()
+            assert steps(root) == [0, 5] and names(root) == {"latest", "step_0", "step_5"}, (step, number, names(root))
             if number > len(changes):
                 break
         assert outcomes == {(2, 2.0), (step, 33.0)} and 30 > number > 15, (step, outcomes, number)
