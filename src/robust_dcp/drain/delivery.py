@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -185,7 +186,13 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         def tell() -> None:
             if channel.is_coordinator:
                 channel.stop_if_given_up()
-                on_commit()
+                try:
+                    on_commit()
+                except SystemExit as error:
+                    if threading.current_thread() is threading.main_thread():
+                        raise
+                    # The result of an async save would end whoever asks for it.
+                    raise RuntimeError(f"it called sys.exit({error.code!r}) in a thread: let it return") from error
 
         with self._saying_where(where, "on_commit has failed"):
             channel.barrier(f"save {self.checkpoint}: on_commit", tell)
@@ -205,7 +212,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         path, disk = self.writer.path, self.writer.disk
         self._held.enter_context(needed_for_a_load(disk, path))
         try:
-            replaces = (*self.writer.replaces(), *self._given_up(target))
+            replaces = () if self.writer.replaces is None else self.writer.replaces(path)
+            replaces += self._given_up(target)
             self._record = announce_copy(disk, path, target, replaces=replaces)
         except StorageError as error:
             logger.warning("%s: nobody will know where its copy is: %s", path, error.message)

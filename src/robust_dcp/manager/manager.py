@@ -426,7 +426,7 @@ class CheckpointManager:
         if self._series.is_in_store:
             writer = copy.copy(options.get("storage_writer") or RobustWriter(os.curdir))  # it is staged elsewhere
             writer.drain_options = self._drain_options
-            writer.replaces = functools.partial(self._series.replaced_by_a_save, path)
+            writer.replaces = functools.partial(self._series.note_before_commit, record)
             options["storage_writer"] = writer
         return options, note
 

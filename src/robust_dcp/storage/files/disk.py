@@ -139,18 +139,26 @@ class Disk:
 
     def read(self, file: OpenFile, offset: int, nbytes: int) -> bytes:
         """These bytes of a file; fewer only at its end."""
-        buffer = bytearray(nbytes)
-        return bytes(memoryview(buffer)[: self.pread_into(file, buffer, offset)]) if nbytes else b""
+        try:
+            buffer = bytearray(nbytes)
+            return bytes(memoryview(buffer)[: self.pread_into(file, buffer, offset)]) if nbytes else b""
+        except MemoryError as error:
+            raise storage_error("read", file.path, OSError(errno.ENOMEM, f"no memory for {nbytes} bytes")) from error
 
-    def read_file(self, path: str, at_most: int | None = None) -> bytes | None:
+    def read_file(self, path: str, at_most: int | None = None, *, begins: bytes = b"") -> bytes | None:
         """The bytes of the file at ``path``; ``None`` if there is none. No memory is taken for a file that is too long.
+
+        Args:
+            begins: what it has to begin with. Of any other file only so many bytes are read.
 
         Raises:
             CorruptCheckpoint: it has more than ``at_most`` bytes.
         """
         try:
             with self.reading(path) as file:
-                nbytes = file.nbytes
+                nbytes, head = file.nbytes, self.read(file, 0, len(begins))
+                if head != begins:
+                    return head
                 if at_most is None or nbytes <= at_most:
                     return self.read(file, 0, nbytes)
         except errors.StorageError as error:
