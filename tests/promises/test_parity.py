@@ -359,6 +359,14 @@ def test_commands_on_a_node_say_what_its_checkpoint_outlives_and_verify_what_it_
     verified = shell("verify", root / "step_7", "--json")
     assert verified.code == 0 and "any 1 of 3 nodes (host-a, host-b, host-c)" in str(verified.json["notes"])
     parity = next((root / "step_7").glob(".robust_dcp.parity.*"))
+    shutil.copytree(root / "step_7", root / "step_8")
+    (root / "step_8" / parity.name).unlink()
+    for is_protected, left in ((False, ["step_7", "step_8"]), (True, ["step_8"])):
+        if is_protected:
+            shutil.copy(parity, root / "step_8")
+        assert shell("prune", root, "--keep-last", "1", "--yes").code == 0
+        assert sorted(each.name for each in root.glob("*step*")) == left
+    os.rename(root / "step_8", root / "step_7")
     flip_bit(parity, 100)
     broken = shell("verify", root / "step_7", "--json")
     assert broken.code == 1 and [each["file"] for each in broken.json["problems"]] == [parity.name]

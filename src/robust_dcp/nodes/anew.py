@@ -17,6 +17,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from robust_dcp.comm import Channel
 from robust_dcp.drain.record import DRAIN_RECORD_NAME
@@ -390,9 +391,10 @@ def check_files(
     """
     for file in files:
         stream = Stream(disk, path, NodeNote("", (), (file,)), mark, suffix)
+        buffer = np.empty(min(file.nbytes, _CHECKED_NBYTES), dtype=np.uint8)
         try:
             for at in range(0, file.nbytes, _CHECKED_NBYTES):
-                stream.read(at, min(at + _CHECKED_NBYTES, file.nbytes))
+                stream.read(at, buffer[: file.nbytes - at])
                 if channel is not None:
                     channel.check_stop(at, file.nbytes)
         finally:

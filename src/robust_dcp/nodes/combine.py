@@ -2,7 +2,7 @@
 
 Making parity and making files anew are one thing: a part of one node is the XOR of a part of each other node of its
 group. The ranks of a node share the work by ranges of bytes. A rank holds one piece that it sends, one that it gets,
-and one in which it adds up what it has got.
+one in which it adds up what it has got, and one that it reads for that, all in the same buffers from first to last.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class Stream:
         self._open: dict[int, OpenFile] = {}
         self._blocks: dict[int, Any] = {}
 
-    def read(self, begin: int, end: int) -> UInt8:
-        """Bytes of the stream.
+    def read(self, begin: int, out: UInt8) -> None:
+        """Read bytes of the stream. Between two files are zeros.
 
         Raises:
             CorruptCheckpoint: they do not have their checksums.
             StorageError: a file cannot be read.
         """
-        out: UInt8 = np.zeros(end - begin, dtype=np.uint8)
+        done, end = begin, begin + len(out)
         for number, file in enumerate(self._files):
             start = self._starts[number]
             first, last = max(begin, start), min(end, start + file.nbytes)
@@ -114,7 +114,9 @@ class Stream:
                 self._read(number, first - start, view)
                 self._check(number, first - start, view)
                 self.runs.add(Run(number, first - start, len(view), crc32(view)))
-        return out
+                out[done - begin : first - begin] = 0
+                done = last
+        out[done - begin :] = 0
 
     def close(self) -> None:
         """Close the files."""
@@ -139,13 +141,13 @@ class Stream:
         if number not in self._blocks:
             self._blocks[number] = blocks_in(self._disk, self._file(number), self._mark)
         begins, ends, crcs = self._blocks[number]
-        stop, rest = at + len(view), memoryview(bytearray(SUM_NBYTES))
+        stop = at + len(view)
         for row in range(int(np.searchsorted(begins, at)), int(np.searchsorted(begins, stop))):
             begin, end = int(begins[row]), int(ends[row])
             crc = crc32(view[begin - at : end - at])
             for place in range(stop, end, SUM_NBYTES):
-                more = rest[: min(SUM_NBYTES, end - place)]
-                self._read(number, place, more)
+                more = bytearray(min(SUM_NBYTES, end - place))
+                self._read(number, place, memoryview(more))
                 crc = crc32(more, crc)
             if crc != int(crcs[row]):
                 expected = f"bytes {begin} to {end} with CRC-32 {int(crcs[row]):08x}"
@@ -183,15 +185,16 @@ class Parts:
             finally:
                 self._disk.close(file)
 
-    def read(self, part: Part, begin: int, end: int) -> UInt8:
-        """Bytes of a part."""
+    def read(self, part: Part, begin: int, out: UInt8) -> None:
+        """Read bytes of a part."""
         if part.number == PARITY:
             self._parity = self._parity or open_parity(self._disk, self._path(self.parity_name))
-            return np.frombuffer(self._parity.read(self._disk, begin, end), dtype=np.uint8)
+            self._parity.read(self._disk, begin, out.data)
+            return
         if part.node not in self._streams:
-            self._streams[part.node] = Stream(self._disk, self._directory, self.group.nodes[part.node], self.group.mark)
-        at = part.number * self.group.segment_nbytes
-        return self._streams[part.node].read(at + begin, at + end)
+            node = self.group.nodes[part.node]
+            self._streams[part.node] = Stream(self._disk, self._directory, node, self.group.mark)
+        self._streams[part.node].read(part.number * self.group.segment_nbytes + begin, out)
 
     def runs(self, node: int) -> list[Run]:
         """What was read of a node's files."""
@@ -263,14 +266,6 @@ class _Piece:
         self.n_missing = 0
         self.sum: UInt8 | None = None
 
-    def add(self, data: UInt8) -> None:
-        if self.sum is None and len(data) == self.end - self.begin and data.flags.writeable:
-            self.sum = data
-            return
-        if self.sum is None:
-            self.sum = np.zeros(self.end - self.begin, dtype=np.uint8)
-        np.bitwise_xor(self.sum[: len(data)], data, out=self.sum[: len(data)])
-
 
 class _Move(NamedTuple):
     """A piece of a source: whose it is, where it begins, and the piece that it is added to; ``None`` on the sender."""
@@ -307,6 +302,10 @@ class Combining:
         self._channel = channel
         self._parts = cast("Parts", parts)  # without one there is nothing to read or write
         self._pieces: list[_Piece] = []
+        self._piece_nbytes = piece_nbytes
+        self._free: list[UInt8] = []
+        self._lent: dict[int, UInt8] = {}  # by the number of a bucket of this round
+        self._round = -1
         self._next = 0  # the first bucket that has not arrived
         self._done_nbytes = 0
         rows: list[tuple[tuple[int, int, int], Bucket, _Move]] = []
@@ -361,11 +360,29 @@ class Combining:
 
     def _complete(self, piece: _Piece) -> None:
         for source, end in piece.local:
-            piece.add(self._parts.read(source, piece.begin, end))
-        data = np.zeros(piece.end - piece.begin, dtype=np.uint8) if piece.sum is None else piece.sum
+            buffer = self._buffer()
+            self._parts.read(source, piece.begin, buffer[: end - piece.begin])
+            self._add(piece, buffer, end - piece.begin)
+        data = self._buffer(zeros=True) if piece.sum is None else piece.sum
+        self._parts.write(piece.target, piece.begin, data[: piece.end - piece.begin])
+        self._free.append(data)
         piece.sum = None
-        self._parts.write(piece.target, piece.begin, data)
         self._note(0)
+
+    def _add(self, piece: _Piece, buffer: UInt8, nbytes: int) -> None:
+        """Add the first bytes of a buffer to a piece, which keeps the first buffer."""
+        if piece.sum is None:
+            buffer[nbytes:] = 0
+            piece.sum = buffer
+        else:
+            np.bitwise_xor(piece.sum[:nbytes], buffer[:nbytes], out=piece.sum[:nbytes])
+            self._free.append(buffer)
+
+    def _buffer(self, *, zeros: bool = False) -> UInt8:
+        buffer: UInt8 = self._free.pop() if self._free else np.empty(self._piece_nbytes, dtype=np.uint8)
+        if zeros:
+            buffer[:] = 0
+        return buffer
 
     def _note(self, nbytes: int) -> None:
         self._done_nbytes = min(self._done_nbytes + nbytes, self._total_nbytes)
@@ -373,21 +390,32 @@ class Combining:
 
     # The functions of a relay, which may call them once more after a connection broke.
 
+    def _moving(self, number: int) -> UInt8:
+        """A buffer for what is moved. Those of the round before are free by now."""
+        if self._buckets[number].round != self._round:
+            self._round = self._buckets[number].round
+            self._free += self._lent.values()
+            self._lent.clear()
+        if number not in self._lent:
+            self._lent[number] = self._buffer()
+        return self._lent[number][: self._buckets[number].nbytes]
+
     def _outgoing(self, number: int) -> torch.Tensor:
-        move = self._moves[number]
-        self._note(move.end - move.begin)
-        return torch.from_numpy(self._parts.read(move.source, move.begin, move.end))
+        move, out = self._moves[number], self._moving(number)
+        self._note(len(out))
+        self._parts.read(move.source, move.begin, out)
+        return torch.from_numpy(out)
 
     def _incoming(self, number: int) -> torch.Tensor:
-        return torch.empty(self._buckets[number].nbytes, dtype=torch.uint8)
+        return torch.from_numpy(self._moving(number))
 
     def _arrived(self, number: int, received: torch.Tensor) -> None:
         piece = self._moves[number].piece
         if number < self._next or piece is None:
             return
         self._next = number + 1
-        piece.add(received.numpy())
-        piece.n_missing -= 1
         self._note(received.numel())
+        self._add(piece, self._lent.pop(number), received.numel())
+        piece.n_missing -= 1
         if not piece.n_missing:
             self._complete(piece)

@@ -197,22 +197,21 @@ class ParityFile(NamedTuple):
     note: ParityNote
     sums: bytes
 
-    def read(self, disk: Disk, begin: int, end: int) -> bytearray:
-        """Bytes of the parity, which begin where a block does.
+    def read(self, disk: Disk, begin: int, out: memoryview) -> None:
+        """Read bytes of the parity, which begin where a block does.
 
         Raises:
             CorruptCheckpoint: they do not have their checksums.
         """
-        data = bytearray(end - begin)
-        n_read = disk.pread_into(self.file, data, begin)
+        end = begin + len(out)
+        n_read = disk.pread_into(self.file, out, begin)
         for at in range(begin, end, SUM_NBYTES):
             stop = min(at + SUM_NBYTES, end)
             expected = int.from_bytes(self.sums[at // SUM_NBYTES * 4 :][:4], "little")
-            found = crc32(memoryview(data)[at - begin : stop - begin])
+            found = crc32(out[at - begin : stop - begin])
             is_whole = stop % SUM_NBYTES == 0 or stop == self.note.group.segment_nbytes
             if n_read < stop - begin or (is_whole and found != expected):
                 raise damaged(self.file.path, f"bytes {at} to {stop} with CRC-32 {expected:08x}", f"{found:08x}")
-        return data
 
 
 def open_parity(disk: Disk, path: str) -> ParityFile:
@@ -297,8 +296,9 @@ def check_parity(disk: Disk, path: str, *, with_data: bool) -> ParityNote:
     parity = open_parity(disk, path)
     try:
         nbytes = parity.note.group.segment_nbytes
+        buffer = memoryview(bytearray(min(nbytes, _READ_NBYTES) if with_data else 0))
         for at in range(0, nbytes if with_data else 0, _READ_NBYTES):
-            parity.read(disk, at, min(at + _READ_NBYTES, nbytes))
+            parity.read(disk, at, buffer[: nbytes - at])
     finally:
         disk.close(parity.file)
     return parity.note
