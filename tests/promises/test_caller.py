@@ -4,6 +4,7 @@ directory is left alone after the commit."""
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -232,3 +233,20 @@ def test_only_what_has_no_state_dict_is_set_in_the_dict_of_the_caller(tmp_path: 
     with switched():
         dcp.load(by_ours, checkpoint_id=tmp_path)
     assert sorted(by_ours.keys_set) == sorted(by_stock.keys_set) == ["step", "w"]
+
+
+def save_beside_a_socket(path: str) -> bool:
+    """Whether a socket of the caller still waits for what comes, where new ones of Python do not."""
+    socket.setdefaulttimeout(60.0)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as own:
+            own.settimeout(None)
+            own.set_inheritable(True)
+            robust_dcp.save({"w": torch.ones(2)}, checkpoint_id=path, process_group=dist.new_group())
+            return os.get_blocking(own.fileno())
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_a_socket_of_the_caller_waits_as_before(tmp_path: Path) -> None:
+    assert on_ranks(2, save_beside_a_socket, str(tmp_path)) == [True, True]

@@ -306,20 +306,32 @@ def _sockets(are_inherited: bool = True) -> Iterator[_Socket]:
             fd = int(name)
             if (are_inherited and not os.get_inheritable(fd)) or not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            each = socket.socket(fileno=fd)
-            try:
-                if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                    listens = bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-                    remote = None
-                    with contextlib.suppress(OSError):
-                        remote = _end_of(each.getpeername())
-                    yield _Socket(fd, _end_of(each.getsockname()), remote, listens)
-            finally:
-                each.detach()
+            local = _end_of(fd, _libc.getsockname)
+            if local is not None and _option_of(fd, socket.SO_TYPE) == socket.SOCK_STREAM:
+                yield _Socket(fd, local, _end_of(fd, _libc.getpeername), bool(_option_of(fd, socket.SO_ACCEPTCONN)))
 
 
-def _end_of(name: Any) -> tuple[str, int]:
-    return str(name[0]).partition("%")[0].removeprefix("::ffff:"), int(name[1])
+# Calls of C: an object of Python for somebody else's socket would let it wait no more after `socket.setdefaulttimeout`.
+_libc = ctypes.CDLL(None)
+
+
+def _end_of(fd: int, function: Any) -> tuple[str, int] | None:
+    """What ``getsockname`` or ``getpeername`` tells of a socket; ``None`` if it has none of IP."""
+    name = ctypes.create_string_buffer(28)
+    if function(fd, name, ctypes.byref(ctypes.c_uint(len(name)))) != 0:
+        return None
+    family, (port,) = struct.unpack_from("=H", name)[0], struct.unpack_from("!H", name, 2)
+    if family == socket.AF_INET:
+        return socket.inet_ntop(family, name.raw[4:8]), port
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(family, name.raw[8:24]).removeprefix("::ffff:"), port
+    return None
+
+
+def _option_of(fd: int, option: int) -> int:
+    value = ctypes.c_int()
+    _libc.getsockopt(fd, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(ctypes.c_uint(4)))
+    return value.value
 
 
 def _keep_from_children(listeners: set[tuple[str, int]]) -> None:
