@@ -13,7 +13,7 @@
 #                path is test/distributed/checkpoint of PyTorch's sources, of the version of the installed torch;
 #                STOCK_FILES="test_utils.py e2e/*" runs some of them. Or MEGATRON=path, a checkout of Megatron-LM: its
 #                tests/unit_tests/dist_checkpointing on eight ranks (hours); STOCK_EVERY=8 runs each eighth of a file
-#   make test-hooks  saves and loads as TensorBoard and OpenTelemetry see them
+#   make test-hooks  saves and loads as TensorBoard, Weights & Biases (offline), MLflow and OpenTelemetry see them
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
 #   make docs    the tables and pictures of docs/ written anew from tests and docs/figures.json, and the site in build/site

@@ -46,7 +46,6 @@ from robust_dcp.plan.shared_reads import (
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queues_of, telling_of_earlier
 from robust_dcp.stateful import StandIn, stand_ins_for, values_to_compare, values_to_save
-from robust_dcp.storage.committing.save import read_nodes
 from robust_dcp.storage.files.paths import checkpoint_name, is_url, local_path_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.reader import RobustReader
@@ -378,8 +377,6 @@ class Loading(msgspec.Struct, eq=False):
                 if robust is None:
                     raise
                 if not self.is_overwritten(robust):
-                    if self.compares:
-                        raise self._where_nodes_differ(robust, error) from error
                     self.read_from_nodes(robust, error)
                     break
                 if is_last_try:
@@ -452,17 +449,6 @@ class Loading(msgspec.Struct, eq=False):
             lambda: Offer(flags=int(self.channel.is_coordinator and reader.source.is_overwritten())),
         )
         return agreement.count(1) > 0
-
-    def _where_nodes_differ(self, reader: RobustReader, error: RobustCheckpointError) -> RobustCheckpointError:
-        """``error``; or what it means where nodes do not share the directory, as a proof reads nothing for others."""
-        save_id = getattr(getattr(self.planner, "metadata", None), "storage_meta", None)
-        if not read_nodes(reader.source.disk, reader.path, str(getattr(save_id, "save_id", ""))):
-            return error
-        return RobustCheckpointError(
-            f"{self.checkpoint} lies on drives of several nodes, and some rank needs what its node does not have, such "
-            "as the one copy of a replicated tensor. Only a load reads that from the other nodes: prove a copy that "
-            f"lies in one directory, or load without prove ({error.message})"
-        )
 
     def read_from_nodes(self, reader: RobustReader, error: RobustCheckpointError) -> None:
         """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""

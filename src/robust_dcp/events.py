@@ -14,13 +14,28 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 logger = logging.getLogger(__name__)
 
 _LAST_NUMBER: Final = re.compile(r"(\d{1,18})\D*$")
 
 EventName = Literal["started", "phase_started", "progress", "phase_ended", "ended", "failed"]
+
+
+class Slowest(NamedTuple):
+    """The rank that has done the smallest part of its work.
+
+    Attributes:
+        rank: which one.
+        done_nbytes, total_nbytes: how much it has copied, written or read in this phase, and how much there is.
+        seconds: for how long it has been at that.
+    """
+
+    rank: int
+    done_nbytes: int
+    total_nbytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,8 @@ class Event:
         seconds: how long the phase, or the whole call, has taken.
         done_nbytes, total_nbytes: how many bytes this rank has copied, written or read in this phase, and how many
             there are; ``None`` if it does not know.
+        slowest: on rank 0, with ``progress``: how far the slowest rank is, by what the ranks tell each other each
+            second; ``None`` if none has told how much it has to do.
         report: a ``SaveReport`` or ``LoadReport``.
         error: what the call raises.
         is_async: whether training goes on meanwhile.
@@ -50,6 +67,7 @@ class Event:
     seconds: float | None = None
     done_nbytes: int | None = None
     total_nbytes: int | None = None
+    slowest: Slowest | None = None
     report: Any = None
     error: BaseException | None = None
     is_async: bool = False

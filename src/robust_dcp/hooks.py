@@ -3,7 +3,7 @@
 Both are there by themselves, because ``save`` and ``load`` call :func:`watch`. The bar shows the bytes of rank 0. It
 shows nothing if standard error is no terminal, if the save is async, or with ``ROBUST_DCP_PROGRESS=0``. The log has a
 line at the beginning and one at the end where its logger is enabled for INFO, and one every 30 seconds where there is
-no bar.
+no bar: it names the slowest rank, which the beats of the ranks tell rank 0 anyway.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ _LOGGED_EVERY_SECONDS: Final = 30.0
 
 @dataclass
 class _Pace:
-    """The phase that an operation is in, when it began, and when its progress was logged last."""
+    """The phase that an operation is in, and when its progress was logged last."""
 
     phase: str
     is_async: bool
-    began: float
     logged: float
 
 
@@ -41,8 +40,8 @@ _PACES: Final[dict[str, _Pace]] = {}
 
 
 def log_event(event: Event) -> None:
-    """Log the saves and loads of rank 0 to ``robust_dcp.operations``: the beginning, each 30 seconds how far a long one
-    is, and the end: INFO if it went well, ERROR if it failed.
+    """Log saves and loads on rank 0 to ``robust_dcp.operations``: the beginning, each 30 seconds how far the slowest
+    rank is, and the end: INFO if it went well, ERROR if it failed.
 
     ``save`` and ``load`` do so by themselves where that logger is enabled for INFO when they are called. At the end the
     record's attribute ``robust_dcp`` is a dict: the operation, the rank and the numbers. A formatter for JSON, such
@@ -58,7 +57,7 @@ def log_event(event: Event) -> None:
     if event.name == "started":
         logger.info("%s begins on %d rank%s", event.operation, event.world_size, "" if event.world_size == 1 else "s")
     elif event.name == "phase_started":
-        _PACES[event.operation] = _Pace(event.phase or "", event.is_async, now, now)
+        _PACES[event.operation] = _Pace(event.phase or "", event.is_async, now)
     elif event.name == "progress":
         _log_progress(event, now)
     if event.name not in ("ended", "failed"):
@@ -77,22 +76,22 @@ def log_event(event: Event) -> None:
 
 
 def _log_progress(event: Event, now: float) -> None:
-    pace, done, total = _PACES.get(event.operation), event.done_nbytes or 0, event.total_nbytes or 0
-    if pace is None or now - pace.logged < _LOGGED_EVERY_SECONDS or not 0 < done <= total:
+    pace, slowest = _PACES.get(event.operation), event.slowest
+    if pace is None or now - pace.logged < _LOGGED_EVERY_SECONDS or slowest is None or not slowest.done_nbytes:
         return
     if value_of("ROBUST_DCP_PROGRESS") is False or (_has_bar() and not pace.is_async):
         return
     pace.logged = now
-    rate = done / (now - pace.began)
+    rate = slowest.done_nbytes / max(slowest.seconds, 1e-3)
     logger.info(
-        "%s: %s %d %% on this rank, %s of %s, %s/s, about %.0f s left",
+        "%s: %s; the slowest of the ranks that are not done is rank %d: %d %% of %s, %s/s, about %.0f s left",
         event.operation,
         pace.phase,
-        100 * done // total,
-        sizes_in_words(done),
-        sizes_in_words(total),
+        slowest.rank,
+        100 * slowest.done_nbytes // slowest.total_nbytes,
+        sizes_in_words(slowest.total_nbytes),
         sizes_in_words(rate),
-        (total - done) / rate,
+        (slowest.total_nbytes - slowest.done_nbytes) / rate,
     )
 
 

@@ -8,6 +8,7 @@ checkpoint only the text is there, which may have been written under other wrapp
 from __future__ import annotations
 
 import fnmatch
+import re
 import sys
 from bisect import bisect_left
 from collections import defaultdict
@@ -53,6 +54,15 @@ def fit_nothing(globs: Iterable[str], names: Collection[str]) -> list[str]:
 def without_wrappers(name: str) -> str:
     """A name without the parts that module wrappers may have added."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+_NO_PARAMETER: Final = re.compile(r"(?:^|\.)(?:optim|(?:state|param_groups|running_mean|running_var)(?:\.|$))")
+"""Fits names of the state of an optimizer, and of what the forward pass counts."""
+
+
+def is_parameter(name: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor of a checkpoint is a parameter, as far as its name and dtype tell."""
+    return (dtype.is_floating_point or dtype.is_complex) and _NO_PARAMETER.search(name) is None
 
 
 def bare_name(name: Any) -> Any:

@@ -292,6 +292,8 @@ def _found(loading: Loading, counts: Callable[[str], bool], also: Callable[[Comp
     comparison, metadata = getattr(planner, "comparison", None), getattr(planner, "metadata", None)
     if not isinstance(planner, RobustLoadPlanner) or comparison is None or metadata is None:
         raise TypeError(f"prove compares by a RobustLoadPlanner and a RobustReader, not by {type(planner).__name__}")
+    if loading.shared is not None:
+        loading.shared.load_objects(planner, loading.checkpoint)
     also(comparison)
     bits = (1 << channel.rank).to_bytes(-(-channel.size // 8), "little")
     return _Findings(

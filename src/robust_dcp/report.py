@@ -166,6 +166,8 @@ class SaveReport(_Report):
             was written while training waited, and why.
         leads_directory: whether this rank has committed in a directory of its own node, because the nodes do not share
             the checkpoint's directory. One rank on each node does; ``False`` for the coordinator.
+        identical_to: the last checkpoint by the same plan, if the parameters of all ranks are bit for bit those in it.
+            Tensors of floating point count as parameters, unless their names are those of states of an optimizer.
         protection: where ``parity_nodes`` were asked for: ``under way``; what the checkpoint outlives by now, such as
             ``any 1 of 8 nodes``; or ``not protected`` and why. Empty where nothing is to be done.
     """
@@ -182,6 +184,7 @@ class SaveReport(_Report):
     files: tuple[str, ...] = ()
     how: tuple[str, ...] = ()
     leads_directory: bool = False
+    identical_to: str = ""
     _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
     _protection: Future[str] | None = field(default=None, repr=False, compare=False)
 
@@ -206,6 +209,7 @@ class SaveReport(_Report):
             f"saved {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
             f"{''.join(f', {how}' for how in self.how)}; plan {self.plan}: {self.reason}"
+            f"{f'; all parameters are identical to those in {self.identical_to}' if self.identical_to else ''}"
         )
 
 

@@ -12,21 +12,27 @@ import pty
 import re
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp import Event, events, hooks, on_event
+from robust_dcp import Channel, Event, events, hooks, on_event
+from robust_dcp.comm import Offer
+from robust_dcp.events import Slowest
 from robust_dcp.hooks import ProgressBar, log_event
 from robust_dcp.report import LoadReport, PhaseReport
 from tests.docs.pages import DOCS, blocks_of
+from tests.harness.ranks import run_ranks, values
 
 
 def test_the_log_entry_of_a_call_has_its_numbers_as_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,11 +77,43 @@ def test_a_long_call_logs_how_far_it_is_every_thirty_seconds(
             log_event(Event("phase_started", "save x", 0, 2, phase="write", is_async=is_async))
             for gibibytes in range(1, 9):
                 clock[0] += 10
-                log_event(Event("progress", "save x", 0, 2, done_nbytes=gibibytes << 30, total_nbytes=8 << 30))
-                log_event(Event("progress", "save x", 1, 2, done_nbytes=gibibytes << 30, total_nbytes=8 << 30))
-    said = "save x: write 37 % on this rank, 3.0 GiB of 8.0 GiB, 102.4 MiB/s, about 50 s left"
+                slowest = Slowest(5, gibibytes << 30, 8 << 30, 10.0 * gibibytes)
+                log_event(Event("progress", "save x", 0, 2, done_nbytes=1, total_nbytes=2, slowest=slowest))
+                log_event(Event("progress", "save x", 1, 2, done_nbytes=1, total_nbytes=2))
+    said = "save x: write; the slowest of the ranks that are not done is rank 5: 37 % of 8.0 GiB, 102.4 MiB/s, "
+    said += "about 50 s left"
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == said and len(lines) == 2
+
+
+def hear_of_the_slowest() -> bool:
+    """Rank 1 stands still after a tenth of its work until rank 0 has heard of that, or for a minute."""
+    channel, heard = Channel.for_group(None, operation="save x"), threading.Event()
+
+    def listen(event: Event) -> None:
+        if event.slowest is not None and event.slowest[:3] == (1, 10, 100):
+            heard.set()
+
+    def work() -> Offer:
+        until = time.monotonic() + 60
+        while channel.rank == 0 and not heard.is_set() and time.monotonic() < until:
+            channel.check_stop(90, 100)
+            time.sleep(0.05)
+        if channel.rank == 0:
+            store.set("heard", b"1")
+        else:
+            channel.check_stop(10, 100)
+            store.wait(["heard"], timedelta(seconds=120))
+        return Offer()
+
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    with on_event(listen):
+        channel.agree("write", work)
+    return heard.is_set()
+
+
+def test_rank_0_hears_while_it_works_how_far_the_slowest_rank_is() -> None:
+    assert values(run_ranks(2, hear_of_the_slowest)) == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -144,20 +144,31 @@ def refused(path: str) -> None:
 
 
 def disagree(path: str) -> None:
-    rank = dist.get_rank()
-    for source, size in (("source", 30_000 if rank else 90_000), ("source" if rank else "other", 90_000)):
+    """Each is refused at once, and not at a timeout."""
+    one, usual = dist.get_rank() == 1, {"form": "safetensors", "max_shard_nbytes": 90_000}
+    for words, here in (
+        ("'safetensors' on rank 0.*'dcp' on rank 1", {"form": "dcp"}),
+        ("form='none' on rank 1", {"form": "none"}),
+        ("max_shard_nbytes=90000 on rank 0, max_shard_nbytes=30000 on rank 1", {"max_shard_nbytes": 30_000}),
+        ("rules=.*exclude", {"rules": Rules(exclude=("a",))}),
+        ("overwrite=False on rank 0, overwrite=True on rank 1", {"overwrite": True}),
+        ("config=None on rank 0, config='/none' on rank 1", {"config": "/none"}),
+        ("layout='torch' on rank 0", {"layout": "safetensors"}),
+        ("there/source' on rank 1", {"source": f"{path}/there/source"}),
+        ("source=a state dict on rank 1", {"source": {"a": torch.ones(1)}}),
+        ("target=.*elsewhere' on rank 1", {"target": f"{path}/elsewhere"}),
+    ):
+        options = {"source": f"{path}/source", "target": f"{path}/model", **usual, **(here if one else {})}
+        with pytest.raises(PlanConflict, match=f"convert was called with .*{words}"):
+            robust_dcp.convert(**options, process_group=dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patched:  # one path, and for a rank it is another directory
+        patched.chdir(f"{path}/there" if one else path)
         with pytest.raises(PlanConflict, match="the ranks do not convert the same"):
-            robust_dcp.convert(
-                f"{path}/{source}",
-                f"{path}/model",
-                form="safetensors",
-                max_shard_nbytes=size,
-                process_group=dist.group.WORLD,
-            )
+            robust_dcp.convert("source", f"{path}/model", **usual, process_group=dist.group.WORLD)
 
 
 def test_ranks_that_would_convert_something_else_are_refused(tmp_path: Path) -> None:
-    for number, name in enumerate(("source", "other")):
+    for number, name in enumerate(("source", "there/source")):
         robust_dcp.save(dict.fromkeys("ab", torch.full((5_000,), float(number))), checkpoint_id=tmp_path / name)
     on_ranks(2, disagree, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "there"]

@@ -6,15 +6,19 @@ of a node of its own under one path.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import random
 import re
 import shutil
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,10 +31,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
 from tests.cli.commands import shell
-from tests.faults.disk import FaultDisk
+from tests.faults.disk import Call, FaultDisk, kill
 from tests.harness.damage import flip_bit
 from tests.harness.hosts import become_node, can_become_node
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(
     not can_become_node(), reason="neither root nor user namespaces: no process can see a directory of its own"
@@ -145,17 +149,18 @@ def lose_and_load(tmp: str, placing: str, kind: str, lost: Sequence[str], other:
     return result
 
 
-def keep(tmp: str) -> None:
+def keep(tmp: str, kind: str = "kept") -> None:
     """Remember what is on all nodes."""
-    shutil.copytree(Path(tmp, "nodes"), Path(tmp, "kept"))
+    shutil.rmtree(Path(tmp, kind), ignore_errors=True)
+    shutil.copytree(Path(tmp, "nodes"), Path(tmp, kind))
 
 
-def restore(tmp: str) -> None:
+def restore(tmp: str, kind: str = "kept") -> None:
     """Put back what was on all nodes. The directories of the nodes stay, because they are mounted."""
     for node in os.listdir(Path(tmp, "nodes")):
         shutil.rmtree(Path(tmp, "nodes", node, "ckpt"), ignore_errors=True)
-        if Path(tmp, "kept", node).exists():
-            shutil.copytree(Path(tmp, "kept", node, "ckpt"), Path(tmp, "nodes", node, "ckpt"))
+        if Path(tmp, kind, node, "ckpt").exists():
+            shutil.copytree(Path(tmp, kind, node, "ckpt"), Path(tmp, "nodes", node, "ckpt"))
 
 
 @pytest.mark.parametrize(
@@ -289,6 +294,62 @@ def test_parity_that_cannot_be_made_costs_nothing_but_itself_and_a_manager_keeps
     assert step == 4 and "has lost 2 nodes, host-a, host-c" in reason
 
 
+def save_and_die(tmp: str, placing: str) -> None:
+    """Save a step. The last rank is killed before it has copied a file; the others have copied theirs."""
+    group, rank = group_of(len(placing)), dist.get_rank()
+    root, is_protected = become(tmp, placing[rank]), threading.Event()
+
+    def die(call: Call) -> None:
+        assert is_protected.wait(100)
+        kill(call)
+
+    manager = CheckpointManager(root, parity_nodes=3, drain_to=f"{tmp}/durable", process_group=group)
+    with FaultDisk(f"{tmp}/durable", on={"create:*/__*": die} if rank == len(placing) - 1 else {}):
+        report = manager.save(1, state_of("dtensors", group, blank=False))
+        while report.protection == "under way":
+            time.sleep(0.02)
+        assert report.protection == "any 1 of 3 nodes"
+        is_protected.set()
+        with contextlib.suppress(robust_dcp.RobustCheckpointError):
+            robust_dcp.finish_async_saves()
+
+
+def go_on_draining(tmp: str, placing: str, lost: str, loads: bool) -> list[int]:
+    """Lose a node, perhaps load what there was, and save the next step. The steps that have arrived."""
+    group, rank = group_of(len(placing)), dist.get_rank()
+    if rank == 0:
+        shutil.rmtree(Path(tmp, "nodes", lost, "ckpt"))
+    dist.barrier()
+    if rank >= len(placing):
+        return []
+    root = become(tmp, placing[rank])
+    os.makedirs(root, exist_ok=True)
+    manager = CheckpointManager(root, parity_nodes=3, drain_to=f"{tmp}/durable", process_group=group)
+    if loads:
+        assert manager.load_latest(state_of("dtensors", group, blank=True)) is not None
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):  # as on a node of its own
+        manager.save(2, state_of("dtensors", group, blank=False))
+    robust_dcp.finish_async_saves()
+    dist.barrier(group)
+    return [each.step for each in CheckpointManager(f"{tmp}/durable").checkpoints()]
+
+
+@pytest.mark.parametrize(("lost", "loads"), [("c", True), ("a", False)])
+def test_a_drain_goes_on_with_the_files_that_were_made_anew_of_a_node_that_was_lost_before_they_had_arrived(
+    tmp_path: Path, lost: str, loads: bool
+) -> None:
+    tmp = str(tmp_path)
+    (tmp_path / "durable").mkdir()
+    assert [each.exitcode for each in run_ranks(3, save_and_die, tmp, "abc")] == [0, 0, -9]
+    durable = tmp_path / "durable" / "step_1"
+    assert not (durable / ".metadata").exists()
+    assert {each.name[:4] for each in durable.glob("*.distcp")} == {"__0_", "__1_"}
+    assert on_ranks(SIZE, go_on_draining, tmp, "abc", lost, loads)[:3] == [[1, 2]] * 3
+    state: dict[str, Any] = {key: torch.zeros_like(value) for key, value in values_of(3).items()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(durable), no_dist=True)
+    assert all(torch.equal(state[key], value) for key, value in values_of(3).items())
+
+
 def test_commands_on_a_node_say_what_its_checkpoint_outlives_and_verify_what_it_has(tmp_path: Path) -> None:
     on_ranks(SIZE, save, str(tmp_path), "abc", "dtensors", 3)
     root = tmp_path / "nodes" / "b"
@@ -298,6 +359,14 @@ def test_commands_on_a_node_say_what_its_checkpoint_outlives_and_verify_what_it_
     verified = shell("verify", root / "step_7", "--json")
     assert verified.code == 0 and "any 1 of 3 nodes (host-a, host-b, host-c)" in str(verified.json["notes"])
     parity = next((root / "step_7").glob(".robust_dcp.parity.*"))
+    shutil.copytree(root / "step_7", root / "step_8")
+    (root / "step_8" / parity.name).unlink()
+    for is_protected, left in ((False, ["step_7", "step_8"]), (True, ["step_8"])):
+        if is_protected:
+            shutil.copy(parity, root / "step_8")
+        assert shell("prune", root, "--keep-last", "1", "--yes").code == 0
+        assert sorted(each.name for each in root.glob("*step*")) == left
+    os.rename(root / "step_8", root / "step_7")
     flip_bit(parity, 100)
     broken = shell("verify", root / "step_7", "--json")
     assert broken.code == 1 and [each["file"] for each in broken.json["problems"]] == [parity.name]

@@ -22,7 +22,16 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import robust_dcp
-from robust_dcp import CheckpointManager, ProofReport, RobustCheckpointError, RobustReader, RobustWriter
+from robust_dcp import (
+    CheckpointManager,
+    PlanConflict,
+    ProofReport,
+    RobustCheckpointError,
+    RobustLoadPlanner,
+    RobustPlanner,
+    RobustReader,
+    RobustWriter,
+)
 from tests.harness.ranks import errors, on_ranks, run_alone, run_ranks
 from tests.harness.verdicts import lines_of_the_log
 
@@ -435,6 +444,24 @@ def test_a_value_of_another_kind_is_a_difference_and_a_key_of_one_side_is_named(
     )
     assert "'dtype' is torch.float16 here and torch.float32 in the checkpoint" in str(proof)
     assert all(live[key] is before[key] for key in before), "nothing is changed"
+
+
+def test_two_keys_of_one_name_are_named_in_saves_loads_and_proofs(tmp_path: Path) -> None:
+    robust_dcp.save({"2": 1}, checkpoint_id=tmp_path / "one")
+    state = {2: torch.ones(2), "2": torch.zeros(2)}
+    path, flat = tmp_path / "two", {"flatten_state_dict": False}
+    for call in (
+        lambda: robust_dcp.prove(state, checkpoint_id=tmp_path / "one"),
+        lambda: robust_dcp.load(state, checkpoint_id=tmp_path / "one"),
+        lambda: robust_dcp.load({"m": state}, checkpoint_id=tmp_path / "one"),
+        lambda: robust_dcp.load(state, checkpoint_id=tmp_path / "one", planner=RobustLoadPlanner(**flat)),
+        lambda: robust_dcp.save(state, checkpoint_id=path, planner=RobustPlanner(**flat)),
+    ):
+        with pytest.raises(PlanConflict, match=r"two values that flatten to the name '(m\.)?2'"):
+            call()
+    for wrong in ([3], 3, "rng.*", [None]):
+        with pytest.raises(TypeError, match=r'ignore is a list of patterns such as \["rng'):
+            robust_dcp.load({"2": 1}, checkpoint_id=tmp_path / "one", ignore=wrong)  # type: ignore[arg-type]
 
 
 # Ranks.

@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
+from robust_dcp.stateful import values_to_save
 from tests.harness.fingerprints import blank, differences, wrongly_loaded
 from tests.harness.ranks import on_ranks, run_ranks, values
 from tests.harness.verdicts import lines_of_the_log, verdict_of
@@ -282,6 +285,77 @@ def test_the_files_of_objects_that_grow_in_turn_hold_nothing_else(tmp_path: Path
         grown = {name: bytes(20_000 + 100 * step) for name in ("a", "b")}
         robust_dcp.save(grown, checkpoint_id=str(tmp_path), no_dist=True)
     assert 40_000 < sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 50_000
+
+
+# --- parameters that stay as they are ---------------------------------------------------------------------------------
+
+
+def trained(form: str) -> tuple[StateDict, torch.Tensor, list[torch.Tensor]]:
+    """A state dict, a parameter of it that the last rank writes, and what else a step of training changes."""
+    weight, rest = torch.randn(300, 300), [torch.zeros(300, 300), torch.zeros(())]
+    if form == "modules":
+        module = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(0.5)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0, momentum=0.9)
+        module(torch.randn(4, 300)).sum().backward()
+        optimizer.step()
+        buffers = [state["momentum_buffer"] for state in optimizer.state.values()] + list(module[1].buffers())
+        return {"model": module, "optimizer": optimizer}, module[0].weight.detach(), buffers
+    if form == "shards":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        weight, rest[0] = (distribute_tensor(each, mesh, [Shard(0)]) for each in (weight, rest[0]))
+        names = {
+            "layers.0.weight": weight,
+            "state.layers.0.weight.exp_avg": rest[0],
+            "state.layers.0.weight.step": rest[1],
+        }
+        return names, weight.to_local(), [rest[0].to_local(), rest[1]]
+    own = f"decoder.of rank {dist.get_rank()}"
+    moments = {f"optimizer.state.exp_avg.{own}": rest[0], "optimizer.distributed.step": rest[1]}
+    return {own: weight, "decoder.shared": torch.ones(3), **moments}, weight, rest
+
+
+def save_frozen(directory: str) -> list[str]:
+    """What is wrong with what reports and the log say."""
+    wrong, lines, last = list[str](), lines_of_the_log(), dist.get_rank() == dist.get_world_size() - 1
+    for form in ("modules", "shards", "names"):
+        for way in ("sync", "async", "process", "safetensors", "stock") if form == "names" else ("sync",):
+            state, parameter, rest = trained(form)
+            said = list[tuple[str, int]]()
+            for number, changes in enumerate(["", "rest", "rest", "parameter", "", "rest", "all"]):
+                if changes in ("rest", "all"):
+                    for each in rest:
+                        each.add_(1)
+                if changes in ("parameter", "all") and last:
+                    parameter.view(-1)[7] += 1
+                path, writer = f"{directory}/{form} {way}/step_{number}", None
+                if way == "safetensors":
+                    writer = RobustWriter(path, layout="safetensors")
+                if way == "stock":
+                    dcp.save(values_to_save(state), storage_writer=RobustWriter(path), planner=RobustPlanner())
+                elif way in ("async", "process"):
+                    executor = "process" if way == "process" else "thread"
+                    report = robust_dcp.async_save(state, checkpoint_id=path, executor=executor).result()
+                else:
+                    report = robust_dcp.save(state, checkpoint_id=None if writer else path, storage_writer=writer)
+                dist.barrier()
+                warned = sum("identical to those in" in line for line in lines)
+                said.append(("" if way == "stock" else os.path.basename(report.identical_to), warned))
+                if way != "stock" and ("identical to those in" in str(report)) != bool(report.identical_to):
+                    wrong.append(str(report))
+                lines.clear()
+            once = int(dist.get_rank() == 0)
+            expected = [("", 0), ("step_0", once), ("step_1", 0), ("", 0), ("step_3", 0), ("step_4", once), ("", 0)]
+            if said != [("" if way == "stock" else name, count) for name, count in expected]:
+                wrong.append(f"{form} {way}: {said}")
+    return wrong
+
+
+def test_a_report_says_that_all_parameters_are_those_of_the_checkpoint_before(tmp_path: Path) -> None:
+    """The log says it once, if anything else has changed: it may be one state that is saved again."""
+    assert on_ranks(2, save_frozen, str(tmp_path)) == [[], []]
 
 
 # --- a job that begins anew -------------------------------------------------------------------------------------------

@@ -348,15 +348,21 @@ def test_what_a_copy_that_has_failed_has_sent_gives_way_and_what_it_has_staged_s
 
 
 @pytest.mark.parametrize("place", ["{path}/step_1", "memory://{name}/step_1"])
-@pytest.mark.parametrize("kind", [KeyError, StorageError])
+@pytest.mark.parametrize("kind", [KeyError, StorageError, SystemExit])
 def test_a_failed_on_commit_says_that_the_checkpoint_is_committed_and_where(
-    place: str, kind: type[Exception], tmp_path: Path, staging: Path
+    place: str, kind: type[BaseException], tmp_path: Path, staging: Path
 ) -> None:
     place = place.format(path=tmp_path, name=tmp_path.name)
 
     def fail() -> None:
         raise kind("no such name")
 
+    def save() -> None:
+        if kind is SystemExit:
+            robust_dcp.async_save(state_dict(), checkpoint_id=place, on_commit=fail).result()
+        else:
+            robust_dcp.save(state_dict(), checkpoint_id=place, on_commit=fail)
+
     with pytest.raises(RobustCheckpointError, match=f"checkpoint {place} is committed, but on_commit has failed: .*no"):
-        robust_dcp.save(state_dict(), checkpoint_id=place, on_commit=fail)
+        save()
     assert loaded(place) == 1.0 and not any(staging.glob("*"))

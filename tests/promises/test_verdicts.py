@@ -408,7 +408,7 @@ def test_keys_that_may_be_missing_are_named_by_patterns_and_all_others_are_told(
         assert [rank[kind][0][1] for rank in of_rank] == [("decoder",), ("decoder", "rng.1")]
         assert all("decoder" in rank[kind][0][0] for rank in of_rank)
     for words in ({"allow_missing": "rng.*"}, {"ignore": "rng.*"}):
-        with pytest.raises(TypeError, match="lists of patterns"):
+        with pytest.raises(TypeError, match="is a list of patterns"):
             robust_dcp.load({}, checkpoint_id=tmp_path / "checkpoint", **words)  # type: ignore[arg-type]
     planner = RobustLoadPlanner()
     with pytest.raises(ValueError, match="to the planner that you pass"):

@@ -50,23 +50,23 @@ def shown(reports: Reports, tmp_path: Path, script: str, width: int = 1280) -> A
 @pytest.mark.parametrize(("world_size", "n_checkpoints", "width"), [(4, 12, 1280), (2048, 30, 1280), (2048, 30, 390)])
 def test_all_ranks_are_drawn(world_size: int, n_checkpoints: int, width: int, tmp_path: Path) -> None:
     script = """
-        const colours = (chart) => { const c = $(chart);
-          const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
-          return new Set(Array.from({length: d.length / 4}, (_, i) => d.slice(4 * i, 4 * i + 4).join())).size; };
+        const pixels = Object.fromEntries(["#timeline", "#heatmap", "#history"].map((chart) => { const c = $(chart);
+          return [chart, c.getContext("2d").getImageData(0, 0, c.width, c.height).data]; }));
+        const colours = (d) =>
+          new Set(Array.from({length: d.length / 4}, (_, i) => d.slice(4 * i, 4 * i + 4).join())).size;
         // A bar that is not chosen is drawn through: its pixels have the colour of its plan, and another alpha.
-        const theme = getComputedStyle(document.documentElement);
-        const bars = $("#history"), pixels = bars.getContext("2d").getImageData(0, 0, bars.width, bars.height).data;
+        const theme = getComputedStyle(document.documentElement), bars = pixels["#history"];
         const area = Object.fromEntries(["reused", "rebuilt", "other"].map((name) => {
           const hex = theme.getPropertyValue("--" + name).trim();
           const wanted = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
           let n = 0;
-          for (let i = 0; i < pixels.length; i += 4) {
-            n += pixels[i + 3] > 150 && wanted.every((value, at) => Math.abs(pixels[i + at] - value) <= 2);
+          for (let i = 0; i < bars.length; i += 4) {
+            n += bars[i + 3] > 150 && wanted.every((value, at) => Math.abs(bars[i + at] - value) <= 2);
           }
           return [name, n];
         }));
         const marks = ["#heatmap", "#timeline", "#history", ".tree"].map((each) => Number($(each).dataset.marks));
-        return [marks, ["#timeline", "#heatmap", "#history"].map(colours), $("#notices").innerText,
+        return [marks, Object.values(pixels).map(colours), $("#notices").innerText,
                 document.documentElement.scrollWidth - innerWidth, area];
     """
     reports = read_reports(put_run(tmp_path / "run", world_size, n_checkpoints))

@@ -16,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import WriteItem
 
 import robust_dcp
-from robust_dcp import RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
+from robust_dcp import ProofReport, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
 from robust_dcp.staging.blocks import release_blocks
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING
+from robust_dcp.storage.reading.comparing import Comparison
 from tests.harness.cuda import Cuda, OnDevice, Stream
 from tests.harness.ranks import run_ranks, values
 from tests.storage.test_boxes import Boxes, LateBoxes, cut
@@ -118,6 +119,16 @@ def test_a_save_and_a_load_use_the_device_and_streams_of_the_caller(
         assert all(same(target[name], value) for name, value in state(1).items())
         assert {(number, stream) for number, _, stream in cuda.copies} == {(n.index, s) for n, s in streams.items()}
         assert cuda.pageable == []
+        if how == "save":
+            cuda.copies.clear()
+            assert robust_dcp.prove(target, checkpoint_id=tmp_path).equal
+            assert {(number, stream) for number, _, stream in cuda.copies} == {(n.index, s) for n, s in streams.items()}
+            for name in ("large1", "matrix", "small7"):
+                target[name].view(-1)[5] += 1
+            proof = robust_dcp.prove(target, checkpoint_id=tmp_path)
+            found = {name: each[:2] for name, each in proof.differing.items()}
+            assert found == {"large1": (1, (5,)), "matrix": (1, (0, 5)), "small7": (1, (5,))}
+            assert not any(to_device for _, to_device, _ in cuda.copies)
         release_blocks()
         STAGING.release()
         SHARED_STAGING.release()
@@ -148,9 +159,23 @@ def test_a_load_hands_no_memory_to_a_device_that_is_not_locked(by: Any, tmp_path
             cuda.copies.clear()
             return target
 
+        def prove(target: dict[str, torch.Tensor], **options: Any) -> ProofReport:
+            before = {name: value.clone() for name, value in target.items()}
+            proof = robust_dcp.prove({**target, "step": 7}, storage_reader=RobustReader(tmp_path, **options))
+            assert cuda.copies and not any(to_device for _, to_device, _ in cuda.copies)
+            assert all(same(target[name], value) for name, value in before.items())
+            cuda.copies.clear()
+            return proof
+
         for options in ({}, {"verify_checksums": False}, {"threads": 1, "buffer_bytes": 1 << 20}, {"of_class": True}):
             target = loaded(saved, **options)
             assert all(same(target[name], value) for name, value in saved.items())
+            if "of_class" not in options:
+                assert prove(target, **options).equal
+                target["transposed"][7, 9] += 1
+                target["large3"][N - 1] += 1
+                found = {name: each[:2] for name, each in prove(target, **options).differing.items()}
+                assert found == {"transposed": (1, (7, 9)), "large3": (1, (N - 1,))}
         halves = {name: value.to(torch.bfloat16) for name, value in saved.items() if name != "bytes"}
         target = loaded(halves, RobustLoadPlanner(on_dtype_mismatch="cast"), buffer_bytes=1 << 20)
         assert all(same(target[name], value) for name, value in halves.items())
@@ -158,6 +183,16 @@ def test_a_load_hands_no_memory_to_a_device_that_is_not_locked(by: Any, tmp_path
             cuts = {name: saved[name][box] for name, box in boxes.items()}
             target = loaded(cuts, kind(boxes))
             assert all(same(target[name], value) for name, value in cuts.items())
+        for changed in ({}, {"large0": (1, (6,)), "matrix": (1, (1, 300)), "small3": (1, (2,))}):
+            planner, reader = Boxes(boxes), RobustReader(tmp_path)
+            planner.comparison = comparison = Comparison()
+            for name in changed:
+                target[name].view(-1)[200 if name == "matrix" else 1] += 1
+            planner.set_up_planner(dict(target), metadata := reader.read_metadata(), True)
+            reader.set_up_storage_reader(metadata, True)
+            reader.read_data(planner.create_local_plan(), planner).wait()
+            assert comparison.differing == changed
+            assert not any(to_device for _, to_device, _ in cuda.copies)
 
 
 def load_replicas(path: str) -> list[str]:

@@ -26,6 +26,8 @@ Box = tuple[slice, ...]
 class Boxes(dcp.DefaultLoadPlanner):
     """Reads a box of each tensor into the target of its name."""
 
+    comparison: Any = None
+
     def __init__(self, boxes: dict[str, Box]) -> None:
         super().__init__()
         self.boxes = boxes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 from pathlib import Path
 
@@ -82,3 +83,16 @@ def test_a_save_that_knows_of_none_takes_what_lies_there(tmp_path: Path) -> None
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "stock", no_dist=True)
     (tmp_path / "stock" / "a").write_bytes(b"1")
     assert read(tmp_path / "stock", "a") == b"1"
+
+
+def test_a_file_that_asks_for_memory_that_it_does_not_fill_is_refused_before_that_is_taken(tmp_path: Path) -> None:
+    save(tmp_path, a=b"PK\3\4" + b"1" * 40)
+    source = MetadataSource(Disk(), str(tmp_path))
+    assert source.read_beside("a", 16 << 30, begins=b"PK\3\4") == b"PK\3\4" + b"1" * 40
+    (tmp_path / "a").write_bytes(b"")
+    os.truncate(tmp_path / "a", 15 << 30)  # sparse
+    with pytest.raises(CorruptCheckpoint, match=f"{tmp_path}/a was not saved with this checkpoint"):
+        source.read_beside("a", 16 << 30, begins=b"PK\3\4")
+    with Disk().reading(str(tmp_path / "a")) as file, pytest.raises(StorageError, match="no memory for") as caught:
+        Disk().read(file, 0, 1 << 62)
+    assert caught.value.errno == errno.ENOMEM

@@ -1,11 +1,11 @@
 """Remove the checkpoints that none of the given rules keeps.
 
 Checkpoints whose names begin alike are a series. If there are several, --name says which one. The latest
-checkpoint of the series, the one with the highest step, and the newest one with a whole .metadata always
-stay, and so does one that is being loaded or saved, that robust_dcp has not saved, or whose copy in
-durable storage has not arrived. In a terminal it asks first. Elsewhere it removes only with --yes, and
-otherwise shows what it would remove, with exit code 2. What crashed saves and cut off removals have left
-goes as well.
+checkpoint of the series, the one with the highest step, the newest one with a whole .metadata, and the
+newest one that outlives the loss of a node always stay, and so does one that is being loaded or saved,
+that robust_dcp has not saved, or whose copy in durable storage has not arrived. In a terminal it asks
+first. Elsewhere it removes only with --yes, and otherwise shows what it would remove, with exit code 2.
+What crashed saves and cut off removals have left goes as well.
 
 Examples:
   robust-dcp prune checkpoints --keep-last 3 --dry-run

@@ -317,8 +317,15 @@ class Channel:
         this."""
         self._operation.link.loop.tell(self._operation.note_progress, done_nbytes, total_nbytes)
         if LISTENERS:
+            slowest = self._operation.link.loop.tell(self._operation.slowest) if self.rank == 0 else None
             progress = Event(
-                "progress", self.operation, self.rank, self.size, done_nbytes=done_nbytes, total_nbytes=total_nbytes
+                "progress",
+                self.operation,
+                self.rank,
+                self.size,
+                done_nbytes=done_nbytes,
+                total_nbytes=total_nbytes,
+                slowest=slowest,
             )
             tell(progress)
 

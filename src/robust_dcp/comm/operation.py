@@ -57,6 +57,7 @@ from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.tree import Tree
 from robust_dcp.comm.waits import Call, Finish, Receive, Steps, Until
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
+from robust_dcp.events import Slowest
 
 logger = logging.getLogger(__name__)
 
@@ -258,6 +259,14 @@ class Operation:
             exchange.moved_seconds = self.link.now
             exchange.done_nbytes = exchange.done_nbytes if done_nbytes is None else done_nbytes
             exchange.total_nbytes = exchange.total_nbytes if total_nbytes is None else total_nbytes
+
+    def slowest(self) -> Slowest | None:
+        """How far the slowest rank is that is still at work, as far as this one has heard."""
+        exchange = self._exchange
+        beat = Beat() if exchange is None else exchange.beat_for(None, self.link.now)
+        if beat.slow_rank < 0:
+            return None
+        return Slowest(beat.slow_rank, beat.slow_done_nbytes, beat.slow_total_nbytes, beat.slow_seconds)
 
     def note_piece(self, peer: int) -> None:
         """A piece of what passes between this rank and ``peer`` in its own work has arrived, or has left."""

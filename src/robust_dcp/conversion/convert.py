@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from robust_dcp.api import save
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.drain.record import digest_at
-from robust_dcp.errors import PlanConflict, StorageError, entry_point
+from robust_dcp.errors import PlanConflict, StorageError, entry_point, ranks_in_words
 from robust_dcp.names import fit_nothing, fits
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import listed
@@ -145,10 +146,10 @@ class ConversionReport:
     left_out: tuple[str, ...] = ()
 
 
-class _Begun(msgspec.Struct, frozen=True):
-    """``token``: the end of the name of the directory in which the target is made."""
+class _Arguments(msgspec.Struct, frozen=True):
+    """``values``: those that one rank was called with, by name, in words."""
 
-    token: str
+    values: dict[str, str]
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -201,19 +202,21 @@ def convert(
         CorruptCheckpoint, UnsafeCheckpoint: the source is damaged, or no data.
         RobustCheckpointError: another rank has failed. There is no target then.
     """
-    layout_named(layout)
-    if form not in get_args(Form):
-        raise ValueError(f"form is one of {', '.join(get_args(Form))}, not {form!r}")
-    asked = (flat, "--flat", "torch"), (layout != "torch", "--layout", "dcp"), (config, "--config", "safetensors")
-    for is_given, option, made in asked:
-        if is_given and form != made:
-            raise ValueError(f"{option} is for --to {made}, not for --to {form}")
-    disk, is_model = Disk(), form == "safetensors"
-    if process_group is not None and not is_model:
-        raise ValueError(f"--to {form} is made by one process; only --to safetensors by several")
+    disk, is_model, alone = Disk(), form == "safetensors", process_group is None
     path = os.path.abspath(directory_path(target))
-    alone = process_group is None
-    channel = Channel.for_group(process_group, operation=f"convert to {os.fspath(target)}", no_dist=alone)
+    channel = Channel.for_group(process_group, operation="convert", no_dist=alone)
+    phase = f"convert to {os.fspath(target)}"
+    arguments = {
+        "source": "a state dict" if isinstance(source, dict) else repr(os.fspath(source)),
+        "target": repr(os.fspath(target)),
+        "form": repr(form),
+        "rules": msgspec.json.encode(rules or Rules()).decode(),
+        "flat": repr(flat),
+        "layout": repr(layout),
+        "max_shard_nbytes": repr(max_shard_nbytes),
+        "config": repr(config and os.fspath(config)),
+        "overwrite": repr(overwrite),
+    }
 
     def note(done_nbytes: int, total_nbytes: int) -> None:
         progress(done_nbytes, total_nbytes)
@@ -224,8 +227,17 @@ def convert(
         return _Plan(open_source(place, buffer_nbytes // 2), rules or Rules(), buffer_nbytes, note)
 
     with channel.together(), ExitStack() as stack:
+        token = _agree(channel, arguments)
+        layout_named(layout)
+        if form not in get_args(Form):
+            raise ValueError(f"form is one of {', '.join(get_args(Form))}, not {form!r}")
+        asked = (flat, "--flat", "torch"), (layout != "torch", "--layout", "dcp"), (config, "--config", "safetensors")
+        for is_given, option, made in asked:
+            if is_given and form != made:
+                raise ValueError(f"{option} is for --to {made}, not for --to {form}")
+        if not (alone or is_model):
+            raise ValueError(f"--to {form} is made by one process; only --to safetensors by several")
         beside = _beside(config)
-        token = channel.broadcast("begin", lambda: _Begun(secrets.token_hex(4)), _Begun).token
         if isinstance(source, dict):
             made = stack.enter_context(_made_beside(disk, path, token))
             _check_target(path, form, overwrite=overwrite)
@@ -258,11 +270,10 @@ def convert(
             shards = in_shards([*plan.tensors.values()], max_shard_nbytes, _files_of(config, disk))
             if not alone:
                 same = _digest_of(source, shards, disk)
-                _, agreement = channel.agree("what is converted", lambda: Offer(same=same))
+                _, agreement = channel.agree(f"{phase}: what is read", lambda: Offer(same=same))
                 if not agreement.is_same:
                     raise PlanConflict(
-                        f"the ranks do not convert the same to {path}: pass the same source, rules, config and "
-                        "max_shard_nbytes to all, and a source that all see"
+                        f"the ranks do not convert the same to {path}: some see another source, or another config"
                     )
             disk.mkdirs(made)
             owner, _ = deal(
@@ -280,7 +291,7 @@ def convert(
             if alone:
                 finish([write()])
             else:
-                channel.gather("write", write, _Written, then=finish)
+                channel.gather(f"{phase}: write", write, _Written, then=finish)
         else:
             paths = {new: plan.path_of(new, flat=flat and form == "torch") for new in plan.names}
             state_dict = _nested(paths, lambda: plan.values(os.path.dirname(made)))
@@ -300,6 +311,31 @@ def convert(
         nbytes=plan.nbytes,
         left_out=plan.objects if is_model else (),
     )
+
+
+def _agree(channel: Channel, arguments: dict[str, str]) -> str:
+    """Make sure that all ranks have been called with the same arguments. Returns a text of this call, for all ranks.
+
+    Raises:
+        PlanConflict: some rank was called with others.
+    """
+    same = hashlib.blake2b(repr(arguments).encode(), digest_size=16).digest()
+    notice = secrets.randbits(32) | 1 if channel.is_coordinator else 0
+    _, agreement = channel.agree("convert: arguments", lambda: Offer(same=same, notice=notice))
+
+    def refuse(messages: Sequence[_Arguments | None]) -> None:
+        ranks_of = defaultdict[tuple[str, str], list[int]](list)
+        for rank, message in enumerate(messages):
+            for each in message.values.items() if message is not None else ():
+                ranks_of[each].append(rank)
+        differing = [(*each, ranks) for each, ranks in ranks_of.items() if len(ranks) < channel.size]
+        by_name = sorted(differing, key=lambda each: each[0])
+        called = listed(f"{name}={value} on {ranks_in_words(ranks)}" for name, value, ranks in by_name)
+        raise PlanConflict(f"convert was called with {called}: pass the same on all ranks")
+
+    if not agreement.is_same:
+        channel.gather("convert: arguments that differ", lambda: _Arguments(arguments), _Arguments, then=refuse)
+    return f"{agreement.notice:08x}"
 
 
 class _Plan:

@@ -36,7 +36,7 @@ from robust_dcp.drain.places import Content, Place, open_place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME, DrainRecord, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.report import listed
-from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.disk import Disk, damaged
 from robust_dcp.storage.files.paths import (
     COPYING_PREFIX,
     METADATA_NAME,
@@ -44,7 +44,6 @@ from robust_dcp.storage.files.paths import (
     REMOVING_PREFIX,
     SAVING_PREFIX,
     committed_name,
-    holds_raw_bytes,
     is_data_file,
     mark_of,
     place_of,
@@ -52,8 +51,7 @@ from robust_dcp.storage.files.paths import (
     writer_of,
 )
 from robust_dcp.storage.files.what_is_there import why_nothing_is_committed
-from robust_dcp.storage.layouts.footer import footer_in
-from robust_dcp.storage.layouts.safetensors import read_head
+from robust_dcp.storage.layouts.blocks import blocks_in
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.records.checksum import crc32
@@ -173,7 +171,7 @@ class _Manifest(msgspec.Struct, frozen=True):
             ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))
         for name, end in ends.items():
             if files.get(name, end) < end:
-                raise _damaged(place.path_of(name), f"{end} bytes or more", str(files[name]))
+                raise damaged(place.path_of(name), f"{end} bytes or more", str(files[name]))
         extras = {name: nbytes for name, nbytes in files.items() if name not in ends and _is_extra(name)}
         # Data files of other nodes may be missing in the list.
         return cls(metadata, {name: files.get(name) for name in ends}, extras)
@@ -459,7 +457,9 @@ class Copy:
             CorruptCheckpoint: the bytes are not those that were saved.
         """
         rate = self._options.limit_bytes_per_second if is_sent else None
-        blocks = _stored_blocks(content)
+        writer = writer_of(os.path.basename(content.path))
+        columns = blocks_in(content.disk, content.file, "" if writer is None else writer.mark)
+        blocks = zip(*(column.tolist() for column in columns), strict=True)
         block, crc, offset = next(blocks, None), 0, 0
         for part in content.parts():
             view, end = memoryview(part), offset + len(part)
@@ -469,7 +469,7 @@ class Copy:
                     break
                 if crc != block[2]:
                     expected = f"bytes {block[0]} to {block[1]} with CRC-32 {block[2]:08x}"
-                    raise _damaged(content.path, expected, f"CRC-32 {crc:08x}")
+                    raise damaged(content.path, expected, f"CRC-32 {crc:08x}")
                 block, crc = next(blocks, None), 0
             offset = end
             if rate is not None:
@@ -515,8 +515,14 @@ class Copy:
             )
 
     def _not_as_sent(self, name: str, expected: str, found: str) -> CorruptCheckpoint:
-        advice = "look whether another program writes there, and copy to a place of its own"
-        return _corrupt(self._target.path_of(name), "is not as it was sent", expected, found, advice)
+        path = self._target.path_of(name)
+        return CorruptCheckpoint(
+            f"{path} is not as it was sent: expected {expected}, found {found}; look whether another program writes "
+            "there, and copy to a place of its own",
+            file=path,
+            expected=expected,
+            found=found,
+        )
 
     def _stop_if_failed(self) -> None:
         self._check_stop()
@@ -538,32 +544,3 @@ class Copy:
                 setattr(self.result, name, getattr(self.result, name) + count)
             self.result.retries = self._calls.n_retries
             self.result.seconds = time.perf_counter() - self._started_seconds
-
-
-def _stored_blocks(content: Content) -> Iterator[tuple[int, int, int]]:
-    """Where each block of data begins and ends, and its CRC-32, as a save of ours has left them.
-
-    Raises:
-        CorruptCheckpoint: they are damaged, or not there.
-    """
-    if holds_raw_bytes(content.path):
-        tensors = read_head(content.disk, content.path).tensors.values() if _has_mark(content.path) else ()
-        return iter(sorted((at.offset, at.offset + at.nbytes, at.crc32) for at in tensors if at.crc32 is not None))
-    footer = footer_in(content.disk, content.file)
-    if footer is None and _has_mark(content.path):
-        raise _damaged(content.path, "the footer of a save at its end", "none")
-    try:
-        columns = () if footer is None else footer.blocks()
-    except ValueError as error:
-        raise _damaged(content.path, "checksums of its blocks as they were saved", str(error)) from error
-    return zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _damaged(path: str, expected: str, found: str) -> CorruptCheckpoint:
-    advice = "restore the file from another copy, or copy another checkpoint"
-    return _corrupt(path, "is damaged, and is not copied", expected, found, advice)
-
-
-def _corrupt(path: str, state: str, expected: str, found: str, advice: str) -> CorruptCheckpoint:
-    message = f"{path} {state}: expected {expected}, found {found}; {advice}"
-    return CorruptCheckpoint(message, file=path, expected=expected, found=found)

@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -27,6 +28,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy, CopyResult
 from robust_dcp.drain.record import DrainRecord, announce_copy, awaited_copy, digest_at, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
+from robust_dcp.nodes.files import make_whole
 from robust_dcp.phases import PhaseClock
 from robust_dcp.save_queue import SaveFuture, SaveQueue
 from robust_dcp.storage.committing.saving_file import sweep
@@ -141,9 +143,7 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
             return self._tell_of_commit(channel, self.writer.path)
         if leads:
             self._announce(target)
-        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
-        timeout_seconds = max(channel.timeout_seconds, 2 * self.writer.drain_options.call_timeout_seconds)
-        make_copy = partial(self._copy, target, timeout_seconds, names, leads=leads)
+        make_copy = partial(self._copy, target, channel.timeout_seconds, names, leads=leads)
         if self.is_staged:
             with clock.phase("drain"):
                 copied = make_copy()
@@ -160,6 +160,23 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
             # earlier save. If it raises, the checkpoint is committed all the same.
             self.queue.submit(make_copy, after=after)
 
+    def go_on(self, target: str, timeout_seconds: float) -> None:
+        """Go on with a copy that was cut off, on a thread. All ranks of the group call this; they may be others than
+        those of the save, and on other nodes. An error is logged, and the copy stays awaited."""
+
+        def make_copy() -> None:
+            try:
+                self._copy(target, timeout_seconds, None)
+            except (RobustCheckpointError, ValueError) as error:
+                logger.warning("%s: its copy is still not complete: %s", self.checkpoint, error)
+
+        self._held.enter_context(needed_for_a_load(self.writer.disk, self.writer.path))
+        try:
+            self.queue.submit(make_copy)
+        except RobustCheckpointError as error:  # no thread can be started
+            self._held.close()
+            logger.warning("%s: its copy is still not complete: %s", self.checkpoint, error)
+
     def _tell_of_commit(self, channel: Channel, where: str) -> None:
         """Call ``on_commit`` on the coordinator. If it raises, all ranks raise."""
         on_commit = self.on_commit
@@ -169,7 +186,13 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         def tell() -> None:
             if channel.is_coordinator:
                 channel.stop_if_given_up()
-                on_commit()
+                try:
+                    on_commit()
+                except SystemExit as error:
+                    if threading.current_thread() is threading.main_thread():
+                        raise
+                    # The result of an async save would end whoever asks for it.
+                    raise RuntimeError(f"it called sys.exit({error.code!r}) in a thread: let it return") from error
 
         with self._saying_where(where, "on_commit has failed"):
             channel.barrier(f"save {self.checkpoint}: on_commit", tell)
@@ -189,7 +212,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         path, disk = self.writer.path, self.writer.disk
         self._held.enter_context(needed_for_a_load(disk, path))
         try:
-            replaces = (*self.writer.replaces(), *self._given_up(target))
+            replaces = () if self.writer.replaces is None else self.writer.replaces(path)
+            replaces += self._given_up(target)
             self._record = announce_copy(disk, path, target, replaces=replaces)
         except StorageError as error:
             logger.warning("%s: nobody will know where its copy is: %s", path, error.message)
@@ -218,8 +242,14 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                         digests.append(record.digest)
         return tuple(digests)
 
-    def _copy(self, target: str, timeout_seconds: float, names: Collection[str], *, leads: bool) -> CopyResult:
+    def _copy(
+        self, target: str, timeout_seconds: float, names: Collection[str] | None, *, leads: bool = False
+    ) -> CopyResult:
         """Copy it. Called on all ranks, with the arguments of :meth:`deliver`.
+
+        Args:
+            names: the data files that this rank sends. ``None``: the ranks share what they see, and what no node has
+                any more is made anew first.
 
         Returns:
             What this rank has sent. If a later save has replaced the checkpoint in its directory, and its own drain
@@ -231,6 +261,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
         """
         path, disk = self.writer.path, self.writer.disk
         name = f"drain {self.checkpoint}"
+        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
+        timeout_seconds = max(timeout_seconds, 2 * self.writer.drain_options.call_timeout_seconds)
         with self._held, self._saying_where(path, f"it has not arrived at {target}"):
             channel = self.open_channel(operation=name, timeout_seconds=timeout_seconds)
 
@@ -239,16 +271,20 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                 channel.note_progress()
                 channel.stop_if_given_up()
 
-            copying = Copy(
-                path,
-                target,
-                self.writer.drain_options,
-                record=self._record,
-                progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
-                check_stop=check_stop,
-                disk=disk,
-            )
             with channel.together():
+                if names is None:
+                    _, leads, names = make_whole(channel, name, path)
+                    if leads:
+                        self._announce(target)
+                copying = Copy(
+                    path,
+                    target,
+                    self.writer.drain_options,
+                    record=self._record,
+                    progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
+                    check_stop=check_stop,
+                    disk=disk,
+                )
                 try:
                     begun = channel.broadcast(f"{name}: begin", lambda: _Seen(copying.begin()), _Seen)
                     if not channel.is_coordinator:

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
 from robust_dcp.comm import Channel
-from robust_dcp.drain.copy import copy_checkpoint
-from robust_dcp.drain.record import announce_copy, digest_at, is_awaited
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
+from robust_dcp.drain.delivery import Delivery
+from robust_dcp.drain.record import digest_at, is_awaited
+from robust_dcp.errors import CorruptCheckpoint, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.jobs import JobInSeries
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, end_removals, policies_of, prune
 from robust_dcp.proof import ProofReport, before_first_step
 from robust_dcp.proof import prove as compared
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.save_queue import queue_of
+from robust_dcp.save_queue import queues_of
 from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, absolute, local_path_of, place_of, real_place
 from robust_dcp.storage.metadata.stored_pickle import not_being_loaded
 from robust_dcp.storage.options import WriteOptions
@@ -78,6 +78,16 @@ class _Candidates(msgspec.Struct, frozen=True):
     """The checkpoints in the order in which they are tried."""
 
     checkpoints: tuple[Checkpoint, ...]
+
+
+class _CutOff(msgspec.Struct, frozen=True):
+    """The names of checkpoints whose copies were promised, or cut off: their job was killed, or the store failed."""
+
+    names: frozenset[str] = frozenset()
+
+    @staticmethod
+    def merge(parts: Sequence[_CutOff]) -> _CutOff:
+        return _CutOff(frozenset().union(*(each.names for each in parts)))
 
 
 class CheckpointManager:
@@ -389,12 +399,16 @@ class CheckpointManager:
             no_dist=options.get("no_dist", False),
         )
 
-        def begin() -> None:
-            self._job.check_alone()
-            if self._series.is_in_store:
-                end_removals(self._series)
+        def begin() -> _CutOff:
+            if channel.is_coordinator:
+                self._job.check_alone()
+                if self._series.is_in_store:
+                    end_removals(self._series)
+            # At first one rank of each node looks: the coordinator's node may be a new one that has nothing yet.
+            looks = channel.is_coordinator or (not self._has_saved and os.environ.get("LOCAL_RANK", "0") == "0")
+            return self._cut_off_copies() if looks and self._drain_to is not None else _CutOff()
 
-        channel.barrier("does another job save here", begin if channel.is_coordinator else lambda: None)
+        cut_off = channel.reduce("does another job save here", begin, _CutOff, _CutOff.merge)
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=after_commit, **options)
         if self._drain_to is not None or self._parity_nodes is not None:
             # Another manager may use it, too.
@@ -406,13 +420,13 @@ class CheckpointManager:
             writer = options["storage_writer"]
             writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
             writer.drain_options, writer.on_arrival = self._drain_options, self._has_arrived
-            if self._is_coordinator():
-                self._resume_drains(self._drain_to)
+            for name in sorted(cut_off.names):
+                self._go_on_with(os.path.join(self.root, name), os.path.join(self._drain_to, name), writer, channel)
             self._has_saved = True
         if self._series.is_in_store:
             writer = copy.copy(options.get("storage_writer") or RobustWriter(os.curdir))  # it is staged elsewhere
             writer.drain_options = self._drain_options
-            writer.replaces = functools.partial(self._series.replaced_by_a_save, path)
+            writer.replaces = functools.partial(self._series.note_before_commit, record)
             options["storage_writer"] = writer
         return options, note
 
@@ -430,34 +444,35 @@ class CheckpointManager:
         except Exception as error:
             logger.warning("%s has arrived; latest and old checkpoints there stay as they are: %s", path, error)
 
-    def _resume_drains(self, drain_to: str) -> None:
-        """Go on in the background with copies that were cut off: their job was killed, or the store failed.
+    def _cut_off_copies(self) -> _CutOff:
+        """What this node has of them."""
 
-        An error is logged, and the next save tries again: the checkpoint stays until its copy has arrived.
-        """
+        def is_cut_off(checkpoint: Checkpoint) -> bool:
+            if not self._has_saved and checkpoint == latest and self._series.was_cut_off(checkpoint.path):
+                return True  # killed before it could promise the copy
+            with suppress(StorageError), not_being_loaded(self._disk, checkpoint.path) as is_free:
+                return is_free and is_awaited(self._disk, checkpoint.path)  # a drain holds it as a load does
+            return False
 
-        def resume(paths: Sequence[str]) -> None:
-            for path in paths:
-                target = os.path.join(drain_to, os.path.basename(path))  # wherever its note says that it was to go
-                try:
-                    with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
-                        goes_on = is_free and is_awaited(self._disk, path)
-                    if goes_on:
-                        announce_copy(self._disk, path, target)
-                        copy_checkpoint(path, target, options=self._drain_options)
-                        self._has_arrived(target)
-                except (RobustCheckpointError, ValueError) as error:
-                    logger.warning("%s: its copy is still not complete: %s", path, error)
-
-        queue = queue_of((os.getpid(),), "resumed drain")
         with suppress(StorageError):  # the save fails by it too, on all ranks, or it has passed by then
-            checkpoints = self._series.look() if not queue.n_under_way else []
+            checkpoints = self._series.look()
             latest = self._series.latest_of(checkpoints)
-            if not self._has_saved and latest is not None and self._series.was_cut_off(latest.path):
-                announce_copy(self._disk, latest.path, os.path.join(drain_to, latest.name))  # killed before it could
-            paths = [each.path for each in checkpoints if is_awaited(self._disk, each.path)]
-            if paths:
-                queue.submit(functools.partial(resume, paths))
+            return _CutOff(frozenset(each.name for each in checkpoints if is_cut_off(each)))
+        return _CutOff()
+
+    def _go_on_with(self, path: str, target: str, writer: RobustWriter, channel: Channel) -> None:
+        """Go on in the background with a copy that was cut off, on all ranks. Its note says only that it was."""
+        writer = copy.copy(writer)
+        writer.reset(path)
+        Delivery(
+            checkpoint=path,
+            writer=writer,
+            target=target,
+            is_staged=False,
+            on_commit=None,
+            queue=queues_of(channel.ranks)[1],
+            open_channel=functools.partial(Channel.for_group, self._group, no_dist=channel.size == 1),
+        ).go_on(target, channel.timeout_seconds)
 
     def _candidates(self) -> Sequence[Checkpoint]:
         """The checkpoints in the order in which they are tried, the same on all ranks."""

@@ -22,7 +22,8 @@ A checkpoint stays if at least one policy keeps it. You can write your own polic
 
 A series may lie in a store as well: the root is a URL then, and the disk that of the store. There a checkpoint is
 removed in another order, since nothing can be renamed: a note of the removal, ``.metadata``, all other files that a
-save or a copy of ours gives such names, the note. Only a checkpoint goes whose record names this series.
+save or a copy of ours gives such names, the note. Only a checkpoint goes whose record names this series. So the record
+is there before the checkpoint counts, and also has what it says of the checkpoint whose place this one takes.
 
 Only what carries our mark is removed: a checkpoint whose ``.metadata`` is ours, files with the mark of a crashed save,
 and directories that an earlier removal has renamed. A checkpoint is first renamed to a name that no checkpoint has.
@@ -89,6 +90,7 @@ _OVER_AFTER_SECONDS: Final = 3600.0
 _THREADS: Final = 8  # each call to a store takes some ten milliseconds
 _UNFINISHED: Final = (SAVING_PREFIX, COPYING_PREFIX)
 _OF_OURS: Final = ".robust_dcp."
+_TAIL_NBYTES: Final = 4096
 
 
 class Job(msgspec.Struct, frozen=True, order=True):
@@ -118,12 +120,14 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     Attributes:
         step: the number in its name.
         path: its directory.
-        saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system.
+        saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system. 0 in a record that
+            was written before that, in a store: a later one says that the series has named it as the latest.
         metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
         digest: tells its save from others. A record of another save does not count: it is still there if a save into
             the same directory was killed right after its commit. Empty in records of earlier versions.
         job: who has saved it; ``None`` if it was not a manager.
         series: the prefix of the names of the series that it was saved in.
+        earlier: the record of the checkpoint that is at its place until it is committed.
     """
 
     step: int
@@ -133,6 +137,7 @@ class Checkpoint(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     digest: str = ""
     job: Job | None = None
     series: str | None = None
+    earlier: Checkpoint | None = None
 
     @property
     def name(self) -> str:
@@ -348,7 +353,13 @@ class Series:
         """
         file, decode = os.path.join(path, RECORD_NAME), partial(from_json, kind=Checkpoint)
         record = read_hint(self.disk, file, decode, what="the record of a step", at_most=_MOST_RECORD_NBYTES)
-        return record if record is None or record.digest in ("", digest_at(self.disk, path)) else None
+        if record is None or record.digest == "":
+            return record
+        digest = digest_at(self.disk, path)
+        record = record if record.digest == digest else record.earlier
+        if record is None or record.digest != digest:
+            return None
+        return msgspec.structs.replace(record, earlier=None)
 
     def noted_latest(self) -> Checkpoint | None:
         """The step that ``latest`` names, as its record has it; ``None`` if one of the two cannot be understood. It
@@ -445,24 +456,33 @@ class Series:
                 return False
         return self.is_ours(path)
 
-    def replaced_by_a_save(self, path: str) -> tuple[str, ...]:
-        """The digest of the checkpoint in a store whose place a save of its step takes, if there is one: of this
-        series, or of a save that was killed before it wrote the record. Over any other the save is refused.
+    def note_before_commit(self, record: Checkpoint, staged: str) -> tuple[str, ...]:
+        """Put the record of a step that goes to a store beside what the save has staged, so it arrives before
+        ``.metadata``: whenever the job is killed, the checkpoint has the mark of the series.
+
+        Returns:
+            The digest of the checkpoint of this series whose place it takes, if there is one. Over any other the save
+            is refused.
 
         Raises:
-            StorageError: it cannot be read.
+            StorageError: a call failed.
         """
-        if not self.disk.exists(os.path.join(path, METADATA_NAME)):
-            return ()
-        return (digest_at(self.disk, path),) if self.may_be_removed(path) or self.was_cut_off(path) else ()
+        path, local = self.path_of(record.step), Disk()
+        is_there = self.disk.exists(os.path.join(path, METADATA_NAME))
+        earlier = self.record_at(path) if is_there else None
+        noted = msgspec.structs.replace(record, digest=digest_at(local, staged), earlier=earlier)
+        local.replace_file(os.path.join(staged, RECORD_NAME), msgspec.json.encode(noted))
+        return (digest_at(self.disk, path),) if is_there and self.may_be_removed(path) else ()
 
     def was_cut_off(self, path: str) -> bool:
-        """Whether a checkpoint is ours, and its save was killed before it wrote the record.
+        """Whether a checkpoint is ours, and its save was killed before it had named it as the latest.
 
         Raises:
             StorageError: it cannot be read.
         """
-        return self.record_at(path) is None and self.is_ours(path)
+        record = self.record_at(path)
+        is_unnamed = record is None if not self.is_in_store else record is not None and not record.saved_seconds
+        return is_unnamed and self.is_ours(path)
 
     def _why_it_stays(self, path: str) -> str | None:
         """Why a checkpoint may not be removed although no policy keeps it."""
@@ -478,9 +498,9 @@ class Series:
     def latest_of(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
         """The one that is named as the latest; the one with the highest step if none is named, or the name is not true.
 
-        If a save was killed right after its commit, its checkpoint is later than the named one: it is ours, has no
-        record of its own, and was committed after the name was written. Nothing else is taken for it, since a job may
-        have gone back, and a copy of the root may have other times.
+        If a save was killed right after its commit, its checkpoint is later than the named one: it is ours, no record
+        says that it was named, and it was committed after the name was written. Nothing else is taken for it, since a
+        job may have gone back, and a copy of the root may have other times.
 
         Megatron's tracker comes first: each of our saves moves it too, and a job may have gone on without us.
 
@@ -606,8 +626,7 @@ def prune(
     end_removals(series)
     for name in filter(series.is_unfinished_name, disk.list_directory(root)):
         _attempt(_remove_unfinished, series, os.path.join(root, name))
-    committed = {each.path for each in series.look()} if series.is_in_store else set[str]()
-    for path in set(series.directories()) - committed:
+    for path in series.directories():
         is_swept = _attempt(_sweep_store, series, path) if series.is_in_store else _attempt(sweep, disk, path)
         if is_swept:
             pruned["swept"].append(path)
@@ -707,15 +726,24 @@ def _is_copied_to(series: Series, path: str, names: Iterable[str]) -> bool:
 
 
 def _sweep_store(series: Series, path: str) -> bool:
-    """Remove what a copy to a store has left that was killed before it committed. Returns whether it is gone."""
+    """Remove what a copy to a store has left that was killed: before it committed all, after that what it had not
+    removed yet of the checkpoint whose place it took. Returns whether the directory is gone.
+    """
     disk = series.disk
     names = disk.list_directory(path)
-    is_left = any(name.startswith(COPYING_PREFIX) for name in names) and METADATA_NAME not in names
-    if not is_left or _is_copied_to(series, path, names):
+    if not any(name.startswith(COPYING_PREFIX) for name in names) or _is_copied_to(series, path, names):
         return False
-    for name in sorted(filter(_is_of_ours, names), key=lambda name: name.startswith(COPYING_PREFIX)):
+    is_committed = METADATA_NAME in names
+    left = [name for name in names if name.startswith(COPYING_PREFIX) or (not is_committed and _is_of_ours(name))]
+    if is_committed:
+        # The end of .metadata holds the id of its save, which begins with the mark.
+        end = disk.read_end(os.path.join(path, METADATA_NAME), _TAIL_NBYTES)[1].replace(b"-", b"")
+        marks = {name: writer.mark for name in names if (writer := writer_of(name)) and writer.mark}
+        others = [name for name, mark in marks.items() if mark.encode() not in end]
+        left += others if len(others) < len(marks) else []
+    for name in sorted(left, key=lambda name: name.startswith(COPYING_PREFIX)):
         disk.unlink(os.path.join(path, name))
-    return True
+    return not is_committed
 
 
 def _remove_unfinished(series: Series, path: str) -> bool:

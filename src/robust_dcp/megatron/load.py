@@ -56,6 +56,7 @@ from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import load_object
+from robust_dcp.storage.records.record import ZIP_MAGIC
 from robust_dcp.switch.patching import log_left_to_stock
 
 logger = logging.getLogger(__name__)
@@ -356,7 +357,7 @@ def _load(stock: Callable[..., Any], bound: inspect.BoundArguments, *, is_last_t
             opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
         except RobustCheckpointError as error:
             # Rank 0 may be on a node that has lost its drive.
-            if isinstance(error, ExchangeError) or no_dist or not make_whole(channel, phase, directory):
+            if isinstance(error, ExchangeError) or no_dist or not make_whole(channel, phase, directory).was_lacking:
                 raise
             opened = channel.broadcast(f"{phase}: common state", lambda: _open(directory), _Opened)
         if opened.backend != "torch_dist":
@@ -474,7 +475,8 @@ def _read_common(directory: str) -> _Opened:
     path = os.path.join(directory, common_state.COMMON_FILE)
     source, trusted = MetadataSource(Disk(), directory), current_options().trusted
     fit = source.fit()
-    file = source.read_beside(common_state.COMMON_FILE, common_state.MAX_NBYTES, trusted=trusted)
+    begins = b"" if trusted else ZIP_MAGIC  # no other object is loaded, so no other file is read as a whole
+    file = source.read_beside(common_state.COMMON_FILE, common_state.MAX_NBYTES, trusted=trusted, begins=begins)
     if file is not None:
         return _Opened("torch_dist", file, fit=fit)
     key = ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key

@@ -1,9 +1,9 @@
 """Makes the files of a lost node anew, from the data and the parity of the other nodes of its group.
 
 The order: the coordinator decides what is made where; the ranks there get the pieces, and write them under other names;
-each file is read back and compared with its own checksums and with those of the note, and gets its name; then come the
-small files, ``.metadata`` last. So a directory that was lost holds a checkpoint only when all is there. Killed in
-between, the next load begins again, with the files that are still missing.
+each file is read back and compared with its own checksums and with those of the note; then all files get their names,
+also the small ones, such as ``.metadata``, and the last one is a data file. Killed in between, the next load begins
+again, with the files that are still missing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from robust_dcp.comm import Channel
 from robust_dcp.drain.record import DRAIN_RECORD_NAME
 from robust_dcp.environment import node_name
 from robust_dcp.errors import CorruptCheckpoint, StorageError
-from robust_dcp.nodes.combine import Combining, Node, Stream, UInt8, piece_nbytes_of, whole_crc32
+from robust_dcp.nodes.combine import (
+    UNFINISHED,
+    Combining,
+    Parts,
+    Stream,
+    crc32_of_files,
+    piece_nbytes_of,
+    remove_unfinished,
+)
 from robust_dcp.nodes.parity_file import (
     PARITY,
     FileNote,
@@ -30,24 +39,18 @@ from robust_dcp.nodes.parity_file import (
     NodeNote,
     ParityNote,
     Part,
-    create_parity,
-    damaged,
     parity_name,
     read_parity_note,
     write_note,
-    write_parity,
 )
 from robust_dcp.nodes.places import where
 from robust_dcp.report import listed
 from robust_dcp.storage.committing.saving_file import claimed, is_gone
-from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.disk import Disk, damaged
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, READ_BY_NAME, name_before_commit, writer_of
 from robust_dcp.storage.reading.metadata_source import MetadataSource
 
 logger = logging.getLogger(__name__)
-
-_UNFINISHED: Final = ".anew.tmp"
-"""What the name of a file ends in until it is whole."""
 
 _CHECKED_NBYTES: Final = 8 << 20
 _BEGINS_AGAIN: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -273,16 +276,10 @@ class _MakingAnew:
         self._disk, self._path = checkpoint.source.disk, checkpoint.source.path
         self._leads = channel.rank == lost.writers[0]
         self._writes = channel.rank in lost.writers
-        node = lost.group.nodes[lost.number]
-        self._host = node.host
-        self._ranges = [
-            (start, start + file.nbytes, file)
-            for file, start in zip(node.files, node.starts, strict=False)
-            if file.name in lost.files
-        ]
-        self._open: dict[str, OpenFile] = {}
-        self._nodes: dict[int, Node] = {}
-        self._parity_path = os.path.join(self._path, parity_name(lost.group.mark))
+        self._host = lost.group.nodes[lost.number].host
+        self._files = [file for file in lost.group.nodes[lost.number].files if file.name in lost.files]
+        self._parity_names = [parity_name(lost.group.mark)] if lost.makes_parity else []
+        self._parts = Parts(self._disk, self._path, lost.group, (*self._parity_names, *lost.files))
 
     def run(self) -> None:
         channel, phase, lost = self._channel, self._phase, self._lost
@@ -298,21 +295,18 @@ class _MakingAnew:
         targets = [Part(lost.number, number) for number in range(len(lost.group.nodes) - 1)]
         targets += [Part(lost.number, PARITY)] if lost.makes_parity else []
         with ExitStack() as held:
-            held.callback(self._close)
+            held.callback(self._parts.close)
             channel.barrier(f"{phase}: begin", lambda: self._create(held))
-            Combining(
-                lost.group,
-                channel.rank,
+            combining = Combining(
+                channel,
+                self._parts,
                 targets,
                 readers=lost.ranks_of,
                 writers=lambda part: lost.writers,
                 piece_nbytes=lost.piece_nbytes,
-                read=self._read,
-                write=self._write,
-                side_by_side=False,
-                wants=self._wants,
-            ).run(channel, phase)
-            channel.barrier(f"{phase}: sync", self._sync)
+            )
+            combining.run(phase)
+            channel.barrier(f"{phase}: sync", self._parts.sync)
             try:
                 channel.barrier(f"{phase}: compare", self._compare)
             except CorruptCheckpoint:
@@ -332,73 +326,17 @@ class _MakingAnew:
         for other in held.enter_context(claimed(disk, self._path)):
             if other.is_over and other.is_claim:  # of a load that was killed while it did the same
                 is_gone(disk.unlink, os.path.join(self._path, other.name))
-        held.callback(self._remove_unfinished)
-        self._remove_unfinished()
-        for _, _, file in self._ranges:
-            new = disk.open_new(self._unfinished(file.name))
-            try:
-                if not disk.preallocate(new, file.nbytes):
-                    disk.truncate(new, file.nbytes)
-            finally:
-                disk.close(new)
-        if self._lost.makes_parity:
-            create_parity(disk, self._parity_path + _UNFINISHED, self._lost.group)
-
-    def _remove_unfinished(self) -> None:
-        for name in self._disk.list_directory(self._path) if self._disk.exists(self._path) else ():
-            if name.endswith(_UNFINISHED):
-                is_gone(self._disk.unlink, os.path.join(self._path, name))
-
-    def _unfinished(self, name: str) -> str:
-        return os.path.join(self._path, name + _UNFINISHED)
-
-    def _wants(self, part: Part, begin: int, end: int) -> bool:
-        at = part.number * self._lost.group.segment_nbytes
-        return part.number == PARITY or any(at + begin < stop and start < at + end for start, stop, _ in self._ranges)
-
-    def _read(self, part: Part, begin: int, end: int) -> UInt8:
-        if part.node not in self._nodes:
-            self._nodes[part.node] = Node(self._disk, self._path, self._lost.group, part.node, self._parity_path)
-        return self._nodes[part.node].read(part, begin, end)
-
-    def _write(self, part: Part, begin: int, data: UInt8) -> None:
-        if part.number == PARITY:
-            write_parity(self._disk, self._file(self._parity_path), self._lost.group, begin, data)
-            return
-        at = part.number * self._lost.group.segment_nbytes + begin
-        for start, stop, file in self._ranges:
-            first, last = max(at, start), min(at + len(data), stop)
-            if first < last:
-                path = os.path.join(self._path, file.name)
-                self._disk.pwrite(self._file(path), data.data[first - at : last - at], first - start)
-
-    def _file(self, path: str) -> OpenFile:
-        if path not in self._open:
-            self._open[path] = self._disk.open_read(path + _UNFINISHED, flags=os.O_RDWR)
-        return self._open[path]
-
-    def _sync(self) -> None:
-        for node in self._nodes.values():
-            node.stream.finish()
-        for file in self._open.values():
-            self._disk.fsync(file)
-        self._close()
-
-    def _close(self) -> None:
-        for file in self._open.values():
-            self._disk.close(file)
-        for node in self._nodes.values():
-            node.close()
-        self._open.clear()
-        self._nodes.clear()
+        held.callback(remove_unfinished, disk, self._path)
+        self._parts.create()
 
     def _compare(self) -> None:
         """Read back what was made, and compare it with its own checksums and those of the note."""
         if not self._writes:
             return
         turn, n_writers = self._lost.writers.index(self._channel.rank), len(self._lost.writers)
-        files = tuple(file for _, _, file in self._ranges)[turn::n_writers]
-        check_files(self._disk, self._path, files, self._lost.group.mark, _UNFINISHED, self._channel)
+        check_files(
+            self._disk, self._path, self._files[turn::n_writers], self._lost.group.mark, UNFINISHED, self._channel
+        )
 
     def _compare_sources(self) -> None:
         rank, lost = self._channel.rank, self._lost
@@ -408,20 +346,17 @@ class _MakingAnew:
                 check_files(self._disk, self._path, files, lost.group.mark, "", self._channel)
 
     def _commit(self, beside: Mapping[str, bytes]) -> None:
-        """Give all files their names, ``.metadata`` last, one right after the other: whoever is killed here has most
-        likely done it all."""
+        """Give all files their names, one right after the other. A data file comes last: as long as one is missing, the
+        next load begins again, and then nothing else stays missing either."""
         if not self._leads:
             return
-        disk, lost = self._disk, self._lost
         for name, data in beside.items():
-            disk.write_file(self._unfinished(name), data)
-        names = [file.name for _, _, file in self._ranges]
-        if lost.makes_parity:
-            write_note(disk, self._parity_path + _UNFINISHED, ParityNote(lost.number, lost.group))
-            names.insert(0, os.path.basename(self._parity_path))
-        for name in (*names, *beside):
-            disk.rename(self._unfinished(name), os.path.join(self._path, name))
-        disk.fsync_directory(self._path)
+            self._disk.write_file(os.path.join(self._path, name + UNFINISHED), data)
+        for name in self._parity_names:
+            note = ParityNote(self._lost.number, self._lost.group)
+            write_note(self._disk, os.path.join(self._path, name + UNFINISHED), note)
+        *names, last = self._lost.files
+        self._parts.give_names((*self._parity_names, *names, *beside, last))
 
 
 def files_beside_data(
@@ -456,14 +391,14 @@ def check_files(
     """
     for file in files:
         stream = Stream(disk, path, NodeNote("", (), (file,)), mark, suffix)
+        buffer = np.empty(min(file.nbytes, _CHECKED_NBYTES), dtype=np.uint8)
         try:
             for at in range(0, file.nbytes, _CHECKED_NBYTES):
-                stream.read(at, min(at + _CHECKED_NBYTES, file.nbytes))
+                stream.read(at, buffer[: file.nbytes - at])
                 if channel is not None:
                     channel.check_stop(at, file.nbytes)
-            stream.finish()
         finally:
             stream.close()
-        found = whole_crc32({at: part for (_, at), part in stream.crcs.items()}, file.nbytes)
-        if found != file.crc32:
-            raise damaged(os.path.join(path, file.name), f"CRC-32 {file.crc32:08x}", f"{found or 0:08x}")
+        (crc,) = crc32_of_files(stream.runs, (file,))
+        if crc != file.crc32:
+            raise damaged(os.path.join(path, file.name), f"CRC-32 {file.crc32:08x}", f"{crc or 0:08x}")

@@ -2,26 +2,40 @@
 
 Making parity and making files anew are one thing: a part of one node is the XOR of a part of each other node of its
 group. The ranks of a node share the work by ranges of bytes. A rank holds one piece that it sends, one that it gets,
-and one in which it adds up what it has got.
+one in which it adds up what it has got, and one that it reads for that, all in the same buffers from first to last.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from robust_dcp.comm import Bucket, Channel, Relay
-from robust_dcp.nodes.parity_file import PARITY, GroupNote, NodeNote, ParityFile, Part, damaged, open_parity
-from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.layouts.footer import footer_in
+from robust_dcp.nodes.parity_file import (
+    PARITY,
+    FileNote,
+    GroupNote,
+    NodeNote,
+    ParityFile,
+    Part,
+    open_parity,
+    parity_name,
+    write_parity,
+)
+from robust_dcp.storage.committing.saving_file import is_gone
+from robust_dcp.storage.files.disk import Disk, OpenFile, damaged
+from robust_dcp.storage.layouts.blocks import blocks_in
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, crc32_of_both
 
 UInt8 = npt.NDArray[np.uint8]
+
+UNFINISHED: Final = ".anew.tmp"
+"""What the name of a file ends in until it is whole."""
 
 _MOST_PIECE_NBYTES: Final = 8 << 20
 _PIECES_AT_ONCE: Final = 4
@@ -33,11 +47,37 @@ def piece_nbytes_of(buffer_nbytes: int, n_shares: int) -> int:
     return max(most // SUM_NBYTES, 1) * SUM_NBYTES
 
 
-class Stream:
-    """The data files of one node as one run of bytes. What is read is compared with the checksums that the files hold.
+class Run(NamedTuple):
+    """Bytes of a data file that were read one after the other: the number of the file, where they lie, their CRC-32."""
 
-    A block of a file may begin in one range that is read and end in the next one. Whoever has read its beginning
-    compares it: at once if the ranges follow each other, and else in :meth:`finish`.
+    number: int
+    begin: int
+    nbytes: int
+    crc32: int
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """Runs that follow each other, as one."""
+    whole: list[Run] = []
+    for run in sorted(runs):
+        before = whole[-1] if whole else Run(-1, 0, 0, 0)
+        if (before.number, before.begin + before.nbytes) == run[:2]:
+            crc = crc32_of_both(before.crc32, run.crc32, run.nbytes)
+            whole[-1] = Run(run.number, before.begin, before.nbytes + run.nbytes, crc)
+        else:
+            whole.append(run)
+    return whole
+
+
+def crc32_of_files(runs: Iterable[Run], files: Sequence[FileNote]) -> list[int | None]:
+    """The CRC-32 of each file; ``None`` if not all of it was read."""
+    whole = {run.number: run.crc32 for run in merged(runs) if run[1:3] == (0, files[run.number].nbytes)}
+    return [whole.get(number) if file.nbytes else 0 for number, file in enumerate(files)]
+
+
+class Stream:
+    """The data files of one node as one run of bytes. What is read is compared with the checksums that the files hold:
+    each block by who has read its beginning.
 
     Args:
         disk: the file system.
@@ -46,29 +86,26 @@ class Stream:
         suffix: what follows their names for now.
 
     Attributes:
-        crcs: by the number of a file and a place in it: how many bytes were read from there on, and their CRC-32.
+        runs: what was read.
     """
 
     def __init__(self, disk: Disk, directory: str, node: NodeNote, mark: str, suffix: str = "") -> None:
-        self.crcs: dict[tuple[int, int], tuple[int, int]] = {}
+        self.runs: set[Run] = set()  # a piece is read once more if a connection breaks
         self._disk = disk
         self._mark = mark
         self._paths = [os.path.join(directory, file.name + suffix) for file in node.files]
         self._files, self._starts = node.files, node.starts
         self._open: dict[int, OpenFile] = {}
         self._blocks: dict[int, Any] = {}
-        self._begun: dict[tuple[int, int], tuple[int, int]] = {}  # by file and place: a block, and its CRC-32 up to it
-        self._ends: dict[tuple[int, int], int] = {}  # by file and place: where what was read up to there begins
-        self._checked: set[tuple[int, int]] = set()  # a piece is read once more if a connection breaks
 
-    def read(self, begin: int, end: int) -> UInt8:
-        """Bytes of the stream.
+    def read(self, begin: int, out: UInt8) -> None:
+        """Read bytes of the stream. Between two files are zeros.
 
         Raises:
             CorruptCheckpoint: they do not have their checksums.
             StorageError: a file cannot be read.
         """
-        out: UInt8 = np.zeros(end - begin, dtype=np.uint8)
+        done, end = begin, begin + len(out)
         for number, file in enumerate(self._files):
             start = self._starts[number]
             first, last = max(begin, start), min(end, start + file.nbytes)
@@ -76,15 +113,10 @@ class Stream:
                 view = out.data[first - begin : last - begin]
                 self._read(number, first - start, view)
                 self._check(number, first - start, view)
-        return out
-
-    def finish(self) -> None:
-        """Read the rest of blocks of which only the beginning was read, and compare them."""
-        for (number, at), (row, crc) in self._begun.items():
-            rest = bytearray(int(self._blocks_of(number)[1][row]) - at)
-            self._read(number, at, memoryview(rest))
-            self._compare(number, row, crc32(rest, crc))
-        self._begun.clear()
+                self.runs.add(Run(number, first - start, len(view), crc32(view)))
+                out[done - begin : first - begin] = 0
+                done = last
+        out[done - begin :] = 0
 
     def close(self) -> None:
         """Close the files."""
@@ -104,82 +136,125 @@ class Stream:
         if n_read < len(view):
             raise damaged(self._paths[number], f"{at + len(view)} bytes", f"{at + n_read} bytes")
 
-    def _blocks_of(self, number: int) -> Any:
-        """Where each block of a file begins and ends, and its CRC-32."""
-        if number not in self._blocks:
-            footer, path = footer_in(self._disk, self._file(number)), self._paths[number]
-            if footer is None or footer.mark != self._mark:
-                raise damaged(path, f"the footer of the save {self._mark} at its end", "none")
-            try:
-                self._blocks[number] = footer.blocks()
-            except ValueError as error:
-                raise damaged(path, "checksums of its blocks as they were saved", str(error)) from error
-        return self._blocks[number]
-
     def _check(self, number: int, at: int, view: memoryview) -> None:
-        if (number, at) in self._checked:
-            return
-        self._checked.add((number, at))
-        begins, ends, _ = self._blocks_of(number)
-        done, crc, stop = at, 0, at + len(view)
-        for row in range(int(np.searchsorted(ends, at, "right")), int(np.searchsorted(begins, stop, "left"))):
+        """Compare the blocks that begin in what was read. The rest of the last one is read for that."""
+        if number not in self._blocks:
+            self._blocks[number] = blocks_in(self._disk, self._file(number), self._mark)
+        begins, ends, crcs = self._blocks[number]
+        stop = at + len(view)
+        for row in range(int(np.searchsorted(begins, at)), int(np.searchsorted(begins, stop))):
             begin, end = int(begins[row]), int(ends[row])
-            first, last = max(begin, at), min(end, stop)
-            crc = crc32(view[done - at : first - at], crc)
-            of_block = crc32(view[first - at : last - at])
-            crc, done = crc32_of_both(crc, of_block, last - first), last
-            if first > begin:
-                begun = self._begun.pop((number, first), None)
-                if begun is None:
-                    continue  # whoever has read its beginning compares it
-                of_block = crc32_of_both(begun[1], of_block, last - first)
-            if last == end:
-                self._compare(number, row, of_block)
-            else:
-                self._begun[number, last] = row, of_block
-        begin = self._ends.pop((number, at), at)
-        before_nbytes, before = self.crcs.get((number, begin), (0, 0))
-        crc = crc32_of_both(before, crc32(view[done - at :], crc), len(view))
-        self.crcs[number, begin], self._ends[number, stop] = (before_nbytes + len(view), crc), begin
-
-    def _compare(self, number: int, row: int, found: int) -> None:
-        begins, ends, crcs = self._blocks_of(number)
-        if found != int(crcs[row]):
-            expected = f"bytes {begins[row]} to {ends[row]} with CRC-32 {int(crcs[row]):08x}"
-            raise damaged(self._paths[number], expected, f"CRC-32 {found:08x}")
+            crc = crc32(view[begin - at : end - at])
+            for place in range(stop, end, SUM_NBYTES):
+                more = bytearray(min(SUM_NBYTES, end - place))
+                self._read(number, place, memoryview(more))
+                crc = crc32(more, crc)
+            if crc != int(crcs[row]):
+                expected = f"bytes {begin} to {end} with CRC-32 {int(crcs[row]):08x}"
+                raise damaged(self._paths[number], expected, f"CRC-32 {crc:08x}")
 
 
-def whole_crc32(parts: Mapping[int, tuple[int, int]], nbytes: int) -> int | None:
-    """The CRC-32 of a file, from the length and the CRC-32 of what was read at each place; ``None`` if not all was."""
-    at = crc = 0
-    for begin, (length, of_part) in sorted(parts.items()):
-        if begin != at:
-            return None
-        at, crc = at + length, crc32_of_both(crc, of_part, length)
-    return crc if at == nbytes else None
+class Parts:
+    """What a rank reads and writes of the parts of a group, in the directory that it sees.
 
+    Args:
+        disk: the file system.
+        directory: where all files lie.
+        group: the nodes.
+        made: the names of the files that are made, of data or of parity. Until they are whole other names stand for
+            them.
+    """
 
-class Node:
-    """What a rank reads of one node of a group: the stream, or the parity."""
-
-    def __init__(self, disk: Disk, directory: str, group: GroupNote, number: int, parity_path: str) -> None:
-        self.stream = Stream(disk, directory, group.nodes[number], group.mark)
-        self._disk, self._group, self._path = disk, group, parity_path
+    def __init__(self, disk: Disk, directory: str, group: GroupNote, made: Collection[str]) -> None:
+        self.group, self.made, self.parity_name = group, made, parity_name(group.mark)
+        self._disk, self._directory = disk, directory
+        self._streams: dict[int, Stream] = {}
         self._parity: ParityFile | None = None
+        self._open: dict[str, OpenFile] = {}
 
-    def read(self, part: Part, begin: int, end: int) -> UInt8:
-        """Bytes of a part."""
-        if part.number != PARITY:
-            at = part.number * self._group.segment_nbytes
-            return self.stream.read(at + begin, at + end)
-        if self._parity is None:
-            self._parity = open_parity(self._disk, self._path)
-        return np.frombuffer(self._parity.read(self._disk, begin, end), dtype=np.uint8)
+    def create(self) -> None:
+        """Create the files that are made, with all of their room."""
+        sizes = {file.name: file.nbytes for node in self.group.nodes for file in node.files}
+        sizes[self.parity_name] = self.group.parity_nbytes
+        remove_unfinished(self._disk, self._directory)
+        for name in self.made:
+            file = self._disk.open_new(self._path(name + UNFINISHED))
+            try:
+                if not self._disk.preallocate(file, sizes[name]):
+                    self._disk.truncate(file, sizes[name])
+            finally:
+                self._disk.close(file)
+
+    def read(self, part: Part, begin: int, out: UInt8) -> None:
+        """Read bytes of a part."""
+        if part.number == PARITY:
+            self._parity = self._parity or open_parity(self._disk, self._path(self.parity_name))
+            self._parity.read(self._disk, begin, out.data)
+            return
+        if part.node not in self._streams:
+            node = self.group.nodes[part.node]
+            self._streams[part.node] = Stream(self._disk, self._directory, node, self.group.mark)
+        self._streams[part.node].read(part.number * self.group.segment_nbytes + begin, out)
+
+    def runs(self, node: int) -> list[Run]:
+        """What was read of a node's files."""
+        return merged(self._streams[node].runs) if node in self._streams else []
+
+    def wants(self, part: Part, begin: int, end: int) -> bool:
+        """Whether bytes of a part belong to a file that is made."""
+        return part.number == PARITY or any(True for _ in self._within(part, begin, end))
+
+    def write(self, part: Part, begin: int, data: UInt8) -> None:
+        """Write bytes of a part into the files that are made."""
+        if part.number == PARITY:
+            write_parity(self._disk, self._file(self.parity_name), self.group, begin, data)
+            return
+        for name, place, first, last in self._within(part, begin, begin + len(data)):
+            self._disk.pwrite(self._file(name), data.data[first:last], place)
+
+    def sync(self) -> None:
+        """Make durable what was written."""
+        for file in self._open.values():
+            self._disk.fsync(file)
 
     def close(self) -> None:
-        self.stream.close()
-        if self._parity is not None:
-            self._disk.close(self._parity.file)
+        """Close all files."""
+        opened = [*self._open.values(), *([self._parity.file] if self._parity else ())]
+        for file in opened:
+            self._disk.close(file)
+        for stream in self._streams.values():
+            stream.close()
+        self._open.clear()
+        self._parity = None
+
+    def give_names(self, names: Iterable[str]) -> None:
+        """Give files that are whole their names, one right after the other."""
+        for name in names:
+            self._disk.rename(self._path(name + UNFINISHED), self._path(name))
+        self._disk.fsync_directory(self._directory)
+
+    def _within(self, part: Part, begin: int, end: int) -> Iterator[tuple[str, int, int, int]]:
+        """The files that are made and have bytes there: name, place in the file, and which of these bytes."""
+        node, at = self.group.nodes[part.node], part.number * self.group.segment_nbytes + begin
+        for file, start in zip(node.files, node.starts, strict=False):
+            first, last = max(at, start), min(at + end - begin, start + file.nbytes)
+            if first < last and file.name in self.made:
+                yield file.name, first - start, first - at, last - at
+
+    def _file(self, name: str) -> OpenFile:
+        if name not in self._open:
+            self._open[name] = self._disk.open_read(self._path(name + UNFINISHED), flags=os.O_RDWR)
+        return self._open[name]
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+
+def remove_unfinished(disk: Disk, directory: str) -> None:
+    """Remove the files that were being made."""
+    for name in disk.list_directory(directory) if disk.exists(directory) else ():
+        if name.endswith(UNFINISHED):
+            is_gone(disk.unlink, os.path.join(directory, name))
 
 
 class _Piece:
@@ -190,14 +265,6 @@ class _Piece:
         self.local: list[tuple[Part, int]] = []
         self.n_missing = 0
         self.sum: UInt8 | None = None
-
-    def add(self, data: UInt8) -> None:
-        if self.sum is None and len(data) == self.end - self.begin and data.flags.writeable:
-            self.sum = data
-            return
-        if self.sum is None:
-            self.sum = np.zeros(self.end - self.begin, dtype=np.uint8)
-        np.bitwise_xor(self.sum[: len(data)], data, out=self.sum[: len(data)])
 
 
 class _Move(NamedTuple):
@@ -213,50 +280,52 @@ class Combining:
     """One rank's part in making parts of nodes.
 
     Args:
-        group: the nodes.
-        rank: this process's rank in the group of the channel.
+        channel: of all ranks.
+        parts: what this rank reads and writes; ``None`` if it only takes part in the exchanges.
         targets: the parts to make.
         readers, writers: the ranks that read a part, and that write one.
         piece_nbytes: how much is moved at once.
-        read: reads bytes of a part. write: takes a piece of a target, and where it begins.
         side_by_side: whether all targets are made at once, by different ranks; else one after the other.
-        wants: whether bytes of a target are wanted.
     """
 
     def __init__(
         self,
-        group: GroupNote | None,
-        rank: int,
+        channel: Channel,
+        parts: Parts | None,
         targets: Sequence[Part] = (),
         *,
         readers: Callable[[Part], Sequence[int]] = lambda part: (),
         writers: Callable[[Part], Sequence[int]] = lambda part: (),
         piece_nbytes: int = _MOST_PIECE_NBYTES,
-        read: Callable[[Part, int, int], UInt8] = lambda part, begin, end: np.empty(0, dtype=np.uint8),
-        write: Callable[[Part, int, UInt8], None] = lambda part, begin, data: None,
         side_by_side: bool = False,
-        wants: Callable[[Part, int, int], bool] = lambda part, begin, end: True,
     ) -> None:
-        self._read, self._write = read, write
+        self._channel = channel
+        self._parts = cast("Parts", parts)  # without one there is nothing to read or write
         self._pieces: list[_Piece] = []
+        self._piece_nbytes = piece_nbytes
+        self._free: list[UInt8] = []
+        self._lent: dict[int, UInt8] = {}  # by the number of a bucket of this round
+        self._round = -1
         self._next = 0  # the first bucket that has not arrived
         self._done_nbytes = 0
         rows: list[tuple[tuple[int, int, int], Bucket, _Move]] = []
-        k, nbytes = (2, 0) if group is None else (len(group.nodes), group.segment_nbytes)
+        rank, k, nbytes = channel.rank, 2, 0
+        if parts is not None:
+            k, nbytes = len(parts.group.nodes), parts.group.segment_nbytes
         turns = (k - 1) * (1 if side_by_side else len(targets))
-        n_shares = max((len(each) for t in targets for each in (writers(t), *map(readers, t.sources(k)))), default=1)
+        n_shares = max((len(each) for t in targets for each in (writers(t), *map(readers, t.sources(k)))), default=0)
         n_pieces = -(-nbytes // piece_nbytes)
-        for share in range(n_shares if group is not None else 0):
+        for share in range(n_shares):
             first, last = (edge * n_pieces // n_shares for edge in (share, share + 1))
             for number, target in enumerate(targets):
                 writer = writers(target)[share % len(writers(target))]
                 ranges = [(at, at * piece_nbytes, min((at + 1) * piece_nbytes, nbytes)) for at in range(first, last)]
-                ranges = [each for each in ranges if wants(target, *each[1:])]
+                ranges = [each for each in ranges if self._parts.wants(target, *each[1:])]
                 pieces = {at: _Piece(target, begin, end) for at, begin, end in ranges if rank == writer}
                 self._pieces += pieces.values()
                 for step, source in enumerate(target.sources(k)):
                     reader = readers(source)[share % len(readers(source))]
-                    limit = nbytes if group is None else group.nbytes_of(source)
+                    limit = self._parts.group.nbytes_of(source)
                     turn = step if side_by_side else number * (k - 1) + step
                     for at, begin, end in ranges if rank in (reader, writer) else ():
                         end = min(end, limit)
@@ -274,15 +343,14 @@ class Combining:
         self._moves, self._buckets = [row[2] for row in rows], [row[1] for row in rows]
         self._total_nbytes = sum(bucket.nbytes for bucket in self._buckets)
 
-    def run(self, channel: Channel, phase: str) -> None:
+    def run(self, phase: str) -> None:
         """Make the parts. All ranks of the channel call this together.
 
         Raises:
             RobustCheckpointError: the same on all ranks.
         """
-        self._note = channel.check_stop
-        channel.barrier(f"{phase}: of this node", self._complete_own)
-        channel.relay(f"{phase}: move", Relay(self._buckets, self._outgoing, self._incoming, self._arrived))
+        self._channel.barrier(f"{phase}: of this node", self._complete_own)
+        self._channel.relay(f"{phase}: move", Relay(self._buckets, self._outgoing, self._incoming, self._arrived))
 
     def _complete_own(self) -> None:
         for piece in self._pieces:
@@ -292,31 +360,62 @@ class Combining:
 
     def _complete(self, piece: _Piece) -> None:
         for source, end in piece.local:
-            piece.add(self._read(source, piece.begin, end))
-        data = np.zeros(piece.end - piece.begin, dtype=np.uint8) if piece.sum is None else piece.sum
+            buffer = self._buffer()
+            self._parts.read(source, piece.begin, buffer[: end - piece.begin])
+            self._add(piece, buffer, end - piece.begin)
+        data = self._buffer(zeros=True) if piece.sum is None else piece.sum
+        self._parts.write(piece.target, piece.begin, data[: piece.end - piece.begin])
+        self._free.append(data)
         piece.sum = None
-        self._write(piece.target, piece.begin, data)
-        self._note(self._done_nbytes, self._total_nbytes)
+        self._note(0)
+
+    def _add(self, piece: _Piece, buffer: UInt8, nbytes: int) -> None:
+        """Add the first bytes of a buffer to a piece, which keeps the first buffer."""
+        if piece.sum is None:
+            buffer[nbytes:] = 0
+            piece.sum = buffer
+        else:
+            np.bitwise_xor(piece.sum[:nbytes], buffer[:nbytes], out=piece.sum[:nbytes])
+            self._free.append(buffer)
+
+    def _buffer(self, *, zeros: bool = False) -> UInt8:
+        buffer: UInt8 = self._free.pop() if self._free else np.empty(self._piece_nbytes, dtype=np.uint8)
+        if zeros:
+            buffer[:] = 0
+        return buffer
+
+    def _note(self, nbytes: int) -> None:
+        self._done_nbytes = min(self._done_nbytes + nbytes, self._total_nbytes)
+        self._channel.check_stop(self._done_nbytes, self._total_nbytes)
 
     # The functions of a relay, which may call them once more after a connection broke.
 
+    def _moving(self, number: int) -> UInt8:
+        """A buffer for what is moved. Those of the round before are free by now."""
+        if self._buckets[number].round != self._round:
+            self._round = self._buckets[number].round
+            self._free += self._lent.values()
+            self._lent.clear()
+        if number not in self._lent:
+            self._lent[number] = self._buffer()
+        return self._lent[number][: self._buckets[number].nbytes]
+
     def _outgoing(self, number: int) -> torch.Tensor:
-        move = self._moves[number]
-        self._done_nbytes += move.end - move.begin
-        self._note(min(self._done_nbytes, self._total_nbytes), self._total_nbytes)
-        data = self._read(move.source, move.begin, move.end)
-        return torch.from_numpy(data)
+        move, out = self._moves[number], self._moving(number)
+        self._note(len(out))
+        self._parts.read(move.source, move.begin, out)
+        return torch.from_numpy(out)
 
     def _incoming(self, number: int) -> torch.Tensor:
-        return torch.empty(self._buckets[number].nbytes, dtype=torch.uint8)
+        return torch.from_numpy(self._moving(number))
 
     def _arrived(self, number: int, received: torch.Tensor) -> None:
         piece = self._moves[number].piece
         if number < self._next or piece is None:
             return
         self._next = number + 1
-        self._done_nbytes += received.numel()
-        piece.add(received.numpy())
+        self._note(received.numel())
+        self._add(piece, self._lent.pop(number), received.numel())
         piece.n_missing -= 1
         if not piece.n_missing:
             self._complete(piece)

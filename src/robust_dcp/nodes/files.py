@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, ranks_in_words
@@ -86,22 +88,36 @@ class _Stored(msgspec.Struct, frozen=True):
     files: tuple[str, ...]
 
 
-class _Lacks(msgspec.Struct, frozen=True):
-    """What a rank does not see of a checkpoint: whether ``.metadata``, and which data files.
+class _Sees(msgspec.Struct, frozen=True):
+    """What a rank sees of a checkpoint.
 
-    ``where`` tells its directory from others.
+    Attributes:
+        where: tells its directory from others.
+        metadata: whether ``.metadata`` is there.
+        files: a bit for each data file.
     """
 
     where: str
     metadata: bool
-    files: tuple[str, ...]
+    files: bytes
 
 
-def make_whole(channel: Channel, phase: str, path: str) -> bool:
+class WholeCheckpoint(NamedTuple):
+    """A checkpoint of which all files are on the nodes of some ranks, for one rank.
+
+    Attributes:
+        was_lacking: whether some rank lacked ``.metadata``, and none does now.
+        leads: whether this rank is the first one that sees its directory.
+        files: data files that it sees, so that each file is that of one rank.
+    """
+
+    was_lacking: bool = False
+    leads: bool = False
+    files: Sequence[str] = ()
+
+
+def make_whole(channel: Channel, phase: str, path: str) -> WholeCheckpoint:
     """Where nodes do not share a directory, and some have lost it: give them what they lack. All ranks call this.
-
-    Returns:
-        Whether some rank lacked ``.metadata``, and no rank lacks it now.
 
     Raises:
         CorruptCheckpoint: data files are lost, and cannot be made anew.
@@ -111,7 +127,7 @@ def make_whole(channel: Channel, phase: str, path: str) -> bool:
     disk = reader.source.disk
     (leader, *_) = (*ranks_with_metadata(channel, path, reader), None)
     if leader is None:
-        return False
+        return WholeCheckpoint()
 
     def read() -> _Stored:
         metadata = reader.read_metadata()
@@ -121,11 +137,13 @@ def make_whole(channel: Channel, phase: str, path: str) -> bool:
 
     stored = channel.led_by(leader).broadcast(f"{phase}: its files", read, _Stored)
 
-    def look() -> _Lacks:
-        return _Lacks(where(disk, path), not reader.source.fit(), tuple(reader.missing_files(stored.files)))
+    def look() -> _Sees:
+        missing = set(reader.missing_files(stored.files))
+        bits = np.packbits([name not in missing for name in stored.files])
+        return _Sees(where(disk, path), bool(reader.source.fit()), bits.tobytes())
 
-    lacks = channel.all_gather(f"{phase}: what is missing", look, _Lacks)
-    lost = set(stored.files).intersection(*(each.files for each in lacks))
+    sees, there = _look_everywhere(channel, f"{phase}: what is there", look, len(stored.files))
+    lost = {name for name, column in zip(stored.files, there.T, strict=True) if not column.any()}
     checkpoint = Checkpoint(reader.source, stored.mark, leader, reader.options.buffer_bytes)
     why_not = make_anew(channel, phase, checkpoint, lost) if lost else ""
     if why_not:
@@ -136,7 +154,7 @@ def make_whole(channel: Channel, phase: str, path: str) -> bool:
             expected="the file on a node of this load",
             found="none",
         )
-    lacking = {each.where: rank for rank, each in enumerate(lacks) if each.metadata}
+    lacking = {each.where: rank for rank, each in enumerate(sees) if not each.metadata}
     beside = files_beside_data(channel, phase, checkpoint, tuple(lacking.values()))
 
     def write() -> None:
@@ -146,7 +164,22 @@ def make_whole(channel: Channel, phase: str, path: str) -> bool:
             disk.replace_file(os.path.join(path, name), data)
 
     channel.barrier(f"{phase}: write them", write)
-    return bool(lacking)
+    if lost:
+        sees, there = _look_everywhere(channel, f"{phase}: what is there now", look, len(stored.files))
+    holders = [np.flatnonzero(column) for column in there.T]
+    turns = [each[number % len(each)] if len(each) else -1 for number, each in enumerate(holders)]
+    leads = all(each.where != sees[channel.rank].where for each in sees[: channel.rank])
+    files = [name for name, rank in zip(stored.files, turns, strict=True) if rank == channel.rank]
+    return WholeCheckpoint(bool(lacking), leads, files)
+
+
+def _look_everywhere(
+    channel: Channel, phase: str, look: Callable[[], _Sees], n_files: int
+) -> tuple[list[_Sees], npt.NDArray[np.bool_]]:
+    """What each rank sees; and of each data file, in a column, which ranks see it."""
+    sees = channel.all_gather(phase, look, _Sees)
+    bits = np.frombuffer(b"".join(each.files for each in sees), dtype=np.uint8).reshape(len(sees), -1)
+    return sees, np.unpackbits(bits, axis=1, count=n_files).astype(bool)
 
 
 def find_files(

@@ -28,7 +28,7 @@ import msgspec
 
 from robust_dcp import errors
 from robust_dcp.decoding import from_json
-from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.disk import Disk, OpenFile, damaged
 from robust_dcp.storage.files.paths import PARITY_PREFIX, writer_of
 from robust_dcp.storage.files.small_files import pass_over
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32
@@ -49,6 +49,7 @@ _TAIL_NBYTES: Final = _TAIL.size + 4
 itself follows."""
 
 _MOST_NOTE_NBYTES: Final = 64 << 20
+_MOST_PARITY_NBYTES: Final = 1 << 44
 _MOST_NODES: Final = 1 << 16
 _READ_NBYTES: Final = 8 << 20
 
@@ -125,6 +126,11 @@ class GroupNote(msgspec.Struct, frozen=True):
         if self.segment_nbytes != segment_nbytes_of(self.nodes):
             raise ValueError(f"segments of {self.segment_nbytes} bytes do not fit the files")
 
+    @property
+    def parity_nbytes(self) -> int:
+        """The length of the parity of a node and its checksums."""
+        return self.segment_nbytes + sums_nbytes(self.segment_nbytes)
+
     def nbytes_of(self, part: Part) -> int:
         """How many bytes of a part are no zeros behind the end of a stream."""
         if part.number == PARITY:
@@ -166,17 +172,6 @@ def sums_nbytes(parity_nbytes: int) -> int:
     return -(-parity_nbytes // SUM_NBYTES) * 4
 
 
-def create_parity(disk: Disk, path: str, group: GroupNote) -> None:
-    """Make a file that :func:`write_parity` fills, from several processes."""
-    nbytes = group.segment_nbytes + sums_nbytes(group.segment_nbytes)
-    file = disk.open_new(path)
-    try:
-        if not disk.preallocate(file, nbytes):
-            disk.truncate(file, nbytes)
-    finally:
-        disk.close(file)
-
-
 def write_parity(disk: Disk, file: OpenFile, group: GroupNote, begin: int, data: npt.NDArray[np.uint8]) -> None:
     """Write bytes of the parity, which begin where a block does, and their checksums."""
     disk.pwrite(file, data.data, begin)
@@ -202,22 +197,21 @@ class ParityFile(NamedTuple):
     note: ParityNote
     sums: bytes
 
-    def read(self, disk: Disk, begin: int, end: int) -> bytearray:
-        """Bytes of the parity, which begin where a block does.
+    def read(self, disk: Disk, begin: int, out: memoryview) -> None:
+        """Read bytes of the parity, which begin where a block does.
 
         Raises:
             CorruptCheckpoint: they do not have their checksums.
         """
-        data = bytearray(end - begin)
-        n_read = disk.pread_into(self.file, data, begin)
+        end = begin + len(out)
+        n_read = disk.pread_into(self.file, out, begin)
         for at in range(begin, end, SUM_NBYTES):
             stop = min(at + SUM_NBYTES, end)
             expected = int.from_bytes(self.sums[at // SUM_NBYTES * 4 :][:4], "little")
-            found = crc32(memoryview(data)[at - begin : stop - begin])
+            found = crc32(out[at - begin : stop - begin])
             is_whole = stop % SUM_NBYTES == 0 or stop == self.note.group.segment_nbytes
             if n_read < stop - begin or (is_whole and found != expected):
                 raise damaged(self.file.path, f"bytes {at} to {stop} with CRC-32 {expected:08x}", f"{found:08x}")
-        return data
 
 
 def open_parity(disk: Disk, path: str) -> ParityFile:
@@ -253,7 +247,8 @@ def _end_of(disk: Disk, file: OpenFile) -> tuple[bytes, bytes]:
         raise ValueError("an end that is damaged, or of another file")
     magic, parity_nbytes, note_nbytes, sums_crc32, note_crc32 = _TAIL.unpack(tail[:-4])
     n_sums = sums_nbytes(parity_nbytes)
-    fits = parity_nbytes + n_sums + note_nbytes + _TAIL_NBYTES == file.nbytes and note_nbytes <= _MOST_NOTE_NBYTES
+    fits = parity_nbytes + n_sums + note_nbytes + _TAIL_NBYTES == file.nbytes
+    fits = fits and note_nbytes <= _MOST_NOTE_NBYTES and parity_nbytes <= _MOST_PARITY_NBYTES
     if magic != _MAGIC or not fits:
         raise ValueError("an end that does not fit the length of the file")
     sums, note = disk.read(file, parity_nbytes, n_sums), disk.read(file, parity_nbytes + n_sums, note_nbytes)
@@ -301,18 +296,9 @@ def check_parity(disk: Disk, path: str, *, with_data: bool) -> ParityNote:
     parity = open_parity(disk, path)
     try:
         nbytes = parity.note.group.segment_nbytes
+        buffer = memoryview(bytearray(min(nbytes, _READ_NBYTES) if with_data else 0))
         for at in range(0, nbytes if with_data else 0, _READ_NBYTES):
-            parity.read(disk, at, min(at + _READ_NBYTES, nbytes))
+            parity.read(disk, at, buffer[: nbytes - at])
     finally:
         disk.close(parity.file)
     return parity.note
-
-
-def damaged(path: str, expected: str, found: str) -> errors.CorruptCheckpoint:
-    """The error for a file whose bytes are not those that were saved."""
-    return errors.CorruptCheckpoint(
-        f"{path} is damaged: expected {expected}, found {found}; restore it from a copy, or take another checkpoint",
-        file=path,
-        expected=expected,
-        found=found,
-    )

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 
 import msgspec
@@ -19,8 +18,16 @@ from msgspec.structs import replace
 
 from robust_dcp.comm import Channel
 from robust_dcp.environment import node_name
-from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.nodes.combine import Combining, Node, UInt8, piece_nbytes_of, whole_crc32
+from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
+from robust_dcp.nodes.combine import (
+    UNFINISHED,
+    Combining,
+    Parts,
+    Run,
+    crc32_of_files,
+    piece_nbytes_of,
+    remove_unfinished,
+)
 from robust_dcp.nodes.parity_file import (
     PAGE_NBYTES,
     PARITY,
@@ -29,17 +36,13 @@ from robust_dcp.nodes.parity_file import (
     NodeNote,
     ParityNote,
     Part,
-    create_parity,
     parity_name,
     segment_nbytes_of,
     write_note,
-    write_parity,
 )
 from robust_dcp.nodes.places import where
 from robust_dcp.phases import PhaseClock
 from robust_dcp.save_queue import SaveFuture, SaveQueue
-from robust_dcp.storage.committing.saving_file import is_gone
-from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import mark_of, writer_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.options import BLOCKS_PER_THREAD
@@ -78,9 +81,9 @@ class _Group(msgspec.Struct, frozen=True):
 
 
 class _Read(msgspec.Struct, frozen=True):
-    """What a rank has read of the files of its node: number of the file, place, length, CRC-32."""
+    """What a rank has read of the files of its node."""
 
-    parts: tuple[tuple[int, int, int, int], ...]
+    runs: list[Run]
 
 
 @cache
@@ -126,8 +129,7 @@ class Protection:
         self._checkpoint = checkpoint
         self._leads = leads
         self._open_channel = open_channel
-        self._parity_path = os.path.join(self._path, parity_name(self._mark))
-        self._unfinished = f"{self._parity_path}.tmp"
+        self._name = parity_name(self._mark)
         self._held = ExitStack()
 
     def begin(self) -> None:
@@ -166,7 +168,8 @@ class Protection:
         """Say that the checkpoint is not protected, and why. Nothing is left of what was made."""
         reason = error.message if isinstance(error, RobustCheckpointError) else f"{type(error).__name__}: {error}"
         if self._leads:
-            is_gone(self._disk.unlink, self._unfinished)
+            with suppress(StorageError):
+                remove_unfinished(self._disk, self._path)
             what = "is committed, and not protected: if a node is lost, so is this checkpoint"
             logger.warning("%s %s: %s", self._checkpoint, what, reason)
         return f"not protected: {reason}"
@@ -177,27 +180,22 @@ class Protection:
             _, seen = channel.gather(f"{phase}: nodes", lambda: self._look(rank), _Seen)
             nodes = _nodes_of(seen or [])
             _, group = channel.scatter(f"{phase}: groups", lambda: self._deal(nodes, channel.size, seen or []), _Group)
-            number = -1 if group is None else group.number_of(rank)
-            channel.barrier(f"{phase}: begin", lambda: self._create(group))
-        node, file = None, None
+            parts = None if group is None else Parts(self._disk, self._path, group.note, (self._name,))
+            channel.barrier(f"{phase}: begin", lambda: parts.create() if parts and self._leads else None)
+        number = -1 if group is None else group.number_of(rank)
         try:
             with clock.phase("exchange"):
-                if group is not None:
-                    node = Node(self._disk, self._path, group.note, number, self._unfinished)
-                    file = self._disk.open_read(self._unfinished, flags=os.O_RDWR)
-                self._combining(rank, group, node, file).run(channel, phase)
-                _, read = channel.gather(f"{phase}: read", lambda: self._finish(node, file), _Read)
+                self._combining(channel, group, parts).run(phase)
+                _, read = channel.gather(f"{phase}: read", lambda: self._finish(parts, number), _Read)
         finally:
-            if node is not None:
-                node.close()
-            if file is not None:
-                self._disk.close(file)
+            if parts is not None:
+                parts.close()
         with clock.phase("commit"):
             _, note = channel.scatter(
                 f"{phase}: notes", lambda: self._notes(nodes, channel.size, read or []), GroupNote
             )
             channel.barrier(f"{phase}: write", lambda: self._write_note(note, number))
-            channel.barrier(f"{phase}: commit", self._commit)
+            channel.barrier(f"{phase}: commit", lambda: parts.give_names(parts.made) if parts and self._leads else None)
         return "" if note is None else str(ParityNote(number, note))
 
     def _look(self, rank: int) -> _Seen:
@@ -230,59 +228,43 @@ class Protection:
                 groups[rank] = group
         return groups
 
-    def _create(self, group: _Group | None) -> None:
-        """Make the file, which the ranks of the node fill together."""
-        if group is None or not self._leads:
-            return
-        is_gone(self._disk.unlink, self._unfinished)
-        create_parity(self._disk, self._unfinished, group.note)
-
-    def _combining(self, rank: int, group: _Group | None, node: Node | None, file: OpenFile | None) -> Combining:
+    def _combining(self, channel: Channel, group: _Group | None, parts: Parts | None) -> Combining:
         """What this rank does of the exchange: nothing if it sees no directory in which somebody has committed."""
-        if group is None or node is None or file is None:
-            return Combining(None, rank)
-        note, disk = group.note, self._disk
-
-        def write(part: Part, begin: int, data: UInt8) -> None:
-            write_parity(disk, file, note, begin, data)
+        if group is None:
+            return Combining(channel, None)
+        nodes = group.note.nodes
 
         def ranks_of(part: Part) -> Sequence[int]:
-            return note.nodes[part.node].ranks
+            return nodes[part.node].ranks
 
         return Combining(
-            note,
-            rank,
-            [Part(number, PARITY) for number in range(len(note.nodes))],
+            channel,
+            parts,
+            [Part(number, PARITY) for number in range(len(nodes))],
             readers=ranks_of,
             writers=ranks_of,
             piece_nbytes=group.piece_nbytes,
-            read=node.read,
-            write=write,
             side_by_side=True,
         )
 
-    def _finish(self, node: Node | None, file: OpenFile | None) -> _Read | None:
-        """Compare the blocks that are left, and make this rank's part of the parity durable."""
-        if node is None or file is None:
+    def _finish(self, parts: Parts | None, number: int) -> _Read | None:
+        """Make this rank's part of the parity durable."""
+        if parts is None:
             return None
-        node.stream.finish()
-        self._disk.fsync(file)
-        return _Read(tuple((*at, *part) for at, part in node.stream.crcs.items()))
+        parts.sync()
+        return _Read(parts.runs(number))
 
     def _notes(self, nodes: Sequence[NodeNote], n_ranks: int, read: Sequence[_Read | None]) -> list[GroupNote | None]:
         """On the coordinator: the group of each rank, with the checksums of all files."""
         whole = []
         for node in nodes:
-            parts: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
-            for message in (read[rank] for rank in node.ranks):
-                for number, at, length, crc in () if message is None else message.parts:
-                    parts[number][at] = length, crc
+            messages = [message for rank in node.ranks if (message := read[rank]) is not None]
+            runs = [run for message in messages for run in message.runs]
             files = []
-            for number, file in enumerate(node.files):
-                crc32_of_file = whole_crc32(parts[number], file.nbytes)
-                if crc32_of_file is None:
+            for file, crc in zip(node.files, crc32_of_files(runs, node.files), strict=True):
+                if crc is None:
                     raise ExchangeError(f"the ranks of {node.host} have not read all of {file.name}")
-                files.append(replace(file, crc32=crc32_of_file))
+                files.append(replace(file, crc32=crc))
             whole.append(replace(node, files=tuple(files)))
         notes: list[GroupNote | None] = [None] * n_ranks
         for note in self._groups(whole):
@@ -292,12 +274,7 @@ class Protection:
 
     def _write_note(self, note: GroupNote | None, number: int) -> None:
         if note is not None and self._leads:
-            write_note(self._disk, self._unfinished, ParityNote(number, note))
-
-    def _commit(self) -> None:
-        if self._leads:
-            self._disk.rename(self._unfinished, self._parity_path)
-            self._disk.fsync_directory(self._path)
+            write_note(self._disk, os.path.join(self._path, self._name + UNFINISHED), ParityNote(number, note))
 
 
 def _nodes_of(seen: Sequence[_Seen | None]) -> list[NodeNote]:

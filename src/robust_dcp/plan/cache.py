@@ -39,6 +39,22 @@ GroupKey = tuple[int, ...]
 """The global ranks of a process group, in group order. A plan depends on nothing else of its group."""
 
 
+class LastSave(msgspec.Struct, frozen=True):
+    """What a rank has written in the last save by a plan.
+
+    Attributes:
+        checkpoint, mark: the save.
+        parameters, others: what the rank has written, as in ``WrittenFiles``.
+        is_told: whether the log has said that parameters stay as they are.
+    """
+
+    checkpoint: str
+    mark: int
+    parameters: bytes
+    others: bytes
+    is_told: bool
+
+
 class KeptPlan(msgspec.Struct, frozen=True, eq=False):
     """What a rank keeps of a plan.
 
@@ -51,6 +67,7 @@ class KeptPlan(msgspec.Struct, frozen=True, eq=False):
         loaded_from: the checkpoint in which the plan was found; empty if this process made it.
         kind: on the coordinator, the kind of what is saved: the caller's name for it, or the identity of the first plan
             of this kind.
+        last: the last save by this plan, which is known to be committed only if all ranks name the same one.
     """
 
     share: Share
@@ -60,6 +77,7 @@ class KeptPlan(msgspec.Struct, frozen=True, eq=False):
     variable_places: npt.NDArray[np.int64] | None = None
     loaded_from: str = ""
     kind: str = ""
+    last: LastSave | None = None
 
 
 PLANS: Final[Cache[tuple[GroupKey, bytes, str], KeptPlan]] = Cache(max_nbytes=2 << 30)

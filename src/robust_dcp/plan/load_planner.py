@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import add
 from typing import Any, Literal
 
@@ -108,9 +108,8 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             raise ValueError(f'on_dtype_mismatch is "error" or "cast", not {on_dtype_mismatch!r}')
         self.on_dtype_mismatch = on_dtype_mismatch
         self.trusted = trusted
-        if isinstance(allow_missing, str) or isinstance(ignore, str):
-            raise TypeError('allow_missing and ignore are lists of patterns, such as ["rng.*"], and not one text')
-        self.allow_missing, self.ignore = tuple(allow_missing), tuple(ignore)
+        self.allow_missing = _patterns("allow_missing", allow_missing)
+        self.ignore = _patterns("ignore", ignore)
         self._spelt: dict[int, dict[str, Any]] = {}
 
     @property
@@ -132,10 +131,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         # Stock's set_up_planner puts None in the place of objects that it does not know. It does so before it finds
         # that something does not fit, and for keys that the checkpoint does not have.
         with without_garbage_collection():
+            self.state_dict, mappings = flattened(state_dict, is_nested=self.flatten_state_dict)
             if self.flatten_state_dict:
-                self.state_dict, self.mappings = flattened(state_dict)
-            else:
-                self.state_dict = {str(key): value for key, value in state_dict.items()}
+                self.mappings = mappings
             if self.flatten_sharded_tensors and any(map(holds_shards, {*map(type, self.state_dict.values())})):
                 # By name, as in a save: in a list, torch puts None in the place of a tensor of which this rank has no
                 # shard. In a dict it leaves that out, and would take the checkpoint for one with old names.
@@ -363,6 +361,13 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if spelt is None:
             spelt = self._spelt[id(container)] = {str(key): key for key in container}
         return spelt[str(part)]
+
+
+def _patterns(option: str, given: Any) -> tuple[str, ...]:
+    patterns = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    if not all(isinstance(each, str) for each in patterns):
+        raise TypeError(f'{option} is a list of patterns such as ["rng.*"], each of them a text, and not {given!r}')
+    return patterns
 
 
 def _is_on_meta(value: Any) -> bool:

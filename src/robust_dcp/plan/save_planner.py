@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from robust_dcp import __version__
 from robust_dcp.comm import Channel
 from robust_dcp.drain.delivery import Delivery
-from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
+from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.phases import PhaseClock
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.session import (
@@ -343,11 +342,10 @@ class RobustPlanner(DefaultSavePlanner):
             # What DefaultSavePlanner.set_up_planner sets. It is called only if flattening has to handle ShardedTensor:
             # it makes dicts within of other classes, and text of their keys.
             kinds = set[type[Any]]()
+            flat, mappings = flattened(state_dict, is_nested=self.flatten_state_dict)
             if self.flatten_state_dict:
-                flat, mappings = flattened(state_dict)
                 kinds.update(map(type, flat.values()))
             else:
-                flat, mappings = {str(key): value for key, value in state_dict.items()}, {}
                 traverse_state_dict(state_dict, lambda _, value: kinds.add(type(value)))
             if self.flatten_sharded_tensors and any(map(holds_shards, kinds)):
                 super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -355,13 +353,6 @@ class RobustPlanner(DefaultSavePlanner):
                 self.state_dict, self.mappings = flat, mappings
         except Exception as error:  # describe raises it inside the exchange, so that no rank waits for this one
             self._set_up_error = error
-            match = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
-            if isinstance(error, ValueError) and match is not None:
-                self._set_up_error = PlanConflict(
-                    f"the state dict has two values that flatten to the name {match[1]!r} (a key with dots, and a "
-                    "nested dict); rename one of them",
-                    key=match[1],
-                )
 
     @entry_point
     def create_local_plan(self) -> SavePlan:

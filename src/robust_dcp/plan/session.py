@@ -40,7 +40,7 @@ from robust_dcp.items import ItemsMessage
 from robust_dcp.nodes.commit import commit_on_nodes
 from robust_dcp.nodes.protect import Protection, log_no_parity
 from robust_dcp.phases import PhaseClock
-from robust_dcp.plan.cache import NAMED, KeptPlan, forget_plan, keep_plan, last_of_kind, plan_of, plans_of
+from robust_dcp.plan.cache import NAMED, KeptPlan, LastSave, forget_plan, keep_plan, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.conflicts import Differing, find_differing
 from robust_dcp.plan.diff import bounded, diff_items
@@ -79,6 +79,15 @@ _NEEDS_ROOM: Final = 8
 _LEADS_DIRECTORY: Final = 1
 """Flag of the offer after writing: this rank does not see the coordinator's directory, and is the first of those that
 see its own."""
+
+_HAS_PARAMETERS: Final = 2
+"""Flag of the same offer: this rank has written parameters."""
+
+_SAME_PARAMETERS: Final = 4
+"""Flag of the same offer: they are those of the last save by this plan."""
+
+_OTHERS_DIFFER: Final = 8
+"""Flag of the same offer: something else that this rank has written is not that of the last save by this plan."""
 
 _NO_PLAN: Final = Offer().same
 _MAX_DIFFERING: Final = 200
@@ -410,12 +419,23 @@ class SaveSession(msgspec.Struct, frozen=True, eq=False):
 
 class _FilesOfRank(NamedTuple):
     """What a rank has written; its piece of ``.metadata``, and its block of the index, which is empty if it could not
-    be written; and whether it leads in a directory that the coordinator does not see."""
+    be written; whether it leads in a directory that the coordinator does not see; and the last save by this plan."""
 
     files: WrittenFiles
     piece: bytes
     block: bytes
     leads_directory: bool
+    last: LastSave | None
+
+    @property
+    def offer(self) -> Offer:
+        flags = _LEADS_DIRECTORY if self.leads_directory else 0
+        flags |= _HAS_PARAMETERS if self.files.parameters else 0
+        if self.last is None:
+            return Offer(flags=flags)
+        flags |= _SAME_PARAMETERS if self.files.parameters == self.last.parameters else 0
+        flags |= _OTHERS_DIFFER if self.files.others != self.last.others else 0
+        return Offer(same=self.last.mark.to_bytes(len(_NO_PLAN), "big"), flags=flags)
 
 
 class AgreedSave(msgspec.Struct, frozen=True, eq=False):
@@ -457,7 +477,7 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
                 partial(self._write, source, leads_directory),
                 Written,
                 message=self._message,
-                offer=lambda here: Offer(flags=_LEADS_DIRECTORY if here.leads_directory else 0),
+                offer=attrgetter("offer"),
             )
             agreement = channel.last_agreement
             what = session.needs_one_directory
@@ -473,7 +493,16 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
             session.writer.directory.hashes.update(message.hashes)
         refused = {rank: each.unloadable for rank, each in enumerate(messages) if each and each.unloadable}
         unloadable = report_unloadable(checkpoint, refused) if refused else {}
-        return WrittenSave(self, *here, is_on_nodes, messages, unloadable)
+        is_unchanged = agreement.is_same and agreement.count(_SAME_PARAMETERS) == agreement.n_ranks
+        return WrittenSave(
+            self,
+            *here,
+            is_on_nodes,
+            messages,
+            unloadable,
+            is_unchanged=is_unchanged and agreement.count(_HAS_PARAMETERS) > 0,
+            others_differ=agreement.count(_OTHERS_DIFFER) > 0,
+        )
 
     def _join(self) -> bool:
         """Whether this rank leads in a directory that the coordinator does not see."""
@@ -495,7 +524,16 @@ class AgreedSave(msgspec.Struct, frozen=True, eq=False):
             block = b""
         session.clock.own_write_seconds = time.perf_counter() - started
         session.unloadable.raise_if_forbidden(session.planning.checkpoint)
-        return _FilesOfRank(files, piece, block, leads_directory)
+        # Others may have been committed since this one was planned.
+        key = kept.share.plan_id, self.kind
+        last = next((k.last for k in plans_of(channel.ranks) if (k.share.plan_id, k.kind) == key), None)
+        return _FilesOfRank(files, piece, block, leads_directory, last)
+
+    @property
+    def kind(self) -> str:
+        """What the plan is kept as, for the next save."""
+        kept, kind = self.plan.kept, self.session.planning.options.kind
+        return kept.kind or kept.share.plan_id.hex() if kind is None else NAMED + kind
 
     def _message(self, here: _FilesOfRank) -> Written | None:
         """What the coordinator does not know of the files of this rank."""
@@ -544,9 +582,12 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
         files: what this rank has written.
         piece, block: its piece of ``.metadata`` and its block of the index, for nodes that do not share the directory.
         leads_directory: whether this rank commits in a directory that the coordinator does not see.
+        last: the last save by this plan.
         is_on_nodes: whether some rank does.
         messages: on the coordinator, what each rank has said of what it has written.
         unloadable_objects: on the coordinator, objects that a load would refuse, and why, by key.
+        is_unchanged: whether the parameters of all ranks are those of the last save.
+        others_differ: whether something else is not.
     """
 
     agreed: AgreedSave
@@ -554,9 +595,17 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
     piece: bytes
     block: bytes
     leads_directory: bool
+    last: LastSave | None
     is_on_nodes: bool
     messages: Sequence[Written | None]
     unloadable_objects: dict[str, str]
+    is_unchanged: bool
+    others_differ: bool
+
+    @property
+    def identical_to(self) -> str:
+        """The checkpoint of the last save, if its parameters are those of this one."""
+        return self.last.checkpoint if self.last is not None and self.is_unchanged else ""
 
     def commit(self) -> CommittedSave:
         """Make the checkpoint visible, and keep the plan for the next save.
@@ -677,15 +726,24 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
         Args:
             confirmed: whether this rank knows that the checkpoint was committed.
         """
-        kept, session = self.agreed.plan.kept, self.agreed.session
-        kind = session.planning.options.kind
+        agreed, files, channel = self.agreed, self.files, self.agreed.plan.channel
+        checkpoint, was_told = agreed.session.planning.checkpoint, self.last is not None and self.last.is_told
+        is_told = bool(self.identical_to) and (was_told or self.others_differ)
+        if is_told and not was_told and channel.is_coordinator:
+            logger.warning(
+                "%s: all parameters are identical to those in %s, and other values are not. Unless all are frozen, the "
+                "optimizer does not step the parameters that are saved",
+                checkpoint,
+                self.identical_to,
+            )
         keep_plan(
-            self.agreed.plan.channel.ranks,
+            channel.ranks,
             replace(
-                kept,
-                variable_places=self.files.variable_places if confirmed else None,
+                agreed.plan.kept,
+                variable_places=files.variable_places if confirmed else None,
                 loaded_from="",
-                kind=kept.kind or kept.share.plan_id.hex() if kind is None else NAMED + kind,
+                kind=agreed.kind,
+                last=LastSave(checkpoint, agreed.session.writer.mark, files.parameters, files.others, is_told),
             ),
         )
 
@@ -744,6 +802,7 @@ class CommittedSave(msgspec.Struct, frozen=True, eq=False):
             peak_buffer_nbytes=files.peak_buffer_nbytes,
             stragglers=tuple(plan.channel.stragglers),
             leads_directory=written.leads_directory,
+            identical_to=written.identical_to,
             _read_metadata=lambda: RobustReader(place).read_metadata(),
             _protection=None if self.protection is None else self.protection.future,
         )

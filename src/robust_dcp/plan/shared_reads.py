@@ -16,6 +16,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -42,6 +43,7 @@ from robust_dcp.storage.layouts.places import Places, deal, fill_up
 from robust_dcp.storage.options import ranks_on_this_node
 from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reading.comparing import Comparison
 from robust_dcp.storage.reading.reads import PlannedItems, Read, item_name, may_ask_early, reads_of, target_of
 from robust_dcp.storage.records.objects import ObjectBytes, check_object
 
@@ -416,13 +418,15 @@ class _Needed(NamedTuple):
     """What a rank needs and may get from another rank: for each need the place of its item in the plan, the tensor that
     it goes to (``None`` for an object), and its size.
 
-    ``elsewhere`` has the places of the items that this rank cannot read by itself.
+    ``elsewhere`` has the places of the items that this rank cannot read by itself. Then ``boxes`` has the part of the
+    stored item that each need is.
     """
 
     places: Sequence[int]
     targets: Sequence[torch.Tensor | None]
     nbytes: Sequence[int]
     elsewhere: Collection[int] = ()
+    boxes: Sequence[Box] = ()
 
 
 def share_reads(
@@ -566,7 +570,7 @@ def find_elsewhere(
     )
     if channel.is_coordinator:
         logger.info("%s: %d of its files are read by ranks on other nodes", checkpoint, len(elsewhere.holders))
-    return SharedReads(channel.rank, reader, plan.items, needed, share)
+    return SharedReads(channel.rank, reader, plan.items, needed, share, getattr(planner, "comparison", None))
 
 
 def _unseen(planner: LoadPlanner, reads: Sequence[Read], missing: Collection[str]) -> tuple[tuple[Box, ...], _Needed]:
@@ -609,7 +613,7 @@ def _unseen(planner: LoadPlanner, reads: Sequence[Read], missing: Collection[str
             dtype, nbytes = str(target.dtype).removeprefix("torch."), part.numel() * part.element_size()
             add(Box(file, name, chunk, stored, lengths, dtype, nbytes), place, part)
     boxes, needed = _in_order(rows, elsewhere.keys())
-    return tuple(boxes), needed
+    return tuple(boxes), needed._replace(boxes=boxes)
 
 
 # Reading, and passing on.
@@ -622,6 +626,7 @@ class SharedReads:
         items: everything that this rank needs.
         needed: what of that other ranks may read.
         share: what the coordinator has decided; ``None`` if this rank has nothing to do with others.
+        comparison: compare what others have read with its target, in the place of filling that.
     """
 
     def __init__(
@@ -631,6 +636,7 @@ class SharedReads:
         items: Sequence[ReadItem],
         needed: _Needed,
         share: ReadShare | None,
+        comparison: Comparison | None = None,
     ) -> None:
         self._rank = rank
         self._reader = reader
@@ -640,6 +646,8 @@ class SharedReads:
         self._objects: dict[int, torch.Tensor] = {}  # by the place of the item
         self._buckets: list[Bucket] = []
         self._parts: list[list[torch.Tensor]] = []  # of each bucket: the tensors that it holds, or the parts of one
+        self._compared: list[list[ReadItem]] = []  # and what each of them is of the checkpoint, if it is compared
+        self._comparison = comparison
         self._to_read: dict[int, Sequence[Box]] = {}
         self._check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None
         # Find out what each bucket holds: needs of this rank (or a piece of one), or what it only reads.
@@ -660,7 +668,11 @@ class SharedReads:
             if transfer in share.to_read:
                 self._to_read[len(self._buckets)] = share.to_read[transfer][first:last]
             self._buckets.append(Bucket(number_of_round, ranks, end - begin))
-            parts: list[Any] = [targets[number] for number in members[transfer][first:last]]
+            numbers = members[transfer][first:last]
+            parts: list[Any] = [targets[number] for number in numbers]
+            if comparison is not None:
+                places = [(items[needed.places[number]], needed.boxes[number].offsets) for number in numbers]
+                self._compared.append([replace(item, storage_offsets=torch.Size(at)) for item, at in places])
             if len(parts) == 1 and reader_rank in share.groups[group]:  # it may be cut
                 size = parts[0].element_size()
                 parts = list(parts_in_order(parts[0], begin // size, end // size))
@@ -725,16 +737,23 @@ class SharedReads:
         return buffer
 
     def incoming(self, number: int) -> torch.Tensor:
+        if self._comparison is not None:
+            return torch.empty(self._buckets[number].nbytes, dtype=torch.uint8)
         return _buffer_for(self._buckets[number], self._parts[number])
 
     def arrived(self, number: int, received: torch.Tensor) -> None:
         parts = self._parts[number]
         if len(parts) == 1 and received.data_ptr() == parts[0].data_ptr():
             return
-        for part, where in _side_by_side(parts, received):
+        for place, (part, where) in enumerate(_side_by_side(parts, received)):
             # torch views only memory that is aligned as elements of another dtype.
             aligned = where if where.storage_offset() % part.itemsize == 0 else where.clone()
-            self._blocks.fill_from(aligned.view(part.dtype).view(part.shape), part)
+            stored = aligned.view(part.dtype).view(part.shape)
+            item = self._compared[number][place] if self._comparison is not None else None
+            if self._comparison is None or item is None or item.type == LoadItemType.BYTE_IO:
+                self._blocks.fill_from(stored, part)
+            else:
+                self._comparison.add_tensor(item, part, stored)
 
 
 class _IntoSlots(DefaultLoadPlanner):
@@ -749,6 +768,7 @@ class _IntoSlots(DefaultLoadPlanner):
         super().__init__()
         self._slots = slots
         self._planner = planner
+        self.comparison: Comparison | None = getattr(planner, "comparison", None)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self._slots[read_item] if self._planner is None else self._planner.resolve_tensor(read_item)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -46,19 +47,39 @@ from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import Cache
 
 
-def flattened(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def flattened(state_dict: dict[str, Any], *, is_nested: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of a state dict by their names in a checkpoint, and the path of each, as stock's planners flatten it.
 
     torch 2.7 leaves the dict that it makes to the garbage collector, which training loops switch off. So the values go
     into another one.
 
+    Args:
+        is_nested: whether what lies in dicts and lists has a name of its own.
+
     Raises:
-        ValueError: two values have one name.
+        PlanConflict: two values have one name.
     """
-    made, paths = flatten_state_dict(state_dict)
-    flat = dict(made)
-    made.clear()
-    return flat, paths
+    if not is_nested:
+        flat = {str(key): value for key, value in state_dict.items()}
+        twice = next((str(key) for key in state_dict if key != str(key) and str(key) in state_dict), None)
+        if twice is None:
+            return flat, {}
+    else:
+        try:
+            made, paths = flatten_state_dict(state_dict)
+            flat = dict(made)
+            made.clear()
+            return flat, paths
+        except ValueError as error:
+            match = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
+            if match is None:
+                raise
+            twice = match[1]
+    raise PlanConflict(
+        f"the state dict has two values that flatten to the name {twice!r} (a key with dots and a nested dict, or a "
+        "number and a text); rename one of them",
+        key=twice,
+    )
 
 
 # What each item is.

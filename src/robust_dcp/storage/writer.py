@@ -73,7 +73,8 @@ class RobustWriter(StorageWriter):
 
     Attributes:
         drain_to, drain_options, disk: the same.
-        replaces: gives the digests of checkpoints at the place of the copy whose place it takes.
+        replaces: called with the directory that was saved to, right before its copy. Gives the digests of checkpoints
+            at the place of the copy whose place it takes.
         on_arrival: called on the coordinator with that place when the copy has arrived there.
         path: the absolute path of the directory, as it is when a save begins: the working directory may change while
             an async save runs.
@@ -107,7 +108,7 @@ class RobustWriter(StorageWriter):
         self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
         self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
-        self.replaces: Callable[[], tuple[str, ...]] = tuple
+        self.replaces: Callable[[str], tuple[str, ...]] | None = None
         self.on_arrival: Callable[[str], None] | None = None
         self.beside: Mapping[str, FileBeside] = {}
         self.write_files: WriteFiles = write_files

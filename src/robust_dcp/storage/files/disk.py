@@ -53,6 +53,16 @@ Fingerprint = tuple[int, int, int]
 """Inode, size, and time of the last write in nanoseconds: one at least changes when a file is written or replaced."""
 
 
+def damaged(path: str, expected: str, found: str) -> errors.CorruptCheckpoint:
+    """The error for a file whose bytes are not those that were saved."""
+    return errors.CorruptCheckpoint(
+        f"{path} is damaged: expected {expected}, found {found}; restore it from a copy, or take another checkpoint",
+        file=path,
+        expected=expected,
+        found=found,
+    )
+
+
 def storage_error(operation: str, path: str, error: OSError) -> errors.StorageError:
     """The error for a failed call: the operation, the path, what the system says, and what to do if we know that."""
     advice = _ADVICE.get(error.errno or 0)
@@ -129,18 +139,26 @@ class Disk:
 
     def read(self, file: OpenFile, offset: int, nbytes: int) -> bytes:
         """These bytes of a file; fewer only at its end."""
-        buffer = bytearray(nbytes)
-        return bytes(memoryview(buffer)[: self.pread_into(file, buffer, offset)]) if nbytes else b""
+        try:
+            buffer = bytearray(nbytes)
+            return bytes(memoryview(buffer)[: self.pread_into(file, buffer, offset)]) if nbytes else b""
+        except MemoryError as error:
+            raise storage_error("read", file.path, OSError(errno.ENOMEM, f"no memory for {nbytes} bytes")) from error
 
-    def read_file(self, path: str, at_most: int | None = None) -> bytes | None:
+    def read_file(self, path: str, at_most: int | None = None, *, begins: bytes = b"") -> bytes | None:
         """The bytes of the file at ``path``; ``None`` if there is none. No memory is taken for a file that is too long.
+
+        Args:
+            begins: what it has to begin with. Of any other file only so many bytes are read.
 
         Raises:
             CorruptCheckpoint: it has more than ``at_most`` bytes.
         """
         try:
             with self.reading(path) as file:
-                nbytes = file.nbytes
+                nbytes, head = file.nbytes, self.read(file, 0, len(begins))
+                if head != begins:
+                    return head
                 if at_most is None or nbytes <= at_most:
                     return self.read(file, 0, nbytes)
         except errors.StorageError as error:

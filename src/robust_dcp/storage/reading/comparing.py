@@ -7,6 +7,7 @@ the target's bytes does not.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -18,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from robust_dcp.report import shortened
-from robust_dcp.staging.blocks import PLAIN, extent_nbytes, memory_at, to_host
+from robust_dcp.staging.blocks import extent_nbytes, is_plain, memory_at, on_cpu
 from robust_dcp.storage.records.objects import are_equal
 
 ELEMENTS: Final[dict[int, Any]] = {
@@ -29,6 +30,10 @@ ELEMENTS: Final[dict[int, Any]] = {
     16: np.dtype([("low", np.uint64), ("high", np.uint64)]),
 }
 """By the size of an element in bytes: what NumPy copies and compares it as."""
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 class Comparison(msgspec.Struct, eq=False):
@@ -63,11 +68,10 @@ class Comparison(msgspec.Struct, eq=False):
             place: gives the index in the box that is wanted of the first element that differs, from the array that says
                 which ones do.
         """
-        # Most are equal, which words of eight bytes show faster.
-        has_words = here.ndim > 0 and here.strides[-1] == stored.strides[-1] == here.itemsize < 8
-        if has_words and here.shape[-1] * here.itemsize % 8 == 0:
-            words = (each.view(np.uint64) for each in (here, stored))
-            if not np.not_equal(*words).any():
+        # Most are equal. Of columns, `memcmp` of a copy takes two thirds of the time of NumPy's comparison.
+        if here.flags.c_contiguous:
+            in_order = np.ascontiguousarray(stored)
+            if _memcmp(here.ctypes.data, in_order.ctypes.data, here.nbytes) == 0:
                 self._count(item.dest_index.fqn, 0, (), here.nbytes)
                 return
         differs = here != stored
@@ -88,12 +92,12 @@ class Comparison(msgspec.Struct, eq=False):
 
     def add_tensor(self, item: ReadItem, here: torch.Tensor, stored: torch.Tensor) -> None:
         """Compare a tensor that is no plain memory, or a stored one that only torch understands."""
-        here, stored = here.detach(), stored.detach()
+        here, stored = (each.detach().resolve_conj().resolve_neg() for each in (here, stored))
         nbytes = stored.numel() * stored.element_size()
         if here.dtype != stored.dtype:  # the load was asked to convert it
             stored = stored.to(here.dtype)
-        if is_comparable(here) and is_comparable(stored):
-            here, stored = to_host(here), to_host(stored)
+        if is_plain(here) and is_plain(stored):
+            here, stored = on_cpu(here), on_cpu(stored)
             self.add(item, elements_of(here), elements_of(stored), lambda differs: tuple(np.argwhere(differs)[0]))
         elif are_equal(here, stored):
             self._count(item.dest_index.fqn, 0, (), nbytes)
@@ -125,11 +129,6 @@ def _first_difference(here: Any, stored: Any, at: str = "") -> str:
             return _first_difference(one, other, f"{at}[{key!r}]")
     values = f"{shortened(repr(here), 80)} here, {shortened(repr(stored), 80)} in the checkpoint"
     return f"{at}: {values}" if at else values
-
-
-def is_comparable(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are what a contiguous copy of it on the CPU has in its memory."""
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def elements_of(tensor: torch.Tensor, order: Sequence[int] | None = None) -> npt.NDArray[Any]:

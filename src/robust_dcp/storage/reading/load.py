@@ -30,7 +30,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, StorageError
-from robust_dcp.staging.blocks import Block, BlockLease, copy_each, flat_bytes, is_plain, memory_at
+from robust_dcp.staging.blocks import (
+    Block,
+    BlockLease,
+    copy_each,
+    flat_bytes,
+    is_plain,
+    memory_at,
+    to_host_together,
+)
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.index.stored_index import ChunkKind
@@ -468,9 +476,14 @@ class ItemReader:
                 crcs = np.where(is_framed, footer.crc32s_at(start), NOT_ALIKE)
             else:
                 continue
-            for place, crc, target in zip(alike, crcs, map(items.targets.__getitem__, numbers.tolist()), strict=True):
-                if crc != NOT_ALIKE and target.is_cpu and target.is_contiguous():
-                    differs[place] = crc32(memory_at(target.data_ptr(), kind.nbytes)) != crc
+            targets = [items.targets[number] for number in numbers.tolist()]
+            elsewhere = [n for n, target in enumerate(targets) if not (target.is_cpu and target.is_contiguous())]
+            # At once: each copy from a device waits for the device.
+            copies = to_host_together([flat_bytes(targets[number]) for number in elsewhere])
+            for number, copy in zip(elsewhere, copies, strict=True):
+                targets[number] = copy
+            for place, crc, target in zip(alike, crcs.tolist(), targets, strict=True):
+                differs[place] = crc == NOT_ALIKE or crc32(memory_at(target.data_ptr(), kind.nbytes)) != crc
             comparison.add_equal(kind.nbytes * int((~differs[alike]).sum()))
         return places[differs]
 

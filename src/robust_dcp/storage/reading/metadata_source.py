@@ -177,7 +177,7 @@ class MetadataSource(msgspec.Struct, eq=False):
         except StorageError:
             return False
 
-    def read_beside(self, name: str, at_most: int, *, trusted: bool = False) -> bytes | None:
+    def read_beside(self, name: str, at_most: int, *, trusted: bool = False, begins: bytes = b"") -> bytes | None:
         """A file that belongs to the checkpoint and lies beside its data, such as Megatron's ``common.pt``; ``None`` if
         the checkpoint has none.
 
@@ -186,6 +186,7 @@ class MetadataSource(msgspec.Struct, eq=False):
 
         Args:
             trusted: whether a file that is not the one that was saved is only logged, for who has changed it.
+            begins: as for :meth:`Disk.read_file`.
 
         Raises:
             CorruptCheckpoint: the file that has the name is not the one of this checkpoint, or is too long.
@@ -194,7 +195,7 @@ class MetadataSource(msgspec.Struct, eq=False):
         path, saves_seen = os.path.join(self.path, name), set[str | None]()
         while True:
             digests, save_id = self._saved_beside()
-            data = self.disk.read_file(path, at_most)
+            data = self.disk.read_file(path, at_most, begins=begins)
             if not digests:  # of stock, or of a save that knew of no such files
                 return data
             if name not in digests:  # it is a file of an earlier checkpoint
@@ -202,7 +203,7 @@ class MetadataSource(msgspec.Struct, eq=False):
             if data is not None and digest_beside(data) == digests[name]:
                 return data
             before = os.path.join(self.path, name_before_commit(name, mark_of(save_id or "")))
-            of_save = self.disk.read_file(before, at_most)
+            of_save = self.disk.read_file(before, at_most, begins=begins)
             if of_save is not None and digest_beside(of_save) == digests[name]:
                 logger.warning(
                     "%s is read in the place of %s: the save was killed right after its commit. Other readers would "

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import PlanConflict
+from robust_dcp.names import is_parameter
 from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, Placements
 from robust_dcp.storage.layouts.safetensors import ShardHead, StoredTensor
@@ -185,6 +186,7 @@ class FileOrder(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         places, starts, records: the n records of fixed size, as for :func:`cut_into_blocks`.
         items: the :func:`~robust_dcp.storage.layouts.footer.item_id` of each.
+        are_parameters: bool ``[n]``.
         blocks: from front to back. There are none if the file has items of variable size: these get their places while
             the file is written, and then the file is cut.
         variable: places in the plan of the items of variable size, ascending. They come after all others.
@@ -196,6 +198,7 @@ class FileOrder(msgspec.Struct, frozen=True, eq=False):
     starts: Int64
     records: tuple[Record, ...]
     items: tuple[int, ...]
+    are_parameters: npt.NDArray[np.bool_]
     blocks: tuple[Block, ...]
     variable: tuple[int, ...]
     variable_items: tuple[int, ...]
@@ -277,7 +280,17 @@ def _order(
             block_nbytes=block_nbytes,
             page_nbytes=page_nbytes,
         )
-    return FileOrder(places, starts, records, ids(fixed.tolist()), tuple(blocks), tuple(variable), ids(variable), head)
+    return FileOrder(
+        places,
+        starts,
+        records,
+        ids(fixed.tolist()),
+        np.fromiter((is_parameter(source.names[n], record_of[n].dtype) for n in fixed.tolist()), np.bool_, len(fixed)),
+        tuple(blocks),
+        tuple(variable),
+        ids(variable),
+        head,
+    )
 
 
 def _records(placements: Placements, source: ItemSource) -> dict[int, Record]:

@@ -167,7 +167,8 @@ class FileEmitter(msgspec.Struct, eq=False):
         nbytes: the length of the file, without the footer. It grows as items of variable size get their places.
         sums: the checksums of its items.
         held: the data of items of variable size that has been asked for, and not been copied.
-        how: ``direct``, or ``buffered`` with the reason. It is known after :meth:`finish`.
+        how: ``direct``, or ``buffered`` with the reason. This and what follows are known after :meth:`finish`.
+        crcs_of_parameters, crcs_of_others: the checksums in ``sums``, as uint32 in the order of the file.
     """
 
     file: OpenFile
@@ -177,6 +178,8 @@ class FileEmitter(msgspec.Struct, eq=False):
     sums: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = []
     held: dict[int, torch.Tensor] = {}
     how: str = ""
+    crcs_of_parameters: bytes = b""
+    crcs_of_others: bytes = b""
     _switching: threading.Lock = msgspec.field(default_factory=threading.Lock)
     _cutting: threading.Lock = msgspec.field(default_factory=threading.Lock)  # of the records in pieces
     _pieces: dict[int, _CutRecord] = {}
@@ -322,6 +325,10 @@ class FileEmitter(msgspec.Struct, eq=False):
         """After the last block, put in what is known only now, make the file durable, and close it."""
         disk, file, context, order = self.context.files.disk, self.file, self.context, self.order
         sums, late = sorted_sums(self.sums), self._late
+        are_parameters = np.append(order.are_parameters, np.zeros(len(order.variable), dtype=np.bool_))
+        are_parameters = np.repeat(are_parameters, -(-sums.nbytes // SUM_NBYTES))
+        self.crcs_of_parameters = sums.crcs[are_parameters].tobytes()
+        self.crcs_of_others = sums.crcs[~are_parameters].tobytes()
         if order.head is None:
             items = (*order.items, *order.variable_items)
             late.append((self.nbytes, footer_of(context.files.mark, self.nbytes, sums, items)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import threading
 from collections import deque
@@ -44,6 +45,7 @@ class WrittenFiles(msgspec.Struct, frozen=True, eq=False):
         nbytes: length of the files, without footers.
         how: ``direct``, or ``buffered`` with the reason; one for each way in which a file was written.
         peak_buffer_nbytes: the most memory that was in use for bytes on their way at any time.
+        parameters, others: a hash over the checksums of all parameters, and of all else; empty if there is nothing.
     """
 
     variable_places: npt.NDArray[np.int64]
@@ -51,6 +53,8 @@ class WrittenFiles(msgspec.Struct, frozen=True, eq=False):
     nbytes: int
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
+    parameters: bytes = b""
+    others: bytes = b""
 
 
 WriteFiles = Callable[[FilesOfRank, ItemSource, Callable[[int, int], None], list[str]], WrittenFiles]
@@ -125,7 +129,13 @@ def write_files(
         nbytes=sum(emitter.nbytes for emitter in emitters),
         how=(*sorted({emitter.how for emitter in emitters}), *lease.how),
         peak_buffer_nbytes=lease.used_nbytes,
+        parameters=_hash([emitter.crcs_of_parameters for emitter in emitters]),
+        others=_hash([emitter.crcs_of_others for emitter in emitters]),
     )
+
+
+def _hash(checksums: Sequence[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(checksums), digest_size=16).digest() if any(checksums) else b""
 
 
 # The threads.
