@@ -82,7 +82,7 @@ def _differences(tmp: str, node: str, on: str, kept: str = "kept") -> list[str]:
     data = {name: digest for name, digest in files_of(tmp, node, kept).items() if name.endswith(".distcp")}
     wrong = [f"{name} is not as it was" for name, digest in data.items() if there.get(name) != digest]
     # A rank that was killed leaves the file by which it has claimed the directory, or parity that it was making.
-    return wrong + [f"{name} is left" for name in there if name.endswith(".anew.tmp")]
+    return wrong + [f"{name} is left" for name in there if name.endswith(".anew.tmp") and kept == "kept"]
 
 
 # --- damage
