@@ -399,16 +399,23 @@ class CheckpointManager:
             no_dist=options.get("no_dist", False),
         )
 
-        def begin() -> _CutOff:
+        def begin() -> None:
             if channel.is_coordinator:
                 self._job.check_alone()
                 if self._series.is_in_store:
                     end_removals(self._series)
+
+        def begin_and_look() -> _CutOff:
+            begin()
             # At first one rank of each node looks: the coordinator's node may be a new one that has nothing yet.
             looks = channel.is_coordinator or (not self._has_saved and os.environ.get("LOCAL_RANK", "0") == "0")
-            return self._cut_off_copies() if looks and self._drain_to is not None else _CutOff()
+            return self._cut_off_copies() if looks else _CutOff()
 
-        cut_off = channel.reduce("does another job save here", begin, _CutOff, _CutOff.merge)
+        phase, cut_off = "does another job save here", _CutOff()
+        if self._drain_to is None:
+            channel.barrier(phase, begin)
+        else:
+            cut_off = channel.reduce(phase, begin_and_look, _CutOff, _CutOff.merge)
         options = dict(checkpoint_id=path, process_group=self._group, on_commit=after_commit, **options)
         if self._drain_to is not None or self._parity_nodes is not None:
             # Another manager may use it, too.
