@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -191,7 +192,8 @@ def _judge_writer_kill(kill: Kill, outcomes: list[Outcome], told: dict[int, Told
 def _complaints_of_directory(kill: Kill, outcomes: list[Outcome], path: str) -> list[str]:
     """What is there is whole and not older than what any rank was told; and another job can save over it."""
     ranks = range(kill.size)
-    saved = max((int(part.split()[0]) for each in outcomes for part in each.output.split(_SAVED)[1:]), default=0)
+    # A line of the log may say that a save may be committed all the same.
+    saved = max((int(number) for each in outcomes for number in re.findall(rf"{_SAVED}(\d+) ", each.output)), default=0)
     oldest, newest = (saved, saved + kill.max_in_flight) if kill.kills == "trainer" else (_LAST, _LAST)
     paths = [each for each in {kill.directory(path, 0), kill.directory(path, 1)} if os.path.exists(f"{each}/.metadata")]
     found = [generation_in(each, ranks, _GENERATIONS) for each in paths]
