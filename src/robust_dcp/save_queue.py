@@ -354,6 +354,7 @@ class _Listener:
         if self._sockets is not None:
             return
         reader, writer = self._sockets = socket.socketpair()
+        reader.setblocking(True)  # whatever `socket.setdefaulttimeout` says
         writer.setblocking(False)
         thread = threading.Thread(target=self._listen, args=(reader,), name="robust_dcp-signals", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread can be started
@@ -365,7 +366,7 @@ class _Listener:
 
     def tell(self, number: int) -> bool:
         """Tell the thread of a signal, and return whether there is one. Takes no lock."""
-        if self._sockets is None or self._thread is None:
+        if self._sockets is None or self._thread is None or not self._thread.is_alive():
             return False
         with contextlib.suppress(BlockingIOError):  # it has not read the signals before this one yet
             self._sockets[1].send(bytes([number]))

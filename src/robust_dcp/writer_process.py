@@ -95,6 +95,8 @@ class WriterProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
+        for each in (ours, theirs):
+            each.setblocking(True)  # whatever `socket.setdefaulttimeout` says
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_SECONDS, 0))
         self.job = threading.Lock()
         self._connection = Connection(ours.detach())
@@ -142,6 +144,7 @@ class WriterProcess:
                         starts_until_seconds = 0.0
                         self._connection.send_bytes(pickle.dumps(job))
                         send_handle(self._connection, fd, self.process.pid)
+                        os.set_blocking(self._connection.fileno(), True)  # it makes a socket, as above
                     elif isinstance(message, tuple):
                         note_progress(*message)
                 elif self.process.poll() is not None:

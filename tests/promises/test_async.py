@@ -514,6 +514,22 @@ def test_a_process_that_ends_finishes_its_save_within_the_time_of_grace(
     assert value_at(tmp_path / "checkpoint") == 2.0
 
 
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_default_timeout_of_sockets_is_that_of_the_program_alone(tmp_path: Path, executor: str) -> None:
+    script = f"""
+        import socket
+        socket.setdefaulttimeout(0.01)
+        for value in range(2):
+            state = {{f"o{{number}}": number for number in range(5_000)}}  # what is told of them comes in parts
+            state["w"] = torch.full((9,), float(value))
+            robust_dcp.async_save(state, checkpoint_id=path, executor={executor!r}).result()
+        {_TERMINATED}
+    """
+    (ended,) = run_program(script, tmp_path, size=1)
+    assert ended.exitcode == -signal.SIGTERM, ended.output
+    assert value_at(tmp_path / "checkpoint") == 1.0
+
+
 # --- a part of each campaign of torture -------------------------------------------------------------------------------
 
 
