@@ -208,7 +208,7 @@ def prove(
     into one block and compared.
 
     Args:
-        state_dict: as for :func:`save`. Tensors are compared bit by bit, other objects as values.
+        state_dict: as for :func:`save`. Numbers, also in tensors, are equal if their bits are; dicts in any order.
         checkpoint_id: the checkpoint's directory, of robust_dcp or of stock.
         storage_reader: a :class:`RobustReader`, to set its options.
         process_group: the ranks that compare together; ``None`` for all.
