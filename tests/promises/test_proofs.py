@@ -481,6 +481,10 @@ def test_a_value_of_another_kind_is_a_difference_and_a_key_of_one_side_is_named(
     )
     assert "'dtype' is torch.float16 here and torch.float32 in the checkpoint" in str(proof)
     assert all(live[key] is before[key] for key in before), "nothing is changed"
+    zeros = {"size": torch.zeros(4)}
+    with pytest.raises(TypeError, match="FileSystemReader would fill what is live"):
+        robust_dcp.prove(zeros, storage_reader=dcp.FileSystemReader(tmp_path))  # type: ignore[arg-type]
+    assert zeros["size"].sum() == 0
 
 
 def test_two_keys_of_one_name_are_named_in_saves_loads_and_proofs(tmp_path: Path) -> None:
