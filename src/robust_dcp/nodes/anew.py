@@ -46,7 +46,7 @@ from robust_dcp.nodes.parity_file import (
 from robust_dcp.nodes.places import where
 from robust_dcp.report import listed
 from robust_dcp.storage.committing.saving_file import claimed, is_gone
-from robust_dcp.storage.files.disk import Disk, damaged
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, READ_BY_NAME, name_before_commit, writer_of
 from robust_dcp.storage.reading.metadata_source import MetadataSource
 
@@ -401,4 +401,6 @@ def check_files(
             stream.close()
         (crc,) = crc32_of_files(stream.runs, (file,))
         if crc != file.crc32:
-            raise damaged(os.path.join(path, file.name), f"CRC-32 {file.crc32:08x}", f"{crc or 0:08x}")
+            raise CorruptCheckpoint.of_file(
+                os.path.join(path, file.name), f"CRC-32 {file.crc32:08x}", f"{crc or 0:08x}"
+            )

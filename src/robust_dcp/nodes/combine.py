@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.comm import Bucket, Channel, Relay
+from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.nodes.parity_file import (
     PARITY,
     FileNote,
@@ -28,7 +29,7 @@ from robust_dcp.nodes.parity_file import (
     write_parity,
 )
 from robust_dcp.storage.committing.saving_file import is_gone
-from robust_dcp.storage.files.disk import Disk, OpenFile, damaged
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts.blocks import blocks_in
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32, crc32_of_both
 
@@ -128,13 +129,15 @@ class Stream:
         if number not in self._open:
             self._open[number] = file = self._disk.open_read(self._paths[number])
             if file.nbytes != self._files[number].nbytes:
-                raise damaged(file.path, f"{self._files[number].nbytes} bytes", f"{file.nbytes} bytes")
+                raise CorruptCheckpoint.of_file(
+                    file.path, f"{self._files[number].nbytes} bytes", f"{file.nbytes} bytes"
+                )
         return self._open[number]
 
     def _read(self, number: int, at: int, view: memoryview) -> None:
         n_read = self._disk.pread_into(self._file(number), view, at)
         if n_read < len(view):
-            raise damaged(self._paths[number], f"{at + len(view)} bytes", f"{at + n_read} bytes")
+            raise CorruptCheckpoint.of_file(self._paths[number], f"{at + len(view)} bytes", f"{at + n_read} bytes")
 
     def _check(self, number: int, at: int, view: memoryview) -> None:
         """Compare the blocks that begin in what was read. The rest of the last one is read for that."""
@@ -151,7 +154,7 @@ class Stream:
                 crc = crc32(more, crc)
             if crc != int(crcs[row]):
                 expected = f"bytes {begin} to {end} with CRC-32 {int(crcs[row]):08x}"
-                raise damaged(self._paths[number], expected, f"CRC-32 {crc:08x}")
+                raise CorruptCheckpoint.of_file(self._paths[number], expected, f"CRC-32 {crc:08x}")
 
 
 class Parts:

@@ -28,7 +28,7 @@ import msgspec
 
 from robust_dcp import errors
 from robust_dcp.decoding import from_json
-from robust_dcp.storage.files.disk import Disk, OpenFile, damaged
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import PARITY_PREFIX, writer_of
 from robust_dcp.storage.files.small_files import pass_over
 from robust_dcp.storage.records.checksum import SUM_NBYTES, crc32
@@ -211,7 +211,9 @@ class ParityFile(NamedTuple):
             found = crc32(out[at - begin : stop - begin])
             is_whole = stop % SUM_NBYTES == 0 or stop == self.note.group.segment_nbytes
             if n_read < stop - begin or (is_whole and found != expected):
-                raise damaged(self.file.path, f"bytes {at} to {stop} with CRC-32 {expected:08x}", f"{found:08x}")
+                raise errors.CorruptCheckpoint.of_file(
+                    self.file.path, f"bytes {at} to {stop} with CRC-32 {expected:08x}", f"{found:08x}"
+                )
 
 
 def open_parity(disk: Disk, path: str) -> ParityFile:
@@ -230,7 +232,7 @@ def open_parity(disk: Disk, path: str) -> ParityFile:
         return ParityFile(file, note, sums)
     except ValueError as error:
         disk.close(file)
-        raise damaged(path, what, str(error)) from error
+        raise errors.CorruptCheckpoint.of_file(path, what, str(error)) from error
     except BaseException:
         disk.close(file)
         raise
