@@ -208,7 +208,7 @@ def prove(
     into one block and compared.
 
     Args:
-        state_dict: as for :func:`save`. Tensors are compared bit by bit, other objects as values.
+        state_dict: as for :func:`save`. Numbers, also in tensors, are equal if their bits are; dicts in any order.
         checkpoint_id: the checkpoint's directory, of robust_dcp or of stock.
         storage_reader: a :class:`RobustReader`, to set its options.
         process_group: the ranks that compare together; ``None`` for all.
@@ -259,7 +259,12 @@ def compare(
         counts: whether a key matters.
         also: compares more, on each rank.
         options: the other arguments of :func:`prove`.
+
+    Raises:
+        TypeError: the reader is of another library: it would fill what is live.
     """
+    if storage_reader is not None and not isinstance(storage_reader, RobustReader):
+        raise TypeError(f"prove reads by RobustReader, and {type(storage_reader).__name__} would fill what is live")
     planner.comparison = Comparison()
     options = {"process_group": None, **options}
     loading = open_load("prove", state_dict, checkpoint_id, storage_reader, planner, **options)
@@ -267,7 +272,7 @@ def compare(
     with channel.together(), loading.keeping():
         loading.plan_and_read()
         findings = channel.reduce(
-            f"{channel.operation}: compare", lambda: _found(loading, counts, also), _Findings, _merged
+            f"{channel.operation}: compare", lambda: _found(loading, planner, counts, also), _Findings, _merged
         )
     unread = [] if planner.metadata is None else unread_keys(planner.metadata, findings.asked)
     ranks = range(channel.size)
@@ -286,12 +291,14 @@ def compare(
     )
 
 
-def _found(loading: Loading, counts: Callable[[str], bool], also: Callable[[Comparison], None]) -> _Findings:
+def _found(
+    loading: Loading,
+    planner: RobustLoadPlanner,
+    counts: Callable[[str], bool],
+    also: Callable[[Comparison], None],
+) -> _Findings:
     """What this rank has found."""
-    planner, channel = loading.planner, loading.channel
-    comparison, metadata = getattr(planner, "comparison", None), getattr(planner, "metadata", None)
-    if not isinstance(planner, RobustLoadPlanner) or comparison is None or metadata is None:
-        raise TypeError(f"prove compares by a RobustLoadPlanner and a RobustReader, not by {type(planner).__name__}")
+    channel, comparison = loading.channel, planner.comparison or Comparison()
     if loading.shared is not None:
         loading.shared.load_objects(planner, loading.checkpoint)
     also(comparison)
@@ -300,7 +307,7 @@ def _found(loading: Loading, counts: Callable[[str], bool], also: Callable[[Comp
         {key: (*each, bits) for key, each in comparison.differing.items() if counts(key)},
         {key: words for key, words in comparison.words.items() if counts(key)},
         tuple(filter(counts, planner.missing_keys)),
-        asked_keys(metadata, planner.state_dict, ()),
+        None if planner.metadata is None else asked_keys(planner.metadata, planner.state_dict, ()),
         comparison.nbytes,
         time.perf_counter() - loading.clock.started_seconds,
     )

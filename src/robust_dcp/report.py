@@ -347,6 +347,26 @@ class Straggler(msgspec.Struct, frozen=True):
     median_seconds: float
 
 
+class LoadBefore(msgspec.Struct, frozen=True):
+    """A load that the coordinator has made since its last report of a save: the job has gone on from there.
+
+    Attributes:
+        checkpoint: what was loaded.
+        loaded_at_seconds: when that was over, in seconds since 1970, by the clock of the coordinator.
+        seconds: wall time on the coordinator.
+        nbytes: what the coordinator has read.
+        phases: as the coordinator saw them.
+        waits: what the log said about ranks that all others waited for.
+    """
+
+    checkpoint: str = ""
+    loaded_at_seconds: _Seconds = 0.0
+    seconds: _Seconds = 0.0
+    nbytes: _Count = 0
+    phases: tuple[PhaseReport, ...] = ()
+    waits: tuple[str, ...] = ()
+
+
 class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the file.
 
@@ -370,6 +390,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
         stragglers: the slowest first.
         waits: what the log said about ranks that all others waited for.
         fallbacks: what the save went without, such as the index.
+        loads: the last loads before it, the oldest first. A load leaves no file: its checkpoint may be somebody else's.
         modules: the bytes of the checkpoint by module; ``None`` if they are not known.
     """
 
@@ -392,6 +413,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: tuple[Straggler, ...] = ()
     waits: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
+    loads: tuple[LoadBefore, ...] = ()
     modules: Modules | None = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -20,7 +21,7 @@ import torch
 from robust_dcp import __version__
 from robust_dcp.environment import node_name
 from robust_dcp.phases import PhaseClock
-from robust_dcp.report import Modules, PlanReport, Ranks, SavedReport, Straggler, shortened
+from robust_dcp.report import LoadBefore, LoadReport, Modules, PlanReport, Ranks, SavedReport, Straggler, shortened
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 _ROW: Final = struct.Struct("<fffQI")
@@ -36,6 +37,10 @@ _SLOW_SECONDS: Final = 0.1
 
 _SMALLEST_PART: Final = 400
 """A module is listed if it has at least one of so many equal parts of all bytes. So there are few."""
+
+
+_LOADS: Final = deque[LoadBefore](maxlen=8)
+"""The loads that no report tells of yet."""
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -117,8 +122,16 @@ def make_report(
         stragglers=find_stragglers(ranks, tuple(nodes)),
         waits=tuple(map(shortened, clock.channel.stragglers[:_MOST_WAITS])),
         fallbacks=tuple(fallbacks),
+        loads=tuple(_LOADS.popleft() for _ in range(len(_LOADS))),
         modules=modules,
     )
+
+
+def note_load(load: LoadReport) -> None:
+    """Let the report of the next save tell of a load that this coordinator has made."""
+    waits = tuple(map(shortened, load.stragglers[:_MOST_WAITS]))
+    name, seconds = shortened(load.checkpoint_id, _LONG), round(load.seconds, 6)
+    _LOADS.append(LoadBefore(name, round(time.time(), 3), seconds, load.nbytes, load.phases, waits))
 
 
 def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]:
