@@ -67,6 +67,7 @@ class _Seen(msgspec.Struct, frozen=True):
         fit: the digest of the ``.metadata`` there; empty if there is none.
         files: the data files of the checkpoint that are there.
         note: of the parity that is there.
+        has_unfinished: whether files are there that a load has not finished.
     """
 
     ranks: tuple[int, ...]
@@ -76,6 +77,7 @@ class _Seen(msgspec.Struct, frozen=True):
     fit: bytes
     files: frozenset[str]
     note: ParityNote | None
+    has_unfinished: bool
 
 
 class _Lost(msgspec.Struct, frozen=True):
@@ -87,6 +89,7 @@ class _Lost(msgspec.Struct, frozen=True):
         files: the names of the files that are missing.
         data, parity: for each node of the group, the ranks that see its data, and its parity. For this node, those that
             see the directory where its files are made.
+        cleaners: ranks, each of another directory, that remove what a load has left there that was killed.
         makes_parity: whether the parity of the node is made there, too.
         gets_metadata: whether ``.metadata`` is missing there.
     """
@@ -96,6 +99,7 @@ class _Lost(msgspec.Struct, frozen=True):
     files: tuple[str, ...]
     data: tuple[tuple[int, ...], ...]
     parity: tuple[tuple[int, ...], ...]
+    cleaners: tuple[int, ...]
     makes_parity: bool
     gets_metadata: bool
 
@@ -172,7 +176,8 @@ def _look(rank: int, checkpoint: Checkpoint) -> _Seen:
     names = disk.list_directory(path) if disk.exists(path) else []
     files = frozenset(name for name in names if (writer := writer_of(name)) and writer.mark == mark)
     note = read_parity_note(disk, path, mark) if mark and names else None
-    return _Seen((rank,), where(disk, path), node_name(rank), disk.room(path)[1], source.fit(), files, note)
+    has_unfinished, room_nbytes = any(name.endswith(UNFINISHED) for name in names), disk.room(path)[1]
+    return _Seen((rank,), where(disk, path), node_name(rank), room_nbytes, source.fit(), files, note, has_unfinished)
 
 
 def _plan(seen: Sequence[_Seen], lost: Collection[str], leader: int) -> _Plan:
@@ -214,9 +219,17 @@ def _plan(seen: Sequence[_Seen], lost: Collection[str], leader: int) -> _Plan:
             return _Plan(reason=f"no node of this load has room for the {nbytes} bytes of {node.host}")
         taken.add(place.where)
         data[number] = parity[number] = place.ranks
-        makes_parity = place.note is None and not place.fit
         planned.append(
-            _Lost(group, number, tuple(sorted(files)), tuple(data), tuple(parity), makes_parity, not place.fit)
+            _Lost(
+                group,
+                number,
+                tuple(sorted(files)),
+                data=tuple(data),
+                parity=tuple(parity),
+                cleaners=tuple(one.ranks[0] for one in directories if one.has_unfinished and one is not place),
+                makes_parity=place.note is None and not place.fit,
+                gets_metadata=not place.fit,
+            )
         )
     if left:
         return _Plan(reason=f"no node of this load has parity by which {listed(sorted(left))} could be made anew")
@@ -299,7 +312,7 @@ class _MakingAnew:
 
     def _create(self, held: ExitStack) -> None:
         """Make the files under other names, in a directory that no save begins in meanwhile."""
-        if not self._leads:
+        if not self._leads and self._channel.rank not in self._lost.cleaners:
             return
         disk = self._disk
         disk.mkdirs(self._path)
@@ -307,7 +320,8 @@ class _MakingAnew:
             if other.is_over and other.is_claim:  # of a load that was killed while it did the same
                 is_gone(disk.unlink, os.path.join(self._path, other.name))
         held.callback(remove_unfinished, disk, self._path)
-        self._parts.create()
+        if self._leads:
+            self._parts.create()
 
     def _check(self, numbers: Collection[int], suffix: str = "") -> None:
         """Read files of nodes, and compare them with their own checksums and those of the note. Ranks that see the same
