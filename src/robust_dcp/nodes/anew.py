@@ -47,7 +47,7 @@ from robust_dcp.report import listed
 from robust_dcp.storage.committing.saving_file import claimed, is_gone
 from robust_dcp.storage.files.disk import damaged
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, READ_BY_NAME, name_before_commit, writer_of
-from robust_dcp.storage.reading.metadata_source import MetadataSource
+from robust_dcp.storage.reader import RobustReader
 
 logger = logging.getLogger(__name__)
 
@@ -123,19 +123,12 @@ class _SmallFiles(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on nodes that do not share its directory, as a rank knows it.
+    """A checkpoint on nodes that do not share its directory: who reads it on this rank, the mark of its save, and a
+    rank that sees its ``.metadata``."""
 
-    Attributes:
-        source: where its metadata comes from.
-        mark: of its save.
-        leader: a rank that sees its ``.metadata``.
-        buffer_nbytes: how much memory this rank may take.
-    """
-
-    source: MetadataSource
+    reader: RobustReader
     mark: str
     leader: int
-    buffer_nbytes: int
 
 
 def make_anew(channel: Channel, phase: str, checkpoint: Checkpoint, lost: Collection[str]) -> str:
@@ -151,7 +144,7 @@ def make_anew(channel: Channel, phase: str, checkpoint: Checkpoint, lost: Collec
     Raises:
         RobustCheckpointError: the same on all ranks: something else failed.
     """
-    look, offer = partial(_look, channel.rank, checkpoint), Offer(value=checkpoint.buffer_nbytes)
+    look, offer = partial(_look, channel.rank, checkpoint), Offer(value=checkpoint.reader.options.buffer_bytes)
     for n_left in reversed(range(_TRIES)):
         _, seen = channel.gather(f"{phase}: what is on each node", look, _Seen, offer=lambda _: offer)
         buffer_nbytes = channel.last_agreement.lowest
@@ -171,7 +164,7 @@ def make_anew(channel: Channel, phase: str, checkpoint: Checkpoint, lost: Collec
 
 
 def _look(rank: int, checkpoint: Checkpoint) -> _Seen:
-    source, mark = checkpoint.source, checkpoint.mark
+    source, mark = checkpoint.reader.source, checkpoint.mark
     disk, path = source.disk, source.path
     names = disk.list_directory(path) if disk.exists(path) else []
     files = frozenset(name for name in names if (writer := writer_of(name)) and writer.mark == mark)
@@ -269,7 +262,7 @@ class _MakingAnew:
         self._phase = f"{phase}: node {lost.number} of {lost.group.mark}"
         self._lost = lost
         self._checkpoint = checkpoint
-        self._disk, self._path = checkpoint.source.disk, checkpoint.source.path
+        self._disk, self._path = checkpoint.reader.source.disk, checkpoint.reader.path
         self._leads = channel.rank == lost.writers[0]
         self._parity_names = [parity_name(lost.group.mark)] if lost.makes_parity else []
         self._parts = Parts(self._disk, self._path, lost.group, (*self._parity_names, *lost.files))
@@ -368,7 +361,7 @@ def files_beside_data(
     channel: Channel, phase: str, checkpoint: Checkpoint, ranks: Collection[int]
 ) -> Mapping[str, bytes]:
     """What a checkpoint has beside its data, on the ranks that lack it: ``.metadata`` comes last. All ranks call it."""
-    disk, path = checkpoint.source.disk, checkpoint.source.path
+    disk, path = checkpoint.reader.source.disk, checkpoint.reader.path
 
     def read() -> list[_SmallFiles | None]:
         last = (INDEX_NAME, METADATA_NAME)
