@@ -84,6 +84,7 @@ def make_report(
     save_id: str,
     plan: PlanReport,
     fallbacks: Sequence[str],
+    identical_to: str,
     modules: Modules | None,
 ) -> SavedReport:
     """The report of a save that was just committed.
@@ -91,7 +92,7 @@ def make_report(
     Args:
         messages: what each rank has told, if it has.
         clock: that of the coordinator.
-        plan, fallbacks: as in :class:`SavedReport`.
+        plan, fallbacks, identical_to: as in :class:`SavedReport`.
     """
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
@@ -122,6 +123,7 @@ def make_report(
         stragglers=find_stragglers(ranks, tuple(nodes)),
         waits=tuple(map(shortened, clock.channel.stragglers[:_MOST_WAITS])),
         fallbacks=tuple(fallbacks),
+        identical_to=shortened(identical_to, _LONG),
         loads=tuple(_LOADS.popleft() for _ in range(len(_LOADS))),
         modules=modules,
     )
