@@ -16,14 +16,16 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from robust_dcp.api import CheckpointId, Loading, open_load
 from robust_dcp.errors import RobustCheckpointError, entry_point, ranks_in_words
-from robust_dcp.names import bare_names
+from robust_dcp.names import bare_names, fits
 from robust_dcp.plan.keys import AskedKeys, asked_by_any, asked_keys, unread_keys
-from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.report import listed, sizes_in_words
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.comparing import Comparison
@@ -255,7 +257,7 @@ def compare(
     """The same.
 
     Args:
-        planner: says how names are made.
+        planner: says how names are made, and which keys may be missing, or are left alone.
         counts: whether a key matters.
         also: compares more, on each rank.
         options: the other arguments of :func:`prove`.
@@ -282,13 +284,44 @@ def compare(
             key: Difference(elements, first, tuple(rank for rank in ranks if bits[rank // 8] >> rank % 8 & 1))
             for key, (elements, first, bits) in sorted(findings.differing.items())
         },
-        findings.missing,
-        tuple(filter(counts, unread)),
+        tuple(key for key in findings.missing if not fits(key, planner.allow_missing)),
+        tuple(key for key in unread if counts(key) and not fits(key, planner.ignore)),
         channel.size,
         findings.nbytes,
         findings.seconds,
         findings.words,
     )
+
+
+def prove_load(
+    state_dict: dict[str, Any],
+    *,
+    planner: LoadPlanner | None = None,
+    storage_reader: StorageReader | None = None,
+    allow_missing: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    **options: Any,
+) -> ProofReport:
+    """Compare what a load has filled with its checkpoint. What the load was allowed to leave out is no difference.
+
+    Args:
+        planner, storage_reader, allow_missing, ignore: those of the load.
+        options: the other arguments of :func:`compare`.
+    """
+    given = robust_load_planner(planner or RobustLoadPlanner(allow_missing=allow_missing, ignore=ignore))
+    if not isinstance(given, RobustLoadPlanner):
+        given = RobustLoadPlanner()
+    comparing = RobustLoadPlanner(
+        given.flatten_state_dict,
+        given.flatten_sharded_tensors,
+        allow_partial_load=True,
+        on_dtype_mismatch=given.on_dtype_mismatch,
+        trusted=given.trusted,
+        allow_missing=["*"] if given.allow_partial_load else given.allow_missing,
+        ignore=given.ignore,
+    )
+    reader = storage_reader if isinstance(storage_reader, RobustReader) else None
+    return compare(state_dict, comparing, storage_reader=reader, **options)
 
 
 def _found(
@@ -315,7 +348,7 @@ def _found(
 
 def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
     """A function that makes the first optimizer of ``state_dict`` that steps prove before that, and raise if something
-    differs. It takes the other arguments of :func:`prove`.
+    differs. It takes the other arguments of :func:`prove_load`.
 
     Until then the forward pass has changed buffers, random numbers and the data loader, and the loop may have set the
     learning rate. So parameters, the rest of optimizers, and their schedulers are compared.
@@ -340,8 +373,7 @@ def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
         def before_step(*_: Any) -> None:
             for hook in hooks:
                 hook.remove()
-            planner = RobustLoadPlanner(allow_partial_load=True)
-            compare(kept, planner, counts=counts, **options).raise_if_differs()
+            prove_load(kept, counts=counts, **options).raise_if_differs()
 
         modules = [(key, each) for key in kept for each in members[key] if isinstance(each, nn.Module)]
         buffers = {

@@ -103,7 +103,8 @@ def make_report(
             seconds = round(plan_seconds, 6), round(stage_seconds, 6), round(write_seconds, 6)
             node, way = nodes.setdefault(each.node, len(nodes)), ways.setdefault(each.how, len(ways))
             rows.append((rank, node, *seconds, nbytes, files, way))
-    ranks = Ranks(*zip(*rows, strict=True))
+    ranks, loads = Ranks(*zip(*rows, strict=True)), tuple(_LOADS)
+    _LOADS.clear()
     return SavedReport(
         checkpoint=shortened(checkpoint, _LONG),
         save_id=save_id,
@@ -124,7 +125,7 @@ def make_report(
         waits=tuple(map(shortened, clock.channel.stragglers[:_MOST_WAITS])),
         fallbacks=tuple(fallbacks),
         identical_to=shortened(identical_to, _LONG),
-        loads=tuple(_LOADS.popleft() for _ in range(len(_LOADS))),
+        loads=loads,
         modules=modules,
     )
 
