@@ -217,6 +217,7 @@ def prove(
         no_dist, timeout_seconds, deadline_seconds: as for :func:`load`.
 
     Raises:
+        TypeError: the reader is of another library.
         RobustCheckpointError: or one of its subclasses: the checkpoint cannot be read, or a rank has failed. A
             difference is no error; :meth:`ProofReport.raise_if_differs` makes it one.
 
@@ -232,9 +233,10 @@ def prove(
         >>> report.equal, dict(report.differing)
         (False, {'model.bias': Difference(elements=2, first=(0,), ranks=(0,))})
     """
+    if storage_reader is not None and not isinstance(storage_reader, RobustReader):
+        raise TypeError(f"prove reads by RobustReader, and {type(storage_reader).__name__} would fill what is live")
     return compare(
         state_dict,
-        RobustLoadPlanner(allow_partial_load=True),
         checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
         process_group=process_group,
@@ -246,67 +248,23 @@ def prove(
 
 def compare(
     state_dict: dict[str, Any],
-    planner: RobustLoadPlanner,
     *,
     checkpoint_id: CheckpointId | None = None,
-    storage_reader: RobustReader | None = None,
-    counts: Callable[[str], bool] = lambda key: True,
-    also: Callable[[Comparison], None] = lambda comparison: None,
-    **options: Any,
-) -> ProofReport:
-    """The same.
-
-    Args:
-        planner: says how names are made, and which keys may be missing, or are left alone.
-        counts: whether a key matters.
-        also: compares more, on each rank.
-        options: the other arguments of :func:`prove`.
-
-    Raises:
-        TypeError: the reader is of another library: it would fill what is live.
-    """
-    if storage_reader is not None and not isinstance(storage_reader, RobustReader):
-        raise TypeError(f"prove reads by RobustReader, and {type(storage_reader).__name__} would fill what is live")
-    planner.comparison = Comparison()
-    options = {"process_group": None, **options}
-    loading = open_load("prove", state_dict, checkpoint_id, storage_reader, planner, **options)
-    channel = loading.channel
-    with channel.together(), loading.keeping():
-        loading.plan_and_read()
-        findings = channel.reduce(
-            f"{channel.operation}: compare", lambda: _found(loading, planner, counts, also), _Findings, _merged
-        )
-    unread = [] if planner.metadata is None else unread_keys(planner.metadata, findings.asked)
-    ranks = range(channel.size)
-    return ProofReport(
-        loading.checkpoint,
-        {
-            key: Difference(elements, first, tuple(rank for rank in ranks if bits[rank // 8] >> rank % 8 & 1))
-            for key, (elements, first, bits) in sorted(findings.differing.items())
-        },
-        tuple(key for key in findings.missing if not fits(key, planner.allow_missing)),
-        tuple(key for key in unread if counts(key) and not fits(key, planner.ignore)),
-        channel.size,
-        findings.nbytes,
-        findings.seconds,
-        findings.words,
-    )
-
-
-def prove_load(
-    state_dict: dict[str, Any],
-    *,
-    planner: LoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
     allow_missing: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    counts: Callable[[str], bool] = lambda key: True,
+    also: Callable[[Comparison], None] = lambda comparison: None,
     **options: Any,
 ) -> ProofReport:
     """Compare what a load has filled with its checkpoint. What the load was allowed to leave out is no difference.
 
     Args:
-        planner, storage_reader, allow_missing, ignore: those of the load.
-        options: the other arguments of :func:`compare`.
+        checkpoint_id, storage_reader, planner, allow_missing, ignore: those of the load.
+        counts: whether a key matters.
+        also: compares more, on each rank.
+        options: the other arguments of :func:`prove`.
     """
     given = robust_load_planner(planner or RobustLoadPlanner(allow_missing=allow_missing, ignore=ignore))
     if not isinstance(given, RobustLoadPlanner):
@@ -320,8 +278,30 @@ def prove_load(
         allow_missing=["*"] if given.allow_partial_load else given.allow_missing,
         ignore=given.ignore,
     )
+    comparing.comparison = Comparison()
     reader = storage_reader if isinstance(storage_reader, RobustReader) else None
-    return compare(state_dict, comparing, storage_reader=reader, **options)
+    loading = open_load("prove", state_dict, checkpoint_id, reader, comparing, **{"process_group": None, **options})
+    channel = loading.channel
+    with channel.together(), loading.keeping():
+        loading.plan_and_read()
+        findings = channel.reduce(
+            f"{channel.operation}: compare", lambda: _found(loading, comparing, counts, also), _Findings, _merged
+        )
+    unread = [] if comparing.metadata is None else unread_keys(comparing.metadata, findings.asked)
+    ranks = range(channel.size)
+    return ProofReport(
+        loading.checkpoint,
+        {
+            key: Difference(elements, first, tuple(rank for rank in ranks if bits[rank // 8] >> rank % 8 & 1))
+            for key, (elements, first, bits) in sorted(findings.differing.items())
+        },
+        tuple(key for key in findings.missing if not fits(key, comparing.allow_missing)),
+        tuple(key for key in unread if counts(key) and not fits(key, comparing.ignore)),
+        channel.size,
+        findings.nbytes,
+        findings.seconds,
+        findings.words,
+    )
 
 
 def _found(
@@ -348,7 +328,7 @@ def _found(
 
 def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
     """A function that makes the first optimizer of ``state_dict`` that steps prove before that, and raise if something
-    differs. It takes the other arguments of :func:`prove_load`.
+    differs. It takes the other arguments of :func:`compare`.
 
     Until then the forward pass has changed buffers, random numbers and the data loader, and the loop may have set the
     learning rate. So parameters, the rest of optimizers, and their schedulers are compared.
@@ -373,7 +353,7 @@ def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
         def before_step(*_: Any) -> None:
             for hook in hooks:
                 hook.remove()
-            prove_load(kept, counts=counts, **options).raise_if_differs()
+            compare(kept, counts=counts, **options).raise_if_differs()
 
         modules = [(key, each) for key in kept for each in members[key] if isinstance(each, nn.Module)]
         buffers = {

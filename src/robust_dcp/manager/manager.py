@@ -29,7 +29,7 @@ from robust_dcp.errors import CorruptCheckpoint, StorageError, UnsafeCheckpoint,
 from robust_dcp.manager.jobs import JobInSeries
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, end_removals, policies_of, prune
-from robust_dcp.proof import ProofReport, before_first_step, prove_load
+from robust_dcp.proof import ProofReport, before_first_step, compare
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queues_of
 from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, absolute, local_path_of, place_of, real_place
@@ -321,7 +321,7 @@ class CheckpointManager:
             if prove_before_step is not None:
                 prove_before_step(**options)
             elif prove:
-                proof = prove_load(state_dict, **options)
+                proof = compare(state_dict, **options)
                 proof.raise_if_differs()
             return LoadedCheckpoint(checkpoint, report, tuple(skipped), proof)
         if not skipped:

@@ -27,7 +27,7 @@ from robust_dcp.environment import value_of
 from robust_dcp.errors import StorageError
 from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.plan.save_planner import CommittedMetadata, RobustPlanner
-from robust_dcp.proof import prove_load
+from robust_dcp.proof import compare
 from robust_dcp.report import SaveReport
 from robust_dcp.stateful import NamesOfStock
 from robust_dcp.storage.files.paths import is_url
@@ -140,7 +140,7 @@ def _prove(state_dict: Any, arguments: Arguments) -> None:
         log_without_effect(PROVE, f"{type(planner).__name__} decides what goes where, so there is nothing to compare")
         return
     options = {name: each for name, each in arguments.items() if name != "checkpoint_id"}  # the reader knows it
-    report = prove_load(state_dict, **options)
+    report = compare(state_dict, **options)
     if report.differing:
         report.raise_if_differs()
     logger.info("%s", report)
