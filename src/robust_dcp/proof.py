@@ -16,14 +16,16 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from robust_dcp.api import CheckpointId, Loading, open_load
 from robust_dcp.errors import RobustCheckpointError, entry_point, ranks_in_words
-from robust_dcp.names import bare_names
+from robust_dcp.names import bare_names, fits
 from robust_dcp.plan.keys import AskedKeys, asked_by_any, asked_keys, unread_keys
-from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.report import listed, sizes_in_words
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.comparing import Comparison
@@ -215,6 +217,7 @@ def prove(
         no_dist, timeout_seconds, deadline_seconds: as for :func:`load`.
 
     Raises:
+        TypeError: the reader is of another library.
         RobustCheckpointError: or one of its subclasses: the checkpoint cannot be read, or a rank has failed. A
             difference is no error; :meth:`ProofReport.raise_if_differs` makes it one.
 
@@ -230,9 +233,10 @@ def prove(
         >>> report.equal, dict(report.differing)
         (False, {'model.bias': Difference(elements=2, first=(0,), ranks=(0,))})
     """
+    if storage_reader is not None and not isinstance(storage_reader, RobustReader):
+        raise TypeError(f"prove reads by RobustReader, and {type(storage_reader).__name__} would fill what is live")
     return compare(
         state_dict,
-        RobustLoadPlanner(allow_partial_load=True),
         checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
         process_group=process_group,
@@ -244,37 +248,46 @@ def prove(
 
 def compare(
     state_dict: dict[str, Any],
-    planner: RobustLoadPlanner,
     *,
     checkpoint_id: CheckpointId | None = None,
-    storage_reader: RobustReader | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    allow_missing: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     counts: Callable[[str], bool] = lambda key: True,
     also: Callable[[Comparison], None] = lambda comparison: None,
     **options: Any,
 ) -> ProofReport:
-    """The same.
+    """Compare what a load has filled with its checkpoint. What the load was allowed to leave out is no difference.
 
     Args:
-        planner: says how names are made.
+        checkpoint_id, storage_reader, planner, allow_missing, ignore: those of the load.
         counts: whether a key matters.
         also: compares more, on each rank.
         options: the other arguments of :func:`prove`.
-
-    Raises:
-        TypeError: the reader is of another library: it would fill what is live.
     """
-    if storage_reader is not None and not isinstance(storage_reader, RobustReader):
-        raise TypeError(f"prove reads by RobustReader, and {type(storage_reader).__name__} would fill what is live")
-    planner.comparison = Comparison()
-    options = {"process_group": None, **options}
-    loading = open_load("prove", state_dict, checkpoint_id, storage_reader, planner, **options)
+    given = robust_load_planner(planner or RobustLoadPlanner(allow_missing=allow_missing, ignore=ignore))
+    if not isinstance(given, RobustLoadPlanner):
+        given = RobustLoadPlanner()
+    comparing = RobustLoadPlanner(
+        given.flatten_state_dict,
+        given.flatten_sharded_tensors,
+        allow_partial_load=True,
+        on_dtype_mismatch=given.on_dtype_mismatch,
+        trusted=given.trusted,
+        allow_missing=["*"] if given.allow_partial_load else given.allow_missing,
+        ignore=given.ignore,
+    )
+    comparing.comparison = Comparison()
+    reader = storage_reader if isinstance(storage_reader, RobustReader) else None
+    loading = open_load("prove", state_dict, checkpoint_id, reader, comparing, **{"process_group": None, **options})
     channel = loading.channel
     with channel.together(), loading.keeping():
         loading.plan_and_read()
         findings = channel.reduce(
-            f"{channel.operation}: compare", lambda: _found(loading, planner, counts, also), _Findings, _merged
+            f"{channel.operation}: compare", lambda: _found(loading, comparing, counts, also), _Findings, _merged
         )
-    unread = [] if planner.metadata is None else unread_keys(planner.metadata, findings.asked)
+    unread = [] if comparing.metadata is None else unread_keys(comparing.metadata, findings.asked)
     ranks = range(channel.size)
     return ProofReport(
         loading.checkpoint,
@@ -282,8 +295,8 @@ def compare(
             key: Difference(elements, first, tuple(rank for rank in ranks if bits[rank // 8] >> rank % 8 & 1))
             for key, (elements, first, bits) in sorted(findings.differing.items())
         },
-        findings.missing,
-        tuple(filter(counts, unread)),
+        tuple(key for key in findings.missing if not fits(key, comparing.allow_missing)),
+        tuple(key for key in unread if counts(key) and not fits(key, comparing.ignore)),
         channel.size,
         findings.nbytes,
         findings.seconds,
@@ -315,7 +328,7 @@ def _found(
 
 def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
     """A function that makes the first optimizer of ``state_dict`` that steps prove before that, and raise if something
-    differs. It takes the other arguments of :func:`prove`.
+    differs. It takes the other arguments of :func:`compare`.
 
     Until then the forward pass has changed buffers, random numbers and the data loader, and the loop may have set the
     learning rate. So parameters, the rest of optimizers, and their schedulers are compared.
@@ -340,8 +353,7 @@ def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
         def before_step(*_: Any) -> None:
             for hook in hooks:
                 hook.remove()
-            planner = RobustLoadPlanner(allow_partial_load=True)
-            compare(kept, planner, counts=counts, **options).raise_if_differs()
+            compare(kept, counts=counts, **options).raise_if_differs()
 
         modules = [(key, each) for key in kept for each in members[key] if isinstance(each, nn.Module)]
         buffers = {
