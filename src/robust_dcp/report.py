@@ -7,7 +7,6 @@ no torch, so that a report can be shown where no torch is installed.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -134,6 +133,8 @@ class _Report:
 
     def _repr_html_(self) -> str:
         """The table, in a notebook."""
+        import html  # its table of entities takes 2 ms, and only notebooks need it
+
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _lines(self, headline: str) -> str:
