@@ -316,7 +316,7 @@ def compare(
     )
 
 
-def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
+def before_first_step(state_dict: dict[str, Any], planner: LoadPlanner | None) -> Callable[..., None]:
     """A function that makes the first optimizer of ``state_dict`` that steps prove before that, and raise if something
     differs. It takes the other arguments of :func:`compare`.
 
@@ -324,8 +324,11 @@ def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
     learning rate. So parameters, the rest of optimizers, and their schedulers are compared.
 
     Raises:
-        ValueError: the state dict has no optimizer, but perhaps its state dict, which nobody steps.
+        ValueError: the state dict has no optimizer, but perhaps its state dict, which nobody steps; or the planner does
+            not flatten it, so what has changed by then has no names.
     """
+    if not getattr(planner, "flatten_state_dict", True):
+        raise ValueError('prove="first step" goes by names, and with flatten_state_dict=False there are none')
     members = {key: value if isinstance(value, list | tuple) else [value] for key, value in state_dict.items()}
     optimizers = [each for values in members.values() for each in values if isinstance(each, Optimizer)]
     if not optimizers:
