@@ -7,6 +7,7 @@ optimizer.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from robust_dcp.api import CheckpointId, Loading, open_load
+from robust_dcp.api import CheckpointId, open_load
 from robust_dcp.errors import RobustCheckpointError, entry_point, ranks_in_words
 from robust_dcp.names import bare_names, fits
 from robust_dcp.plan.keys import AskedKeys, asked_by_any, asked_keys, unread_keys
@@ -126,7 +127,7 @@ class ProofReport:
         for group in sorted({_top(key) for key in self.unread if _STATE not in key}):
             if not any(_top(key) == group for key in self.differing):
                 yield f"nobody has loaded {group!r}, or it was not passed to prove"
-        if any(_is_of_loop(key) for key in self.differing):
+        if any(_OF_THE_LOOP.search(key) for key in self.differing):
             yield "a seed, a data loader or a scheduler was set or moved on after the load"
         whole = [key for key, each in self.words.items() if "dtype" in each or " here and torch." in each]
         if whole:
@@ -138,14 +139,11 @@ class ProofReport:
 
 _STATE: Final = ".state."
 _GROUPS: Final = ".param_groups."
+_OF_THE_LOOP: Final = re.compile("rng|random|seed|loader|sched|epoch", re.IGNORECASE)
 
 
 def _top(key: str) -> str:
     return key.partition(".")[0]
-
-
-def _is_of_loop(key: str) -> bool:
-    return any(word in key.lower() for word in ("rng", "random", "seed", "loader", "sched", "epoch"))
 
 
 def _groups(keys: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -282,11 +280,25 @@ def compare(
     reader = storage_reader if isinstance(storage_reader, RobustReader) else None
     loading = open_load("prove", state_dict, checkpoint_id, reader, comparing, **{"process_group": None, **options})
     channel = loading.channel
+
+    def findings_here() -> _Findings:
+        comparison = comparing.comparison or Comparison()
+        if loading.shared is not None:
+            loading.shared.load_objects(comparing, loading.checkpoint)
+        also(comparison)
+        bits = (1 << channel.rank).to_bytes(-(-channel.size // 8), "little")
+        return _Findings(
+            {key: (*each, bits) for key, each in comparison.differing.items() if counts(key)},
+            {key: words for key, words in comparison.words.items() if counts(key)},
+            tuple(filter(counts, comparing.missing_keys)),
+            None if comparing.metadata is None else asked_keys(comparing.metadata, comparing.state_dict, ()),
+            comparison.nbytes,
+            time.perf_counter() - loading.clock.started_seconds,
+        )
+
     with channel.together(), loading.keeping():
         loading.plan_and_read()
-        findings = channel.reduce(
-            f"{channel.operation}: compare", lambda: _found(loading, comparing, counts, also), _Findings, _merged
-        )
+        findings = channel.reduce(f"{channel.operation}: compare", findings_here, _Findings, _merged)
     unread = [] if comparing.metadata is None else unread_keys(comparing.metadata, findings.asked)
     ranks = range(channel.size)
     return ProofReport(
@@ -304,29 +316,7 @@ def compare(
     )
 
 
-def _found(
-    loading: Loading,
-    planner: RobustLoadPlanner,
-    counts: Callable[[str], bool],
-    also: Callable[[Comparison], None],
-) -> _Findings:
-    """What this rank has found."""
-    channel, comparison = loading.channel, planner.comparison or Comparison()
-    if loading.shared is not None:
-        loading.shared.load_objects(planner, loading.checkpoint)
-    also(comparison)
-    bits = (1 << channel.rank).to_bytes(-(-channel.size // 8), "little")
-    return _Findings(
-        {key: (*each, bits) for key, each in comparison.differing.items() if counts(key)},
-        {key: words for key, words in comparison.words.items() if counts(key)},
-        tuple(filter(counts, planner.missing_keys)),
-        None if planner.metadata is None else asked_keys(planner.metadata, planner.state_dict, ()),
-        comparison.nbytes,
-        time.perf_counter() - loading.clock.started_seconds,
-    )
-
-
-def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
+def before_first_step(state_dict: dict[str, Any], planner: LoadPlanner | None) -> Callable[..., None]:
     """A function that makes the first optimizer of ``state_dict`` that steps prove before that, and raise if something
     differs. It takes the other arguments of :func:`compare`.
 
@@ -334,8 +324,11 @@ def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
     learning rate. So parameters, the rest of optimizers, and their schedulers are compared.
 
     Raises:
-        ValueError: the state dict has no optimizer, but perhaps its state dict, which nobody steps.
+        ValueError: the state dict has no optimizer, but perhaps its state dict, which nobody steps; or the planner does
+            not flatten it, so what has changed by then has no names.
     """
+    if not getattr(planner, "flatten_state_dict", True):
+        raise ValueError('prove="first step" goes by names, and with flatten_state_dict=False there are none')
     members = {key: value if isinstance(value, list | tuple) else [value] for key, value in state_dict.items()}
     optimizers = [each for values in members.values() for each in values if isinstance(each, Optimizer)]
     if not optimizers:

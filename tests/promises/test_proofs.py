@@ -582,6 +582,8 @@ def test_a_manager_proves_what_it_has_loaded_at_once_or_before_the_first_step(tm
 
     with pytest.raises(ValueError, match="needs the optimizer itself"):
         manager.load_latest(raw(live), prove="first step")
+    with pytest.raises(ValueError, match="flatten_state_dict=False"):
+        manager.load_latest(live, prove="first step", planner=RobustLoadPlanner(flatten_state_dict=False))
     with pytest.raises(ValueError, match="prove is True, False"):
         manager.load_latest(live, prove="twice")  # type: ignore[arg-type]
 

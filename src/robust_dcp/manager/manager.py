@@ -302,7 +302,7 @@ class CheckpointManager:
         """
         if prove not in (True, False, "first step"):
             raise ValueError(f'prove is True, False or "first step", not {prove!r}')
-        prove_before_step = before_first_step(state_dict) if prove == "first step" else None
+        prove_before_step = before_first_step(state_dict, options.get("planner")) if prove == "first step" else None
         skipped: list[Skipped] = []
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
