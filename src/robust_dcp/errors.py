@@ -203,6 +203,12 @@ class StorageError(RobustCheckpointError, OSError):
     operation: str | None
     errno: int | None
 
+    @classmethod
+    def of_committed(cls, path: str) -> StorageError:
+        """A checkpoint is there, and may not be replaced."""
+        message = f"Checkpoint already exists in {path} and overwrite=False: save to another directory"
+        return cls(message, path=path, operation="begin")
+
 
 class CorruptCheckpoint(RobustCheckpointError, ValueError):
     """Bytes or metadata differ from what was written. ``file`` and ``item`` say where; ``expected`` and ``found`` say

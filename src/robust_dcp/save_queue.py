@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -399,9 +400,21 @@ LISTENER: Final = _Listener()
 
 def end_well_on_sigterm() -> None:
     """Handle SIGTERM, unless somebody does already: running saves may end before the process does."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)
         LISTENER.start()
+    else:
+        _warn_of_sigterm()
+
+
+@functools.cache
+def _warn_of_sigterm() -> None:
+    logger.warning(
+        "SIGTERM will end this process before its async saves are over: the first of them begins in another thread "
+        "than the main one, where Python handles no signals. Begin it in the main thread, or handle SIGTERM there"
+    )
 
 
 _MASKS = threading.local()

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+import robust_dcp
 from robust_dcp.storage.committing.saving_file import SavingFile, claimed
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
@@ -52,8 +54,10 @@ def test_ls_says_what_goes_on_in_each_directory(run: Path, originals: Path) -> N
     (run / "step_2").rename(run / ".robust_dcp.removing.step_2")
     (run / "step_7").mkdir()
     (run / "step_7" / ".robust_dcp.copying.0123456789abcdef").touch()  # as when a copy is killed
+    robust_dcp.convert({"w": torch.ones(3)}, run / "step_10", form="safetensors")
     assert states(run) == {
         "step_1": "committed, saving now",
+        "step_10": "a Hugging Face model",
         "step_2": "being removed",
         "step_3": "committed, latest",
         "step_4": "committed",

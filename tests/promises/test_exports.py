@@ -140,6 +140,16 @@ def test_the_command_exports_under_torchrun_and_other_forms_are_refused(tmp_path
 
 
 def refused(path: str) -> None:
+    live = {"model": torch.nn.Linear(2, 2)}
+    for state_dict, rules, words in (
+        (live, Rules(select=("none",)), "no item has a name that 'none' fits"),
+        (live, Rules(rename=(("model.*", "one"),)), "would both be called 'one'"),
+        (live, Rules(dtypes=(("none", "bfloat16"),)), "no item has a name that 'none' fits"),
+    ):
+        with pytest.raises(ValueError, match=words):  # on each rank: no other one removes what it still reads
+            robust_dcp.convert(
+                state_dict, f"{path}/other", form="safetensors", rules=rules, process_group=dist.group.WORLD
+            )
     robust_dcp.convert(f"{path}/source", f"{path}/other", form="dcp", process_group=dist.group.WORLD)
 
 

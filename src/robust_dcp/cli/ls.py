@@ -26,7 +26,14 @@ from robust_dcp.manager.series import Checkpoint, parse_name, series_in
 from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.storage.committing.saving_file import OtherSave, saving_files_in
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import COPYING_PREFIX, METADATA_NAME, PARITY_PREFIX, REMOVING_PREFIX, metadata_name
+from robust_dcp.storage.files.paths import (
+    COPYING_PREFIX,
+    METADATA_NAME,
+    MODEL_INDEX_NAME,
+    PARITY_PREFIX,
+    REMOVING_PREFIX,
+    metadata_name,
+)
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, is_cut_off
 
@@ -136,6 +143,8 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
         return saves_of_ours or "empty"
     if any(name.startswith(COPYING_PREFIX) for name in names):
         return "copying or half a copy"
+    if MODEL_INDEX_NAME in names:  # `convert` makes it elsewhere, and it gets its name when it is whole
+        return "a Hugging Face model"
     return _UNKNOWN if is_recent() else "not committed"  # stock leaves no file that tells
 
 

@@ -92,9 +92,12 @@ class Channel:
         Raises:
             ValueError: an argument is out of range, or this process is not a member of the group.
         """
-        for name, seconds in (("timeout_seconds", timeout_seconds), ("deadline_seconds", deadline_seconds)):
-            if seconds is not None and not 0 < seconds < math.inf:
-                raise ValueError(f"{name} is {seconds}: it has to be positive and finite")
+        limits = {"timeout_seconds": timeout_seconds}
+        if deadline_seconds is not None:
+            limits["deadline_seconds"] = deadline_seconds
+        for name, seconds in limits.items():
+            if not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+                raise ValueError(f"{name} is {seconds}: it has to be a number, positive and finite")
         if no_dist or not (dist.is_available() and dist.is_initialized()):
             link = link_for(None)
         else:

@@ -35,9 +35,9 @@ from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.kernel import exchange_names
-from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, directory_path
+from robust_dcp.storage.files.paths import METADATA_NAME, MODEL_INDEX_NAME, SAFETENSORS_SUFFIX, directory_path
 from robust_dcp.storage.layouts.places import deal
-from robust_dcp.storage.layouts.safetensors import MODEL_INDEX_NAME, files_of_tensors
+from robust_dcp.storage.layouts.safetensors import files_of_tensors
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.model_file import check_dtypes, in_shards, index_of, write_model_file
 from robust_dcp.storage.options import layout_named
@@ -237,6 +237,22 @@ def convert(
     def open_plan(place: str) -> _Plan:
         return _Plan(open_source(place, buffer_nbytes // 2), rules or Rules(), buffer_nbytes, note)
 
+    def open_live(place: str) -> _Plan:
+        outcomes: list[_Plan | ValueError] = []
+
+        def attempt() -> None:
+            try:
+                outcomes.append(open_plan(place))
+            except ValueError as error:  # of the rules, so every rank has it, and may raise it as it is
+                outcomes.append(error)
+
+        # Whoever raises removes what all read, so they all have read it by then.
+        channel.barrier(f"{phase}: what is live", attempt)
+        (outcome,) = outcomes
+        if isinstance(outcome, ValueError):
+            raise outcome
+        return outcome
+
     with channel.together(), ExitStack() as stack:
         own = _Call(
             {f"{name}={value}": [channel.rank] for name, value in arguments.items()},
@@ -263,8 +279,9 @@ def convert(
             _check_target(path, form, overwrite=overwrite)
             live = os.path.join(os.path.dirname(made), "live")
             planner = RobustPlanner(on_structure_change="quiet")
-            save(source, checkpoint_id=live, planner=planner, process_group=process_group, no_dist=alone)
-            plan = open_plan(live)
+            writer = RobustWriter(live, report=False)
+            save(source, storage_writer=writer, planner=planner, process_group=process_group, no_dist=alone)
+            plan = open_live(live)
         else:
             plan = open_plan(os.fspath(source))
             stack.enter_context(needed_for_a_load(disk, os.fspath(source)))

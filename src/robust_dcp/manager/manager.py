@@ -373,11 +373,18 @@ class CheckpointManager:
             no_dist=options.get("no_dist", False),
         )
 
+        writer, is_in_store = options.pop("storage_writer", None), self._series.is_in_store
+        overwrite = not isinstance(writer, RobustWriter) or writer.options.overwrite
+
         def begin() -> None:
-            if channel.is_coordinator:
-                self._job.check_alone()
-                if self._series.is_in_store:
-                    end_removals(self._series)
+            if not channel.is_coordinator:
+                return
+            self._job.check_alone()
+            if is_in_store:
+                end_removals(self._series)
+                # It is staged in a new directory, so the save itself finds nothing there.
+                if not overwrite and self._disk.exists(os.path.join(path, METADATA_NAME)):
+                    raise StorageError.of_committed(path)
 
         def begin_and_look() -> _CutOff:
             begin()
@@ -390,7 +397,6 @@ class CheckpointManager:
             channel.barrier(phase, begin)
         else:
             cut_off = channel.reduce(phase, begin_and_look, _CutOff, _CutOff.merge)
-        writer, is_in_store = options.pop("storage_writer", None), self._series.is_in_store
         if self._drain_to is not None or self._parity_nodes is not None or is_in_store:
             # A copy: another manager may use it, too. What goes to a store is staged in a directory of its own.
             writer = copy.copy(writer or RobustWriter(os.curdir if is_in_store else path))
@@ -398,7 +404,7 @@ class CheckpointManager:
             writer.options = dataclasses.replace(writer.options, parity_nodes=self._parity_nodes)
         if is_in_store:
             writer.drain_options = self._drain_options
-            writer.replaces = functools.partial(self._series.note_before_commit, record)
+            writer.replaces = functools.partial(self._series.note_before_commit, record, overwrite=overwrite)
         if self._drain_to is not None:
             writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
             writer.drain_options, writer.on_arrival = self._drain_options, self._has_arrived

@@ -452,9 +452,12 @@ class Series:
                 return False
         return self.is_ours(path)
 
-    def note_before_commit(self, record: Checkpoint, staged: str) -> tuple[str, ...]:
+    def note_before_commit(self, record: Checkpoint, staged: str, *, overwrite: bool) -> tuple[str, ...]:
         """Put the record of a step that goes to a store beside what the save has staged, so it arrives before
         ``.metadata``: whenever the job is killed, the checkpoint has the mark of the series.
+
+        Args:
+            overwrite: whether a checkpoint of this series may be replaced.
 
         Returns:
             The digest of the checkpoint of this series whose place it takes, if there is one. Over any other the save
@@ -468,7 +471,7 @@ class Series:
         earlier = self.record_at(path) if is_there else None
         noted = msgspec.structs.replace(record, digest=digest_at(local, staged), earlier=earlier)
         local.replace_file(os.path.join(staged, RECORD_NAME), msgspec.json.encode(noted))
-        return (digest_at(self.disk, path),) if is_there and self.may_be_removed(path) else ()
+        return (digest_at(self.disk, path),) if is_there and overwrite and self.may_be_removed(path) else ()
 
     def was_cut_off(self, path: str) -> bool:
         """Whether a checkpoint is ours, and its save was killed before it had named it as the latest.

@@ -106,6 +106,10 @@ class SaveOptions(msgspec.Struct, frozen=True):
     on_unloadable_object: OnUnloadableObject = "warn"
     kind: str | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, (str, type(None))):
+            raise ValueError(f"kind is {self.kind!r}: it has to be a word, or None")
+
 
 # The plan.
 

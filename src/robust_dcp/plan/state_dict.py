@@ -53,10 +53,15 @@ def flattened(state_dict: Mapping[Any, Any], *, is_nested: bool) -> tuple[dict[s
         is_nested: whether what lies in dicts and lists has a name of its own.
 
     Raises:
-        PlanConflict: two values have one name.
+        PlanConflict: two values have one name, or dicts are nested without an end.
     """
     flat, paths = dict[str, Any](), dict[str, Path]()
-    _flatten(((str(key), value) for key, value in state_dict.items()), (), "", is_nested, flat, paths)
+    try:
+        _flatten(((str(key), value) for key, value in state_dict.items()), (), "", is_nested, flat, paths)
+    except RecursionError:
+        raise PlanConflict(
+            "a dict or list of the state dict holds itself, or lies in too many others: leave it out"
+        ) from None
     return flat, paths if is_nested else {}
 
 

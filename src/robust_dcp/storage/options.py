@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, Literal, TypedDict, TypeVar
@@ -116,6 +116,7 @@ class WriteOptions:
 
     def __post_init__(self) -> None:
         layout_named(self.layout)
+        _check_flags(self)
         for name, at_least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < at_least:
@@ -139,6 +140,14 @@ class WriteOptions:
         threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
         block_nbytes = min(BLOCK_NBYTES, buffer_bytes // (BLOCKS_PER_THREAD * threads))
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
+
+
+def _check_flags(options: WriteOptions | ReadOptions) -> None:
+    for field in fields(options):
+        value = getattr(options, field.name)
+        is_flag, may_be_none = str(field.type).startswith("bool"), str(field.type).endswith("None")
+        if is_flag and not (value in (True, False) or (value is None and may_be_none)):
+            raise ValueError(f"{field.name} is True{', False or None' if may_be_none else ' or False'}, not {value!r}")
 
 
 Verify = bool | Literal["all"]
@@ -205,6 +214,7 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.verify_checksums not in (True, False, "all"):
             raise ValueError(f'verify_checksums is True, False or "all", not {self.verify_checksums!r}')
+        _check_flags(self)
         for name in ("threads", "buffer_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:

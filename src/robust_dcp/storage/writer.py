@@ -103,8 +103,8 @@ class RobustWriter(StorageWriter):
         super().__init__()
         self.options = given_options(WriteOptions, options, keywords)
         self.layout = layout_named(self.options.layout)
-        self._given = self.checkpoint_id = directory_path(path)
-        self.path = absolute(self._given)
+        self.checkpoint_id = directory_path(path)
+        self.path = self._given = absolute(self.checkpoint_id)
         self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
         self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
@@ -216,8 +216,9 @@ class RobustWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self._given = self.checkpoint_id = directory_path(checkpoint_id)
-        self.path = absolute(self._given)
+            self.checkpoint_id = directory_path(checkpoint_id)
+            self._given = absolute(self.checkpoint_id)
+        self.path = self._given
         self.save_id = str(uuid.uuid4())
         if self._directory is not None:
             self._directory.release()

@@ -287,11 +287,7 @@ class Save:
         self.names = tuple(self._disk.list_directory(self.path))
         if METADATA_NAME in self.names:
             if not self._overwrite:
-                raise StorageError(
-                    f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
-                    path=self.path,
-                    operation="begin",
-                )
+                raise StorageError.of_committed(self.path)
             if not self._may_share:
                 raise self._cannot_share("a committed checkpoint")
             self.earlier = _committed_in(self._disk, self._path_of(METADATA_NAME))

@@ -56,6 +56,8 @@ Fingerprint = tuple[int, int, int]
 def storage_error(operation: str, path: str, error: OSError) -> errors.StorageError:
     """The error for a failed call: the operation, the path, what the system says, and what to do if we know that."""
     advice = _ADVICE.get(error.errno or 0)
+    if isinstance(error, FileExistsError) and not os.path.exists(path):
+        advice = "it is a symbolic link to nothing: mount or make what it points to, or remove the link"
     message = f"{operation} {path}: {error.strerror or error}"
     if error.errno is not None:
         message += f" ({errno.errorcode.get(error.errno, error.errno)})"

@@ -38,11 +38,14 @@ SAVING_PREFIX: Final = ".robust_dcp.saving."
 REMOVING_PREFIX: Final = ".robust_dcp.removing."
 """A checkpoint that is being removed has this before its name, so that nobody takes it for one."""
 
+MODEL_INDEX_NAME: Final = "model.safetensors.index.json"
+"""Says which files hold the tensors of a Hugging Face model."""
+
 READ_BY_NAME: Final = frozenset(
     (
         *(METADATA_NAME, INDEX_NAME, NODES_NAME, REPORT_NAME, RECORD_NAME),
         *("common.pt", "metadata.json", "integrity.json"),  # Megatron's
-        *("model.safetensors.index.json", "config.json"),  # Hugging Face's
+        *(MODEL_INDEX_NAME, "config.json"),  # Hugging Face's
     )
 )
 """Files beside the data that readers of a checkpoint look for."""
@@ -88,10 +91,12 @@ def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
     """``checkpoint_id`` as a path, or as a URL without a slash at its end. ``Path("s3://bucket")`` is a URL again.
 
     Raises:
-        ValueError: it is a ``file://`` URL of another machine.
+        ValueError: it is a ``file://`` URL of another machine, or no path at all.
     """
     place = os.fsdecode(checkpoint_id)
     if not is_url(checkpoint_id):
+        if not place or "\0" in place:
+            raise ValueError(f"{place!r} cannot be the path of a directory: pass a name without zero bytes")
         return place
     scheme, slashes, rest = re.split(r":(/+)", place.strip(), maxsplit=1)
     scheme, rest = scheme.lower(), rest.rstrip("/")
@@ -138,10 +143,10 @@ def directory_path(path: str | os.PathLike[str]) -> str:
     touch a disk.
 
     Raises:
-        ValueError: it is a URL. The message says what to do instead.
+        ValueError: it is a URL, or no path at all. The message says what to do instead.
     """
     if not is_url(path):
-        return os.fsdecode(path)
+        return place_of(path)
     scheme = os.fsdecode(path).strip().partition(":")[0]
     if scheme.lower() == "file":
         what_to_do = "pass the path itself, without file://"

@@ -30,7 +30,7 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.items import Items
 from robust_dcp.report import listed
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, data_file_name, shard_file_name
+from robust_dcp.storage.files.paths import MODEL_INDEX_NAME, SAFETENSORS_SUFFIX, data_file_name, shard_file_name
 from robust_dcp.storage.files.small_files import read_small_file
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import (
@@ -80,7 +80,6 @@ MODEL_DTYPES: Final = {
 }
 """Those of the files of a Hugging Face model: all that safetensors 0.8 has. Older versions lack the last ones."""
 
-MODEL_INDEX_NAME: Final = "model.safetensors.index.json"
 LENGTH_NBYTES: Final = 8
 MAX_HEADER_NBYTES: Final = 100_000_000
 """Readers refuse a longer header."""
