@@ -5,9 +5,11 @@ that needs torch before it is used, and neither does a module on the way of that
 and what reads ``.metadata``. These import ``errors`` from here.
 """
 
+import gc
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from robust_dcp.installation import install as install
     from robust_dcp.installation import uninstall as uninstall
     from robust_dcp.public import *  # noqa: F403
+    from robust_dcp.public_later import *  # noqa: F403
 else:
     errors = _Errors()
 
@@ -33,17 +36,27 @@ _SWITCH = ("install", "uninstall")
 """The public names that need no torch, which need not be imported yet when ``install`` is called."""
 
 
-def _public() -> dict[str, Any]:
-    """The names of ``public``. They are imported when one is first used (PEP 562), and are attributes from then on."""
-    # All of it stays, and the collector would look through all of torch meanwhile, again and again.
-    with import_module("robust_dcp.storage.metadata.stored_pickle").without_garbage_collection():
-        names = {name: value for name, value in vars(import_module("robust_dcp.public")).items() if name[0] != "_"}
+_PUBLIC = ("public", "public_later")
+
+
+def _names_of(module: str) -> dict[str, Any]:
+    """The public names in a module. It is imported when one is first used (PEP 562), and they are attributes then."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    found = import_module(f"robust_dcp.{module}")
+    if was_enabled:
+        if not gc.get_freeze_count():
+            # All of it stays, and goes to the oldest generation: the collector would look through it now.
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
+    names = {name: value for name, value in vars(found).items() if name[0] != "_"}
     globals().update(names)
     return names
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_SWITCH, *_public()])
+    return sorted(["__version__", *_SWITCH, *chain.from_iterable(map(_names_of, _PUBLIC))])
 
 
 def __getattr__(name: str) -> Any:
@@ -54,12 +67,13 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         if find_spec(f"robust_dcp.{name}"):
             return import_module(f"robust_dcp.{name}")  # robust_dcp.storage, as if the package had imported it
-        if name in (names := _public()):
-            return names[name]
+        for names in map(_names_of, _PUBLIC):
+            if name in names:
+                return names[name]
     raise AttributeError(f"module 'robust_dcp' has no attribute {name!r}")
 
 
 if not getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", True):
     # torch was imported before, and is not importing us itself (entry point ``torch.backends``). So this is no command
     # that has to be quick, and what a save needs is imported now, not while training waits for the first one.
-    _public()
+    _names_of("public")

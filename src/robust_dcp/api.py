@@ -33,6 +33,7 @@ from robust_dcp.plan.keys import AskedKeys, asked_keys, missing_in_words, unread
 from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner
+from robust_dcp.plan.save_report import note_load
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.shared_reads import (
     WISHES,
@@ -278,6 +279,8 @@ def load(
             logger.warning("%s: %s", loading.checkpoint, words)
         remarks = tuple(filter(None, (missing_in_words(asked), unread)))
     report = loading.report(remarks)
+    if channel.is_coordinator:
+        note_load(report)
     clock.tell("ended", report=report, seconds=clock.seconds)
     return report
 

@@ -1,25 +1,26 @@
 """Compares the values of two checkpoints, a few pieces of tensors at a time, so that memory stays bounded.
 
-Both may be cut into chunks in any way. Integers are subtracted as integers, so that 2**53 and 2**53 + 1 differ.
-Floating point values are compared as float64, which holds every value of the smaller dtypes. Two NaN at the same place
-are equal, and so are 0.0 and -0.0. Values of dtypes that torch cannot compute with, such as those of packed bits, are
-compared byte by byte, and so are objects that would need a class of the user: nothing is executed.
+Both may be cut into chunks in any way. What is equal is decided as in a proof: by the bits of elements. How far those
+are apart that differ is found out for people: integers are subtracted as integers, so that 2**53 and 2**53 + 1 differ,
+and floating point values as float64, which holds every value of the smaller dtypes. Objects that would need a class of
+the user are compared as bytes: nothing is executed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import UnsafeCheckpoint
 from robust_dcp.report import shortened
 from robust_dcp.storage.pieces import PieceReader, batches_of
+from robust_dcp.storage.reading.comparing import elements_of
 from robust_dcp.storage.records.objects import are_equal, load_object
 
 _MEMORY_NBYTES: Final = 32 << 20
@@ -32,9 +33,9 @@ class TensorDifference(msgspec.Struct, frozen=True):
 
     Attributes:
         numel: number of elements.
-        differing: how many of them differ; bytes for dtypes that torch cannot compute with.
-        max_absolute: the largest difference; ``None`` for such dtypes. Infinity where one of two values is infinite or
-            NaN and the other is not.
+        differing: how many of them differ.
+        max_absolute: the largest difference: 0 of 0.0 and -0.0, and of two NaN; infinity where one of two values is
+            infinite or NaN and the other is not. ``None`` for dtypes that torch cannot compute with.
         max_relative: the largest difference divided by the larger of the two absolute values.
         nan, infinite: how many elements of the first and of the second tensor are NaN, or infinite.
     """
@@ -115,51 +116,45 @@ def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[t
 def _difference(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
     """The difference of two tensors of one dtype and shape, on the CPU."""
     first, second = first.detach().contiguous().reshape(-1), second.detach().contiguous().reshape(-1)
-    if not first.numel():
-        return TensorDifference()
     total = TensorDifference()
-    try:
-        for one, other in zip(first.split(_CACHED_NUMEL), second.split(_CACHED_NUMEL), strict=True):
-            total += _of_floats(one, other) if one.is_floating_point() or one.is_complex() else _of_integers(one, other)
-    except (RuntimeError, TypeError):  # float4_e2m1fn_x2 holds two values in one element; NumPy has no bits8
-        differing = int((first.view(torch.uint8) != second.view(torch.uint8)).sum())
-        return TensorDifference(first.numel(), differing, None, None) if differing else TensorDifference(first.numel())
+    for one, other in zip(first.split(_CACHED_NUMEL), second.split(_CACHED_NUMEL), strict=True):
+        differs = elements_of(one) != elements_of(other)
+        differing = int(np.count_nonzero(differs))
+        apart: tuple[float | None, float | None] = (0.0, 0.0)
+        nan, infinite = [0], [0]
+        try:
+            if one.is_floating_point() or one.is_complex():
+                sides = [_as_reals(each) for each in ([one, other] if differing else [one])]
+                nan = [int(each.isnan().any(dim=1).sum()) for each in sides]
+                infinite = [int(each.isinf().any(dim=1).sum()) for each in sides]
+                if differing:
+                    apart = _apart_as_reals(*(each[torch.from_numpy(differs)] for each in sides))
+            elif differing:
+                apart = _apart_as_integers(one.numpy()[differs], other.numpy()[differs])
+        except (RuntimeError, TypeError):  # float4_e2m1fn_x2 holds two values in one element; NumPy has no bits8
+            apart = (None, None) if differing else apart
+        total += TensorDifference(one.numel(), differing, *apart, (nan[0], nan[-1]), (infinite[0], infinite[-1]))
     return total
 
 
-def _of_integers(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
-    one, other = first.numpy(), second.numpy()
-    differs = one != other
-    if not differs.any():
-        return TensorDifference(one.size)
-    low, high = np.minimum(one, other)[differs], np.maximum(one, other)[differs]
+def _apart_as_integers(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> tuple[float, float]:
+    """The largest difference of two arrays of integers, and the largest of those that are divided by the values."""
+    low, high = np.minimum(one, other), np.maximum(one, other)
     apart = high.astype(np.uint64) - low.astype(np.uint64)  # right modulo 2**64, even if it does not fit into an int64
     scale = np.maximum(np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64))), 1)
-    return TensorDifference(one.size, int(differs.sum()), float(apart.max()), float((apart / scale).max()))
+    return float(apart.max()), float((apart / scale).max())
 
 
-def _of_floats(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
-    # float64, complex numbers as real and imaginary parts
-    sides = [
-        torch.view_as_real(each.to(torch.complex128)) if each.is_complex() else each.to(torch.float64)[:, None]
-        for each in (first, second)
-    ]
-    one, other = sides
-    if torch.equal(one, other):  # as most are in two checkpoints of a run, where scalars and biases are many
-        n_infinite = int(one.isinf().any(dim=1).sum())
-        return TensorDifference(first.numel(), infinite=(n_infinite, n_infinite))
-    nan = [int(each.isnan().any(dim=1).sum()) for each in sides]
-    infinite = [int(each.isinf().any(dim=1).sum()) for each in sides]
+def _as_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Floating point or complex values as float64 ``[n, 1]``, or ``[n, 2]`` for real and imaginary parts."""
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)[:, None]
+
+
+def _apart_as_reals(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    """The same of values by :func:`_as_reals`."""
     apart = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)  # two infinities, for example
-    apart = torch.hypot(apart[:, 0], apart[:, 1]) if first.is_complex() else apart[:, 0].abs()
+    apart = torch.hypot(apart[:, 0], apart[:, 1]) if apart.shape[1] > 1 else apart[:, 0].abs()
     apart.nan_to_num_(nan=math.inf, posinf=math.inf)  # a NaN or an infinity on one side only: as far as can be
-    scale = reduce(torch.maximum, (each.abs().amax(dim=1) for each in sides))
+    scale = torch.maximum(one.abs().amax(dim=1), other.abs().amax(dim=1))
     relative = torch.where((scale == 0) | ~scale.isfinite(), apart, apart / scale)
-    return TensorDifference(
-        first.numel(),
-        int(apart.count_nonzero()),
-        float(apart.max()),
-        float(relative.max()),
-        (nan[0], nan[1]),
-        (infinite[0], infinite[1]),
-    )
+    return float(apart.max()), float(relative.max())

@@ -27,17 +27,14 @@ def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _whole_number(text: str) -> int:
-    if re.fullmatch("0*[1-9][0-9]{0,15}", text) is None:  # int() would also accept " +1_0 " and digits of other scripts
-        raise ValueError("a whole number from 1 on")
-    return int(text)
+def _whole_number_from(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        # int() would also accept " +1_0 " and digits of other scripts
+        if re.fullmatch("0*[1-9][0-9]{0,15}", text) is None or int(text) < least:
+            raise ValueError(f"a whole number from {least} on")
+        return int(text)
 
-
-def _nodes(text: str) -> int:
-    number = _whole_number(text)
-    if number < 2:
-        raise ValueError("a whole number from 2 on")
-    return number
+    return parse
 
 
 def _positive_seconds(text: str) -> float:
@@ -53,14 +50,14 @@ def _positive_seconds(text: str) -> float:
 VARIABLES: Final[Mapping[str, Callable[[str], Any]]] = {
     "ROBUST_DCP": _one_of(_SWITCH),
     "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": _positive_seconds,
-    "ROBUST_DCP_PARITY_NODES": _nodes,
+    "ROBUST_DCP_PARITY_NODES": _whole_number_from(2),
     "ROBUST_DCP_PROGRESS": _one_of(_SWITCH),
     "ROBUST_DCP_PROVE": _one_of(_SWITCH),
-    "ROBUST_DCP_RANKS_PER_NODE": _whole_number,
+    "ROBUST_DCP_RANKS_PER_NODE": _whole_number_from(1),
     "ROBUST_DCP_SAVE_FAILURE": _one_of({"raise": "raise", "warn": "warn"}),
     "ROBUST_DCP_STAGING": str,
     "ROBUST_DCP_TRUSTED": _one_of(_SWITCH),
-    "ROBUST_DCP_WRITER_THREADS": _whole_number,
+    "ROBUST_DCP_WRITER_THREADS": _whole_number_from(1),
 }
 """By name: what makes a value of the text. Its ``ValueError`` says what the text may be."""
 

@@ -213,6 +213,22 @@ class CorruptCheckpoint(RobustCheckpointError, ValueError):
     expected: str | None
     found: str | None
 
+    @classmethod
+    def of_file(
+        cls,
+        file: str,
+        expected: str,
+        found: str,
+        *,
+        item: str | None = None,
+        problem: str = "cannot be used",
+        advice: str = "take another checkpoint, or restore the file",
+    ) -> CorruptCheckpoint:
+        """For example: ``__0_0.distcp cannot be used: expected 8 bytes, found 7; take another checkpoint, …``."""
+        what = file if item is None else f"item {item!r} in {file}"
+        message = f"{what} {problem}: expected {expected}, found {found}; {advice}"
+        return cls(message, file=file, item=item, expected=expected, found=found)
+
 
 class UnsafeCheckpoint(RobustCheckpointError, ValueError):
     """Loading ``file`` would run code, or follow a path out of the checkpoint's directory. ``what`` says which."""

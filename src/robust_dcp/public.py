@@ -9,8 +9,6 @@ from robust_dcp.api import save as save
 from robust_dcp.asynchronous import AsyncSave as AsyncSave
 from robust_dcp.asynchronous import async_save as async_save
 from robust_dcp.comm.channel import Channel as Channel
-from robust_dcp.conversion.convert import ConversionReport as ConversionReport
-from robust_dcp.conversion.convert import convert as convert
 from robust_dcp.drain.copy import CopyResult as CopyResult
 from robust_dcp.drain.copy import copy_checkpoint as copy_checkpoint
 from robust_dcp.errors import CorruptCheckpoint as CorruptCheckpoint
@@ -23,17 +21,9 @@ from robust_dcp.errors import StructureChanged as StructureChanged
 from robust_dcp.errors import UnsafeCheckpoint as UnsafeCheckpoint
 from robust_dcp.events import Event as Event
 from robust_dcp.events import on_event as on_event
-from robust_dcp.manager.manager import CheckpointManager as CheckpointManager
-from robust_dcp.manager.series import Checkpoint as Checkpoint
-from robust_dcp.manager.series import KeepBest as KeepBest
-from robust_dcp.manager.series import KeepEvery as KeepEvery
-from robust_dcp.manager.series import KeepLast as KeepLast
-from robust_dcp.manager.series import KeepPolicy as KeepPolicy
 from robust_dcp.plan.load_planner import RobustLoadPlanner as RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner as RobustPlanner
 from robust_dcp.plan.state_dict import StructureSignature as StructureSignature
-from robust_dcp.proof import ProofReport as ProofReport
-from robust_dcp.proof import prove as prove
 from robust_dcp.report import LoadReport as LoadReport
 from robust_dcp.report import SaveReport as SaveReport
 from robust_dcp.save_queue import finish_async_saves as finish_async_saves

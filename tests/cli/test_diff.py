@@ -126,7 +126,9 @@ def test_neighbours_of_every_dtype_differ_and_equal_values_do_not(tmp_path: Path
         state = {name: pair[side] for name, pair in {**pairs, **equal}.items()}
         robust_dcp.save(state, checkpoint_id=tmp_path / str(side))
     found = {each["name"]: each for each in diff(tmp_path / "0", tmp_path / "1", "--values")[1]["tensors"]}
-    assert found.keys() == pairs.keys()
+    assert found.keys() == {*pairs, "zero"} and found["zero"]["max_absolute"] == 0
+    as_numbers = diff(tmp_path / "0", tmp_path / "1", "--values", "--tolerance", 0)[1]["tensors"]
+    assert {each["name"] for each in as_numbers} == pairs.keys()
     assert (found["int64"]["differing"], found["int64"]["max_absolute"]) == (2, float(2**64 - 1))
     assert (found["uint64"]["differing"], found["complex"]["max_absolute"]) == (1, 4.0)
     assert found["huge"]["max_absolute"] == 2e300 and found["tiny"]["max_absolute"] > 0

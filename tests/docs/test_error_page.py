@@ -58,6 +58,11 @@ def raised() -> list[tuple[str, str, str]]:
                 text = text_of(node.args[0])
                 if text is not None and _has_words(text):
                     found.append((node.func.id, f"{name}:{node.lineno}", text))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("CorruptCheckpoint.of_file"):
+                given = {keyword.arg: text_of(keyword.value) for keyword in node.keywords}
+                what = "item … in …" if "item" in given else "…"
+                text = f"{what} {given.get('problem', 'cannot be used')}: expected …, found …"
+                found.append(("CorruptCheckpoint", f"{name}:{node.lineno}", text))
     return found
 
 
@@ -115,7 +120,7 @@ def test_every_error_of_the_source_is_in_the_section_of_its_class() -> None:
 
 
 def test_every_quoted_beginning_is_in_the_source() -> None:
-    everything = "\0".join([*all_texts(), *(text for _, text in logged())])
+    everything = "\0".join([*all_texts(), *(text for _, text in logged()), *(text for _, _, text in raised())])
     found = {quote: re.escape(quote.strip("… ")).replace("…", "[^\0]*?") for quote in chain(*quotes().values())}
     unknown = [quote for quote, pattern in found.items() if not re.search(pattern, everything)]
     assert not unknown, "no error of the source begins so"

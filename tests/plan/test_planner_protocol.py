@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint import DefaultSavePlanner, _version
 
 import robust_dcp
 from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
@@ -74,6 +75,25 @@ def test_hooks_out_of_order_are_an_error_that_names_the_one_that_is_missing() ->
     loading.set_up_planner({"w": torch.ones(2)})
     with pytest.raises(ValueError, match="was not given the checkpoint's metadata"):
         loading.create_local_plan()
+
+
+def test_values_have_the_names_and_paths_that_stocks_planner_gives_them() -> None:
+    weight = torch.ones(2)
+    state_dict: dict[Any, Any] = {
+        "model": OrderedDict({"a.b": weight, "": {"": torch.nn.Parameter(weight)}, 3: {None: weight, (1, 2): 5}}),
+        "lists": [weight, {"lr": 1}, [1, [weight]], [1, 2], (weight,), None],
+        "empty": [{}, [], [{}], weight],
+        "objects": {"numbers": [1, 2], "texts": ["a", ["b"]], "none": None, "tuple": ({"w": weight},), "list": []},
+        7: weight,
+        "": {"x": weight},
+    }
+    stocks = DefaultSavePlanner()
+    stocks.set_up_planner(state_dict)
+    for planner in (RobustPlanner(), RobustLoadPlanner()):
+        planner.set_up_planner(state_dict)
+        assert list(planner.state_dict) == list(stocks.state_dict)
+        assert planner.mappings == stocks.mappings
+        assert all(value is stocks.state_dict[name] for name, value in planner.state_dict.items())
 
 
 def test_keys_that_nobody_asked_for_are_listed_by_the_planner(tmp_path: Path) -> None:

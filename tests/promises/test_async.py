@@ -361,8 +361,9 @@ def save_often_in_a_process(directory: str) -> tuple[int, int]:
     os.rmdir(os.getcwd())
     state = {f"layers.{number}.weight": torch.full((16,), float(number)) for number in range(4_000)}
     nbytes = []
-    for _ in range(14):
-        robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result()
+    for number in range(14):
+        report = robust_dcp.async_save(state, checkpoint_id=directory, executor="process").result()
+        assert report.identical_to == (directory if number else "")  # by the checksums that the writer has made
         (writer,) = writer_pids()
         nbytes.append(int(Path(f"/proc/{writer}/statm").read_text().split()[1]) * resource.getpagesize())
     return nbytes[3], nbytes[-1]

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from robust_dcp import (
     RobustReader,
     RobustWriter,
 )
+from tests.cli.commands import shell
 from tests.harness.ranks import errors, on_ranks, run_alone, run_ranks
 from tests.harness.verdicts import lines_of_the_log
 
@@ -423,6 +425,41 @@ def test_objects_are_compared_as_values(tmp_path: Path) -> None:
     assert "'b' here, 'a' in the checkpoint" in str(robust_dcp.prove({"x": objects("text")}, checkpoint_id=tmp_path))
 
 
+_NAN, _OTHER_NAN = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
+_EQUAL: dict[str, tuple[Any, Any, bool]] = {
+    "zeros of tensors": (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+    "NaN of tensors": (_NAN, _NAN.clone(), True),
+    "other NaN of tensors": (_NAN, _OTHER_NAN, False),
+    "complex zeros": (torch.tensor([complex(0.0, 0.0)]), torch.tensor([complex(0.0, -0.0)]), False),
+    "whole numbers": (torch.tensor([2**53]), torch.tensor([2**53 + 1]), False),
+    "strides": (torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3).t().contiguous().t(), True),
+    "zeros": (0.0, -0.0, False),
+    "NaN": (float("nan"), float("nan"), True),
+    "NumPy's zeros": (np.float32(0.0), np.float32(-0.0), False),
+    "zeros of arrays": (np.array([0.0, 1.0]), np.array([-0.0, 1.0]), False),
+    "NaN of arrays": (np.array([np.nan]), np.array([np.nan]), True),
+    "zeros of tensors in a tuple": ((torch.tensor([0.0]), {1}), (torch.tensor([-0.0]), {1}), False),
+    "order of a dict": ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+    "order of a dict in a tuple": (({"a": 1, "b": 2}, 3), ({"b": 2, "a": 1}, 3), True),
+    "order of an OrderedDict": ((OrderedDict(a=1, b=2),), (OrderedDict(b=2, a=1),), True),
+    "order of a list": ([1, 2], [2, 1], False),
+    "a set": ({1, 2}, {2, 1}, True),
+    "one and true": (1, True, False),
+    "one and one": (1, 1.0, False),
+    "a list and a tuple": (([1],), ((1,),), False),
+}
+
+
+def test_a_proof_and_diff_call_the_same_equal(tmp_path: Path) -> None:
+    for side in (0, 1):
+        robust_dcp.save({name: each[side] for name, each in _EQUAL.items()}, checkpoint_id=tmp_path / str(side))
+    proof = robust_dcp.prove({name: each[1] for name, each in _EQUAL.items()}, checkpoint_id=tmp_path / "0")
+    of_diff = shell("diff", tmp_path / "0", tmp_path / "1", "--values", "--json").json
+    differing = {name for name, (_, _, equal) in _EQUAL.items() if not equal}
+    for keys in (proof.differing, [each["name"] for each in (*of_diff["tensors"], *of_diff["objects"])]):
+        assert {key.partition(".")[0] for key in keys} == differing
+
+
 def test_a_value_of_another_kind_is_a_difference_and_a_key_of_one_side_is_named(tmp_path: Path) -> None:
     saved = {"dtype": torch.ones(4), "size": torch.ones(4), "kind": torch.ones(4), "meta": torch.ones(4), "gone": 1}
     robust_dcp.save({**saved, "rate": 0.5, "model._orig_mod.w": torch.ones(2)}, checkpoint_id=tmp_path)
@@ -444,6 +481,10 @@ def test_a_value_of_another_kind_is_a_difference_and_a_key_of_one_side_is_named(
     )
     assert "'dtype' is torch.float16 here and torch.float32 in the checkpoint" in str(proof)
     assert all(live[key] is before[key] for key in before), "nothing is changed"
+    zeros = {"size": torch.zeros(4)}
+    with pytest.raises(TypeError, match="FileSystemReader would fill what is live"):
+        robust_dcp.prove(zeros, storage_reader=dcp.FileSystemReader(tmp_path))  # type: ignore[arg-type]
+    assert zeros["size"].sum() == 0
 
 
 def test_two_keys_of_one_name_are_named_in_saves_loads_and_proofs(tmp_path: Path) -> None:
@@ -541,8 +582,47 @@ def test_a_manager_proves_what_it_has_loaded_at_once_or_before_the_first_step(tm
 
     with pytest.raises(ValueError, match="needs the optimizer itself"):
         manager.load_latest(raw(live), prove="first step")
+    with pytest.raises(ValueError, match="flatten_state_dict=False"):
+        manager.load_latest(live, prove="first step", planner=RobustLoadPlanner(flatten_state_dict=False))
     with pytest.raises(ValueError, match="prove is True, False"):
         manager.load_latest(live, prove="twice")  # type: ignore[arg-type]
+
+
+class Untrusted:
+    """Not registered, so that only a trusted load takes it."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("prove", [True, "first step"])
+def test_a_manager_proves_what_the_load_was_asked_for(prove: Any, tmp_path: Path) -> None:
+    """What a load may leave out or convert is no difference. What may be missing may not differ."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {**job(1, 3), "old": 1, "w": torch.ones(3), "own": Untrusted()})
+    more = {"w": torch.zeros(3), "own": None}
+    trusted: Job = {"storage_reader": RobustReader(tmp_path, trusted=True)}
+    casts = RobustLoadPlanner(on_dtype_mismatch="cast", trusted=True, allow_missing=["new*"], ignore=["old"])
+    for added, options in (
+        ({"new.x": 1}, {"allow_missing": ["new*"], "ignore": ["old"], **trusted}),
+        ({"new.x": 1, "w": torch.zeros(3).half()}, {"planner": casts}),
+        ({"new.x": 1}, {"planner": RobustLoadPlanner(allow_partial_load=True, ignore=["old"]), **trusted}),
+    ):
+        live = {**job(2), **more, **added}
+        loaded = manager.load_latest(live, prove=prove, **options)
+        assert loaded is not None and (loaded.proof is None or loaded.proof.equal)
+        train(live, 1)
+    live = {**job(2), **more}
+    if prove is True:
+        with pytest.raises(RobustCheckpointError, match="not live: 'old'"):
+            manager.load_latest(live, prove=prove, allow_missing=["model*"], **trusted)
+        return
+    manager.load_latest(live, prove=prove, allow_missing=["model*"], **trusted)
+    live["model"][0].reset_parameters()
+    with pytest.raises(RobustCheckpointError, match="differ: 2 keys of 'model'"):
+        train(live, 1)
 
 
 _SWITCHED = """

@@ -116,11 +116,14 @@ def save_in_every_way(path: str) -> None:
     state = state_of(dist.get_rank())
     robust_dcp.save(state, checkpoint_id=f"{path}/save")
     robust_dcp.save(state, checkpoint_id=f"{path}/again")
+    for name in ("save", "again"):
+        robust_dcp.load(state, checkpoint_id=f"{path}/{name}")
     robust_dcp.async_save(state, checkpoint_id=f"{path}/async").result()
     robust_dcp.async_save(state, checkpoint_id=f"{path}/process", executor="process").result()
     dcp.save(state, storage_writer=RobustWriter(f"{path}/planner"), planner=RobustPlanner())
     dcp.save(state, storage_writer=RobustWriter(f"{path}/stock planner"))
     robust_dcp.install()
+    dcp.load(state, checkpoint_id=f"{path}/async")
     dcp.save(state, checkpoint_id=f"{path}/switch")
     robust_dcp.uninstall()
     robust_dcp.save(state, storage_writer=RobustWriter(f"{path}/off", report=False))
@@ -138,6 +141,12 @@ def test_every_way_of_saving_leaves_a_report_of_all_ranks(tmp_path: Path) -> Non
         # Two tensors of one rank each, one that both have, and what frames them.
         assert report["total_nbytes"] == sum(ranks["nbytes"]) and 800_000 < sum(ranks["nbytes"]) < 900_000, name
         assert [phase["name"] for phase in report["phases"] if phase["name"] != "stage"] == ["plan", "write", "commit"]
+        loaded = {"async": ["save", "again"], "switch": ["async"]}  # what has come since the report before
+        assert [os.path.basename(load["checkpoint"]) for load in report["loads"]] == loaded.get(name, [])
+        for load in report["loads"]:
+            assert [phase["name"] for phase in load["phases"]] == ["plan", "read", "apply"]
+            assert load["seconds"] > 0 and load["nbytes"] == 600_000
+            assert load["loaded_at_seconds"] < report["saved_at_seconds"]
     outcomes = {name: found[name]["plan"]["outcome"] for name in ("save", "again")}
     assert outcomes == {"save": "built", "again": "reused"}
 

@@ -9,7 +9,16 @@ import msgspec
 import numpy as np
 
 from robust_dcp.plan.save_report import find_stragglers, module_sizes
-from robust_dcp.report import REPORT_NAME, PhaseReport, PlanReport, Ranks, SavedReport, StructureDiff, encode_report
+from robust_dcp.report import (
+    REPORT_NAME,
+    LoadBefore,
+    PhaseReport,
+    PlanReport,
+    Ranks,
+    SavedReport,
+    StructureDiff,
+    encode_report,
+)
 from robust_dcp.report_page.reading import FoundReport, Reports
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
@@ -50,8 +59,15 @@ def made_report(step: int, world_size: int, *, slow: tuple[int, ...] = ()) -> Sa
         ways=(("direct",), ("buffered: the file system refuses O_DIRECT: Invalid argument",)),
         ranks=ranks,
         stragglers=find_stragglers(ranks, nodes),
+        loads=_LOADS if step % 700 == 0 else (),
         modules=module_sizes(*_model()),
     )
+
+
+_LOADS = (
+    LoadBefore("base", 1.0, 40.5),
+    LoadBefore(HOSTILE, 1.78e9, 12.5, _MIB, (PhaseReport("read", 12),), (HOSTILE,)),
+)
 
 
 def _model() -> tuple[list[str], np.ndarray[tuple[int], np.dtype[np.int64]]]:
@@ -72,6 +88,8 @@ def hostile_reports(wait: str = HOSTILE) -> Reports:
         ways=((HOSTILE,), (HOSTILE,)),
         waits=(HOSTILE, wait),
         fallbacks=(HOSTILE,),
+        identical_to=HOSTILE,
+        loads=_LOADS,
         versions={HOSTILE: HOSTILE},
         plan=msgspec.structs.replace(report.plan, outcome="constructor", reason=HOSTILE),
     )

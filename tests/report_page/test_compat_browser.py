@@ -67,11 +67,19 @@ def test_all_ranks_are_drawn(world_size: int, n_checkpoints: int, width: int, tm
         }));
         const marks = ["#heatmap", "#timeline", "#history", ".tree"].map((each) => Number($(each).dataset.marks));
         return [marks, Object.values(pixels).map(colours), $("#notices").innerText,
-                document.documentElement.scrollWidth - innerWidth, area];
+                document.documentElement.scrollWidth - innerWidth, area,
+                [...$("#choice").options].map(({value}) => Number(value)).filter((place) => {
+                  $("#choice").value = String(place);
+                  $("#choice").dispatchEvent(new Event("change"));
+                  return $("#tiles").textContent.includes("Loaded before it");
+                }).sort((a, b) => a - b)];
     """
     reports = read_reports(put_run(tmp_path / "run", world_size, n_checkpoints))
-    (heatmap, timeline, history, tree), colours, notices, sticks_out, area = shown(reports, tmp_path, script, width)
-    assert (heatmap, history) == (world_size, 5 * n_checkpoints) and tree > 20
+    charts, colours, notices, sticks_out, area, loaded = shown(reports, tmp_path, script, width)
+    heatmap, timeline, history, tree = charts
+    # A save in seven comes after loads.
+    assert (heatmap, history) == (world_size, 5 * n_checkpoints + n_checkpoints // 7) and tree > 20
+    assert loaded == list(range(6, n_checkpoints, 7))
     assert area["reused"] > 500 and area["rebuilt"] > 50 and area["other"] < 50, area
     assert "Slow again and again" in notices
     # Four phases of each rank; the last rank that writes does not wait. Of 2048 ranks four share a line.

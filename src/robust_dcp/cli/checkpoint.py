@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from robust_dcp.contents import Contents
 
 
-def holds_checkpoint(path: str, disk: Disk | None = None) -> bool:
+def holds_checkpoint(path: str, disk: Disk) -> bool:
     """Whether a directory has a ``.metadata``, those of ranks that saved for themselves, or safetensors files."""
-    ends = (METADATA_NAME, SAFETENSORS_SUFFIX)
-    if not is_url(path) and not os.path.isdir(path):
-        return False
-    return any(name.endswith(ends) for name in (disk or Disk()).list_directory(path))
+    if disk.exists(os.path.join(path, METADATA_NAME)):
+        return True
+    return any(name.endswith((METADATA_NAME, SAFETENSORS_SUFFIX)) for name in disk.list_directory(path))
 
 
 def check_directory(path: str) -> None:
@@ -72,7 +71,7 @@ def disk_of(path: str) -> Disk:
     if not is_url(path):
         if os.path.isdir(path):
             check_directory(path)
-        if not holds_checkpoint(path):
+        if not os.path.isdir(path) or not holds_checkpoint(path, Disk()):
             raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(Disk(), path)}")
         return Disk()
     return _remote_disk(path)

@@ -29,13 +29,13 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("second", type=local_path, help="Another one's.")
     parser.add_argument("pattern", nargs="*", help="Compare only items with such names, for example 'model.*'.")
     parser.add_argument("--values", action="store_true", help="Compare the values, too.")
-    smaller = "Smaller differences count as equal."
-    parser.add_argument("--tolerance", type=number_in(float, 0), default=0.0, help=smaller)
+    numbers = "Compare elements as numbers: those that are not farther apart are equal. Else their bits count."
+    parser.add_argument("--tolerance", type=number_in(float, 0), help=numbers)
 
 
 def run(options: Namespace) -> int:
     """Print how two checkpoints differ."""
-    if options.tolerance and not options.values:
+    if options.tolerance is not None and not options.values:
         raise CommandFailed("--tolerance says which values count as equal: compare them with --values")
     both, pattern = (open_checkpoint(options.first), open_checkpoint(options.second)), options.pattern
     from robust_dcp.names import fit_nothing
@@ -86,7 +86,7 @@ def run(options: Namespace) -> int:
 
 
 def _different_values(
-    first: str, second: str, names: list[str], tolerance: float
+    first: str, second: str, names: list[str], tolerance: float | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     from robust_dcp.comparison import compare_objects, compare_tensors
 
@@ -95,7 +95,8 @@ def _different_values(
     tensors = [
         {"name": name, **msgspec.structs.asdict(difference)}
         for name, difference in compared.items()
-        if difference.differing and (difference.max_absolute is None or difference.max_absolute > tolerance)
+        if difference.differing
+        and (tolerance is None or difference.max_absolute is None or difference.max_absolute > tolerance)
     ]
     others = [name for name in names if name not in compared]
     objects = [dict(zip(_OBJECT, each, strict=True)) for each in compare_objects(first, second, others)]

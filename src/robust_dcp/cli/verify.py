@@ -61,16 +61,15 @@ def run(options: Namespace) -> int:
 
 def _checkpoints_below(path: str) -> list[str]:
     """The checkpoints of a run, with those that may not be read; none if ``path`` is a checkpoint itself."""
-    if is_url(path):
-        disk = disk_of(path)
-        if disk.exists(os.path.join(path, METADATA_NAME)) or not disk.exists(path) or holds_checkpoint(path, disk):
-            return []
-        directories = [each for one in series_in(disk, path) for each in one.directories()]
-        return [each for each in directories if holds_checkpoint(each, disk)]
-    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK) or holds_checkpoint(path):
+    disk = disk_of(path) if is_url(path) else Disk()
+
+    def is_closed(place: str) -> bool:
+        return not is_url(place) and not (os.path.isdir(place) and os.access(place, os.R_OK | os.X_OK))
+
+    if not disk.exists(path) or is_closed(path) or holds_checkpoint(path, disk):
         return []
-    directories = [each for one in series_in(Disk(), path) for each in one.directories()]
-    return [each for each in directories if not os.access(each, os.R_OK | os.X_OK) or holds_checkpoint(each)]
+    directories = [each for one in series_in(disk, path) for each in one.directories()]
+    return [each for each in directories if is_closed(each) or holds_checkpoint(each, disk)]
 
 
 def _verify(path: str, threads: int | None, *, with_data: bool) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -146,10 +145,22 @@ class ConversionReport:
     left_out: tuple[str, ...] = ()
 
 
-class _Arguments(msgspec.Struct, frozen=True):
-    """``values``: those that one rank was called with, by name, in words."""
+class _Call(msgspec.Struct, frozen=True):
+    """How ranks have called this.
 
-    values: dict[str, str]
+    Attributes:
+        ranks_of: by argument and value, in words, the ranks that have passed it.
+        token: a text of this call.
+    """
+
+    ranks_of: dict[str, list[int]]
+    token: str = ""
+
+    @staticmethod
+    def merge(calls: Sequence[_Call]) -> _Call:
+        names = {name for each in calls for name in each.ranks_of}
+        ranks_of = {name: [rank for each in calls for rank in each.ranks_of.get(name, ())] for name in names}
+        return _Call(ranks_of, max(each.token for each in calls))
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -227,7 +238,16 @@ def convert(
         return _Plan(open_source(place, buffer_nbytes // 2), rules or Rules(), buffer_nbytes, note)
 
     with channel.together(), ExitStack() as stack:
-        token = _agree(channel, arguments)
+        own = _Call(
+            {f"{name}={value}": [channel.rank] for name, value in arguments.items()},
+            secrets.token_hex(4) if channel.is_coordinator else "",
+        )
+        call = channel.reduce("convert: arguments", lambda: own, _Call, _Call.merge)
+        differing = [(each, ranks) for each, ranks in call.ranks_of.items() if len(ranks) < channel.size]
+        if differing:
+            differing.sort(key=lambda each: (each[0].partition("=")[0], min(each[1])))
+            called = listed(f"{each} on {ranks_in_words(ranks)}" for each, ranks in differing)
+            raise PlanConflict(f"convert was called with {called}: pass the same on all ranks")
         layout_named(layout)
         if form not in get_args(Form):
             raise ValueError(f"form is one of {', '.join(get_args(Form))}, not {form!r}")
@@ -239,7 +259,7 @@ def convert(
             raise ValueError(f"--to {form} is made by one process; only --to safetensors by several")
         beside = _beside(config)
         if isinstance(source, dict):
-            made = stack.enter_context(_made_beside(disk, path, token))
+            made = stack.enter_context(_made_beside(disk, path, call.token))
             _check_target(path, form, overwrite=overwrite)
             live = os.path.join(os.path.dirname(made), "live")
             planner = RobustPlanner(on_structure_change="quiet")
@@ -248,7 +268,7 @@ def convert(
         else:
             plan = open_plan(os.fspath(source))
             stack.enter_context(needed_for_a_load(disk, os.fspath(source)))
-            made = stack.enter_context(_made_beside(disk, path, token))
+            made = stack.enter_context(_made_beside(disk, path, call.token))
             _check_target(path, form, overwrite=overwrite)
         stack.enter_context(_saying_room(disk, path, plan))
 
@@ -267,7 +287,8 @@ def convert(
 
         if is_model:
             check_dtypes([*plan.tensors.values()], "leave it out with --exclude")
-            shards = in_shards([*plan.tensors.values()], max_shard_nbytes, _files_of(config, disk))
+            file_of = {} if config is None else files_of_tensors(disk, os.fspath(config))
+            shards = in_shards([*plan.tensors.values()], max_shard_nbytes, file_of)
             if not alone:
                 same = _digest_of(source, shards, disk)
                 _, agreement = channel.agree(f"{phase}: what is read", lambda: Offer(same=same))
@@ -311,31 +332,6 @@ def convert(
         nbytes=plan.nbytes,
         left_out=plan.objects if is_model else (),
     )
-
-
-def _agree(channel: Channel, arguments: dict[str, str]) -> str:
-    """Make sure that all ranks have been called with the same arguments. Returns a text of this call, for all ranks.
-
-    Raises:
-        PlanConflict: some rank was called with others.
-    """
-    same = hashlib.blake2b(repr(arguments).encode(), digest_size=16).digest()
-    notice = secrets.randbits(32) | 1 if channel.is_coordinator else 0
-    _, agreement = channel.agree("convert: arguments", lambda: Offer(same=same, notice=notice))
-
-    def refuse(messages: Sequence[_Arguments | None]) -> None:
-        ranks_of = defaultdict[tuple[str, str], list[int]](list)
-        for rank, message in enumerate(messages):
-            for each in message.values.items() if message is not None else ():
-                ranks_of[each].append(rank)
-        differing = [(*each, ranks) for each, ranks in ranks_of.items() if len(ranks) < channel.size]
-        by_name = sorted(differing, key=lambda each: each[0])
-        called = listed(f"{name}={value} on {ranks_in_words(ranks)}" for name, value, ranks in by_name)
-        raise PlanConflict(f"convert was called with {called}: pass the same on all ranks")
-
-    if not agreement.is_same:
-        channel.gather("convert: arguments that differ", lambda: _Arguments(arguments), _Arguments, then=refuse)
-    return f"{agreement.notice:08x}"
 
 
 class _Plan:
@@ -487,11 +483,6 @@ def _digest_of(source: Any, shards: Mapping[str, list[NamedTensor]], disk: Disk)
     for name, shard in shards.items():
         digest.update(repr((name, [(each.name, str(each.dtype), tuple(each.shape)) for each in shard])).encode())
     return digest.digest()
-
-
-def _files_of(config: str | os.PathLike[str] | None, disk: Disk) -> dict[str, str]:
-    """The file of each tensor, as the directory of a Hugging Face model says."""
-    return {} if config is None else files_of_tensors(disk, os.fspath(config))
 
 
 def _write_files(

@@ -36,7 +36,7 @@ from robust_dcp.drain.places import Content, Place, open_place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME, DrainRecord, awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.report import listed
-from robust_dcp.storage.files.disk import Disk, damaged
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     COPYING_PREFIX,
     METADATA_NAME,
@@ -135,6 +135,8 @@ def copy_checkpoint(
         copy.begin()
         copy.send_data(copy.manifest.data)
         copy.commit()
+        if copy.record.target:
+            note_arrival(copy.source.disk, copy.source.url, copy.record)
     return copy.result
 
 
@@ -171,7 +173,7 @@ class _Manifest(msgspec.Struct, frozen=True):
             ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))
         for name, end in ends.items():
             if files.get(name, end) < end:
-                raise damaged(place.path_of(name), f"{end} bytes or more", str(files[name]))
+                raise CorruptCheckpoint.of_file(place.path_of(name), f"{end} bytes or more", str(files[name]))
         extras = {name: nbytes for name, nbytes in files.items() if name not in ends and _is_extra(name)}
         # Data files of other nodes may be missing in the list.
         return cls(metadata, {name: files.get(name) for name in ends}, extras)
@@ -327,8 +329,6 @@ class Copy:
                 raise self._not_as_sent(METADATA_NAME, f"{len(manifest.metadata)} bytes", words)
             self._count(files=1, nbytes=len(manifest.metadata))
         self._clean_up()
-        if self.record.target:
-            note_arrival(self.source.disk, self.source.url, self.record)
         logger.info("%s has arrived at %s in %.1f s", self.source.url, target.url, self.result.seconds)
 
     # The target.
@@ -469,7 +469,7 @@ class Copy:
                     break
                 if crc != block[2]:
                     expected = f"bytes {block[0]} to {block[1]} with CRC-32 {block[2]:08x}"
-                    raise damaged(content.path, expected, f"CRC-32 {crc:08x}")
+                    raise CorruptCheckpoint.of_file(content.path, expected, f"CRC-32 {crc:08x}")
                 block, crc = next(blocks, None), 0
             offset = end
             if rate is not None:
@@ -516,13 +516,8 @@ class Copy:
 
     def _not_as_sent(self, name: str, expected: str, found: str) -> CorruptCheckpoint:
         path = self._target.path_of(name)
-        return CorruptCheckpoint(
-            f"{path} is not as it was sent: expected {expected}, found {found}; look whether another program writes "
-            "there, and copy to a place of its own",
-            file=path,
-            expected=expected,
-            found=found,
-        )
+        advice = "look whether another program writes there, and copy to a place of its own"
+        return CorruptCheckpoint.of_file(path, expected, found, problem="is not as it was sent", advice=advice)
 
     def _stop_if_failed(self) -> None:
         self._check_stop()

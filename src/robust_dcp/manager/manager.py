@@ -29,8 +29,7 @@ from robust_dcp.errors import CorruptCheckpoint, StorageError, UnsafeCheckpoint,
 from robust_dcp.manager.jobs import JobInSeries
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, end_removals, policies_of, prune
-from robust_dcp.proof import ProofReport, before_first_step
-from robust_dcp.proof import prove as compared
+from robust_dcp.proof import ProofReport, before_first_step, compare
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queues_of
 from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, absolute, local_path_of, place_of, real_place
@@ -246,10 +245,10 @@ class CheckpointManager:
             StorageError: a newer job saves this series too: this process was replaced, and lives on.
             RobustCheckpointError: as :func:`robust_dcp.save` does.
         """
-        options, note = self._options_of(step, metrics, options)
+        options, record = self._options_of(step, metrics, options)
         with self._preemption.saving() as ended:
             report = save(state_dict, **options)
-            self._tidy_up(report, note)
+            self._tidy_up(report, record)
         ended(True)  # a handler that raises says nothing of the save
         return report
 
@@ -259,7 +258,7 @@ class CheckpointManager:
     ) -> AsyncSave:
         """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
         those of :func:`robust_dcp.async_save`."""
-        options, note = self._options_of(step, metrics, options)
+        options, record = self._options_of(step, metrics, options)
         with self._preemption.saving() as ended:
             saving = async_save(state_dict, **options)
 
@@ -267,7 +266,7 @@ class CheckpointManager:
                 # By the methods of the base class: nobody is told of an error by this.
                 is_saved = Future.exception(done) is None
                 if is_saved:
-                    self._tidy_up(Future.result(done), note)
+                    self._tidy_up(Future.result(done), record)
                 ended(is_saved)
 
             saving.add_done_callback(tidy_up)
@@ -303,7 +302,7 @@ class CheckpointManager:
         """
         if prove not in (True, False, "first step"):
             raise ValueError(f'prove is True, False or "first step", not {prove!r}')
-        prove_before_step = before_first_step(state_dict) if prove == "first step" else None
+        prove_before_step = before_first_step(state_dict, options.get("planner")) if prove == "first step" else None
         skipped: list[Skipped] = []
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
@@ -317,14 +316,12 @@ class CheckpointManager:
                 skipped.append(Skipped(path, error.message))
                 continue
             self._job.has_loaded(checkpoint)
-            of_all = ("no_dist", "timeout_seconds", "deadline_seconds")
-            of_ranks = {name: options[name] for name in of_all if name in options}
-            compare_with: dict[str, Any] = {"checkpoint_id": path, "process_group": self._group, **of_ranks}
+            options = {**options, "checkpoint_id": path, "process_group": self._group}
             proof = None
             if prove_before_step is not None:
-                prove_before_step(**compare_with)
+                prove_before_step(**options)
             elif prove:
-                proof = compared(state_dict, **compare_with)
+                proof = compare(state_dict, **options)
                 proof.raise_if_differs()
             return LoadedCheckpoint(checkpoint, report, tuple(skipped), proof)
         if not skipped:
@@ -343,21 +340,20 @@ class CheckpointManager:
             On the coordinator the directories that are gone; on other ranks nothing, except on the rank that does this
             on a node with a root of its own. One that is being loaded stays.
         """
-        if not (self._leads or self._is_coordinator()):
+        is_coordinator = not dist.is_initialized() or dist.get_rank(self._group) == 0
+        if not (self._leads or is_coordinator):
             return []
         with self._pruning:  # an async save prunes on a thread of its own
             pruned = prune(self._series, self.policies)
         return [*pruned["swept"], *pruned["removed"]]
 
-    def _options_of(
-        self, step: int, metrics: Metrics, options: dict[str, Any]
-    ) -> tuple[dict[str, Any], Callable[[], None]]:
+    def _options_of(self, step: int, metrics: Metrics, options: dict[str, Any]) -> tuple[dict[str, Any], Checkpoint]:
         """The options of the save of a step: it is noted and named as the latest when it is committed, and copied.
 
         Earlier copies that were cut off go on.
 
         Returns:
-            The options, and what notes the step.
+            The options, and what the record of the step says so far.
 
         Raises:
             StorageError: a newer job saves this series.
@@ -365,30 +361,8 @@ class CheckpointManager:
         path, on_commit = self.path_of(step), options.pop("on_commit", None)
         record = Checkpoint(operator.index(step), metrics=_noted(metrics or {}), series=self._series.prefix)
 
-        def note() -> None:
-            try:
-                job = self._job.for_record(path)
-                committed_seconds = self._disk.modified_seconds(os.path.join(path, METADATA_NAME))
-                noted = msgspec.structs.replace(
-                    record, digest=digest_at(self._disk, path), job=job, saved_seconds=committed_seconds
-                )
-                write_record = functools.partial(
-                    self._disk.replace_file, os.path.join(path, RECORD_NAME), msgspec.json.encode(noted)
-                )
-                try:
-                    self._job.check_alone()  # once more: a save takes a while
-                except StorageError:
-                    write_record()  # or it would count as the latest one, of a save that was cut off
-                    raise
-                self._series.move_latest(path, noted.digest)  # first: what has a record counts as named
-                write_record()
-            except StorageError as error:
-                if error.errno != errno.ENOENT or self._disk.exists(path):
-                    raise
-                logger.warning("%s was removed right after its commit, by another manager of %s", path, self.root)
-
         def after_commit() -> None:
-            note()
+            self._note(record)
             if on_commit is not None:
                 on_commit()
 
@@ -416,26 +390,52 @@ class CheckpointManager:
             channel.barrier(phase, begin)
         else:
             cut_off = channel.reduce(phase, begin_and_look, _CutOff, _CutOff.merge)
-        options = dict(checkpoint_id=path, process_group=self._group, on_commit=after_commit, **options)
-        if self._drain_to is not None or self._parity_nodes is not None:
-            # Another manager may use it, too.
-            options["storage_writer"] = copy.copy(options.get("storage_writer") or RobustWriter(path))
+        writer, is_in_store = options.pop("storage_writer", None), self._series.is_in_store
+        if self._drain_to is not None or self._parity_nodes is not None or is_in_store:
+            # A copy: another manager may use it, too. What goes to a store is staged in a directory of its own.
+            writer = copy.copy(writer or RobustWriter(os.curdir if is_in_store else path))
         if self._parity_nodes is not None:
-            writer = options["storage_writer"]
             writer.options = dataclasses.replace(writer.options, parity_nodes=self._parity_nodes)
+        if is_in_store:
+            writer.drain_options = self._drain_options
+            writer.replaces = functools.partial(self._series.note_before_commit, record)
         if self._drain_to is not None:
-            writer = options["storage_writer"]
             writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
             writer.drain_options, writer.on_arrival = self._drain_options, self._has_arrived
             for name in sorted(cut_off.names):
                 self._go_on_with(os.path.join(self.root, name), os.path.join(self._drain_to, name), writer, channel)
             self._has_saved = True
-        if self._series.is_in_store:
-            writer = copy.copy(options.get("storage_writer") or RobustWriter(os.curdir))  # it is staged elsewhere
-            writer.drain_options = self._drain_options
-            writer.replaces = functools.partial(self._series.note_before_commit, record)
-            options["storage_writer"] = writer
-        return options, note
+        given = {"checkpoint_id": path, "storage_writer": writer, "process_group": self._group}
+        return dict(**given, on_commit=after_commit, **options), record
+
+    def _note(self, record: Checkpoint) -> None:
+        """Write the record of a step that is committed, and name it as the latest.
+
+        Raises:
+            StorageError: a newer job saves this series, or a call failed.
+        """
+        path, disk = self.path_of(record.step), self._disk
+        try:
+            record = msgspec.structs.replace(
+                record,
+                digest=digest_at(disk, path),
+                job=self._job.for_record(path),
+                saved_seconds=disk.modified_seconds(os.path.join(path, METADATA_NAME)),
+            )
+            write_record = functools.partial(
+                disk.replace_file, os.path.join(path, RECORD_NAME), msgspec.json.encode(record)
+            )
+            try:
+                self._job.check_alone()  # once more: a save takes a while
+            except StorageError:
+                write_record()  # or it would count as the latest one, of a save that was cut off
+                raise
+            self._series.move_latest(path, record.digest)  # first: what has a record counts as named
+            write_record()
+        except StorageError as error:
+            if error.errno != errno.ENOENT or disk.exists(path):
+                raise
+            logger.warning("%s was removed right after its commit, by another manager of %s", path, self.root)
 
     def _has_arrived(self, path: str) -> None:
         """A copy has arrived below ``drain_to``: name it as the latest there unless a later save is, and remove what is
@@ -503,7 +503,7 @@ class CheckpointManager:
             candidates = next((each.checkpoints for each in of_all if each.checkpoints), ())
         return [msgspec.structs.replace(each, path=os.path.join(self.root, each.path)) for each in candidates]
 
-    def _tidy_up(self, report: SaveReport, note: Callable[[], None]) -> None:
+    def _tidy_up(self, report: SaveReport, record: Checkpoint) -> None:
         """A save is committed: what goes wrong from here on costs space, and is no failure of it.
 
         If the nodes do not share the root, one rank on each does there what the coordinator does in its own.
@@ -513,14 +513,11 @@ class CheckpointManager:
             return
         try:
             if self._leads:
-                note()
+                self._note(record)
             if self.policies:
                 self.prune()
         except Exception as error:  # also of a policy: the other ranks go on, and so does this one
             logger.warning("%s: old checkpoints are not removed: %s", self.root, error, exc_info=error)
-
-    def _is_coordinator(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank(self._group) == 0
 
 
 def _persistently(what: str, call: Callable[[], T]) -> T:

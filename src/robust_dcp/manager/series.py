@@ -54,11 +54,7 @@ from robust_dcp import errors
 from robust_dcp.decoding import from_json
 from robust_dcp.drain.record import digest_at, inode_of, is_awaited
 from robust_dcp.nodes.parity_file import read_parity_note
-from robust_dcp.storage.committing.saving_file import (
-    claimed,
-    is_gone,
-    sweep,
-)
+from robust_dcp.storage.committing.saving_file import claimed, is_gone, sweep
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import (
     COPYING_PREFIX,
@@ -716,13 +712,17 @@ def _is_of_ours(name: str) -> bool:
     return (writer is not None and bool(writer.mark)) or name in READ_BY_NAME or name.startswith(_OF_OURS)
 
 
-def _is_copied_to(series: Series, path: str, names: Iterable[str]) -> bool:
-    """Whether a copy to a place in a store may still run. It is over if it began an hour before ``latest`` was moved
-    again: there are no locks that would tell."""
+def _over_before_seconds(series: Series) -> float:
+    """What began before is over: an hour before ``latest`` was moved again."""
     disk, latest_path = series.disk, os.path.join(series.root, series.latest_name)
+    return (disk.modified_seconds(latest_path) if disk.exists(latest_path) else 0.0) - _OVER_AFTER_SECONDS
+
+
+def _is_copied_to(series: Series, path: str, names: Iterable[str]) -> bool:
+    """Whether a copy to a place in a store may still run. There are no locks that would tell."""
     claims = [os.path.join(path, name) for name in names if name.startswith(COPYING_PREFIX)]
-    latest_seconds = disk.modified_seconds(latest_path) if claims and disk.exists(latest_path) else 0.0
-    return any(disk.modified_seconds(claim) > latest_seconds - _OVER_AFTER_SECONDS for claim in claims)
+    over_seconds = _over_before_seconds(series) if claims else 0.0
+    return any(series.disk.modified_seconds(claim) > over_seconds for claim in claims)
 
 
 def _sweep_store(series: Series, path: str) -> bool:
@@ -747,11 +747,9 @@ def _sweep_store(series: Series, path: str) -> bool:
 
 
 def _remove_unfinished(series: Series, path: str) -> bool:
-    """Remove the new ``latest`` or tracker of a job that was killed before it renamed it, an hour after ``latest`` was
-    moved again. Returns whether it is gone."""
-    disk, latest_path = series.disk, os.path.join(series.root, series.latest_name)
-    latest_seconds = disk.modified_seconds(latest_path) if disk.exists(latest_path) else 0.0
-    return disk.modified_seconds(path) < latest_seconds - _OVER_AFTER_SECONDS and is_gone(disk.unlink, path, tells=True)
+    """Remove the new ``latest`` or tracker of a job that was killed before its rename. Returns whether it is gone."""
+    is_over = series.disk.modified_seconds(path) < _over_before_seconds(series)
+    return is_over and is_gone(series.disk.unlink, path, tells=True)
 
 
 def _remove_tree(disk: Disk, path: str) -> bool:

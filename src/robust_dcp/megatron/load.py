@@ -495,12 +495,5 @@ def _decoded(opened: _Opened, directory: str) -> Any:
     if not opened.is_file and isinstance(common, list) and common:  # Megatron saves an object as a list of one
         common = common[0]
     if not isinstance(common, dict):
-        expected, found = "a dict as the common state", f"{type(common).__name__}"
-        raise CorruptCheckpoint(
-            f"{file} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",
-            file=file,
-            item=item,
-            expected=expected,
-            found=found,
-        )
+        raise CorruptCheckpoint.of_file(file, "a dict as the common state", type(common).__name__, item=item)
     return common

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -20,7 +21,7 @@ import torch
 from robust_dcp import __version__
 from robust_dcp.environment import node_name
 from robust_dcp.phases import PhaseClock
-from robust_dcp.report import Modules, PlanReport, Ranks, SavedReport, Straggler, shortened
+from robust_dcp.report import LoadBefore, LoadReport, Modules, PlanReport, Ranks, SavedReport, Straggler, shortened
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 _ROW: Final = struct.Struct("<fffQI")
@@ -36,6 +37,10 @@ _SLOW_SECONDS: Final = 0.1
 
 _SMALLEST_PART: Final = 400
 """A module is listed if it has at least one of so many equal parts of all bytes. So there are few."""
+
+
+_LOADS: Final = deque[LoadBefore](maxlen=8)
+"""The loads that no report tells of yet."""
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -79,6 +84,7 @@ def make_report(
     save_id: str,
     plan: PlanReport,
     fallbacks: Sequence[str],
+    identical_to: str,
     modules: Modules | None,
 ) -> SavedReport:
     """The report of a save that was just committed.
@@ -86,7 +92,7 @@ def make_report(
     Args:
         messages: what each rank has told, if it has.
         clock: that of the coordinator.
-        plan, fallbacks: as in :class:`SavedReport`.
+        plan, fallbacks, identical_to: as in :class:`SavedReport`.
     """
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
@@ -97,7 +103,8 @@ def make_report(
             seconds = round(plan_seconds, 6), round(stage_seconds, 6), round(write_seconds, 6)
             node, way = nodes.setdefault(each.node, len(nodes)), ways.setdefault(each.how, len(ways))
             rows.append((rank, node, *seconds, nbytes, files, way))
-    ranks = Ranks(*zip(*rows, strict=True))
+    ranks, loads = Ranks(*zip(*rows, strict=True)), tuple(_LOADS)
+    _LOADS.clear()
     return SavedReport(
         checkpoint=shortened(checkpoint, _LONG),
         save_id=save_id,
@@ -117,8 +124,17 @@ def make_report(
         stragglers=find_stragglers(ranks, tuple(nodes)),
         waits=tuple(map(shortened, clock.channel.stragglers[:_MOST_WAITS])),
         fallbacks=tuple(fallbacks),
+        identical_to=shortened(identical_to, _LONG),
+        loads=loads,
         modules=modules,
     )
+
+
+def note_load(load: LoadReport) -> None:
+    """Let the report of the next save tell of a load that this coordinator has made."""
+    waits = tuple(map(shortened, load.stragglers[:_MOST_WAITS]))
+    name, seconds = shortened(load.checkpoint_id, _LONG), round(load.seconds, 6)
+    _LOADS.append(LoadBefore(name, round(time.time(), 3), seconds, load.nbytes, load.phases, waits))
 
 
 def find_stragglers(ranks: Ranks, nodes: Sequence[str]) -> tuple[Straggler, ...]:

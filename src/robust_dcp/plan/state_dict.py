@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +20,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -47,11 +45,9 @@ from robust_dcp.storage.writing.item_source import ItemSource, version_of
 from robust_dcp.structure_cache import Cache
 
 
-def flattened(state_dict: dict[str, Any], *, is_nested: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a state dict by their names in a checkpoint, and the path of each, as stock's planners flatten it.
-
-    torch 2.7 leaves the dict that it makes to the garbage collector, which training loops switch off. So the values go
-    into another one.
+def flattened(state_dict: Mapping[Any, Any], *, is_nested: bool) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The values of a state dict by their names in a checkpoint, and the path of each: those of stock's planners, whose
+    function takes four times as long.
 
     Args:
         is_nested: whether what lies in dicts and lists has a name of its own.
@@ -59,26 +55,42 @@ def flattened(state_dict: dict[str, Any], *, is_nested: bool) -> tuple[dict[str,
     Raises:
         PlanConflict: two values have one name.
     """
-    if not is_nested:
-        flat = {str(key): value for key, value in state_dict.items()}
-        twice = next((str(key) for key in state_dict if key != str(key) and str(key) in state_dict), None)
-        if twice is None:
-            return flat, {}
-    else:
-        try:
-            made, paths = flatten_state_dict(state_dict)
-            flat = dict(made)
-            made.clear()
-            return flat, paths
-        except ValueError as error:
-            match = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
-            if match is None:
-                raise
-            twice = match[1]
-    raise PlanConflict(
-        f"the state dict has two values that flatten to the name {twice!r} (a key with dots and a nested dict, or a "
-        "number and a text); rename one of them",
-        key=twice,
+    flat, paths = dict[str, Any](), dict[str, Path]()
+    _flatten(((str(key), value) for key, value in state_dict.items()), (), "", is_nested, flat, paths)
+    return flat, paths if is_nested else {}
+
+
+def _flatten(
+    values: Iterable[tuple[str | int, Any]],
+    path: Path,
+    prefix: str,
+    is_nested: bool,
+    flat: dict[str, Any],
+    paths: dict[str, Path],
+) -> None:
+    for key, value in values:
+        name, path_of_value = f"{prefix}{key}" if prefix else str(key), (*path, key)
+        if is_nested and type(value) not in PLAIN:
+            if isinstance(value, Mapping):
+                inner: Iterable[tuple[str | int, Any]] = ((str(each), below) for each, below in value.items())
+                _flatten(inner, path_of_value, f"{name}.", is_nested, flat, paths)
+                continue
+            if isinstance(value, list) and _holds_values(value):
+                _flatten(enumerate(value), path_of_value, f"{name}.", is_nested, flat, paths)
+                continue
+        if name in flat:
+            raise PlanConflict(
+                f"the state dict has two values that flatten to the name {name!r} (a key with dots and a nested dict, "
+                "or a number and a text); rename one of them",
+                key=name,
+            )
+        flat[name], paths[name] = value, path_of_value
+
+
+def _holds_values(values: list[Any]) -> bool:
+    """Whether what lies in a list has names of its own. A list of numbers, for example, is one object."""
+    return any(
+        isinstance(each, (torch.Tensor, Mapping)) or (isinstance(each, list) and _holds_values(each)) for each in values
     )
 
 
@@ -91,8 +103,6 @@ _KINDS = {
 }
 _TYPES = {kind: item_type for item_type, kind in _KINDS.items()}
 
-
-"""``None`` before torch 2.15."""
 
 ItemData = torch.Tensor | MetadataIndex
 """Where the data of an item is: the tensor or DTensor that holds it, or the index to ask the planner for."""

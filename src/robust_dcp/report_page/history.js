@@ -60,6 +60,15 @@ function drawHistory(context, width, marked) {
     context.globalAlpha = 1;
   });
   const bottom = MEASURES.length * each;
+  context.strokeStyle = colour("ink");
+  context.setLineDash([3, 3]);
+  bars.forEach((_, number) => {
+    if (!saves.slice(number * perBar, (number + 1) * perBar).some(({ loads }) => loads.length)) return;
+    const x = Math.round(left + number * step - 2) + 0.5;
+    context.beginPath(); context.moveTo(x, top); context.lineTo(x, bottom); context.stroke();
+    marks += 1;
+  });
+  context.setLineDash([]);
   context.textAlign = "center";
   const every = Math.max(1, Math.ceil(46 / step));
   bars.forEach((bar, number) => {
@@ -90,6 +99,7 @@ function drawHistory(context, width, marked) {
           ["ranks", String(save.world_size)],
           ["plan", save.plan.outcome],
           ...(save.stragglers.length ? [["slow", `rank ${save.stragglers[0].rank} on ${save.stragglers[0].node}`]] : []),
+          ...save.loads.map(({ checkpoint, seconds }) => ["loaded before", `${checkpoint} in ${inSeconds(seconds)}`]),
           ...(perBar > 1 ? [["bar", `the slowest of ${perBar} checkpoints`]] : []),
         ],
       };

@@ -36,6 +36,9 @@ function showAll() {
   if (DATA.saves.some((each) => each.stragglers.length)) {
     byId("history-legend").append(make("li", {}, "▼ ranks were named as slow"));
   }
+  if (DATA.saves.some((each) => each.loads.length)) {
+    byId("history-legend").append(make("li", {}, "┆ a checkpoint was loaded before this save"));
+  }
   showChanges();
   showTreemap();
   for (const chart of Object.values(charts)) chart.update();

@@ -25,6 +25,7 @@ function showOverview(save) {
     tile("Write rate, all ranks", [sizeOf(Math.round(rate))[0], `${sizeOf(Math.round(rate))[1]}/s`],
       "bytes by the seconds of the write phase"),
     tile("Plan", [save.plan.outcome, ""], save.plan.reason),
+    ...save.loads.slice(-1).map((load) => tile("Loaded before it", secondsOf(load.seconds), loadFacts(load))),
     ...(slowest === null ? [] : [tile("Slowest writer", [`rank ${ranks.rank[slowest]}`, ""],
       `${inSeconds(ranks.write_seconds[slowest])}; the median rank took ${inSeconds(median(ranks.write_seconds))}`,
       isSlow ? "slow" : "")]));
@@ -32,10 +33,20 @@ function showOverview(save) {
   if (isSlow) notices.push(stragglerNotice(save));
   const again = slowAgain();
   if (again.length) notices.push(notice("Slow again and again", again));
+  if (save.identical_to) notices.push(notice("No parameter has changed", [`all are bit for bit those in ${save.identical_to}`]));
+  for (const load of save.loads) {
+    if (load.waits.length) notices.push(notice(`The log said while ranks loaded ${load.checkpoint}`, load.waits));
+  }
   if (save.waits.length) notices.push(notice("The log said while ranks waited", save.waits));
   if (save.fallbacks.length) notices.push(notice("The save went without", save.fallbacks));
   replace(byId("notices"), ...notices);
   showAbout(save);
+}
+
+/** What was loaded, when, and how long each phase took. */
+function loadFacts({ checkpoint, loaded_at_seconds: at, nbytes, phases }) {
+  return `${checkpoint}, ${moment(at)}: ${phases.map(({ name, seconds }) => `${name} ${inSeconds(seconds)}`).join(" · ")}; ` +
+    `rank 0 read ${inBytes(nbytes)}`;
 }
 
 function medianInterval() {
@@ -77,6 +88,7 @@ function showAbout(save) {
     ["Committed", moment(save.saved_at_seconds)],
     ["Plan", `${save.plan.outcome}: ${save.plan.reason}`],
     ["Save id", save.save_id],
+    ...save.loads.map((load) => ["Loaded before it", `${loadFacts(load)}, together ${inSeconds(load.seconds)}`]),
     ["Versions", Object.entries(save.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
   ];
   if (save.ranks) {

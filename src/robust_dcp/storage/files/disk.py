@@ -53,16 +53,6 @@ Fingerprint = tuple[int, int, int]
 """Inode, size, and time of the last write in nanoseconds: one at least changes when a file is written or replaced."""
 
 
-def damaged(path: str, expected: str, found: str) -> errors.CorruptCheckpoint:
-    """The error for a file whose bytes are not those that were saved."""
-    return errors.CorruptCheckpoint(
-        f"{path} is damaged: expected {expected}, found {found}; restore it from a copy, or take another checkpoint",
-        file=path,
-        expected=expected,
-        found=found,
-    )
-
-
 def storage_error(operation: str, path: str, error: OSError) -> errors.StorageError:
     """The error for a failed call: the operation, the path, what the system says, and what to do if we know that."""
     advice = _ADVICE.get(error.errno or 0)
@@ -165,13 +155,7 @@ class Disk:
             if error.errno != errno.ENOENT:
                 raise
             return None
-        raise errors.CorruptCheckpoint(
-            f"{path} cannot be used: expected at most {at_most} bytes, found {nbytes}; take another checkpoint, or "
-            "restore the file",
-            file=path,
-            expected=f"at most {at_most} bytes",
-            found=f"{nbytes} bytes",
-        )
+        raise errors.CorruptCheckpoint.of_file(path, f"at most {at_most} bytes", f"{nbytes} bytes")
 
     def read_end(self, path: str, at_most: int) -> tuple[int, bytes]:
         """(the length of the file at ``path``, its last ``at_most`` bytes)."""

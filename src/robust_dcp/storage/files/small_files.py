@@ -57,12 +57,7 @@ def read_small_file(
             return None if data is None else decode(data)
         except ValueError as error:
             reason = str(error)
-    raise errors.CorruptCheckpoint(
-        f"{path} cannot be used: expected {what}, found {reason:.300}; take another checkpoint, or restore the file",
-        file=path,
-        expected=what,
-        found=reason,
-    )
+    raise errors.CorruptCheckpoint.of_file(path, what, f"{reason:.300}")
 
 
 def read_hint(disk: Disk, path: str, decode: Callable[[bytes], T], *, what: str, at_most: int) -> T | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from robust_dcp.storage.files.disk import Disk, OpenFile, damaged
+from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import Int64, UInt32, footer_in
 from robust_dcp.storage.layouts.safetensors import read_head
@@ -26,9 +27,9 @@ def blocks_in(disk: Disk, file: OpenFile, mark: str) -> tuple[Int64, Int64, UInt
         return begins, ends, crcs.astype(np.uint32)
     footer = footer_in(disk, file)
     if mark and (footer is None or footer.mark != mark):
-        raise damaged(file.path, f"the footer of the save {mark} at its end", "none")
+        raise CorruptCheckpoint.of_file(file.path, f"the footer of the save {mark} at its end", "none")
     try:
         none: Int64 = np.empty(0, dtype=np.int64)
         return (none, none, none.astype(np.uint32)) if footer is None else footer.blocks()
     except ValueError as error:
-        raise damaged(file.path, "checksums of its blocks as they were saved", str(error)) from error
+        raise CorruptCheckpoint.of_file(file.path, "checksums of its blocks as they were saved", str(error)) from error

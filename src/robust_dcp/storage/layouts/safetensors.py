@@ -423,10 +423,10 @@ class FileHead(msgspec.Struct, frozen=True):
         stored = self.tensors.get(name)
         if stored is None or (stored.offset, stored.nbytes) != (offset, nbytes):
             found = "no such tensor" if stored is None else f"{stored.nbytes} bytes at {stored.offset}"
-            raise unusable_file(file, f"{nbytes} bytes at {offset} according to its head", found, name)
+            raise CorruptCheckpoint.of_file(file, f"{nbytes} bytes at {offset} according to its head", found, item=name)
         if stored.chunk_offset != tuple(chunk_offset):
             expected = f"the chunk at {list(chunk_offset)} of its tensor"
-            raise unusable_file(file, expected, f"that at {list(stored.chunk_offset)}", name)
+            raise CorruptCheckpoint.of_file(file, expected, f"that at {list(stored.chunk_offset)}", item=name)
         return stored
 
 
@@ -443,7 +443,9 @@ def read_head(disk: Disk, path: str) -> FileHead:
         header_nbytes = int.from_bytes(length, "little")
         if len(length) < LENGTH_NBYTES or header_nbytes > min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES):
             most = min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES)
-            raise unusable_file(path, f"a header of at most {most} bytes", f"{header_nbytes} bytes announced")
+            raise CorruptCheckpoint.of_file(
+                path, f"a header of at most {most} bytes", f"{header_nbytes} bytes announced"
+            )
         header = disk.read(file, LENGTH_NBYTES, header_nbytes)
     return parse_head(header, file_nbytes, path)
 
@@ -471,22 +473,28 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             known = ", ".join(sorted(_DTYPES))
-            raise unusable_file(file, f"a dtype that this version can read ({known})", f"{entry.dtype!r:.50}", name)
+            raise CorruptCheckpoint.of_file(
+                file, f"a dtype that this version can read ({known})", f"{entry.dtype!r:.50}", item=name
+            )
         shape, (begin, end) = tuple(entry.shape), entry.data_offsets
         if entry.dtype == "F4":
             if not shape or shape[-1] % 2:
-                raise unusable_file(file, "an even number of values of F4 in the last dimension", str(shape), name)
+                raise CorruptCheckpoint.of_file(
+                    file, "an even number of values of F4 in the last dimension", str(shape), item=name
+                )
             shape = (*shape[:-1], shape[-1] // 2)
         nbytes = prod(shape) * dtype.itemsize
         if end - begin != nbytes:
-            raise unusable_file(file, f"{nbytes} bytes of data for {dtype} {shape}", f"{end - begin} bytes", name)
+            raise CorruptCheckpoint.of_file(
+                file, f"{nbytes} bytes of data for {dtype} {shape}", f"{end - begin} bytes", item=name
+            )
         offset = (0,) * len(shape)
         if name in chunks:
             expected = f"{OFFSETS_KEY} of {len(shape)} dimensions"
             chunk = _checked(chunks[name], dict[str, Any], expected, file, name)
             offset = tuple(_checked(chunk.get(OFFSETS_KEY), _Numbers, expected, file, name))
             if len(offset) != len(shape):
-                raise unusable_file(file, expected, str(offset), name)
+                raise CorruptCheckpoint.of_file(file, expected, str(offset), item=name)
         crc32, blocks = _checked_crc32s(name, checksums, nbytes, file)
         tensors[name] = StoredTensor(dtype, shape, base + begin, nbytes, offset, crc32, blocks)
     _refuse_holes(tensors, base, file_nbytes, file)
@@ -508,7 +516,7 @@ def files_of_tensors(disk: Disk, directory: str) -> dict[str, str]:
     checked = _checked(index.get("weight_map"), dict[str, str], "the file of each tensor in weight_map", path)
     files: dict[str, str] = checked
     if strange := [each for each in files.values() if "/" in each or not each.endswith(SAFETENSORS_SUFFIX)]:
-        raise unusable_file(path, f"names of files that end in {SAFETENSORS_SUFFIX}", repr(strange[0]))
+        raise CorruptCheckpoint.of_file(path, f"names of files that end in {SAFETENSORS_SUFFIX}", repr(strange[0]))
     return files
 
 
@@ -523,7 +531,7 @@ def check_model(disk: Disk, directory: str, names: Collection[str]) -> None:
     if MODEL_INDEX_NAME not in names:
         return
     if missing := sorted({*files_of_tensors(disk, directory).values()} - {*names}):
-        raise unusable_file(path, "the files that it names", f"no {listed(missing, 5)}")
+        raise CorruptCheckpoint.of_file(path, "the files that it names", f"no {listed(missing, 5)}")
 
 
 # No more and no larger numbers than torch can hold: multiplying more of them could take forever.
@@ -542,7 +550,7 @@ def _object_in(text: str | bytes, what: str, file: str) -> dict[str, Any]:
     try:
         return from_json(text, dict[str, Any])
     except Undecodable as error:
-        raise unusable_file(file, f"a JSON object in {what}", str(error)) from error
+        raise CorruptCheckpoint.of_file(file, f"a JSON object in {what}", str(error)) from error
 
 
 def _checked(value: Any, kind: Any, expected: str, file: str, name: str | None = None) -> Any:
@@ -550,7 +558,7 @@ def _checked(value: Any, kind: Any, expected: str, file: str, name: str | None =
     try:
         return converted(value, kind)
     except Undecodable as error:
-        raise unusable_file(file, expected, f"{value!r:.200}: {error}", name) from error
+        raise CorruptCheckpoint.of_file(file, expected, f"{value!r:.200}: {error}", item=name) from error
 
 
 def _checked_crc32s(name: str, checksums: dict[str, Any], nbytes: int, file: str) -> tuple[int | None, tuple[int, ...]]:
@@ -561,7 +569,9 @@ def _checked_crc32s(name: str, checksums: dict[str, Any], nbytes: int, file: str
     n_blocks = -(-nbytes // SUM_NBYTES)
     may_have = {8} if n_blocks < 2 else {8, 8 * (1 + n_blocks)}  # some files have none for blocks
     if not isinstance(value, str) or len(value) not in may_have or not _HEXADECIMAL.fullmatch(value):
-        raise unusable_file(file, "a CRC-32 of 8 hexadecimal digits, of it and of its blocks", f"{value!r:.50}", name)
+        raise CorruptCheckpoint.of_file(
+            file, "a CRC-32 of 8 hexadecimal digits, of it and of its blocks", f"{value!r:.50}", item=name
+        )
     found = np.frombuffer(bytes.fromhex(value), dtype=">u4").tolist()
     return found[0], tuple(found[1:])
 
@@ -570,19 +580,9 @@ def _refuse_holes(tensors: dict[str, StoredTensor], base: int, file_nbytes: int,
     end = base
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != end:
-            raise unusable_file(file, f"data from byte {end - base} on", f"from byte {tensor.offset - base} on", name)
+            raise CorruptCheckpoint.of_file(
+                file, f"data from byte {end - base} on", f"from byte {tensor.offset - base} on", item=name
+            )
         end += tensor.nbytes
     if end != file_nbytes:
-        raise unusable_file(file, f"a file of {end} bytes", f"{file_nbytes} bytes")
-
-
-def unusable_file(file: str, expected: str, found: str, item: str | None = None) -> CorruptCheckpoint:
-    """The error for a safetensors file that is damaged, or does not fit the others."""
-    what = file if item is None else f"item {item!r} in {file}"
-    return CorruptCheckpoint(
-        f"{what} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",
-        file=file,
-        item=item,
-        expected=expected,
-        found=found,
-    )
+        raise CorruptCheckpoint.of_file(file, f"a file of {end} bytes", f"{file_nbytes} bytes")

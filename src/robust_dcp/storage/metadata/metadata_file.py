@@ -35,8 +35,8 @@ from robust_dcp.coverage import Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
-from robust_dcp.storage.layouts.safetensors import StoredTensor, check_model, read_head, unusable_file
-from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, without_garbage_collection
+from robust_dcp.storage.layouts.safetensors import StoredTensor, check_model, read_head
+from robust_dcp.storage.metadata.stored_pickle import trailer_of, without_garbage_collection
 from robust_dcp.storage.metadata.unpickling import unpickled
 from robust_dcp.storage.records.checksum import crc32
 
@@ -97,7 +97,7 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     except (CorruptCheckpoint, UnsafeCheckpoint):
         raise
     except Exception as error:  # objects may lack attributes, or fail even when they are printed
-        raise corrupt(file, "complete objects", f"{type(error).__name__}: {error!s:.300}") from error
+        raise CorruptCheckpoint.of_file(file, "complete objects", f"{type(error).__name__}: {error!s:.300}") from error
     return metadata  # type: ignore[no-any-return]
 
 
@@ -199,7 +199,7 @@ def _unexpected(file: str, expected: str, found: Any) -> CorruptCheckpoint:
         text = f" {found}"
     elif kind in (str, bytes):
         text = f" {found[:60]!r}"
-    return corrupt(file, expected, f"{kind.__name__}{text}")  # other values may be nested without end
+    return CorruptCheckpoint.of_file(file, expected, f"{kind.__name__}{text}")  # other values may be nested without end
 
 
 # Directories of safetensors files without .metadata.
@@ -234,12 +234,12 @@ def metadata_of_shards(disk: Disk, directory: str, files: list[str]) -> Metadata
         head = read_head(disk, locate(disk, directory, file, file=directory))
         if head.is_of_checkpoint:
             expected = f"{METADATA_NAME} beside {file}"
-            raise unusable_file(directory, expected, "none: the save was not committed, or it is lost")
+            raise CorruptCheckpoint.of_file(directory, expected, "none: the save was not committed, or it is lost")
         for name, stored in head.tensors.items():
             index = _add(tensors, name, stored, os.path.join(directory, file))
             if index in places:
-                raise unusable_file(
-                    directory, "each chunk once", f"it in {places[index].relative_path} and {file}", name
+                raise CorruptCheckpoint.of_file(
+                    directory, "each chunk once", f"it in {places[index].relative_path} and {file}", item=name
                 )
             places[index] = StorageInfo(file, stored.offset, stored.nbytes)
     _check_coverage(tensors, directory)
@@ -254,7 +254,7 @@ def _add(tensors: dict[str, TensorStorageMetadata], name: str, stored: StoredTen
         tensor = tensors[name] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), end, [])
     if tensor.properties.dtype != stored.dtype or len(tensor.size) != len(end):
         expected = f"chunks of {tensor.properties.dtype} with {len(tensor.size)} dimensions"
-        raise unusable_file(file, expected, f"one of {stored.dtype} with {len(end)}", name)
+        raise CorruptCheckpoint.of_file(file, expected, f"one of {stored.dtype} with {len(end)}", item=name)
     tensor.size = torch.Size(map(max, tensor.size, end))
     tensor.chunks.append(ChunkStorageMetadata(offset, shape))
     return MetadataIndex(name, offset, len(tensor.chunks) - 1)
@@ -268,4 +268,4 @@ def _check_coverage(tensors: Mapping[str, TensorStorageMetadata], directory: str
     for number, (name, tensor) in enumerate(tensors.items()):
         problem = coverage.problem(number, len(tensor.size))
         if problem is not None:
-            raise unusable_file(directory, *problem, name)
+            raise CorruptCheckpoint.of_file(directory, *problem, item=name)

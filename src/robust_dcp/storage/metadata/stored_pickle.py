@@ -68,27 +68,19 @@ def pickle_in(data: bytes, file: str) -> bytes:
         CorruptCheckpoint: the file is empty, or differs from what the trailer says.
     """
     if not data:
-        raise corrupt(file, "a pickle", "an empty file (a save that lost power before it was on disk)")
+        raise errors.CorruptCheckpoint.of_file(
+            file, "a pickle", "an empty file (a save that lost power before it was on disk)"
+        )
     if len(data) < _TRAILER.size or not files_are_marked(data):
         return data
     _, nbytes, expected = _TRAILER.unpack(data[-_TRAILER.size :])
     pickled = data[: -_TRAILER.size]
     found = crc32(pickled)
     if nbytes != len(pickled) or found != expected:
-        raise corrupt(
+        raise errors.CorruptCheckpoint.of_file(
             file, f"{nbytes} bytes with CRC-32 {expected:08x}", f"{len(pickled)} bytes with CRC-32 {found:08x}"
         )
     return pickled
-
-
-def corrupt(file: str, expected: str, found: str) -> errors.CorruptCheckpoint:
-    """The error for a ``.metadata`` that is not what somebody wrote."""
-    return errors.CorruptCheckpoint(
-        f"{file} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",
-        file=file,
-        expected=expected,
-        found=found,
-    )
 
 
 # Loads: a lock on ``.metadata``, which exists anyway. So nothing is written into a checkpoint, which may be read-only.

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.metadata.stored_pickle import corrupt, is_cut_off, pickle_in, without_garbage_collection
+from robust_dcp.storage.metadata.stored_pickle import is_cut_off, pickle_in, without_garbage_collection
 from robust_dcp.storage.records.kinds import Budget, NotData, check_depth
 from robust_dcp.storage.records.trust import Trust
 from robust_dcp.storage.records.unpickler import Unpickler
@@ -222,12 +222,12 @@ def unpickled(data: bytes, file: str) -> Any:
             value, nbytes = natively(pickled) or interpreted(pickled, file)
         if nbytes != len(pickled):
             # Neither DCP nor we write anything here. If our trailer is damaged, this is where it shows.
-            raise corrupt(file, "nothing behind the pickle", f"{len(pickled) - nbytes} bytes")
+            raise CorruptCheckpoint.of_file(file, "nothing behind the pickle", f"{len(pickled) - nbytes} bytes")
     except CorruptCheckpoint as error:
         if not is_cut_off(len(data), data):
             raise
         found = f"{len(data)} bytes, so the file is cut off ({error.found})"
-        raise corrupt(file, "a whole pickle and its end", found) from error
+        raise CorruptCheckpoint.of_file(file, "a whole pickle and its end", found) from error
     return value
 
 
@@ -242,5 +242,7 @@ def interpreted(data: bytes, file: str) -> tuple[Any, int]:
             f"{file} asks for {error}, and is refused; {_HOW_TO_ALLOW}", file=file, what=error.what
         ) from error
     except Exception as error:  # broken pickles raise all kinds of errors
-        raise corrupt(file, "the pickle of a Metadata", f"{type(error).__name__}: {error!s:.300}") from error
+        raise CorruptCheckpoint.of_file(
+            file, "the pickle of a Metadata", f"{type(error).__name__}: {error!s:.300}"
+        ) from error
     return value, unpickler.position

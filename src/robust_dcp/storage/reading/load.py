@@ -286,12 +286,12 @@ class ItemReader:
         found = "no mark: it is not whole, or was written by another program"
         if mark is not None:
             found = f"that of save {mark}"
-        raise CorruptCheckpoint(
-            f"{path} is not the file that {METADATA_NAME} beside it means: expected the mark of save {self._mark}, "
-            f"found {found}; copy the whole checkpoint again, or take another one",
-            file=path,
-            expected=f"the mark of save {self._mark}",
-            found=found,
+        raise CorruptCheckpoint.of_file(
+            path,
+            f"the mark of save {self._mark}",
+            found,
+            problem=f"is not the file that {METADATA_NAME} beside it means",
+            advice="copy the whole checkpoint again, or take another one",
         )
 
     def _check_places(self, group: Group, file: DataFile) -> None:

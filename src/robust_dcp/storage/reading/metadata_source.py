@@ -221,13 +221,13 @@ class MetadataSource(msgspec.Struct, eq=False):
                 if trusted:
                     logger.warning("%s was not saved with this checkpoint, and is read as it is trusted", path)
                     return data
-                raise CorruptCheckpoint(
-                    f"{path} was not saved with this checkpoint: expected {expected}, found {found}; it is damaged, or "
-                    "of another save: restore it, or take another checkpoint. If you have changed it yourself, load "
-                    "it as trusted",
-                    file=path,
-                    expected=expected,
-                    found=found,
+                raise CorruptCheckpoint.of_file(
+                    path,
+                    expected,
+                    found,
+                    problem="was not saved with this checkpoint",
+                    advice="it is damaged, or of another save: restore it, or take another checkpoint. If you have "
+                    "changed it yourself, load it as trusted",
                 )
 
     def _saved_beside(self) -> tuple[dict[str, str], str | None]:

@@ -168,14 +168,7 @@ class StoredItem:
 
     def corrupt(self, expected: str, found: str) -> CorruptCheckpoint:
         """The error for an item that is not what it should be."""
-        return CorruptCheckpoint(
-            f"item {self.name!r} in {self.file.path} is damaged: expected {expected}, found {found}; take another "
-            "checkpoint, or restore the file",
-            file=self.file.path,
-            item=self.name,
-            expected=expected,
-            found=found,
-        )
+        return CorruptCheckpoint.of_file(self.file.path, expected, found, item=self.name, problem="is damaged")
 
 
 _AT_ONCE_NBYTES: Final = 1 << 20
