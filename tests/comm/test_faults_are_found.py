@@ -245,6 +245,33 @@ FAULTS = [
         "long outage",
         9000054,
     ),
+    Fault(
+        "connections stay open if the store is lost while their end is agreed on, and a relay waits for ever",
+        Link,
+        "_call_roll",
+        "self.connections = connections",
+        "pass",
+        "killed with the store",
+        610001419,
+    ),
+    Fault(
+        "if the rank dies that makes the verdict, one makes it that has only heard of a loss, and all wait once more",
+        Link,
+        "_call_roll",
+        "patience.VERDICT_SECONDS * min(number - 1, 2)",
+        "patience.VERDICT_SECONDS * min(number - 1, 1)",
+        "several killed",
+        7001929,
+    ),
+    Fault(
+        "ranks that only a lost one joins to the others hear of the end half a timeout later",
+        Link,
+        "where_waits",
+        "raise Problem.of_lost({}, may_return=True)",
+        "pass",
+        "long outage",
+        62000587,
+    ),
 ]
 
 

@@ -448,10 +448,16 @@ class Link:
             yield from self.ask(self._place(generation), lambda store: store.set(f"{self.rank} waits", encoded))
 
     def where_waits(self, generation: int, peer: int) -> Steps[Waiting | None]:
-        """What ``peer`` has said by :meth:`say_waiting`."""
-        encoded = b""
+        """What ``peer`` has said by :meth:`say_waiting`.
+
+        Raises:
+            Problem: the others have given up these connections, and none that is left leads to one of them.
+        """
+        place, encoded = self._place(generation), b""
         with contextlib.suppress(StoreLost):
-            encoded = yield from self.ask(self._place(generation), lambda store: value_of(store, f"{peer} waits"))
+            if (yield from self.ask(place, self.notes.is_pointless)):
+                raise Problem.of_lost({}, may_return=True)
+            encoded = yield from self.ask(place, lambda store: value_of(store, f"{peer} waits"))
         return decode(encoded, Waiting) if encoded else None
 
     # Ending a generation.
@@ -535,12 +541,17 @@ class Link:
         if awaited:  # the others have come, and cannot connect either
             problem.missing = {rank: f"rank {rank} has not come" for rank in awaited}
             answer = msgspec.structs.replace(answer, missing=problem.missing)
-        yield from ask(lambda store: store.set(f"answer {number}", encode(answer)))
+        try:
+            yield from ask(lambda store: store.set(f"answer {number}", encode(answer)))
+        except StoreLost:
+            self.connections = connections  # they are still to be dropped
+            raise
         if connections is not None:
             yield Call(connections.drop)
-        until = self.now + patience.VERDICT_SECONDS
+        # If the first one has ended meanwhile, the second one decides: it may have a problem of its own, too.
+        until = self.now + patience.VERDICT_SECONDS * min(number - 1, 2)
         pause_seconds = 0.005
-        while number > 1 and self.now < until:
+        while self.now < until:
             end_message = yield from self._end_of(place, patient_until)
             if end_message:
                 return end_message

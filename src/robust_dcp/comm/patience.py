@@ -39,7 +39,8 @@ ROLL_CALL_SECONDS = 1.0
 """At the end: how long ranks have to say where they are."""
 
 VERDICT_SECONDS = 3.0
-"""At the end: how long ranks wait for the verdict of the rank that makes it, before one of them makes it instead."""
+"""At the end: how long ranks wait for the verdict of the rank that makes it, before the next one makes it instead. The
+others wait for twice as long."""
 
 GONE_SECONDS = 0.05
 """At the end: how long a rank leaves its connections open after its last word. Otherwise gloo may not hand it over."""
