@@ -31,7 +31,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 # These modules take longest, so they come first: else one worker still has minutes to go when the others are done.
 # Those that wait for timeouts stand between those that compute, so that both cores have work all the time.
 _LONG = ["async", "ranks", "round_trips", "cluster", "mixes", "reuse", "processes_that_end", "kills", "refusals"]
-_LONG += ["stores", "autoload", "schedules", "damage", "switch", "verdicts"]
+_LONG += ["stores", "autoload", "schedules", "damage", "switch", "verdicts", "small_files", "nodes", "parity"]
+_LONG += ["torch_dist", "runs_in_stores", "names", "modules", "manager", "urls", "trust", "faults_are_found"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ A campaign is a module that makes trials from a seed, and calls :func:`main`:
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import re
@@ -50,7 +51,7 @@ def run(trials: Iterable[Trial], at_once: int = 1, n_processes: int = 1) -> Iter
     trials = list(trials)
     pool: Executor = ThreadPoolExecutor(at_once)
     if n_processes > 1:
-        pool = ProcessPoolExecutor(n_processes, multiprocessing.get_context("spawn"), logging.disable)
+        pool = ProcessPoolExecutor(n_processes, multiprocessing.get_context("spawn"), _prepare, (trials[0],))
     with pool:
         # A campaign that forks runs its trials in the main thread.
         results = pool.map(_run, trials, chunksize=100) if at_once * n_processes > 1 else map(_run, trials)
@@ -58,6 +59,13 @@ def run(trials: Iterable[Trial], at_once: int = 1, n_processes: int = 1) -> Iter
             if result.complaints:
                 print(f"trial {number}: {trial.kind}: {trial.what}", *result.complaints, sep="\n  ", flush=True)
             yield trial, result
+
+
+def _prepare(trial: Trial) -> None:
+    """In a process of its own. What ``trial`` needs is imported by now, and the collector need not look at it."""
+    logging.disable()
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def _run(trial: Trial) -> Result:

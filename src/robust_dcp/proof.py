@@ -7,6 +7,7 @@ optimizer.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +17,16 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from robust_dcp.api import CheckpointId, Loading, open_load
+from robust_dcp.api import CheckpointId, open_load
 from robust_dcp.errors import RobustCheckpointError, entry_point, ranks_in_words
-from robust_dcp.names import bare_names
+from robust_dcp.names import bare_names, fits
 from robust_dcp.plan.keys import AskedKeys, asked_by_any, asked_keys, unread_keys
-from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.load_planner import RobustLoadPlanner, robust_load_planner
 from robust_dcp.report import listed, sizes_in_words
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.comparing import Comparison
@@ -124,7 +127,7 @@ class ProofReport:
         for group in sorted({_top(key) for key in self.unread if _STATE not in key}):
             if not any(_top(key) == group for key in self.differing):
                 yield f"nobody has loaded {group!r}, or it was not passed to prove"
-        if any(_is_of_loop(key) for key in self.differing):
+        if any(_OF_THE_LOOP.search(key) for key in self.differing):
             yield "a seed, a data loader or a scheduler was set or moved on after the load"
         whole = [key for key, each in self.words.items() if "dtype" in each or " here and torch." in each]
         if whole:
@@ -136,14 +139,11 @@ class ProofReport:
 
 _STATE: Final = ".state."
 _GROUPS: Final = ".param_groups."
+_OF_THE_LOOP: Final = re.compile("rng|random|seed|loader|sched|epoch", re.IGNORECASE)
 
 
 def _top(key: str) -> str:
     return key.partition(".")[0]
-
-
-def _is_of_loop(key: str) -> bool:
-    return any(word in key.lower() for word in ("rng", "random", "seed", "loader", "sched", "epoch"))
 
 
 def _groups(keys: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -215,6 +215,7 @@ def prove(
         no_dist, timeout_seconds, deadline_seconds: as for :func:`load`.
 
     Raises:
+        TypeError: the reader is of another library.
         RobustCheckpointError: or one of its subclasses: the checkpoint cannot be read, or a rank has failed. A
             difference is no error; :meth:`ProofReport.raise_if_differs` makes it one.
 
@@ -230,9 +231,10 @@ def prove(
         >>> report.equal, dict(report.differing)
         (False, {'model.bias': Difference(elements=2, first=(0,), ranks=(0,))})
     """
+    if storage_reader is not None and not isinstance(storage_reader, RobustReader):
+        raise TypeError(f"prove reads by RobustReader, and {type(storage_reader).__name__} would fill what is live")
     return compare(
         state_dict,
-        RobustLoadPlanner(allow_partial_load=True),
         checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
         process_group=process_group,
@@ -244,37 +246,60 @@ def prove(
 
 def compare(
     state_dict: dict[str, Any],
-    planner: RobustLoadPlanner,
     *,
     checkpoint_id: CheckpointId | None = None,
-    storage_reader: RobustReader | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    allow_missing: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     counts: Callable[[str], bool] = lambda key: True,
     also: Callable[[Comparison], None] = lambda comparison: None,
     **options: Any,
 ) -> ProofReport:
-    """The same.
+    """Compare what a load has filled with its checkpoint. What the load was allowed to leave out is no difference.
 
     Args:
-        planner: says how names are made.
+        checkpoint_id, storage_reader, planner, allow_missing, ignore: those of the load.
         counts: whether a key matters.
         also: compares more, on each rank.
         options: the other arguments of :func:`prove`.
-
-    Raises:
-        TypeError: the reader is of another library: it would fill what is live.
     """
-    if storage_reader is not None and not isinstance(storage_reader, RobustReader):
-        raise TypeError(f"prove reads by RobustReader, and {type(storage_reader).__name__} would fill what is live")
-    planner.comparison = Comparison()
-    options = {"process_group": None, **options}
-    loading = open_load("prove", state_dict, checkpoint_id, storage_reader, planner, **options)
+    given = robust_load_planner(planner or RobustLoadPlanner(allow_missing=allow_missing, ignore=ignore))
+    if not isinstance(given, RobustLoadPlanner):
+        given = RobustLoadPlanner()
+    comparing = RobustLoadPlanner(
+        given.flatten_state_dict,
+        given.flatten_sharded_tensors,
+        allow_partial_load=True,
+        on_dtype_mismatch=given.on_dtype_mismatch,
+        trusted=given.trusted,
+        allow_missing=["*"] if given.allow_partial_load else given.allow_missing,
+        ignore=given.ignore,
+    )
+    comparing.comparison = Comparison()
+    reader = storage_reader if isinstance(storage_reader, RobustReader) else None
+    loading = open_load("prove", state_dict, checkpoint_id, reader, comparing, **{"process_group": None, **options})
     channel = loading.channel
+
+    def findings_here() -> _Findings:
+        comparison = comparing.comparison or Comparison()
+        if loading.shared is not None:
+            loading.shared.load_objects(comparing, loading.checkpoint)
+        also(comparison)
+        bits = (1 << channel.rank).to_bytes(-(-channel.size // 8), "little")
+        return _Findings(
+            {key: (*each, bits) for key, each in comparison.differing.items() if counts(key)},
+            {key: words for key, words in comparison.words.items() if counts(key)},
+            tuple(filter(counts, comparing.missing_keys)),
+            None if comparing.metadata is None else asked_keys(comparing.metadata, comparing.state_dict, ()),
+            comparison.nbytes,
+            time.perf_counter() - loading.clock.started_seconds,
+        )
+
     with channel.together(), loading.keeping():
         loading.plan_and_read()
-        findings = channel.reduce(
-            f"{channel.operation}: compare", lambda: _found(loading, planner, counts, also), _Findings, _merged
-        )
-    unread = [] if planner.metadata is None else unread_keys(planner.metadata, findings.asked)
+        findings = channel.reduce(f"{channel.operation}: compare", findings_here, _Findings, _merged)
+    unread = [] if comparing.metadata is None else unread_keys(comparing.metadata, findings.asked)
     ranks = range(channel.size)
     return ProofReport(
         loading.checkpoint,
@@ -282,8 +307,8 @@ def compare(
             key: Difference(elements, first, tuple(rank for rank in ranks if bits[rank // 8] >> rank % 8 & 1))
             for key, (elements, first, bits) in sorted(findings.differing.items())
         },
-        findings.missing,
-        tuple(filter(counts, unread)),
+        tuple(key for key in findings.missing if not fits(key, comparing.allow_missing)),
+        tuple(key for key in unread if counts(key) and not fits(key, comparing.ignore)),
         channel.size,
         findings.nbytes,
         findings.seconds,
@@ -291,38 +316,19 @@ def compare(
     )
 
 
-def _found(
-    loading: Loading,
-    planner: RobustLoadPlanner,
-    counts: Callable[[str], bool],
-    also: Callable[[Comparison], None],
-) -> _Findings:
-    """What this rank has found."""
-    channel, comparison = loading.channel, planner.comparison or Comparison()
-    if loading.shared is not None:
-        loading.shared.load_objects(planner, loading.checkpoint)
-    also(comparison)
-    bits = (1 << channel.rank).to_bytes(-(-channel.size // 8), "little")
-    return _Findings(
-        {key: (*each, bits) for key, each in comparison.differing.items() if counts(key)},
-        {key: words for key, words in comparison.words.items() if counts(key)},
-        tuple(filter(counts, planner.missing_keys)),
-        None if planner.metadata is None else asked_keys(planner.metadata, planner.state_dict, ()),
-        comparison.nbytes,
-        time.perf_counter() - loading.clock.started_seconds,
-    )
-
-
-def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
+def before_first_step(state_dict: dict[str, Any], planner: LoadPlanner | None) -> Callable[..., None]:
     """A function that makes the first optimizer of ``state_dict`` that steps prove before that, and raise if something
-    differs. It takes the other arguments of :func:`prove`.
+    differs. It takes the other arguments of :func:`compare`.
 
     Until then the forward pass has changed buffers, random numbers and the data loader, and the loop may have set the
     learning rate. So parameters, the rest of optimizers, and their schedulers are compared.
 
     Raises:
-        ValueError: the state dict has no optimizer, but perhaps its state dict, which nobody steps.
+        ValueError: the state dict has no optimizer, but perhaps its state dict, which nobody steps; or the planner does
+            not flatten it, so what has changed by then has no names.
     """
+    if not getattr(planner, "flatten_state_dict", True):
+        raise ValueError('prove="first step" goes by names, and with flatten_state_dict=False there are none')
     members = {key: value if isinstance(value, list | tuple) else [value] for key, value in state_dict.items()}
     optimizers = [each for values in members.values() for each in values if isinstance(each, Optimizer)]
     if not optimizers:
@@ -340,8 +346,7 @@ def before_first_step(state_dict: dict[str, Any]) -> Callable[..., None]:
         def before_step(*_: Any) -> None:
             for hook in hooks:
                 hook.remove()
-            planner = RobustLoadPlanner(allow_partial_load=True)
-            compare(kept, planner, counts=counts, **options).raise_if_differs()
+            compare(kept, counts=counts, **options).raise_if_differs()
 
         modules = [(key, each) for key in kept for each in members[key] if isinstance(each, nn.Module)]
         buffers = {

@@ -244,17 +244,15 @@ class LoadReport(_Report):
         return {**self.__dict__, "unread_keys": self.unread_keys, "_find_unread_keys": tuple}
 
     def __str__(self) -> str:
+        remarks = self.remarks
+        if self.missing_keys and not remarks:  # what this rank knows without the others
+            remarks = (f"it does not have {len(self.missing_keys)} of the keys: {listed(self.missing_keys)}",)
         return self._lines(
             f"loaded {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
             f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
             f"{f', {sizes_in_words(self.unverified_nbytes)} not verified' if self.unverified_nbytes else ''}"
-        ) + "".join(f"\n  keys: {each}" for each in self.remarks or self._own_remarks())
-
-    def _own_remarks(self) -> list[str]:
-        """What this rank knows of missing keys without the others."""
-        n_missing = len(self.missing_keys)
-        return [f"it does not have {n_missing} of the keys: {listed(self.missing_keys)}"] if n_missing else []
+        ) + "".join(f"\n  keys: {each}" for each in remarks)
 
 
 def listed(names: Iterable[object], most: int = 8, between: str = ", ") -> str:
@@ -390,6 +388,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
         stragglers: the slowest first.
         waits: what the log said about ranks that all others waited for.
         fallbacks: what the save went without, such as the index.
+        identical_to: as in :class:`SaveReport`.
         loads: the last loads before it, the oldest first. A load leaves no file: its checkpoint may be somebody else's.
         modules: the bytes of the checkpoint by module; ``None`` if they are not known.
     """
@@ -413,6 +412,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: tuple[Straggler, ...] = ()
     waits: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
+    identical_to: str = ""
     loads: tuple[LoadBefore, ...] = ()
     modules: Modules | None = None
 

@@ -534,15 +534,13 @@ class OptimizerStates:
                     names.append(name)
                     number += 1
                     # In a partial load, a parameter that the checkpoint does not know keeps the state that it has.
-                    if each.stored is not None and (self._is_there(each) or not each.is_made):
+                    is_there = self._stored.has(f"{self._key}.state.{each.stored}")
+                    if each.stored is not None and (is_there or not each.is_made):
                         state[name] = loaded["state"][each.stored]
                 saved = self._options_of(group, number_of_group, groups)
                 param_groups.append({**options, **saved, "params": names})
                 number_of_group += 1
             held.load(state, param_groups)
-
-    def _is_there(self, parameter: _Parameter) -> bool:
-        return self._stored.has(f"{self._key}.state.{parameter.stored}")
 
 
 def _with_all(values: Any, held: Mapping[Any, Any]) -> Any:

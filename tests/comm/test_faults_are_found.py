@@ -11,7 +11,7 @@ import pytest
 
 from robust_dcp.comm import link as link_module
 from robust_dcp.comm.exchange import Exchange
-from robust_dcp.comm.link import Link
+from robust_dcp.comm.link import Link, Waiting
 from robust_dcp.comm.operation import Operation
 from torture.exchanges import judge_seed
 
@@ -175,18 +175,18 @@ FAULTS = [
     ),
     Fault(
         "ranks that wait in different operations wait for the timeout",
-        Operation,
-        "_is_elsewhere",
-        "return not (\n",
-        "return bool(\n",
+        Waiting,
+        "is_elsewhere",
+        "return not (",
+        "return bool(",
         "crossed",
         9000000,
     ),
     Fault(
         "a rank that has not got a result yet is called one that is elsewhere",
-        Operation,
-        "_is_elsewhere",
-        "is_completed(peers_key, int(peers_number), completed) or is_completed(key, int(number), completed_by_peer)",
+        Waiting,
+        "is_elsewhere",
+        "self._has_completed(other) or other._has_completed(self)",
         "False",
         "outage at a result",
         9000098,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, copy_checkpoint
 from tests.drain.checkpoints import files_of, loaded, state_dict
-from tests.faults.disk import Call, FaultDisk, Gate
+from tests.faults.disk import Call, FaultDisk, Gate, kill
 from tests.harness.damage import data_files
 from tests.harness.ranks import errors, run_ranks, values
 from tests.harness.verdicts import lines_of_the_log
@@ -151,6 +151,12 @@ def test_a_call_that_hangs_is_repeated_although_the_rank_is_silent_meanwhile(tmp
     assert found == [False, True]
 
 
+def _save_and_be_killed_before_the_copy_is_named(tmp: str) -> None:
+    with FaultDisk(f"{tmp}/durable", on={"create:latest*": kill}):
+        CheckpointManager(f"{tmp}/run", drain_to=f"{tmp}/durable").save(1, state_dict(1.0))
+        robust_dcp.finish_async_saves()
+
+
 class TestAManager:
     def test_keeps_what_has_not_arrived_and_goes_on_with_it(self, tmp_path: Path) -> None:
         durable = tmp_path / "durable"
@@ -205,6 +211,19 @@ class TestAManager:
         assert loaded(place) == 2.0
         if not is_new:  # an error there costs space only
             assert len(data_files(place)) == len(data_files(local / "step_1"))
+
+    def test_names_a_copy_as_the_latest_although_its_job_was_killed_before_it_could(self, tmp_path: Path) -> None:
+        durable = tmp_path / "durable"
+        outcomes = run_ranks(1, _save_and_be_killed_before_the_copy_is_named, str(tmp_path))
+        assert [each.exitcode for each in outcomes] == [-9] and not (durable / "latest").exists()
+        assert loaded(durable / "step_1") == 1.0
+        (durable / "latest").write_text("step_0\n")
+        manager = CheckpointManager(tmp_path / "run", drain_to=durable)
+        with FaultDisk(durable, on={"create:step_2/__*": OSError(errno.EACCES, "")}):  # of what is saved now
+            manager.save(2, state_dict(2.0))
+            with pytest.raises(StorageError):
+                robust_dcp.finish_async_saves()
+        assert (durable / "latest").read_text().split()[-1] == "step_1"
 
     @pytest.mark.parametrize("target", ["./taken/durable/", "file://{path}/taken/durable"])
     def test_awaits_no_copy_that_somebody_else_has_ended(

@@ -152,7 +152,7 @@ def test_verl_loads_what_either_side_has_written(tmp_path: Path) -> None:
         return job.equal
 
     run("save:stock")
-    assert run("ROBUST_DCP=1", "save:sync", "save:async", "load:stock") == ["stock"]
+    assert run("ROBUST_DCP=1", "ROBUST_DCP_PROVE=1", "save:sync", "save:async", "load:stock") == ["stock"]
     for name in ("stock", "sync", "async"):
         written = checkpoints_in(tmp_path / name)
         steps = [tmp_path / name / f"global_step_{step}" / "actor" for step in (2, 3)]

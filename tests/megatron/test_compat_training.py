@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.frameworks.jobs import run_command, torchrun
+from tests.harness.hosts import can_become_node
 
 pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -213,3 +215,30 @@ def test_arguments_of_loads_and_conversions_do_what_they_do_without_us(
         for key in ("error", "iteration", "losses", "digest", "tracker"):
             assert ours.noted(key, number) == stock.noted(key, number), (words, key)
         assert stock.noted("error", number) == [None, None], words
+
+
+@pytest.mark.skipif(not can_become_node(), reason="neither root nor user namespaces: no process can have its own drive")
+@pytest.mark.parametrize("how", ["ours", "async"])
+def test_a_job_on_node_drives_goes_on_after_a_node_was_lost_and_has_the_same_losses(
+    tmp_path: Path, trained: Trained, how: str
+) -> None:
+    stock, _ = trained("torch_dist", "stock")
+    # Nodes that do not share a directory cannot read each other's files, which --verify-integrity asks for.
+    format_words = [word for word in _FORMATS["torch_dist"] if word != "--verify-integrity"]
+    words = (*format_words, *_HOW[how], "--ckpt-parity-nodes", "2", "--save", tmp_path / "saved")
+    job = run_job(tmp_path / "job", *words, "--node-drives", tmp_path / "nodes", steps="train")
+    assert job.noted("losses") == stock.noted("losses") and job.noted("tracker") == ["12", "12"]
+    for lost in range(2):
+        drives = tmp_path / f"without_{lost}"
+        shutil.copytree(tmp_path / "nodes", drives)
+        for node in drives.iterdir():  # the job was killed before its last save
+            shutil.rmtree(node / "iter_0000012")
+            (node / "latest_checkpointed_iteration.txt").write_text("8")
+        shutil.rmtree(drives / str(lost))
+        steps = f"load:{tmp_path / 'saved'} train"
+        resumed = run_job(tmp_path / f"resumed_{lost}", *words, "--node-drives", drives, steps=steps)
+        assert resumed.noted("error", 0) == resumed.noted("error", 1) == [None, None]
+        assert resumed.noted("iteration") == [8, 8]
+        assert resumed.noted("losses", 1) == [losses[8:] for losses in stock.noted("losses")]
+        assert resumed.noted("digest", 1) == stock.noted("digest")
+        assert all((node / "iter_0000012" / ".metadata").exists() for node in drives.iterdir())

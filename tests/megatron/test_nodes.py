@@ -92,6 +92,7 @@ def work(seen: str, nodes: str) -> list[str]:
         for lost in NODES:
             lose(nodes, lost)
             check(dist_checkpointing.load(state_of(blank=True), directory))
+            assert dist_checkpointing.load_common_state_dict(directory)["common"] == {"iteration": 10}  # by each rank
             lose(nodes, lost)
             assert resume(root) == 10
         lose(nodes, "a")

@@ -214,6 +214,7 @@ class _Training:
 def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--steps", nargs="*", default=[])
     parser.add_argument("--notes", type=Path)
+    parser.add_argument("--node-drives", type=Path, help="each rank is a node of its own, which saves there")
     return parser
 
 
@@ -233,7 +234,12 @@ def _main() -> None:
     args.save_tokenizer_assets = False  # it has no tokenizer
     global_vars.set_global_variables(args, build_tokenizer=False)
     notes, steps = args.notes, args.steps
-    del args.notes  # the arguments are part of the checkpoint
+    if args.node_drives is not None:
+        from tests.harness.hosts import become_node
+
+        Path(args.save).mkdir(exist_ok=True)
+        become_node(f"host-{args.rank}", args.save, args.node_drives / str(args.rank))
+    del args.notes, args.node_drives  # the arguments are part of the checkpoint
     initialize.initialize_megatron(
         allow_no_cuda=True, store=torch.distributed.FileStore(str(notes / "store"), args.world_size)
     )

@@ -582,8 +582,47 @@ def test_a_manager_proves_what_it_has_loaded_at_once_or_before_the_first_step(tm
 
     with pytest.raises(ValueError, match="needs the optimizer itself"):
         manager.load_latest(raw(live), prove="first step")
+    with pytest.raises(ValueError, match="flatten_state_dict=False"):
+        manager.load_latest(live, prove="first step", planner=RobustLoadPlanner(flatten_state_dict=False))
     with pytest.raises(ValueError, match="prove is True, False"):
         manager.load_latest(live, prove="twice")  # type: ignore[arg-type]
+
+
+class Untrusted:
+    """Not registered, so that only a trusted load takes it."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("prove", [True, "first step"])
+def test_a_manager_proves_what_the_load_was_asked_for(prove: Any, tmp_path: Path) -> None:
+    """What a load may leave out or convert is no difference. What may be missing may not differ."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {**job(1, 3), "old": 1, "w": torch.ones(3), "own": Untrusted()})
+    more = {"w": torch.zeros(3), "own": None}
+    trusted: Job = {"storage_reader": RobustReader(tmp_path, trusted=True)}
+    casts = RobustLoadPlanner(on_dtype_mismatch="cast", trusted=True, allow_missing=["new*"], ignore=["old"])
+    for added, options in (
+        ({"new.x": 1}, {"allow_missing": ["new*"], "ignore": ["old"], **trusted}),
+        ({"new.x": 1, "w": torch.zeros(3).half()}, {"planner": casts}),
+        ({"new.x": 1}, {"planner": RobustLoadPlanner(allow_partial_load=True, ignore=["old"]), **trusted}),
+    ):
+        live = {**job(2), **more, **added}
+        loaded = manager.load_latest(live, prove=prove, **options)
+        assert loaded is not None and (loaded.proof is None or loaded.proof.equal)
+        train(live, 1)
+    live = {**job(2), **more}
+    if prove is True:
+        with pytest.raises(RobustCheckpointError, match="not live: 'old'"):
+            manager.load_latest(live, prove=prove, allow_missing=["model*"], **trusted)
+        return
+    manager.load_latest(live, prove=prove, allow_missing=["model*"], **trusted)
+    live["model"][0].reset_parameters()
+    with pytest.raises(RobustCheckpointError, match="differ: 2 keys of 'model'"):
+        train(live, 1)
 
 
 _SWITCHED = """

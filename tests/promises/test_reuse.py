@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import warnings
@@ -345,6 +346,10 @@ def save_frozen(directory: str) -> list[str]:
                 said.append(("" if way == "stock" else os.path.basename(report.identical_to), warned))
                 if way != "stock" and ("identical to those in" in str(report)) != bool(report.identical_to):
                     wrong.append(str(report))
+                left = json.loads(Path(path, ".robust_dcp.report.json").read_bytes())["identical_to"]
+                is_identical = number > 0 and changes not in ("parameter", "all")
+                if os.path.basename(left) != (f"step_{number - 1}" if is_identical else ""):
+                    wrong.append(f"{path}: the report beside it says {left!r}")
                 lines.clear()
             once = int(dist.get_rank() == 0)
             expected = [("", 0), ("step_0", once), ("step_1", 0), ("", 0), ("step_3", 0), ("step_4", once), ("", 0)]

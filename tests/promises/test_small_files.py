@@ -125,8 +125,8 @@ def refused(call: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["latest", *(f"step_2/{each}" for each in (RECORD, NOTE, REPORT, SAVING))])
-def test_whatever_is_in_one_all_goes_on_with_what_is_there(name: str, runs: Path, tmp_path: Path) -> None:
-    for what, root in each_damage(runs, tmp_path, name):
+def test_whatever_is_in_one_all_goes_on_with_what_is_there(name: str, runs: Path, memory_path: Path) -> None:
+    for what, root in each_damage(runs, memory_path, name):
         far = root.parent / "durable"
         manager = CheckpointManager(root, keep_last=9, drain_to=far)
         loaded = state(-1)
@@ -137,7 +137,7 @@ def test_whatever_is_in_one_all_goes_on_with_what_is_there(name: str, runs: Path
             ["ls", root],
             ["inspect", root / "step_2"],
             ["verify", root / "step_2"],
-            ["report", root, "--output", tmp_path / "page.html"],
+            ["report", root, "--output", memory_path / "page.html"],
         ):
             ended = shell(*command)
             assert ended.code == 0 and "Traceback" not in ended.err, (what, command, ended)

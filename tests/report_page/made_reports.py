@@ -88,6 +88,7 @@ def hostile_reports(wait: str = HOSTILE) -> Reports:
         ways=((HOSTILE,), (HOSTILE,)),
         waits=(HOSTILE, wait),
         fallbacks=(HOSTILE,),
+        identical_to=HOSTILE,
         loads=_LOADS,
         versions={HOSTILE: HOSTILE},
         plan=msgspec.structs.replace(report.plan, outcome="constructor", reason=HOSTILE),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -49,10 +48,6 @@ def _cast(text: str) -> tuple[str, str]:
     return pair(text) if "=" in text else ("*", text)
 
 
-def _show_nothing(done_nbytes: int, total_nbytes: int) -> None:
-    """Of a conversion by several ranks, rank 0 shows the progress."""
-
-
 def run(options: Namespace) -> None:
     """Make a checkpoint in another form."""
     try:
@@ -68,7 +63,7 @@ def run(options: Namespace) -> None:
             dist.init_process_group("gloo")
         if rank == 0:
             Output.say(f"Converting {options.source}")
-        with Output.cleaning_up(), Output.progress("convert") if rank == 0 else nullcontext(_show_nothing) as show:
+        with Output.cleaning_up(), Output.progress("convert", is_shown=rank == 0) as show:
             report = convert(
                 options.source,
                 options.target,

@@ -86,13 +86,13 @@ class Output:
 
     @classmethod
     @contextmanager
-    def progress(cls, what: str) -> Iterator[Callable[[int, int], None]]:
+    def progress(cls, what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
         """A bar with the rate, on stderr, while the block runs. It is shown only in a terminal.
 
         Yields:
             A function that is told how many bytes are done so far, and how many there are.
         """
-        line = None if cls.as_json or not sys.stderr.isatty() else ProgressLine(safe_text(what))
+        line = ProgressLine(safe_text(what)) if is_shown and not cls.as_json and sys.stderr.isatty() else None
         try:
             yield (lambda done_nbytes, total_nbytes: None) if line is None else line.show
         finally:

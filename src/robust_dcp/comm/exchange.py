@@ -11,6 +11,7 @@ bytes, however many ranks these are.
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -159,7 +160,7 @@ class Exchange:
         self.what = what
         self.phase_id = phase_id(what)
         self.tree = tree
-        self.neighbours = {peer: Neighbour() for peer in tree.neighbours}
+        self.neighbours = defaultdict(Neighbour, {peer: Neighbour() for peer in tree.neighbours})
         self.absent: tuple[int, ...] = ()
         self.may_be_unread = False
         self.failure: str | None = None
@@ -175,19 +176,13 @@ class Exchange:
         self._process_of = process_of
         self._n_reconnects = 0
 
-    def neighbour(self, peer: int) -> Neighbour:
-        """What is known of ``peer``."""
-        if peer not in self.neighbours:
-            self.neighbours[peer] = Neighbour()
-        return self.neighbours[peer]
-
     def lacking(self, peers: Sequence[int], kind: Kind) -> tuple[int, ...]:
         """Those of ``peers`` whose message has not come."""
         return tuple([peer for peer in peers if kind not in self.neighbours[peer].arrived])
 
     def note_heard(self, peer: int, now: float, frame: Frame | None = None) -> None:
         """``peer`` is alive. It has sent ``frame``, or a piece of a payload."""
-        neighbour = self.neighbour(peer)
+        neighbour = self.neighbours[peer]
         neighbour.heard_seconds = now
         if frame is not None and frame.kind == Kind.BEAT:
             neighbour.beat = Beat.decode(frame.body, now)

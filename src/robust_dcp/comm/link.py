@@ -103,6 +103,33 @@ class ExchangeStats(msgspec.Struct):
     payload_nbytes_sent: int = 0
 
 
+class Waiting(msgspec.Struct, array_like=True, frozen=True):
+    """Where a rank waits, as it tells the others in the store.
+
+    Attributes:
+        operation, number, what: of the exchange in which it waits.
+        completed: see :class:`Link`.
+    """
+
+    operation: OperationKey
+    number: int
+    what: str
+    completed: tuple[tuple[OperationKey, int], ...]
+
+    def is_elsewhere(self, other: Waiting) -> bool:
+        """Whether this rank and the ``other`` one wait for each other in different operations, or for different
+        purposes in one exchange.
+
+        In another exchange of the same operation one of them is only late. So is a rank that has not got the result of
+        an exchange which the other one has completed."""
+        if self.operation == other.operation:
+            return self.number == other.number and self.what != other.what
+        return not (self._has_completed(other) or other._has_completed(self))
+
+    def _has_completed(self, other: Waiting) -> bool:
+        return any(key == other.operation and other.number < n_exchanges for key, n_exchanges in self.completed)
+
+
 class Link:
     """The connections of one rank to other ranks of its group. Each is made when it is first needed.
 
@@ -120,6 +147,7 @@ class Link:
         stats: what all exchanges have cost this rank so far, over all operations.
         generation: how many generations of connections have ended.
         gone: ranks that seem to have ended, each with the reason. They are named soon unless they connect again.
+        completed: the operations that this rank was in lately, and how many exchanges of each have ended well.
         is_breaking: a generation is ending. Nobody can come back meanwhile.
         is_closed: the group was destroyed, or the process ends.
     """
@@ -144,6 +172,7 @@ class Link:
         self.stats = ExchangeStats()
         self.generation = 0
         self.gone: dict[int, str] = {}
+        self.completed: dict[OperationKey, int] = {}
         self.is_breaking = self.is_closed = False
         self.connections: Connections | None = None
         self._make_connections = make_connections
@@ -155,7 +184,6 @@ class Link:
         self._occurrences: dict[int, int] = defaultdict(int)
         self._ended_before: dict[OperationKey, EndMessage] = {}
         self._store_lost: tuple[StoreLost, float, bool] | None = None
-        self._completed: dict[OperationKey, int] = {}
 
     def begin(self, name: str, operation: Any) -> None:
         """Number ``operation``. If the others have given up on it already, it is ended at once.
@@ -408,26 +436,23 @@ class Link:
 
     def note_completed(self, key: OperationKey, n_exchanges: int) -> None:
         """So many exchanges of an operation have ended well on this rank."""
-        self._completed.pop(key, None)
-        self._completed[key] = n_exchanges
-        if len(self._completed) > _MAX_COMPLETED:
-            del self._completed[next(iter(self._completed))]
+        self.completed.pop(key, None)
+        self.completed[key] = n_exchanges
+        if len(self.completed) > _MAX_COMPLETED:
+            del self.completed[next(iter(self.completed))]
 
-    def completed_in_words(self) -> str:
-        """The operations that this rank was in lately, and how many exchanges of each have ended well."""
-        return ",".join(f"{key}:{n_exchanges}" for key, n_exchanges in self._completed.items()) or "-"
-
-    def say_waiting(self, generation: int, where: str) -> Steps[None]:
-        """Tell the others where this rank waits; no text if it waits no longer. Nobody minds if that fails."""
+    def say_waiting(self, generation: int, waiting: Waiting | None) -> Steps[None]:
+        """Tell the others where this rank waits; ``None`` if it waits no longer. Nobody minds if that fails."""
+        encoded = b"" if waiting is None else encode(waiting)
         with contextlib.suppress(StoreLost):
-            yield from self.ask(self._place(generation), lambda store: store.set(f"{self.rank} waits", where))
+            yield from self.ask(self._place(generation), lambda store: store.set(f"{self.rank} waits", encoded))
 
-    def where_waits(self, generation: int, peer: int) -> Steps[str]:
+    def where_waits(self, generation: int, peer: int) -> Steps[Waiting | None]:
         """What ``peer`` has said by :meth:`say_waiting`."""
+        encoded = b""
         with contextlib.suppress(StoreLost):
-            where = yield from self.ask(self._place(generation), lambda store: value_of(store, f"{peer} waits"))
-            return where.decode()
-        return ""
+            encoded = yield from self.ask(self._place(generation), lambda store: value_of(store, f"{peer} waits"))
+        return decode(encoded, Waiting) if encoded else None
 
     # Ending a generation.
 
@@ -608,11 +633,6 @@ class Link:
         for operation in self.operations():
             operation.end(end_of_leaving(operation.key))
         self._make_connections = None
-
-
-def is_completed(key: str, number: int, completed: str) -> bool:
-    """Whether the exchange of this number is one of those that :meth:`Link.completed_in_words` tells of."""
-    return any(name == key and number < int(n) for name, _, n in (each.partition(":") for each in completed.split(",")))
 
 
 def _present(store: Any, keys: list[str]) -> dict[str, bytes]:

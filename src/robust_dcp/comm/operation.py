@@ -52,7 +52,7 @@ from robust_dcp.comm.endings import (
 )
 from robust_dcp.comm.exchange import Beat, Exchange, Message
 from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind
-from robust_dcp.comm.link import ExchangeStats, Link, is_completed
+from robust_dcp.comm.link import ExchangeStats, Link, Waiting
 from robust_dcp.comm.messages import Payload, decode, encode
 from robust_dcp.comm.tree import Tree
 from robust_dcp.comm.waits import Call, Finish, Receive, Steps, Until
@@ -431,7 +431,7 @@ class Operation:
 
     def _send(self, exchange: Exchange, peer: int, frame: Frame, payload: Payload = b"") -> None:
         """Send a message that ``peer`` has to get, now or as soon as it is connected."""
-        neighbour = exchange.neighbour(peer)
+        neighbour = exchange.neighbours[peer]
         neighbour.sent.append(Message(frame, payload))
         self._post(exchange, peer, frame, payload)
         if frame.kind == Kind.DOWN:
@@ -447,7 +447,7 @@ class Operation:
 
     def _post(self, exchange: Exchange, peer: int, frame: Frame, payload: Payload = b"") -> Moving | None:
         """Start to send, if ``peer`` is connected."""
-        connections = exchange.neighbour(peer).connections
+        connections = exchange.neighbours[peer].connections
         if connections is None:
             return None
         kept = connections.kept[exchange]
@@ -514,12 +514,12 @@ class Operation:
         # Whoever has not heard the last result gets it when it connects. Under another root it may be no neighbour now.
         behind = () if last is None else last.lacking(last.tree.children, Kind.HEARD)
         for peer in {*exchange.tree.neighbours, *behind}:
-            if not exchange.neighbour(peer).is_done:
+            if not exchange.neighbours[peer].is_done:
                 self.link.loop.spawn(self._read(exchange, peer))
 
     def _read(self, exchange: Exchange, peer: int) -> Steps[None]:
         """Take what ``peer`` sends in this exchange."""
-        neighbour = exchange.neighbour(peer)
+        neighbour = exchange.neighbours[peer]
 
         def note_announced() -> None:
             neighbour.is_announced = True
@@ -539,11 +539,11 @@ class Operation:
             exchanges, last = [exchange], self._last
             if (last is None or peer not in last.neighbours) and not neighbour.is_closed:
                 self._post(exchange, peer, _HAS_COME)
-            if last is not None and last.neighbour(peer).connections is not connections:
-                last.neighbour(peer).connections = connections
+            if last is not None and last.neighbours[peer].connections is not connections:
+                last.neighbours[peer].connections = connections
                 exchanges.insert(0, last)
             for each in exchanges:  # all that it has to get, over the new connection
-                for frame, payload in each.neighbour(peer).sent:
+                for frame, payload in each.neighbours[peer].sent:
                     self._post(each, peer, frame, payload)
             while not (yield from self._read_one(exchange, peer, connections)):
                 pass
@@ -566,7 +566,7 @@ class Operation:
             Broken: nothing more comes.
             Problem: what came was damaged, or the ranks are in different operations.
         """
-        link, neighbour = self.link, exchange.neighbour(peer)
+        link, neighbour = self.link, exchange.neighbours[peer]
         payload = bytearray()
         try:
             data = bytearray(FRAME_NBYTES)
@@ -637,13 +637,13 @@ class Operation:
         """The connection to ``peer`` broke, or could not be made."""
         if self._exchange is not exchange or generation != self.link.generation:
             return
-        if not exchange.neighbour(peer).is_done and peer in exchange.tree.neighbours:
+        if not exchange.neighbours[peer].is_done and peer in exchange.tree.neighbours:
             exchange.catching_up_seconds(self.link.now)
             yield from self.link.break_up(generation, self.problem_of_lost(exchange, peer, connections, detail), self)
 
     def problem_of_lost(self, exchange: Exchange, peer: int, connections: Connections | None, detail: str) -> Problem:
         """The connection to ``peer`` broke, or could not be made if there are no ``connections``."""
-        link, neighbour = self.link, exchange.neighbour(peer)
+        link, neighbour = self.link, exchange.neighbours[peer]
         has_closed = connections is not None and not connections.is_dropped  # that rank, and not this one
         if detail.startswith(CONNECTING_FAILED):
             link.gone[peer] = detail
@@ -697,7 +697,7 @@ class Operation:
         link = self.link
         exchange.waiting_since = link.now
         look_seconds = min(patience.ELSEWHERE_SECONDS, self.timeout_seconds / 2)
-        said = ""
+        said: tuple[int, Waiting] | None = None
         while True:
             generation = link.generation
             try:
@@ -710,36 +710,21 @@ class Operation:
                     continue
                 unheard = [peer for peer in exchange.tree.neighbours if exchange.neighbours[peer].heard_seconds is None]
                 if unheard:
-                    where = f"{generation} {self.key} {exchange.number} {link.completed_in_words()} {self.what}"
-                    where = where.encode(errors="replace").decode()  # a path may be no UTF-8
-                    if said != where:
-                        said = where
-                        yield from link.say_waiting(generation, where)
+                    what = self.what.encode(errors="replace").decode()  # a path may be no UTF-8
+                    here = Waiting(self.key, exchange.number, what, tuple(link.completed.items()))
+                    if said != (generation, here):
+                        said = generation, here
+                        yield from link.say_waiting(generation, here)
                     elif waited > look_seconds:
                         for peer in unheard:
-                            if (yield from self._is_elsewhere(peer, generation, said)):
+                            there = yield from link.where_waits(generation, peer)
+                            if there is not None and here.is_elsewhere(there):
                                 raise Problem("in different operations", is_elsewhere=True)
             except Problem as problem:
                 yield from link.break_up(generation, problem, self)
-        if said:
-            yield from link.say_waiting(int(said.partition(" ")[0]), "")
+        if said is not None:
+            yield from link.say_waiting(said[0], None)
         return [exchange.neighbours[peer].arrived[kind] for peer in peers]
-
-    def _is_elsewhere(self, peer: int, generation: int, own: str) -> Steps[bool]:
-        """Whether ``peer`` waits in another operation than this rank, or for another purpose in this exchange.
-
-        In another exchange of this operation it is only late. So is a rank that has not got the result of an exchange
-        which the other one has completed."""
-        where = yield from self.link.where_waits(generation, peer)
-        if not where:
-            return False
-        _, key, number, completed, what = own.split(" ", 4)
-        _, peers_key, peers_number, completed_by_peer, peers_what = where.split(" ", 4)
-        if key == peers_key:
-            return number == peers_number and what != peers_what
-        return not (
-            is_completed(peers_key, int(peers_number), completed) or is_completed(key, int(number), completed_by_peer)
-        )
 
     def _waits_until(self, exchange: Exchange, peers: Sequence[int], kind: Kind) -> float | None:
         """Until when to wait for the messages of ``peers``, before looking again; ``None`` if they have come.

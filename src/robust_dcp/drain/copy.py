@@ -135,6 +135,8 @@ def copy_checkpoint(
         copy.begin()
         copy.send_data(copy.manifest.data)
         copy.commit()
+        if copy.record.target:
+            note_arrival(copy.source.disk, copy.source.url, copy.record)
     return copy.result
 
 
@@ -327,8 +329,6 @@ class Copy:
                 raise self._not_as_sent(METADATA_NAME, f"{len(manifest.metadata)} bytes", words)
             self._count(files=1, nbytes=len(manifest.metadata))
         self._clean_up()
-        if self.record.target:
-            note_arrival(self.source.disk, self.source.url, self.record)
         logger.info("%s has arrived at %s in %.1f s", self.source.url, target.url, self.result.seconds)
 
     # The target.

@@ -292,8 +292,6 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                     channel.barrier(f"{name}: send", lambda: copying.send_data(names))
                     # As the coordinator's own work, not after the others': they then hear of its progress.
                     channel.barrier(f"{name}: commit", copying.commit if channel.is_coordinator else lambda: None)
-                    if leads and not channel.is_coordinator:
-                        note_arrival(disk, path, self._record)
                 except (CorruptCheckpoint, StorageError):
                     if self.is_staged:  # the caller waits for this very checkpoint
                         raise
@@ -303,6 +301,8 @@ class Delivery(msgspec.Struct, kw_only=True, eq=False):
                     return copying.result
             if channel.is_coordinator and self.writer.on_arrival is not None:
                 self.writer.on_arrival(target)
+            if leads and self._record.target:  # last: if the job is killed before, its next one does all this again
+                note_arrival(disk, path, self._record)
             return copying.result
 
     def _look(self) -> _Seen:

@@ -29,8 +29,7 @@ from robust_dcp.errors import CorruptCheckpoint, StorageError, UnsafeCheckpoint,
 from robust_dcp.manager.jobs import JobInSeries
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.series import Checkpoint, KeepPolicy, Series, end_removals, policies_of, prune
-from robust_dcp.proof import ProofReport, before_first_step
-from robust_dcp.proof import prove as compared
+from robust_dcp.proof import ProofReport, before_first_step, compare
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.save_queue import queues_of
 from robust_dcp.storage.files.paths import METADATA_NAME, RECORD_NAME, absolute, local_path_of, place_of, real_place
@@ -303,7 +302,7 @@ class CheckpointManager:
         """
         if prove not in (True, False, "first step"):
             raise ValueError(f'prove is True, False or "first step", not {prove!r}')
-        prove_before_step = before_first_step(state_dict) if prove == "first step" else None
+        prove_before_step = before_first_step(state_dict, options.get("planner")) if prove == "first step" else None
         skipped: list[Skipped] = []
         for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
@@ -317,14 +316,12 @@ class CheckpointManager:
                 skipped.append(Skipped(path, error.message))
                 continue
             self._job.has_loaded(checkpoint)
-            of_all = ("no_dist", "timeout_seconds", "deadline_seconds")
-            of_ranks = {name: options[name] for name in of_all if name in options}
-            compare_with: dict[str, Any] = {"checkpoint_id": path, "process_group": self._group, **of_ranks}
+            options = {**options, "checkpoint_id": path, "process_group": self._group}
             proof = None
             if prove_before_step is not None:
-                prove_before_step(**compare_with)
+                prove_before_step(**options)
             elif prove:
-                proof = compared(state_dict, **compare_with)
+                proof = compare(state_dict, **options)
                 proof.raise_if_differs()
             return LoadedCheckpoint(checkpoint, report, tuple(skipped), proof)
         if not skipped:

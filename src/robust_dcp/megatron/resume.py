@@ -109,7 +109,7 @@ def _prove(directory: str, calls: _Calls) -> None:
     live = _without_padding(calls.generate(*calls.arguments.args, **calls.arguments.kwargs))
     sharded, common = versions.prepare_to_save(live, None)
     # Megatron's tensors of one shard do not say which dtype they have.
-    planner = RobustLoadPlanner(False, False, allow_partial_load=True, on_dtype_mismatch="cast")
+    planner = RobustLoadPlanner(False, False, on_dtype_mismatch="cast")
     saved = load_common_state_dict(None, directory)
 
     def add_common(comparison: Comparison) -> None:
@@ -118,7 +118,7 @@ def _prove(directory: str, calls: _Calls) -> None:
 
     report = compare(
         versions.to_dcp_live(sharded),
-        planner,
+        planner=planner,
         storage_reader=RobustReader(directory, trusted=current_options().trusted),
         timeout_seconds=current_options().exchange_timeout_seconds,
         also=add_common,

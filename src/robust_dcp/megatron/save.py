@@ -40,7 +40,7 @@ from robust_dcp.megatron.failures import as_megatron_raises, meet_before_saving
 from robust_dcp.megatron.options import current_options
 from robust_dcp.megatron.shards import MegatronPlanner, ShardFacts
 from robust_dcp.report import SaveReport
-from robust_dcp.storage.committing.save import FileBeside
+from robust_dcp.storage.committing.save import FileBeside, OnEachNode
 from robust_dcp.storage.files.paths import checkpoint_name, directory_path
 from robust_dcp.storage.layouts.places import separated
 from robust_dcp.storage.records.kinds import NotData
@@ -278,6 +278,8 @@ def _prepare_and_validate(
             replica_id = 0 if channel.is_coordinator else 1 + channel.rank
             common_object = ShardedObject(versions.COMMON_STATE_KEY, common, (1,), (0,), replica_id)
             prepared.sharded[versions.COMMON_STATE_KEY] = common_object
+            if channel.is_coordinator:  # each rank of a job that goes on reads it by itself, before it has shards
+                prepared.beside[common_state.COMMON_FILE] = OnEachNode(common_state.encode_common(common))
         elif channel.is_coordinator:
             prepared.beside[common_state.COMMON_FILE] = common_file = common_state.encode_common(common)
             prepared.refused = common_state.refused_in(common, common_file)

@@ -18,8 +18,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.drain.record import DRAIN_RECORD_NAME
 from robust_dcp.environment import node_name
 from robust_dcp.errors import CorruptCheckpoint, StorageError
@@ -29,12 +30,10 @@ from robust_dcp.nodes.combine import (
     Parts,
     Stream,
     crc32_of_files,
-    piece_nbytes_of,
     remove_unfinished,
 )
 from robust_dcp.nodes.parity_file import (
     PARITY,
-    FileNote,
     GroupNote,
     NodeNote,
     ParityNote,
@@ -46,9 +45,8 @@ from robust_dcp.nodes.parity_file import (
 from robust_dcp.nodes.places import where
 from robust_dcp.report import listed
 from robust_dcp.storage.committing.saving_file import claimed, is_gone
-from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, READ_BY_NAME, name_before_commit, writer_of
-from robust_dcp.storage.reading.metadata_source import MetadataSource
+from robust_dcp.storage.reader import RobustReader
 
 logger = logging.getLogger(__name__)
 
@@ -58,25 +56,27 @@ _TRIES: Final = 3
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """What a rank sees of the checkpoint.
+    """What some ranks see of the checkpoint.
 
     Attributes:
-        where: its directory.
-        host: the name of its node.
+        ranks: these ranks.
+        where: their directory.
+        host: the name of the node.
         room_nbytes: how much is free there.
         fit: the digest of the ``.metadata`` there; empty if there is none.
         files: the data files of the checkpoint that are there.
         note: of the parity that is there.
-        buffer_nbytes: how much memory it may take.
+        has_unfinished: whether files are there that a load has not finished.
     """
 
+    ranks: tuple[int, ...]
     where: str
     host: str
     room_nbytes: int
     fit: bytes
-    files: tuple[str, ...]
+    files: frozenset[str]
     note: ParityNote | None
-    buffer_nbytes: int
+    has_unfinished: bool
 
 
 class _Lost(msgspec.Struct, frozen=True):
@@ -86,26 +86,26 @@ class _Lost(msgspec.Struct, frozen=True):
         group: its group.
         number: its number there.
         files: the names of the files that are missing.
-        readers, keepers: for each node of the group, the ranks that see its data, and its parity.
-        writers: the ranks that see the directory where the files are made; the first one leads.
+        data, parity: for each node of the group, the ranks that see its data, and its parity. For this node, those that
+            see the directory where its files are made.
+        cleaners: ranks, each of another directory, that remove what a load has left there that was killed.
         makes_parity: whether the parity of the node is made there, too.
         gets_metadata: whether ``.metadata`` is missing there.
-        piece_nbytes: how much is moved at once.
     """
 
     group: GroupNote
     number: int
     files: tuple[str, ...]
-    readers: tuple[tuple[int, ...], ...]
-    keepers: tuple[tuple[int, ...], ...]
-    writers: tuple[int, ...]
+    data: tuple[tuple[int, ...], ...]
+    parity: tuple[tuple[int, ...], ...]
+    cleaners: tuple[int, ...]
     makes_parity: bool
     gets_metadata: bool
-    piece_nbytes: int
 
-    def ranks_of(self, part: Part) -> Sequence[int]:
-        """The ranks that see a part."""
-        return (self.keepers if part.number == PARITY else self.readers)[part.node]
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The ranks that make the files. The first one leads."""
+        return self.data[self.number]
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -122,19 +122,12 @@ class _SmallFiles(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on nodes that do not share its directory, as a rank knows it.
+    """A checkpoint on nodes that do not share its directory: who reads it on this rank, the mark of its save, and a
+    rank that sees its ``.metadata``."""
 
-    Attributes:
-        source: where its metadata comes from.
-        mark: of its save.
-        leader: a rank that sees its ``.metadata``.
-        buffer_nbytes: how much memory this rank may take.
-    """
-
-    source: MetadataSource
+    reader: RobustReader
     mark: str
     leader: int
-    buffer_nbytes: int
 
 
 def make_anew(channel: Channel, phase: str, checkpoint: Checkpoint, lost: Collection[str]) -> str:
@@ -150,16 +143,17 @@ def make_anew(channel: Channel, phase: str, checkpoint: Checkpoint, lost: Collec
     Raises:
         RobustCheckpointError: the same on all ranks: something else failed.
     """
+    look, offer = partial(_look, channel.rank, checkpoint), Offer(value=checkpoint.reader.options.buffer_bytes)
     for n_left in reversed(range(_TRIES)):
-        _, seen = channel.gather(f"{phase}: what is on each node", partial(_look, channel.rank, checkpoint), _Seen)
-        plan = channel.broadcast(
-            f"{phase}: what is made anew", partial(_plan, seen or [], lost, checkpoint.leader), _Plan
-        )
+        _, seen = channel.gather(f"{phase}: what is on each node", look, _Seen, offer=lambda _: offer)
+        buffer_nbytes = channel.last_agreement.lowest
+        make_plan = partial(_plan, [each for each in seen or () if each is not None], lost, checkpoint.leader)
+        plan = channel.broadcast(f"{phase}: what is made anew", make_plan, _Plan)
         if plan.reason:
             return plan.reason
         try:
             for each in plan.lost:
-                _MakingAnew(channel, phase, checkpoint, each).run()
+                _MakingAnew(channel, phase, checkpoint, each).run(buffer_nbytes)
             return ""
         except StorageError as error:  # the same on all ranks
             if error.errno not in _BEGINS_AGAIN or not n_left:
@@ -169,69 +163,64 @@ def make_anew(channel: Channel, phase: str, checkpoint: Checkpoint, lost: Collec
 
 
 def _look(rank: int, checkpoint: Checkpoint) -> _Seen:
-    source, mark = checkpoint.source, checkpoint.mark
+    source, mark = checkpoint.reader.source, checkpoint.mark
     disk, path = source.disk, source.path
     names = disk.list_directory(path) if disk.exists(path) else []
-    files = tuple(name for name in names if (writer := writer_of(name)) and writer.mark == mark)
+    files = frozenset(name for name in names if (writer := writer_of(name)) and writer.mark == mark)
     note = read_parity_note(disk, path, mark) if mark and names else None
-    room_nbytes = disk.room(path)[1]
-    return _Seen(where(disk, path), node_name(rank), room_nbytes, source.fit(), files, note, checkpoint.buffer_nbytes)
+    has_unfinished, room_nbytes = any(name.endswith(UNFINISHED) for name in names), disk.room(path)[1]
+    return _Seen((rank,), where(disk, path), node_name(rank), room_nbytes, source.fit(), files, note, has_unfinished)
 
 
-class _Directory(NamedTuple):
-    """A directory, with the ranks that see it, and what they see."""
-
-    ranks: tuple[int, ...]
-    seen: _Seen
-
-
-def _plan(of_ranks: Sequence[_Seen | None], lost: Collection[str], leader: int) -> _Plan:
+def _plan(seen: Sequence[_Seen], lost: Collection[str], leader: int) -> _Plan:
     """On the coordinator: decide what is made anew, and where."""
-    ranks: dict[str, list[int]] = {}
-    for rank, each in enumerate(of_ranks):
-        if each is not None:
-            ranks.setdefault(each.where, []).append(rank)
-    directories = [_Directory(tuple(each), seen) for each in ranks.values() if (seen := of_ranks[each[0]]) is not None]
-    fit = next(one.seen.fit for one in directories if leader in one.ranks)
-    groups: dict[GroupNote, dict[int, _Directory]] = {}
+    of_directories: dict[str, list[_Seen]] = {}
+    for one in seen:
+        of_directories.setdefault(one.where, []).append(one)
+    directories = [
+        replace(first, ranks=tuple(each.ranks[0] for each in (first, *others)))
+        for first, *others in of_directories.values()
+    ]
+    fit = next(one.fit for one in directories if leader in one.ranks)
+    there = frozenset[str]().union(*(one.files for one in directories))
+    groups: dict[GroupNote, dict[int, _Seen]] = {}
     for one in directories:
-        if one.seen.note is not None:
-            groups.setdefault(one.seen.note.group, {})[one.seen.note.number] = one
+        if one.note is not None:
+            groups.setdefault(one.note.group, {})[one.note.number] = one
     planned: list[_Lost] = []
     left, taken = set(lost), set[str]()
     for group, keepers in groups.items():
         names = [{file.name for file in node.files} for node in group.nodes]
-        if not left & set[str]().union(*names):
+        of_group = set[str]().union(*names)
+        if left.isdisjoint(of_group):
             continue
-        left -= set[str]().union(*names)
-        readers = [next((d.ranks for d in directories if each <= {*d.seen.files}), ()) for each in names]
-        missing = [number for number, each in enumerate(readers) if not each]
-        without = [number for number in range(len(names)) if number not in missing and number not in keepers]
+        left -= of_group
+        data = [next((one.ranks for one in directories if each <= one.files), ()) for each in names]
+        parity = [keepers[each].ranks if each in keepers else () for each in range(len(names))]
+        missing = [number for number, ranks in enumerate(data) if not ranks]
+        without = [number for number, ranks in enumerate(parity) if not ranks and number not in missing]
         if len(missing) > 1 or without:
             return _Plan(reason=_why_not(group, missing, without))
         (number,) = missing
-        free = [d for d in directories if d.seen.where not in taken and d.seen.fit in (b"", fit)]
-        there = set[str]().union(*(each.seen.files for each in directories))
-        files = tuple(sorted(names[number] - there))
-        nbytes = sum(file.nbytes for file in group.nodes[number].files if file.name in files)
-        place = _place_for(free, group.nodes[number], keepers.get(number), nbytes)
+        node = group.nodes[number]
+        files = names[number] - there
+        nbytes = sum(file.nbytes for file in node.files if file.name in files)
+        free = [one for one in directories if one.where not in taken and one.fit in (b"", fit)]
+        place = _place_for(node, keepers.get(number), [one for one in free if one.room_nbytes > nbytes])
         if place is None:
-            return _Plan(reason=f"no node of this load has room for the {nbytes} bytes of {group.nodes[number].host}")
-        taken.add(place.seen.where)
-        counts = [len(each) for each in (*readers, place.ranks) if each]
+            return _Plan(reason=f"no node of this load has room for the {nbytes} bytes of {node.host}")
+        taken.add(place.where)
+        data[number] = parity[number] = place.ranks
         planned.append(
             _Lost(
                 group,
                 number,
-                files,
-                readers=tuple(readers),
-                keepers=tuple(keepers[each].ranks if each in keepers else () for each in range(len(names))),
-                writers=place.ranks,
-                makes_parity=place.seen.note is None and not place.seen.fit,
-                gets_metadata=not place.seen.fit,
-                piece_nbytes=piece_nbytes_of(
-                    min(one.seen.buffer_nbytes for one in directories), -(-max(counts) // min(counts))
-                ),
+                tuple(sorted(files)),
+                data=tuple(data),
+                parity=tuple(parity),
+                cleaners=tuple(one.ranks[0] for one in directories if one.has_unfinished and one is not place),
+                makes_parity=place.note is None and not place.fit,
+                gets_metadata=not place.fit,
             )
         )
     if left:
@@ -239,15 +228,14 @@ def _plan(of_ranks: Sequence[_Seen | None], lost: Collection[str], leader: int) 
     return _Plan(tuple(planned))
 
 
-def _place_for(free: Sequence[_Directory], node: NodeNote, own: _Directory | None, nbytes: int) -> _Directory | None:
+def _place_for(node: NodeNote, keeper: _Seen | None, with_room: Sequence[_Seen]) -> _Seen | None:
     """Where the files of a node are made: in its own directory, if some are left there, or in one that has none of the
     checkpoint, that of the same host before others, else where there is most room."""
-    files = {file.name for file in node.files}
-    with_room = [each for each in free if each.seen.room_nbytes > nbytes]
+    names = {file.name for file in node.files}
 
-    def suits(each: _Directory) -> tuple[bool, bool, bool, bool, int]:
-        is_empty, has_some = not (each.seen.fit or each.seen.files), not set(each.seen.files).isdisjoint(files)
-        return own is not None and each == own, has_some, is_empty, each.seen.host == node.host, each.seen.room_nbytes
+    def suits(one: _Seen) -> tuple[bool, bool, bool, bool, int]:
+        is_empty = not (one.fit or one.files)
+        return one == keeper, not names.isdisjoint(one.files), is_empty, one.host == node.host, one.room_nbytes
 
     return max(with_room, key=suits, default=None)
 
@@ -273,45 +261,42 @@ class _MakingAnew:
         self._phase = f"{phase}: node {lost.number} of {lost.group.mark}"
         self._lost = lost
         self._checkpoint = checkpoint
-        self._disk, self._path = checkpoint.source.disk, checkpoint.source.path
+        self._disk, self._path = checkpoint.reader.source.disk, checkpoint.reader.path
         self._leads = channel.rank == lost.writers[0]
-        self._writes = channel.rank in lost.writers
-        self._host = lost.group.nodes[lost.number].host
-        self._files = [file for file in lost.group.nodes[lost.number].files if file.name in lost.files]
         self._parity_names = [parity_name(lost.group.mark)] if lost.makes_parity else []
         self._parts = Parts(self._disk, self._path, lost.group, (*self._parity_names, *lost.files))
 
-    def run(self) -> None:
+    def run(self, buffer_nbytes: int) -> None:
         channel, phase, lost = self._channel, self._phase, self._lost
         if channel.is_coordinator:
+            host = lost.group.nodes[lost.number].host
             logger.warning(
                 "%s: %d files of %s are lost, and are made anew by rank(s) %s from what %s have",
                 phase,
                 len(lost.files),
-                self._host,
+                host,
                 listed(lost.writers),
-                listed(node.host for node in lost.group.nodes if node.host != self._host),
+                listed(node.host for node in lost.group.nodes if node.host != host),
             )
-        targets = [Part(lost.number, number) for number in range(len(lost.group.nodes) - 1)]
-        targets += [Part(lost.number, PARITY)] if lost.makes_parity else []
+        numbers = [*range(len(lost.group.nodes) - 1), *([PARITY] if lost.makes_parity else [])]
         with ExitStack() as held:
             held.callback(self._parts.close)
             channel.barrier(f"{phase}: begin", lambda: self._create(held))
             combining = Combining(
                 channel,
                 self._parts,
-                targets,
-                readers=lost.ranks_of,
-                writers=lambda part: lost.writers,
-                piece_nbytes=lost.piece_nbytes,
+                [Part(lost.number, number) for number in numbers],
+                ranks_of=lambda part: (lost.parity if part.number == PARITY else lost.data)[part.node],
+                buffer_nbytes=buffer_nbytes,
             )
-            combining.run(phase)
+            combining.run(f"{phase}: move")
             channel.barrier(f"{phase}: sync", self._parts.sync)
             try:
-                channel.barrier(f"{phase}: compare", self._compare)
+                channel.barrier(f"{phase}: compare", lambda: self._check([lost.number], UNFINISHED))
             except CorruptCheckpoint:
                 # What was read outside of blocks has no checksum of its own: the note has one of the whole file.
-                channel.barrier(f"{phase}: who is damaged", self._compare_sources)
+                others = [number for number in range(len(lost.data)) if number != lost.number]
+                channel.barrier(f"{phase}: who is damaged", lambda: self._check(others))
                 raise
             lacking = lost.writers[:1] if lost.gets_metadata else ()
             beside = files_beside_data(channel, phase, self._checkpoint, lacking)
@@ -319,7 +304,7 @@ class _MakingAnew:
 
     def _create(self, held: ExitStack) -> None:
         """Make the files under other names, in a directory that no save begins in meanwhile."""
-        if not self._leads:
+        if not self._leads and self._channel.rank not in self._lost.cleaners:
             return
         disk = self._disk
         disk.mkdirs(self._path)
@@ -327,23 +312,35 @@ class _MakingAnew:
             if other.is_over and other.is_claim:  # of a load that was killed while it did the same
                 is_gone(disk.unlink, os.path.join(self._path, other.name))
         held.callback(remove_unfinished, disk, self._path)
-        self._parts.create()
+        if self._leads:
+            self._parts.create()
 
-    def _compare(self) -> None:
-        """Read back what was made, and compare it with its own checksums and those of the note."""
-        if not self._writes:
-            return
-        turn, n_writers = self._lost.writers.index(self._channel.rank), len(self._lost.writers)
-        check_files(
-            self._disk, self._path, self._files[turn::n_writers], self._lost.group.mark, UNFINISHED, self._channel
-        )
+    def _check(self, numbers: Collection[int], suffix: str = "") -> None:
+        """Read files of nodes, and compare them with their own checksums and those of the note. Ranks that see the same
+        files share the work.
 
-    def _compare_sources(self) -> None:
-        rank, lost = self._channel.rank, self._lost
-        for number, readers in enumerate(lost.readers):
-            if rank in readers:
-                files = lost.group.nodes[number].files[readers.index(rank) :: len(readers)]
-                check_files(self._disk, self._path, files, lost.group.mark, "", self._channel)
+        Raises:
+            CorruptCheckpoint: one is damaged.
+        """
+        lost, channel = self._lost, self._channel
+        for number in numbers:
+            ranks, files = lost.data[number], lost.group.nodes[number].files
+            if number == lost.number:
+                files = tuple(file for file in files if file.name in lost.files)
+            first = ranks.index(channel.rank) if channel.rank in ranks else len(files)
+            for file in files[first :: len(ranks)]:
+                stream = Stream(self._disk, self._path, NodeNote("", (), (file,)), lost.group.mark, suffix)
+                buffer = np.empty(min(file.nbytes, _CHECKED_NBYTES), dtype=np.uint8)
+                try:
+                    for at in range(0, file.nbytes, _CHECKED_NBYTES):
+                        stream.read(at, buffer[: file.nbytes - at])
+                        channel.check_stop(at, file.nbytes)
+                finally:
+                    stream.close()
+                (crc,) = crc32_of_files(stream.runs, (file,))
+                if crc != file.crc32:
+                    path = os.path.join(self._path, file.name)
+                    raise CorruptCheckpoint.of_file(path, f"CRC-32 {file.crc32:08x}", f"{crc or 0:08x}")
 
     def _commit(self, beside: Mapping[str, bytes]) -> None:
         """Give all files their names, one right after the other. A data file comes last: as long as one is missing, the
@@ -363,7 +360,7 @@ def files_beside_data(
     channel: Channel, phase: str, checkpoint: Checkpoint, ranks: Collection[int]
 ) -> Mapping[str, bytes]:
     """What a checkpoint has beside its data, on the ranks that lack it: ``.metadata`` comes last. All ranks call it."""
-    disk, path = checkpoint.source.disk, checkpoint.source.path
+    disk, path = checkpoint.reader.source.disk, checkpoint.reader.path
 
     def read() -> list[_SmallFiles | None]:
         last = (INDEX_NAME, METADATA_NAME)
@@ -379,28 +376,3 @@ def files_beside_data(
     leader = channel.led_by(checkpoint.leader)
     _, beside = leader.scatter(f"{phase}: files beside the data", read, _SmallFiles)
     return {} if beside is None or channel.rank not in ranks else beside.files
-
-
-def check_files(
-    disk: Disk, path: str, files: Sequence[FileNote], mark: str, suffix: str, channel: Channel | None = None
-) -> None:
-    """Read data files, and compare them with their own checksums and with those that a note has.
-
-    Raises:
-        CorruptCheckpoint: one is damaged.
-    """
-    for file in files:
-        stream = Stream(disk, path, NodeNote("", (), (file,)), mark, suffix)
-        buffer = np.empty(min(file.nbytes, _CHECKED_NBYTES), dtype=np.uint8)
-        try:
-            for at in range(0, file.nbytes, _CHECKED_NBYTES):
-                stream.read(at, buffer[: file.nbytes - at])
-                if channel is not None:
-                    channel.check_stop(at, file.nbytes)
-        finally:
-            stream.close()
-        (crc,) = crc32_of_files(stream.runs, (file,))
-        if crc != file.crc32:
-            raise CorruptCheckpoint.of_file(
-                os.path.join(path, file.name), f"CRC-32 {file.crc32:08x}", f"{crc or 0:08x}"
-            )

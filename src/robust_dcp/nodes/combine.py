@@ -2,13 +2,15 @@
 
 Making parity and making files anew are one thing: a part of one node is the XOR of a part of each other node of its
 group. The ranks of a node share the work by ranges of bytes. A rank holds one piece that it sends, one that it gets,
-one in which it adds up what it has got, and one that it reads for that, all in the same buffers from first to last.
+and one in which it adds up what it has got, all in the same buffers from first to last.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import product
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -40,12 +42,6 @@ UNFINISHED: Final = ".anew.tmp"
 
 _MOST_PIECE_NBYTES: Final = 8 << 20
 _PIECES_AT_ONCE: Final = 4
-
-
-def piece_nbytes_of(buffer_nbytes: int, n_shares: int) -> int:
-    """The size of a piece where each rank may take ``buffer_nbytes``, and works on ``n_shares`` ranges at once."""
-    most = min(buffer_nbytes // (_PIECES_AT_ONCE * n_shares), _MOST_PIECE_NBYTES)
-    return max(most // SUM_NBYTES, 1) * SUM_NBYTES
 
 
 class Run(NamedTuple):
@@ -169,16 +165,18 @@ class Parts:
     """
 
     def __init__(self, disk: Disk, directory: str, group: GroupNote, made: Collection[str]) -> None:
-        self.group, self.made, self.parity_name = group, made, parity_name(group.mark)
+        self.group, self.made = group, made
         self._disk, self._directory = disk, directory
+        self._parity_name = parity_name(group.mark)
         self._streams: dict[int, Stream] = {}
         self._parity: ParityFile | None = None
-        self._open: dict[str, OpenFile] = {}
+        self._written: dict[str, OpenFile] = {}
+        self._held = ExitStack()
 
     def create(self) -> None:
         """Create the files that are made, with all of their room."""
         sizes = {file.name: file.nbytes for node in self.group.nodes for file in node.files}
-        sizes[self.parity_name] = self.group.parity_nbytes
+        sizes[self._parity_name] = self.group.parity_nbytes
         remove_unfinished(self._disk, self._directory)
         for name in self.made:
             file = self._disk.open_new(self._path(name + UNFINISHED))
@@ -189,14 +187,17 @@ class Parts:
                 self._disk.close(file)
 
     def read(self, part: Part, begin: int, out: UInt8) -> None:
-        """Read bytes of a part."""
+        """Read bytes of a part. Behind the end of what its node has written are zeros."""
         if part.number == PARITY:
-            self._parity = self._parity or open_parity(self._disk, self._path(self.parity_name))
+            if self._parity is None:
+                self._parity = open_parity(self._disk, self._path(self._parity_name))
+                self._held.callback(self._disk.close, self._parity.file)
             self._parity.read(self._disk, begin, out.data)
             return
         if part.node not in self._streams:
             node = self.group.nodes[part.node]
-            self._streams[part.node] = Stream(self._disk, self._directory, node, self.group.mark)
+            self._streams[part.node] = stream = Stream(self._disk, self._directory, node, self.group.mark)
+            self._held.callback(stream.close)
         self._streams[part.node].read(part.number * self.group.segment_nbytes + begin, out)
 
     def runs(self, node: int) -> list[Run]:
@@ -210,25 +211,19 @@ class Parts:
     def write(self, part: Part, begin: int, data: UInt8) -> None:
         """Write bytes of a part into the files that are made."""
         if part.number == PARITY:
-            write_parity(self._disk, self._file(self.parity_name), self.group, begin, data)
+            write_parity(self._disk, self._file(self._parity_name), self.group, begin, data)
             return
         for name, place, first, last in self._within(part, begin, begin + len(data)):
             self._disk.pwrite(self._file(name), data.data[first:last], place)
 
     def sync(self) -> None:
         """Make durable what was written."""
-        for file in self._open.values():
+        for file in self._written.values():
             self._disk.fsync(file)
 
     def close(self) -> None:
         """Close all files."""
-        opened = [*self._open.values(), *([self._parity.file] if self._parity else ())]
-        for file in opened:
-            self._disk.close(file)
-        for stream in self._streams.values():
-            stream.close()
-        self._open.clear()
-        self._parity = None
+        self._held.close()
 
     def give_names(self, names: Iterable[str]) -> None:
         """Give files that are whole their names, one right after the other."""
@@ -245,9 +240,10 @@ class Parts:
                 yield file.name, first - start, first - at, last - at
 
     def _file(self, name: str) -> OpenFile:
-        if name not in self._open:
-            self._open[name] = self._disk.open_read(self._path(name + UNFINISHED), flags=os.O_RDWR)
-        return self._open[name]
+        if name not in self._written:
+            self._written[name] = file = self._disk.open_read(self._path(name + UNFINISHED), flags=os.O_RDWR)
+            self._held.callback(self._disk.close, file)
+        return self._written[name]
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
@@ -261,21 +257,19 @@ def remove_unfinished(disk: Disk, directory: str) -> None:
 
 
 class _Piece:
-    """A piece of a part that this rank makes."""
+    """A piece of a part that this rank makes: the sum so far, and the parts that are still to be added to it."""
 
     def __init__(self, target: Part, begin: int, end: int) -> None:
         self.target, self.begin, self.end = target, begin, end
-        self.local: list[tuple[Part, int]] = []
-        self.n_missing = 0
+        self.left = set[Part]()
         self.sum: UInt8 | None = None
 
 
 class _Move(NamedTuple):
-    """A piece of a source: whose it is, where it begins, and the piece that it is added to; ``None`` on the sender."""
+    """A piece of a source: where it begins, and the piece that it is added to on this rank, if it is."""
 
     source: Part
     begin: int
-    end: int
     piece: _Piece | None
 
 
@@ -284,10 +278,10 @@ class Combining:
 
     Args:
         channel: of all ranks.
-        parts: what this rank reads and writes; ``None`` if it only takes part in the exchanges.
+        parts: what this rank reads and writes; ``None`` if it only takes part in the exchange.
         targets: the parts to make.
-        readers, writers: the ranks that read a part, and that write one.
-        piece_nbytes: how much is moved at once.
+        ranks_of: the ranks that write a target, or read a part for it.
+        buffer_nbytes: how much memory each rank may take.
         side_by_side: whether all targets are made at once, by different ranks; else one after the other.
     """
 
@@ -295,56 +289,64 @@ class Combining:
         self,
         channel: Channel,
         parts: Parts | None,
-        targets: Sequence[Part] = (),
+        targets: Sequence[Part],
         *,
-        readers: Callable[[Part], Sequence[int]] = lambda part: (),
-        writers: Callable[[Part], Sequence[int]] = lambda part: (),
-        piece_nbytes: int = _MOST_PIECE_NBYTES,
+        ranks_of: Callable[[Part], Sequence[int]],
+        buffer_nbytes: int,
         side_by_side: bool = False,
     ) -> None:
         self._channel = channel
         self._parts = cast("Parts", parts)  # without one there is nothing to read or write
-        self._pieces: list[_Piece] = []
-        self._piece_nbytes = piece_nbytes
+        self._piece_nbytes = SUM_NBYTES
         self._free: list[UInt8] = []
         self._lent: dict[int, UInt8] = {}  # by the number of a bucket of this round
         self._round = -1
-        self._next = 0  # the first bucket that has not arrived
         self._done_nbytes = 0
         rows: list[tuple[tuple[int, int, int], Bucket, _Move]] = []
-        rank, k, nbytes = channel.rank, 2, 0
         if parts is not None:
-            k, nbytes = len(parts.group.nodes), parts.group.segment_nbytes
-        turns = (k - 1) * (1 if side_by_side else len(targets))
-        n_shares = max((len(each) for t in targets for each in (writers(t), *map(readers, t.sources(k)))), default=0)
-        n_pieces = -(-nbytes // piece_nbytes)
-        for share in range(n_shares):
-            first, last = (edge * n_pieces // n_shares for edge in (share, share + 1))
-            for number, target in enumerate(targets):
-                writer = writers(target)[share % len(writers(target))]
-                ranges = [(at, at * piece_nbytes, min((at + 1) * piece_nbytes, nbytes)) for at in range(first, last)]
-                ranges = [each for each in ranges if self._parts.wants(target, *each[1:])]
-                pieces = {at: _Piece(target, begin, end) for at, begin, end in ranges if rank == writer}
-                self._pieces += pieces.values()
-                for step, source in enumerate(target.sources(k)):
-                    reader = readers(source)[share % len(readers(source))]
-                    limit = self._parts.group.nbytes_of(source)
-                    turn = step if side_by_side else number * (k - 1) + step
-                    for at, begin, end in ranges if rank in (reader, writer) else ():
-                        end = min(end, limit)
-                        if end <= begin:
-                            continue  # zeros
-                        if reader == writer:
-                            pieces[at].local.append((source, end))
-                            continue
-                        move = _Move(source, begin, end, pieces.get(at))
-                        if move.piece is not None:
-                            move.piece.n_missing += 1
-                        bucket = Bucket((at - first) * turns + turn, (reader, writer), end - begin)
-                        rows.append(((bucket.round, share, number), bucket, move))
+            rows = self._rows(parts.group, targets, ranks_of, buffer_nbytes, side_by_side)
         rows.sort(key=lambda row: row[0])
         self._moves, self._buckets = [row[2] for row in rows], [row[1] for row in rows]
         self._total_nbytes = sum(bucket.nbytes for bucket in self._buckets)
+
+    def _rows(
+        self,
+        group: GroupNote,
+        targets: Sequence[Part],
+        ranks_of: Callable[[Part], Sequence[int]],
+        buffer_nbytes: int,
+        side_by_side: bool,
+    ) -> list[tuple[tuple[int, int, int], Bucket, _Move]]:
+        """What this rank moves, and in which order."""
+        rank, k = self._channel.rank, len(group.nodes)
+        counts = {len(ranks_of(part)) for target in targets for part in (target, *target.sources(k))}
+        n_shares, turns = max(counts), (k - 1) * (1 if side_by_side else len(targets))
+        # A rank of the node with the fewest works on several shares at once.
+        most_nbytes = buffer_nbytes // (_PIECES_AT_ONCE * -(-n_shares // min(counts)))
+        nbytes = self._piece_nbytes = max(min(most_nbytes, _MOST_PIECE_NBYTES) // SUM_NBYTES, 1) * SUM_NBYTES
+        n_pieces = -(-group.segment_nbytes // nbytes)
+        rows = []
+        for share in range(n_shares):
+            first, last = (edge * n_pieces // n_shares for edge in (share, share + 1))
+            for at, (number, target) in product(range(first, last), enumerate(targets)):
+                begin, end = at * nbytes, min((at + 1) * nbytes, group.segment_nbytes)
+                if not self._parts.wants(target, begin, end):
+                    continue
+                writer = ranks_of(target)[share % len(ranks_of(target))]
+                piece = _Piece(target, begin, end) if rank == writer else None
+                for step, source in enumerate(target.sources(k)):
+                    reader = ranks_of(source)[share % len(ranks_of(source))]
+                    # Zeros need not be sent, but for one, so that each piece gets something.
+                    n_sent = max(min(end, group.nbytes_of(source)) - begin, step == 0)
+                    if rank not in (reader, writer) or n_sent <= 0:
+                        continue
+                    if piece is not None:
+                        piece.left.add(source)
+                    turn = step if side_by_side else number * (k - 1) + step
+                    ranks = (reader,) if reader == writer else (reader, writer)
+                    bucket = Bucket((at - first) * turns + turn, ranks, n_sent)
+                    rows.append(((bucket.round, share, number), bucket, _Move(source, begin, piece)))
+        return rows
 
     def run(self, phase: str) -> None:
         """Make the parts. All ranks of the channel call this together.
@@ -352,46 +354,21 @@ class Combining:
         Raises:
             RobustCheckpointError: the same on all ranks.
         """
-        self._channel.barrier(f"{phase}: of this node", self._complete_own)
-        self._channel.relay(f"{phase}: move", Relay(self._buckets, self._outgoing, self._incoming, self._arrived))
-
-    def _complete_own(self) -> None:
-        for piece in self._pieces:
-            if not piece.n_missing:
-                self._complete(piece)
-        self._pieces.clear()
-
-    def _complete(self, piece: _Piece) -> None:
-        for source, end in piece.local:
-            buffer = self._buffer()
-            self._parts.read(source, piece.begin, buffer[: end - piece.begin])
-            self._add(piece, buffer, end - piece.begin)
-        data = self._buffer(zeros=True) if piece.sum is None else piece.sum
-        self._parts.write(piece.target, piece.begin, data[: piece.end - piece.begin])
-        self._free.append(data)
-        piece.sum = None
-        self._note(0)
-
-    def _add(self, piece: _Piece, buffer: UInt8, nbytes: int) -> None:
-        """Add the first bytes of a buffer to a piece, which keeps the first buffer."""
-        if piece.sum is None:
-            buffer[nbytes:] = 0
-            piece.sum = buffer
-        else:
-            np.bitwise_xor(piece.sum[:nbytes], buffer[:nbytes], out=piece.sum[:nbytes])
-            self._free.append(buffer)
-
-    def _buffer(self, *, zeros: bool = False) -> UInt8:
-        buffer: UInt8 = self._free.pop() if self._free else np.empty(self._piece_nbytes, dtype=np.uint8)
-        if zeros:
-            buffer[:] = 0
-        return buffer
-
-    def _note(self, nbytes: int) -> None:
-        self._done_nbytes = min(self._done_nbytes + nbytes, self._total_nbytes)
-        self._channel.check_stop(self._done_nbytes, self._total_nbytes)
+        self._channel.relay(phase, Relay(self._buckets, self._outgoing, self._incoming, self._arrived))
 
     # The functions of a relay, which may call them once more after a connection broke.
+
+    def _outgoing(self, number: int) -> torch.Tensor:
+        move, out = self._moves[number], self._moving(number)
+        self._parts.read(move.source, move.begin, out)
+        self._add(number, out)
+        return torch.from_numpy(out)
+
+    def _incoming(self, number: int) -> torch.Tensor:
+        return torch.from_numpy(self._moving(number))
+
+    def _arrived(self, number: int, received: torch.Tensor) -> None:
+        self._add(number, self._moving(number))
 
     def _moving(self, number: int) -> UInt8:
         """A buffer for what is moved. Those of the round before are free by now."""
@@ -403,22 +380,23 @@ class Combining:
             self._lent[number] = self._buffer()
         return self._lent[number][: self._buckets[number].nbytes]
 
-    def _outgoing(self, number: int) -> torch.Tensor:
-        move, out = self._moves[number], self._moving(number)
-        self._note(len(out))
-        self._parts.read(move.source, move.begin, out)
-        return torch.from_numpy(out)
+    def _buffer(self) -> UInt8:
+        return self._free.pop() if self._free else np.empty(self._piece_nbytes, dtype=np.uint8)
 
-    def _incoming(self, number: int) -> torch.Tensor:
-        return torch.from_numpy(self._moving(number))
-
-    def _arrived(self, number: int, received: torch.Tensor) -> None:
-        piece = self._moves[number].piece
-        if number < self._next or piece is None:
+    def _add(self, number: int, data: UInt8) -> None:
+        """Add bytes to the piece that they are for, if they are for one of this rank. Write it when it is whole."""
+        (source, _, piece), n_added = self._moves[number], len(data)
+        self._done_nbytes = min(self._done_nbytes + n_added, self._total_nbytes)
+        self._channel.check_stop(self._done_nbytes, self._total_nbytes)
+        if piece is None or source not in piece.left:
             return
-        self._next = number + 1
-        self._note(received.numel())
-        self._add(piece, self._lent.pop(number), received.numel())
-        piece.n_missing -= 1
-        if not piece.n_missing:
-            self._complete(piece)
+        piece.left.remove(source)
+        if piece.sum is None:
+            piece.sum = self._buffer()
+            piece.sum[:n_added], piece.sum[n_added:] = data, 0
+        else:
+            np.bitwise_xor(piece.sum[:n_added], data, out=piece.sum[:n_added])
+        if not piece.left:
+            self._parts.write(piece.target, piece.begin, piece.sum[: piece.end - piece.begin])
+            self._free.append(piece.sum)
+            piece.sum = None

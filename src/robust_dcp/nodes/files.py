@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
+from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.comm import Channel
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, ranks_in_words
+from robust_dcp.errors import CorruptCheckpoint, ranks_in_words
 from robust_dcp.nodes.anew import Checkpoint, files_beside_data, make_anew
 from robust_dcp.nodes.parity_file import read_parity_note
 from robust_dcp.nodes.places import where
@@ -32,13 +32,38 @@ class _Committed(msgspec.Struct, frozen=True):
 
 
 class _Missing(msgspec.Struct, frozen=True):
-    """Data files that a rank needs or was asked for, and does not see.
-
-    ``nodes`` are those that wrote the checkpoint, if they do not share its directory and this rank knows them.
-    """
+    """Data files that a rank needs, and does not see."""
 
     files: tuple[str, ...]
-    nodes: tuple[NodeOfSave, ...] = ()
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """The id of a checkpoint's save, empty if it has none, and the names of its data files."""
+
+    save_id: str
+    files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> _Stored:
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        names = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        return cls(save_id if isinstance(save_id, str) else "", tuple(sorted(names)))
+
+
+class _Sees(msgspec.Struct, frozen=True):
+    """What a rank sees of a checkpoint.
+
+    Attributes:
+        where: tells its directory from others.
+        metadata: whether ``.metadata`` is there.
+        files: a bit for each data file that was asked for.
+        nodes: those that wrote the checkpoint, if they do not share its directory and this rank knows them.
+    """
+
+    where: str
+    metadata: bool
+    files: bytes
+    nodes: tuple[NodeOfSave, ...]
 
 
 class FilesElsewhere(NamedTuple):
@@ -81,27 +106,6 @@ def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader)
     return list(first.values())
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    """The mark of a checkpoint's save, and the names of its data files."""
-
-    mark: str
-    files: tuple[str, ...]
-
-
-class _Sees(msgspec.Struct, frozen=True):
-    """What a rank sees of a checkpoint.
-
-    Attributes:
-        where: tells its directory from others.
-        metadata: whether ``.metadata`` is there.
-        files: a bit for each data file.
-    """
-
-    where: str
-    metadata: bool
-    files: bytes
-
-
 class WholeCheckpoint(NamedTuple):
     """A checkpoint of which all files are on the nodes of some ranks, for one rank.
 
@@ -128,32 +132,15 @@ def make_whole(channel: Channel, phase: str, path: str) -> WholeCheckpoint:
     (leader, *_) = (*ranks_with_metadata(channel, path, reader), None)
     if leader is None:
         return WholeCheckpoint()
-
-    def read() -> _Stored:
-        metadata = reader.read_metadata()
-        save_id = getattr(metadata.storage_meta, "save_id", None)
-        names = {info.relative_path for info in (metadata.storage_data or {}).values()}
-        return _Stored(mark_of(save_id) if isinstance(save_id, str) else "", tuple(sorted(names)))
-
-    stored = channel.led_by(leader).broadcast(f"{phase}: its files", read, _Stored)
-
-    def look() -> _Sees:
-        missing = set(reader.missing_files(stored.files))
-        bits = np.packbits([name not in missing for name in stored.files])
-        return _Sees(where(disk, path), bool(reader.source.fit()), bits.tobytes())
-
-    sees, there = _look_everywhere(channel, f"{phase}: what is there", look, len(stored.files))
-    lost = {name for name, column in zip(stored.files, there.T, strict=True) if not column.any()}
-    checkpoint = Checkpoint(reader.source, stored.mark, leader, reader.options.buffer_bytes)
+    stored = channel.led_by(leader).broadcast(
+        f"{phase}: its files", lambda: _Stored.of(reader.read_metadata()), _Stored
+    )
+    checkpoint = Checkpoint(reader, mark_of(stored.save_id), leader)
+    sees, holders = _look_everywhere(channel, f"{phase}: what is there", reader, stored.save_id, stored.files)
+    lost = [name for name, ranks in holders.items() if not ranks]
     why_not = make_anew(channel, phase, checkpoint, lost) if lost else ""
     if why_not:
-        raise CorruptCheckpoint(
-            f"{path} has lost {len(lost)} data files: {listed(sorted(lost))}. They cannot be made anew: {why_not}. "
-            "Load with a rank on each node that has files, or take another checkpoint",
-            file=min(lost),
-            expected="the file on a node of this load",
-            found="none",
-        )
+        raise _lost(path, lost, sees, why_not)
     lacking = {each.where: rank for rank, each in enumerate(sees) if not each.metadata}
     beside = files_beside_data(channel, phase, checkpoint, tuple(lacking.values()))
 
@@ -165,21 +152,11 @@ def make_whole(channel: Channel, phase: str, path: str) -> WholeCheckpoint:
 
     channel.barrier(f"{phase}: write them", write)
     if lost:
-        sees, there = _look_everywhere(channel, f"{phase}: what is there now", look, len(stored.files))
-    holders = [np.flatnonzero(column) for column in there.T]
-    turns = [each[number % len(each)] if len(each) else -1 for number, each in enumerate(holders)]
+        sees, holders = _look_everywhere(channel, f"{phase}: what is there now", reader, stored.save_id, stored.files)
     leads = all(each.where != sees[channel.rank].where for each in sees[: channel.rank])
-    files = [name for name, rank in zip(stored.files, turns, strict=True) if rank == channel.rank]
-    return WholeCheckpoint(bool(lacking), leads, files)
-
-
-def _look_everywhere(
-    channel: Channel, phase: str, look: Callable[[], _Sees], n_files: int
-) -> tuple[list[_Sees], npt.NDArray[np.bool_]]:
-    """What each rank sees; and of each data file, in a column, which ranks see it."""
-    sees = channel.all_gather(phase, look, _Sees)
-    bits = np.frombuffer(b"".join(each.files for each in sees), dtype=np.uint8).reshape(len(sees), -1)
-    return sees, np.unpackbits(bits, axis=1, count=n_files).astype(bool)
+    # Those that see a file take turns, so that each has about as many.
+    turns = [(name, ranks[number % len(ranks)]) for number, (name, ranks) in enumerate(holders.items()) if ranks]
+    return WholeCheckpoint(bool(lacking), leads, [name for name, rank in turns if rank == channel.rank])
 
 
 def find_files(
@@ -206,44 +183,62 @@ def find_files(
     wanted = sorted({name for each in missing for name in each.files})
     if not wanted:
         return None
-    unseen = channel.all_gather(
-        f"{phase}: who has them", lambda: _Missing(tuple(reader.missing_files(wanted)), reader.nodes()), _Missing
-    )
+    save_id = _Stored.of(reader.metadata).save_id
+    sees, holders = _look_everywhere(channel, f"{phase}: who has them", reader, save_id, wanted)
     # From here to the next exchange all ranks decide alike, because all have heard the same.
-    holders = {name: [rank for rank, each in enumerate(unseen) if name not in each.files] for name in wanted}
-    lost = [name for name in wanted if not holders[name]]
-    nodes = next((each.nodes for each in unseen if each.nodes), ())
-    if len(lost) == len(wanted) and not nodes:
+    lost = [name for name, ranks in holders.items() if not ranks]
+    if len(lost) == len(wanted) and not any(each.nodes for each in sees):
         return None  # one directory, from which a file is gone
     if lost:
-        save_id = getattr(reader.metadata.storage_meta, "save_id", None)
-        mark = mark_of(save_id) if isinstance(save_id, str) else ""
-        why_not = make_anew(channel, phase, Checkpoint(reader.source, mark, source, reader.options.buffer_bytes), lost)
+        why_not = make_anew(channel, phase, Checkpoint(reader, mark_of(save_id), source), lost)
         if not why_not:
             return find_files(channel, phase, reader, needed, source) or FilesElsewhere((), {})
-        ranks = [rank for rank, each in enumerate(missing) if set(lost) & set(each.files)]
-        raise _lost(reader, lost, ranks, nodes, why_not)
+        ranks = [rank for rank, each in enumerate(missing) if not set(lost).isdisjoint(each.files)]
+        keys = reader.keys_in(lost)
+        held = f"{ranks_in_words(ranks)} and hold parts of {len(keys)} keys: {listed(map(repr, keys))}"
+        raise _lost(reader.path, lost, sees, why_not, f" They are wanted by {held}.", keys[0] if keys else None)
     return FilesElsewhere(frozenset(missing[channel.rank].files), holders)
 
 
+def _look_everywhere(
+    channel: Channel, phase: str, reader: RobustReader, save_id: str, names: Sequence[str]
+) -> tuple[list[_Sees], dict[str, list[int]]]:
+    """What each rank sees; and for each data file the ranks that see it."""
+    disk, path = reader.source.disk, reader.path
+
+    def look() -> _Sees:
+        missing = set(reader.missing_files(names))
+        bits = np.packbits(np.array([name not in missing for name in names], dtype=bool))
+        return _Sees(
+            where(disk, path),
+            bool(reader.source.fit()),
+            bits.tobytes(),
+            read_nodes(disk, path, save_id) if save_id else (),
+        )
+
+    sees = channel.all_gather(phase, look, _Sees)
+    bits = np.frombuffer(b"".join(each.files for each in sees), dtype=np.uint8).reshape(len(sees), -(-len(names) // 8))
+    there = np.unpackbits(bits, axis=1, count=len(names))
+    return sees, {name: np.flatnonzero(column).tolist() for name, column in zip(names, there.T, strict=True)}
+
+
 def _lost(
-    reader: RobustReader, lost: Sequence[str], ranks: Sequence[int], nodes: Sequence[NodeOfSave], why_not: str
-) -> RobustCheckpointError:
+    path: str, lost: Sequence[str], sees: Sequence[_Sees], why_not: str, wanted: str = "", key: str | None = None
+) -> CorruptCheckpoint:
     """The error for files that no rank of the load sees."""
-    keys = reader.keys_in(lost)
+    nodes = next((each.nodes for each in sees if each.nodes), ())
     files = []
     for name in lost:
         writer = writer_of(name)
         host = next((node.host for node in nodes if writer is not None and writer.rank in node.ranks), None)
         files.append(name if host is None or writer is None else f"{name} (written by rank {writer.rank} on {host})")
     return CorruptCheckpoint(
-        f"{reader.path} has its files on several nodes, and {len(lost)} of them are on no node of this load: "
-        f"{listed(files)}. They are wanted by {ranks_in_words(ranks)} and hold parts of {len(keys)} "
-        f"keys: {listed(map(repr, keys))}. They cannot be made anew: {why_not}. "
+        f"{path} has its files on several nodes, and {len(lost)} of them are on no node of this load: {listed(files)}."
+        f"{wanted} They cannot be made anew: {why_not}. "
         "Load with a rank on each node that has files, copy the files of all nodes into one directory, or take "
         "another checkpoint",
         file=lost[0],
-        item=keys[0] if keys else None,
+        item=key,
         expected="the file on a node of this load",
         found="none",
     )

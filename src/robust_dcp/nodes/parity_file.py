@@ -223,40 +223,30 @@ def open_parity(disk: Disk, path: str) -> ParityFile:
         CorruptCheckpoint: its note or its checksums are damaged.
         StorageError: it cannot be read.
     """
-    file, what = disk.open_read(path), "the parity of a checkpoint"
+    file = disk.open_read(path)
     try:
-        sums, encoded = _end_of(disk, file)
-        note, what = from_json(encoded, ParityNote), "checksums of all of its parity"
-        if sums_nbytes(note.group.segment_nbytes) != len(sums):
-            raise ValueError(f"{len(sums)} bytes of them")
+        tail = disk.read(file, max(file.nbytes - _TAIL_NBYTES, 0), _TAIL_NBYTES)
+        if len(tail) < _TAIL_NBYTES or crc32(tail[:-4]) != int.from_bytes(tail[-4:], "little"):
+            raise ValueError("an end that is damaged, or of another file")
+        magic, parity_nbytes, note_nbytes, sums_crc32, note_crc32 = _TAIL.unpack(tail[:-4])
+        n_sums = sums_nbytes(parity_nbytes)
+        fits = parity_nbytes + n_sums + note_nbytes + _TAIL_NBYTES == file.nbytes
+        fits = fits and note_nbytes <= _MOST_NOTE_NBYTES and parity_nbytes <= _MOST_PARITY_NBYTES
+        if magic != _MAGIC or not fits:
+            raise ValueError("an end that does not fit the length of the file")
+        sums, encoded = disk.read(file, parity_nbytes, n_sums), disk.read(file, parity_nbytes + n_sums, note_nbytes)
+        if crc32(sums) != sums_crc32 or crc32(encoded) != note_crc32:
+            raise ValueError("checksums or a note that are damaged")
+        note = from_json(encoded, ParityNote)
+        if note.group.segment_nbytes != parity_nbytes:
+            raise ValueError(f"a note of {note.group.segment_nbytes} bytes of parity where {parity_nbytes} are")
         return ParityFile(file, note, sums)
     except ValueError as error:
         disk.close(file)
-        raise errors.CorruptCheckpoint.of_file(path, what, str(error)) from error
+        raise errors.CorruptCheckpoint.of_file(path, "the parity of a checkpoint", str(error)) from error
     except BaseException:
         disk.close(file)
         raise
-
-
-def _end_of(disk: Disk, file: OpenFile) -> tuple[bytes, bytes]:
-    """The checksums and the encoded note of a file.
-
-    Raises:
-        ValueError: they are damaged.
-    """
-    tail = disk.read(file, max(file.nbytes - _TAIL_NBYTES, 0), _TAIL_NBYTES)
-    if len(tail) < _TAIL_NBYTES or crc32(tail[:-4]) != int.from_bytes(tail[-4:], "little"):
-        raise ValueError("an end that is damaged, or of another file")
-    magic, parity_nbytes, note_nbytes, sums_crc32, note_crc32 = _TAIL.unpack(tail[:-4])
-    n_sums = sums_nbytes(parity_nbytes)
-    fits = parity_nbytes + n_sums + note_nbytes + _TAIL_NBYTES == file.nbytes
-    fits = fits and note_nbytes <= _MOST_NOTE_NBYTES and parity_nbytes <= _MOST_PARITY_NBYTES
-    if magic != _MAGIC or not fits:
-        raise ValueError("an end that does not fit the length of the file")
-    sums, note = disk.read(file, parity_nbytes, n_sums), disk.read(file, parity_nbytes + n_sums, note_nbytes)
-    if crc32(sums) != sums_crc32 or crc32(note) != note_crc32:
-        raise ValueError("checksums or a note that are damaged")
-    return sums, note
 
 
 def read_parity_note(disk: Disk, directory: str, mark: str | None = None) -> ParityNote | None:
@@ -274,14 +264,13 @@ def read_parity_note(disk: Disk, directory: str, mark: str | None = None) -> Par
             continue
         path = os.path.join(directory, name)
         try:
-            parity = open_parity(disk, path)
-            disk.close(parity.file)
+            note = check_parity(disk, path, with_data=False)
         except (errors.StorageError, errors.CorruptCheckpoint) as error:
             pass_over(path, error.message)
             continue
-        files = {file.name for file in parity.note.group.nodes[parity.note.number].files}
-        if name == parity_name(parity.note.group.mark) and (mark is not None or files <= names):
-            return parity.note
+        files = {file.name for file in note.group.nodes[note.number].files}
+        if name == parity_name(note.group.mark) and (mark is not None or files <= names):
+            return note
     return None
 
 
@@ -297,9 +286,9 @@ def check_parity(disk: Disk, path: str, *, with_data: bool) -> ParityNote:
     """
     parity = open_parity(disk, path)
     try:
-        nbytes = parity.note.group.segment_nbytes
-        buffer = memoryview(bytearray(min(nbytes, _READ_NBYTES) if with_data else 0))
-        for at in range(0, nbytes if with_data else 0, _READ_NBYTES):
+        nbytes = parity.note.group.segment_nbytes if with_data else 0
+        buffer = memoryview(bytearray(min(nbytes, _READ_NBYTES)))
+        for at in range(0, nbytes, _READ_NBYTES):
             parity.read(disk, at, buffer[: nbytes - at])
     finally:
         disk.close(parity.file)

@@ -11,12 +11,12 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 from msgspec.structs import replace
 
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.environment import node_name
 from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
 from robust_dcp.nodes.combine import (
@@ -25,7 +25,6 @@ from robust_dcp.nodes.combine import (
     Parts,
     Run,
     crc32_of_files,
-    piece_nbytes_of,
     remove_unfinished,
 )
 from robust_dcp.nodes.parity_file import (
@@ -52,32 +51,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """What a rank sees of the checkpoint.
-
-    Attributes:
-        where: its directory.
-        host: the name of its node.
-        leads: whether it has committed there.
-        files: if it leads, the data files of the save that lie there.
-        buffer_nbytes: how much memory it may take.
-    """
+    """What a rank sees of the checkpoint: its directory, and its node as far as this rank knows it. The ranks that have
+    committed lead, and know the data files there."""
 
     where: str
-    host: str
     leads: bool
-    files: tuple[FileNote, ...]
-    buffer_nbytes: int
-
-
-class _Group(msgspec.Struct, frozen=True):
-    """What the coordinator tells the ranks of a group: their nodes, and how much is moved at once."""
-
-    note: GroupNote
-    piece_nbytes: int
-
-    def number_of(self, rank: int) -> int:
-        """The number of a rank's node."""
-        return next(number for number, node in enumerate(self.note.nodes) if rank in node.ranks)
+    node: NodeNote
 
 
 class _Read(msgspec.Struct, frozen=True):
@@ -176,27 +155,42 @@ class Protection:
 
     def _protect(self, channel: Channel, clock: PhaseClock) -> str:
         phase, rank = channel.operation, channel.rank
+        threads, block_nbytes = self._options.fitted(PAGE_NBYTES)
+        buffer_nbytes = BLOCKS_PER_THREAD * threads * block_nbytes  # as much as the save had
         with clock.phase("plan"):
-            _, seen = channel.gather(f"{phase}: nodes", lambda: self._look(rank), _Seen)
-            nodes = _nodes_of(seen or [])
-            _, group = channel.scatter(f"{phase}: groups", lambda: self._deal(nodes, channel.size, seen or []), _Group)
-            parts = None if group is None else Parts(self._disk, self._path, group.note, (self._name,))
+            look, offer = partial(self._look, rank), Offer(value=buffer_nbytes)
+            _, seen = channel.gather(f"{phase}: nodes", look, _Seen, offer=lambda _: offer)
+            buffer_nbytes, nodes = channel.last_agreement.lowest, _nodes_of(seen or [])
+            _, group = channel.scatter(f"{phase}: groups", lambda: self._dealt(nodes, channel.size), GroupNote)
+            parts = None if group is None else Parts(self._disk, self._path, group, (self._name,))
             channel.barrier(f"{phase}: begin", lambda: parts.create() if parts and self._leads else None)
-        number = -1 if group is None else group.number_of(rank)
+        of_nodes = () if group is None else group.nodes
+        number = next((number for number, node in enumerate(of_nodes) if rank in node.ranks), -1)
         try:
             with clock.phase("exchange"):
-                self._combining(channel, group, parts).run(phase)
+                combining = Combining(
+                    channel,
+                    parts,
+                    [Part(each, PARITY) for each in range(len(of_nodes))],
+                    ranks_of=lambda part: of_nodes[part.node].ranks,
+                    buffer_nbytes=buffer_nbytes,
+                    side_by_side=True,
+                )
+                combining.run(f"{phase}: move")
                 _, read = channel.gather(f"{phase}: read", lambda: self._finish(parts, number), _Read)
         finally:
             if parts is not None:
                 parts.close()
         with clock.phase("commit"):
-            _, note = channel.scatter(
-                f"{phase}: notes", lambda: self._notes(nodes, channel.size, read or []), GroupNote
-            )
-            channel.barrier(f"{phase}: write", lambda: self._write_note(note, number))
+
+            def notes() -> list[GroupNote | None]:
+                return self._dealt([_summed(node, read or []) for node in nodes], channel.size)
+
+            _, group = channel.scatter(f"{phase}: notes", notes, GroupNote)
+            note = None if group is None else ParityNote(number, group)
+            channel.barrier(f"{phase}: write", lambda: self._write(note) if note and self._leads else None)
             channel.barrier(f"{phase}: commit", lambda: parts.give_names(parts.made) if parts and self._leads else None)
-        return "" if note is None else str(ParityNote(number, note))
+        return "" if note is None else str(note)
 
     def _look(self, rank: int) -> _Seen:
         files: list[FileNote] = []
@@ -204,48 +198,18 @@ class Protection:
             writer = writer_of(name)
             if writer is not None and writer.mark == self._mark:
                 files.append(FileNote(name, self._disk.read_end(os.path.join(self._path, name), 0)[0]))
-        threads, block_nbytes = self._options.fitted(PAGE_NBYTES)
-        buffer_nbytes = BLOCKS_PER_THREAD * threads * block_nbytes  # as much as the save had
-        return _Seen(where(self._disk, self._path), node_name(rank), self._leads, tuple(files), buffer_nbytes)
+        node = NodeNote(node_name(rank), (rank,), tuple(files))
+        return _Seen(where(self._disk, self._path), self._leads, node)
 
-    def _groups(self, nodes: Sequence[NodeNote]) -> list[GroupNote]:
-        """On the coordinator: the groups."""
-        groups = [
-            [nodes[number] for number in numbers]
-            for numbers in deal(len(nodes), self._options.parity_nodes or len(nodes))
-        ]
-        return [GroupNote(self._mark, segment_nbytes_of(each), tuple(each)) for each in groups]
-
-    def _deal(self, nodes: Sequence[NodeNote], n_ranks: int, seen: Sequence[_Seen | None]) -> list[_Group | None]:
-        """On the coordinator: the group of each rank."""
-        groups: list[_Group | None] = [None] * n_ranks
-        buffer_nbytes = min(each.buffer_nbytes for each in seen if each is not None)
-        for note in self._groups(nodes):
-            counts = [len(node.ranks) for node in note.nodes]
-            n_shares = -(-max(counts) // min(counts))  # that a rank of the node with the fewest works on
-            group = _Group(note, piece_nbytes_of(buffer_nbytes, n_shares))
-            for rank in (rank for node in note.nodes for rank in node.ranks):
+    def _dealt(self, nodes: Sequence[NodeNote], n_ranks: int) -> list[GroupNote | None]:
+        """On the coordinator: the group of each rank; ``None`` for one in whose directory nobody has committed."""
+        groups: list[GroupNote | None] = [None] * n_ranks
+        for numbers in deal(len(nodes), self._options.parity_nodes or len(nodes)):
+            of_group = tuple(nodes[number] for number in numbers)
+            group = GroupNote(self._mark, segment_nbytes_of(of_group), of_group)
+            for rank in (rank for node in of_group for rank in node.ranks):
                 groups[rank] = group
         return groups
-
-    def _combining(self, channel: Channel, group: _Group | None, parts: Parts | None) -> Combining:
-        """What this rank does of the exchange: nothing if it sees no directory in which somebody has committed."""
-        if group is None:
-            return Combining(channel, None)
-        nodes = group.note.nodes
-
-        def ranks_of(part: Part) -> Sequence[int]:
-            return nodes[part.node].ranks
-
-        return Combining(
-            channel,
-            parts,
-            [Part(number, PARITY) for number in range(len(nodes))],
-            readers=ranks_of,
-            writers=ranks_of,
-            piece_nbytes=group.piece_nbytes,
-            side_by_side=True,
-        )
 
     def _finish(self, parts: Parts | None, number: int) -> _Read | None:
         """Make this rank's part of the parity durable."""
@@ -254,41 +218,26 @@ class Protection:
         parts.sync()
         return _Read(parts.runs(number))
 
-    def _notes(self, nodes: Sequence[NodeNote], n_ranks: int, read: Sequence[_Read | None]) -> list[GroupNote | None]:
-        """On the coordinator: the group of each rank, with the checksums of all files."""
-        whole = []
-        for node in nodes:
-            messages = [message for rank in node.ranks if (message := read[rank]) is not None]
-            runs = [run for message in messages for run in message.runs]
-            files = []
-            for file, crc in zip(node.files, crc32_of_files(runs, node.files), strict=True):
-                if crc is None:
-                    raise ExchangeError(f"the ranks of {node.host} have not read all of {file.name}")
-                files.append(replace(file, crc32=crc))
-            whole.append(replace(node, files=tuple(files)))
-        notes: list[GroupNote | None] = [None] * n_ranks
-        for note in self._groups(whole):
-            for rank in (rank for node in note.nodes for rank in node.ranks):
-                notes[rank] = note
-        return notes
-
-    def _write_note(self, note: GroupNote | None, number: int) -> None:
-        if note is not None and self._leads:
-            write_note(self._disk, os.path.join(self._path, self._name + UNFINISHED), ParityNote(number, note))
+    def _write(self, note: ParityNote) -> None:
+        write_note(self._disk, os.path.join(self._path, self._name + UNFINISHED), note)
 
 
 def _nodes_of(seen: Sequence[_Seen | None]) -> list[NodeNote]:
     """On the coordinator: the nodes, in the order of the ranks that lead there, which come first in each."""
-    ranks: dict[str, list[int]] = {}
-    for rank, each in enumerate(seen):
-        if each is not None and each.leads:
-            ranks[each.where] = [rank]
-    for rank, each in enumerate(seen):
-        if each is not None and not each.leads and each.where in ranks:
-            ranks[each.where].append(rank)
-    nodes = []
-    for of_node in ranks.values():
-        leader = seen[of_node[0]]
-        if leader is not None:
-            nodes.append(NodeNote(leader.host, tuple(of_node), leader.files))
-    return nodes
+    nodes = {each.where: each.node for each in seen if each is not None and each.leads}
+    for each in seen:
+        if each is not None and not each.leads and each.where in nodes:
+            node = nodes[each.where]
+            nodes[each.where] = replace(node, ranks=node.ranks + each.node.ranks)
+    return list(nodes.values())
+
+
+def _summed(node: NodeNote, read: Sequence[_Read | None]) -> NodeNote:
+    """On the coordinator: a node with the checksums of its files, from what each rank has read."""
+    runs = [run for rank in node.ranks if (each := read[rank]) is not None for run in each.runs]
+    files = []
+    for file, crc in zip(node.files, crc32_of_files(runs, node.files), strict=True):
+        if crc is None:
+            raise ExchangeError(f"the ranks of {node.host} have not read all of {file.name}")
+        files.append(replace(file, crc32=crc))
+    return replace(node, files=tuple(files))

@@ -84,6 +84,7 @@ def make_report(
     save_id: str,
     plan: PlanReport,
     fallbacks: Sequence[str],
+    identical_to: str,
     modules: Modules | None,
 ) -> SavedReport:
     """The report of a save that was just committed.
@@ -91,7 +92,7 @@ def make_report(
     Args:
         messages: what each rank has told, if it has.
         clock: that of the coordinator.
-        plan, fallbacks: as in :class:`SavedReport`.
+        plan, fallbacks, identical_to: as in :class:`SavedReport`.
     """
     nodes: dict[str, int] = {}
     ways: dict[tuple[str, ...], int] = {}
@@ -102,7 +103,8 @@ def make_report(
             seconds = round(plan_seconds, 6), round(stage_seconds, 6), round(write_seconds, 6)
             node, way = nodes.setdefault(each.node, len(nodes)), ways.setdefault(each.how, len(ways))
             rows.append((rank, node, *seconds, nbytes, files, way))
-    ranks = Ranks(*zip(*rows, strict=True))
+    ranks, loads = Ranks(*zip(*rows, strict=True)), tuple(_LOADS)
+    _LOADS.clear()
     return SavedReport(
         checkpoint=shortened(checkpoint, _LONG),
         save_id=save_id,
@@ -122,7 +124,8 @@ def make_report(
         stragglers=find_stragglers(ranks, tuple(nodes)),
         waits=tuple(map(shortened, clock.channel.stragglers[:_MOST_WAITS])),
         fallbacks=tuple(fallbacks),
-        loads=tuple(_LOADS.popleft() for _ in range(len(_LOADS))),
+        identical_to=shortened(identical_to, _LONG),
+        loads=loads,
         modules=modules,
     )
 

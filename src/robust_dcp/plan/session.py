@@ -662,6 +662,7 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
                     save_id=save_id,
                     plan=plan.how,
                     fallbacks=fallbacks,
+                    identical_to=self.identical_to,
                     modules=None if metadata is None else metadata.module_sizes(places),
                 )
             )

@@ -33,6 +33,7 @@ function showOverview(save) {
   if (isSlow) notices.push(stragglerNotice(save));
   const again = slowAgain();
   if (again.length) notices.push(notice("Slow again and again", again));
+  if (save.identical_to) notices.push(notice("No parameter has changed", [`all are bit for bit those in ${save.identical_to}`]));
   for (const load of save.loads) {
     if (load.waits.length) notices.push(notice(`The log said while ranks loaded ${load.checkpoint}`, load.waits));
   }

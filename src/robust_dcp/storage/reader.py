@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path, is_url, local_path_of, mark_of, place_of
 from robust_dcp.storage.options import ReadKeywords, ReadOptions, given_options
@@ -238,11 +237,6 @@ class RobustReader(StorageReader):
         stored: Mapping[Any, Any] = self.metadata.storage_data or {}
         wanted = set(files)
         return sorted({index.fqn for index, info in stored.items() if info.relative_path in wanted})
-
-    def nodes(self) -> tuple[NodeOfSave, ...]:
-        """The nodes that wrote the checkpoint, if they do not share its directory and this rank's node knows them."""
-        save_id = getattr(self.metadata.storage_meta, "save_id", None)
-        return read_nodes(self._disk, self.path, save_id) if isinstance(save_id, str) else ()
 
     @property
     def metadata(self) -> Metadata:

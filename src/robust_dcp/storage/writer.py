@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from robust_dcp.environment import node_of
 from robust_dcp.errors import StorageError, entry_point, ranks_in_words
-from robust_dcp.storage.committing.save import FileBeside, MetadataToPublish, Save, not_one_directory
+from robust_dcp.storage.committing.save import FileBeside, MetadataToPublish, OnEachNode, Save, not_one_directory
 from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import absolute, directory_path, is_url, mark_of, place_of, uncommitted_name
@@ -339,9 +339,8 @@ class RobustWriter(StorageWriter):
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-        note_files_beside(
-            meta, {name: digest_beside(data) for name, data in self.beside.items() if isinstance(data, bytes)}
-        )
+        files = {name: each.data if isinstance(each, OnEachNode) else each for name, each in self.beside.items()}
+        note_files_beside(meta, {name: digest_beside(data) for name, data in files.items() if isinstance(data, bytes)})
         return meta
 
     @classmethod

@@ -122,7 +122,7 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
                 if not (hasattr(value, "state_dict") and isinstance(value, Stateful)):
                     state_dict[key] = value
             if value_of(PROVE):
-                _prove(named, arguments, trusted=trusted)
+                _prove(named, arguments)
             return None
         except StorageError as error:
             if not _is_of_single_ranks(arguments, error):
@@ -132,19 +132,15 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments, *, trusted: 
     return stock(state_dict, **arguments)
 
 
-def _prove(state_dict: Any, arguments: Arguments, *, trusted: bool) -> None:
+def _prove(state_dict: Any, arguments: Arguments) -> None:
     """Compare what a load has put into ``state_dict`` with the checkpoint. A program may load a part on purpose, and
     convert dtypes, so only values that differ are an error."""
     planner = arguments["planner"]
     if type(planner) is not RobustLoadPlanner:
         log_without_effect(PROVE, f"{type(planner).__name__} decides what goes where, so there is nothing to compare")
         return
-    flatten = (planner.flatten_state_dict, planner.flatten_sharded_tensors)
-    comparing = RobustLoadPlanner(*flatten, allow_partial_load=True, on_dtype_mismatch="cast", trusted=trusted)
-    more = {
-        name: each for name, each in arguments.items() if name not in ("planner", "storage_reader", "checkpoint_id")
-    }
-    report = compare(state_dict, comparing, storage_reader=arguments["storage_reader"], **more)
+    options = {name: each for name, each in arguments.items() if name != "checkpoint_id"}  # the reader knows it
+    report = compare(state_dict, **options)
     if report.differing:
         report.raise_if_differs()
     logger.info("%s", report)

@@ -138,7 +138,14 @@ def _committed_in(disk: Disk, path: str) -> _Committed | None:
     return _Committed(fingerprint, files, save_id if isinstance(save_id, str) else None)
 
 
-FileBeside = bytes | Callable[[Mapping[str, str]], bytes] | None
+class OnEachNode(NamedTuple):
+    """A file that only a checkpoint on nodes has which do not share its directory: a copy of what one rank has written,
+    and every rank reads by itself."""
+
+    data: bytes
+
+
+FileBeside = bytes | Callable[[Mapping[str, str]], bytes] | OnEachNode | None
 """A file that a checkpoint has beside its data, such as Megatron's ``common.pt``: its bytes; or what makes them from
 the SHA-256 of the other files of the checkpoint, by name; or ``None`` if the checkpoint has no such file, although an
 earlier one in the directory may have it."""
@@ -233,7 +240,10 @@ class Save:
         self.may_be_committed = False
         self._disk = disk
         self._layout = layout
-        self.files_beside = beside
+        self.files_beside: Mapping[str, bytes | Callable[[Mapping[str, str]], bytes] | None] = {
+            name: None if isinstance(data, OnEachNode) else data for name, data in beside.items()
+        }
+        self._on_each_node = {name: data.data for name, data in beside.items() if isinstance(data, OnEachNode)}
         self._overwrite = overwrite
         self._may_share = layout.may_share_directory
         self._is_staged = is_staged
@@ -534,7 +544,8 @@ class Save:
         hashes = dict(self.hashes)
         hashes |= {name: digest_beside(data) for name, data in self.files_beside.items() if isinstance(data, bytes)}
         hashes[METADATA_NAME] = digest_beside(metadata)
-        return {name: data(hashes) if callable(data) else data for name, data in self.files_beside.items()}
+        made = {name: data(hashes) if callable(data) else data for name, data in self.files_beside.items()}
+        return made | self._on_each_node
 
     def hash_written(self, check_stop: Callable[[int, int], None]) -> None:
         """Hash the data files that this rank has written, into :attr:`hashes`.
