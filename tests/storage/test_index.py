@@ -49,7 +49,7 @@ from robust_dcp.storage.index.form import (
     fit_of,
 )
 from robust_dcp.storage.index.stored_index import ChunkKind, StoredChunks, index_of, open_index
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata, encode_metadata
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.checksum import crc32
 from tests.harness.damage import flip_bit
@@ -85,9 +85,7 @@ def put(directory: Path, content: Content, meta: StorageMeta | None = META, n_ra
         jumps = np.flatnonzero(np.diff(of_rank.name, prepend=-2) != 1)
         blocks.append(encode_block(of_rank, np.column_stack([jumps, of_rank.name[jumps]]), places))
     template = IndexTemplate(names, rows, rank, [len(files)] * n_ranks, list(map(len, blocks)))  # all write to all
-    (_, head), (_, sections) = template.encode(
-        fit_of(len(metadata), metadata), files * n_ranks, meta, FORMAT_VERSION, {}
-    )
+    (_, head), (_, sections) = template.encode(fit_of(len(metadata), metadata), files * n_ranks, meta, {})
     (directory / METADATA_NAME).write_bytes(metadata)
     (directory / INDEX_NAME).write_bytes(b"".join([head, *blocks, sections]))
     return directory / METADATA_NAME, directory / INDEX_NAME

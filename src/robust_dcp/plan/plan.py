@@ -47,7 +47,7 @@ from robust_dcp.storage.index.form import (
     fit_of,
 )
 from robust_dcp.storage.layouts.places import TORCH, Layout, Placements
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata
+from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.metadata.pickled import MetadataHead, Names, StoredRows, encode_piece, piece_nbytes, used_sizes
 
 Rows = npt.NDArray[np.intp]
@@ -483,7 +483,7 @@ class PlannedMetadata:
                     self._index = _index_of(*uncompiled, list(map(len, self._head_nbytes)))
                 if self._index is not None:
                     fit = fit_of(self._tail_at + len(tail), tail)
-                    index = self._index.encode(fit, names, storage_meta, FORMAT_VERSION, kept_plan)
+                    index = self._index.encode(fit, names, storage_meta, kept_plan)
             except (ValueError, TypeError) as error:  # a name is too long, or another torch has more in its StorageMeta
                 logger.warning(_NO_INDEX, error)
         return MetadataToPublish(((0, self._head.data), (self._tail_at, tail)), frozenset(names), index)

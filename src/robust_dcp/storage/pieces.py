@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.index.stored_index import index_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.threads import submit
@@ -129,7 +128,6 @@ class PieceReader:
     Args:
         path: the checkpoint's directory.
         buffer_nbytes: most bytes that were read and not yet handed over.
-        disk: the file system.
 
     Attributes:
         metadata: DCP's ``Metadata`` of the checkpoint.
@@ -138,9 +136,9 @@ class PieceReader:
         StorageError, CorruptCheckpoint: there is no checkpoint, or it cannot be read. All methods raise them, too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, buffer_nbytes: int, disk: Disk | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, buffer_nbytes: int) -> None:
         self._buffer_nbytes = buffer_nbytes
-        self._reader = RobustReader(path, buffer_bytes=buffer_nbytes, disk=disk)
+        self._reader = RobustReader(path, buffer_bytes=buffer_nbytes)
         self.metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
 

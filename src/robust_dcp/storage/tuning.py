@@ -95,7 +95,7 @@ class TunedOptions(msgspec.Struct, frozen=True):
         return {"threads": chosen.threads, "direct": None if chosen.direct else False}
 
 
-def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | None = None) -> TunedOptions:
+def tune(path: str | os.PathLike[str], *, seconds: float = 4.0) -> TunedOptions:
     """Find the fastest way to write to and read from the file system of ``path``.
 
     It uses the nearest directory above ``path`` that exists, at most a quarter of the free space, and less data on a
@@ -104,7 +104,6 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
     Args:
         path: the directory of your checkpoints. It need not exist yet.
         seconds: about how long to measure. Half of the time goes to reads.
-        disk: the file system.
 
     Returns:
         The cheapest settings within 5 % of the fastest: see :func:`choose`.
@@ -125,7 +124,7 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
     """
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds}")
-    disk, directory = disk or Disk(), os.path.abspath(directory_path(path))
+    disk, directory = Disk(), os.path.abspath(directory_path(path))
     while not os.path.lexists(directory):
         directory = os.path.dirname(directory)
     free_nbytes = disk.room(directory)[1]

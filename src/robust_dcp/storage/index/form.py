@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.metadata.metadata_file import files_beside
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, files_beside
 from robust_dcp.storage.metadata.pickled import END_NBYTES, PAGE_NBYTES, Names, StoredRows, used_sizes
 from robust_dcp.storage.records.checksum import crc32
 
@@ -312,7 +312,6 @@ class IndexTemplate:
         fit: bytes,
         file_names: Sequence[str],
         storage_meta: StorageMeta | None,
-        version: str | None,
         plan: Mapping[str, Section],
     ) -> tuple[tuple[int, bytes], ...]:
         """The parts of the index of one checkpoint that no rank has written, each with where it begins.
@@ -321,11 +320,10 @@ class IndexTemplate:
             fit: of the ``.metadata`` that it belongs to.
             file_names: the data files, relative to the checkpoint, rank after rank.
             storage_meta: written into the file as it is.
-            version: the version of DCP's format.
             plan: the sections that ``plan.plan`` makes; empty if the plan is not stored.
         """
         names, ends = _joined(file_names)
-        meta: dict[str, Any] = {"version": version, "has_paths": self._has_paths, "storage_meta": storage_meta}
+        meta: dict[str, Any] = {"version": FORMAT_VERSION, "has_paths": self._has_paths, "storage_meta": storage_meta}
         if beside := files_beside(storage_meta):
             meta["files_beside"] = beside
         values: dict[str, Any] = {

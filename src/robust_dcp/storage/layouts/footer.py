@@ -181,14 +181,17 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
         Raises:
             ValueError: the columns are damaged. The message says how.
         """
-        offset = self.columns.offset
-        if not len(offset):
+        columns = self.columns
+        if not self.n_items:
             return np.full(len(begin), -1, dtype=np.int64)
-        row = np.searchsorted(offset, begin)
-        is_there = row < len(offset)
-        row = np.minimum(row, len(offset) - 1)
-        is_there &= offset[row] < end
-        return np.where(is_there, self.columns.items[row].astype(np.int64), np.int64(-1))
+        rows = self._rows_at(begin)
+        is_there = (begin <= columns.offset[rows]) & (columns.offset[rows] < end)
+        return np.where(is_there, columns.items[rows].astype(np.int64), np.int64(-1))
+
+    def _rows_at(self, begin: Int64) -> Int64:
+        """The row of the first item whose data begins at each place or behind it; the last row if there is none."""
+        rows = np.searchsorted(self.columns.offset, begin)
+        return np.minimum(rows, max(self.n_items - 1, 0))
 
     def find(self, begin: int, end: int, item_offset: int) -> BlockSums | None:
         """The blocks of data that hold bytes ``begin`` to ``end`` of the file; ``None`` if there are none.
@@ -212,9 +215,8 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
     def data_at(self, begin: Int64) -> tuple[Int64, Int64]:
         """Where the data of the items in some records begins in the file, and its length. The arguments and errors are
         those of :meth:`crc32s_at`."""
-        columns = self.columns
-        rows = np.minimum(np.searchsorted(columns.offset, begin), max(len(columns.offset) - 1, 0))
-        return columns.offset[rows], columns.nbytes[rows]
+        rows = self._rows_at(begin)
+        return self.columns.offset[rows], self.columns.nbytes[rows]
 
     def crc32s_at(self, begin: Int64) -> Int64:
         """The CRC-32 of the data of the items in some records, for each of which :meth:`items_at` has found an item.
@@ -225,8 +227,7 @@ class Footer(msgspec.Struct, frozen=True, eq=False, dict=True):
         Raises:
             ValueError: the columns are damaged. The message says how.
         """
-        columns = self.columns
-        rows = np.minimum(np.searchsorted(columns.offset, begin), max(len(columns.offset) - 1, 0))
+        columns, rows = self.columns, self._rows_at(begin)
         first, last = columns.first[rows], columns.first[rows + 1]
         if (last - first <= 1).all() and len(columns.crcs):
             crcs = columns.crcs[np.minimum(first, len(columns.crcs) - 1)]

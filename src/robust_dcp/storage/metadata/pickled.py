@@ -162,19 +162,12 @@ class MetadataHead:
         self.data = _padded(parts)
         self._crc = crc32(self.data)
 
-    def tail(
-        self,
-        pieces: Iterable[tuple[int, int]],
-        storage_meta: StorageMeta | None,
-        *,
-        version: str | None = FORMAT_VERSION,
-    ) -> bytes:
+    def tail(self, pieces: Iterable[tuple[int, int]], storage_meta: StorageMeta | None) -> bytes:
         """The tail of one checkpoint, with the trailer.
 
         Args:
             pieces: for each piece its length in bytes and its CRC-32, in the order of the file.
             storage_meta: written into the file as it is.
-            version: the version of DCP's format.
         """
         form = _form()
         filling: dict[str, bytes] = {
@@ -182,7 +175,7 @@ class MetadataHead:
             "paths": form.of_register(_PATHS),
             "storage": form.of_register(_STORAGE),
             "meta": _each([storage_meta])[0],
-            "version": _each([version])[0],
+            "version": _each([FORMAT_VERSION])[0],
         }
         whole = b"".join(filling[part] if isinstance(part, str) else part for part in form.whole) + pickle.STOP
         # The checksum of what does not change is kept, not computed anew. So if a bit flips in memory between two

@@ -250,13 +250,6 @@ def exactly(make: Callable[..., Any], *forms: tuple[type, ...], of: str = "") ->
     return build
 
 
-def string_keys(state: Any, of: str) -> dict[str, Any]:
-    """Return ``state`` if it is a dict of attributes, as objects are pickled."""
-    if type(state) is not dict or not all(type(key) is str for key in state):
-        raise Malformed(f"the state of {of} is not a dict of attributes")
-    return state
-
-
 def _encoded(text: str, encoding: str) -> bytes:
     expect(encoding in ("latin1", "latin-1"), f"bytes are to be encoded as {encoding[:20]!r}, not as latin1")
     return text.encode("latin-1")
@@ -368,7 +361,7 @@ def _path(kind: type[pathlib.PurePath]) -> Builder:
 
 
 def _uuid(state: Any, budget: Budget) -> uuid.UUID:
-    number = string_keys(state, "a UUID").get("int")
+    number = state.get("int") if type(state) is dict else None
     if type(number) is not int or not 0 <= number < 1 << 128:
         raise Malformed("the pickle makes a UUID from another number than one of 128 bits")
     return uuid.UUID(int=number)
@@ -762,10 +755,6 @@ def of_program(kind: type) -> Trusted:
     return Trusted(new=lambda arguments, _: new_object(kind, arguments), fill=fill)
 
 
-def _fill_dict(target: Any, state: Any) -> None:
-    target.__dict__.update(string_keys(state, of=f"a {type(target).__name__}"))
-
-
 _CALLS: Final[dict[Any, Builder]] = {
     **_PYTHON_CALLS,
     **_NUMPY_CALLS,
@@ -779,7 +768,7 @@ TRUSTED: Final[dict[Any, Trusted]] = {
         value: Trusted(
             _CALLS.get(value),
             _NEW.get(value),
-            _fill_dict if value in _BARE else None,
+            set_attributes if value in _BARE else None,
             makes_constants=value in _PATHS.values(),
         )
         for value in {**_CALLS, **_NEW}
