@@ -217,6 +217,17 @@ def test_a_load_by_other_ranks_on_fewer_nodes_makes_files_anew_and_stock_reads_a
         restore(tmp)
 
 
+def test_a_file_that_has_become_a_link_to_nowhere_is_made_anew(tmp_path: Path) -> None:
+    tmp = str(tmp_path)
+    on_ranks(SIZE, save, tmp, "abc", "dtensors", 3)
+    keep(tmp)
+    file = sorted(Path(tmp, "nodes", "b", "ckpt").glob("*.distcp"))[0]
+    file.unlink()
+    file.symlink_to(tmp_path / "gone")
+    assert not any(on_ranks(SIZE, lose_and_load, tmp, "abc", "dtensors", "", "abc"))
+    assert not file.is_symlink() and files_of(tmp, "b") == files_of(tmp, "b", "kept")
+
+
 def test_two_lost_nodes_of_a_group_are_named_with_their_group_and_what_is_there(tmp_path: Path) -> None:
     tmp = str(tmp_path)
     on_ranks(SIZE, save, tmp, "abcd", "dtensors", 4)
