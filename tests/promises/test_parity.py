@@ -31,7 +31,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
 from tests.cli.commands import shell
-from tests.faults.disk import Call, FaultDisk, kill
+from tests.faults.disk import Call, FaultDisk, Gate, kill
 from tests.harness.damage import flip_bit
 from tests.harness.hosts import become_node, can_become_node
 from tests.harness.ranks import on_ranks, run_ranks
@@ -262,9 +262,13 @@ def save_steps(tmp: str, placing: str, faults: Sequence[str | None]) -> list[tup
     root, outcomes = os.path.dirname(become(tmp, placing[rank])), []
     manager = CheckpointManager(f"{root}/ckpt", keep_last=1, parity_nodes=8, process_group=group)
     for step, fault in enumerate(faults, 1):
-        on = {} if fault is None or rank < len(placing) - 1 else {fault: OSError(errno.ENOSPC, "no space")}
+        gate = Gate()  # no parity is made before the save has removed what goes
+        on: dict[str, Any] = {"create:.robust_dcp.parity*": gate}
+        if fault is not None and rank == len(placing) - 1:
+            on[fault] = OSError(errno.ENOSPC, "no space")
         with FaultDisk(root, on=on):
             report = manager.save(step, state_of("dtensors", group, blank=False))
+            gate.opened.set()
             robust_dcp.finish_async_saves()
         dist.barrier(group)
         outcomes.append((report.protection, [each.step for each in manager.checkpoints()]))
