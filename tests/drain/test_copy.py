@@ -183,7 +183,7 @@ class TestASource:
     ) -> None:
         KINDS[kind](tmp_path / "source")
         damage(data_files(tmp_path / "source")[0])
-        with pytest.raises(CorruptCheckpoint, match=f"is damaged: {expected}"):
+        with pytest.raises(CorruptCheckpoint, match=f"cannot be used: {expected}"):
             copy_checkpoint(tmp_path / "source", tmp_path / "target")
         assert not (tmp_path / "target/.metadata").exists()
 

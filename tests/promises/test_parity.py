@@ -31,7 +31,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
 from tests.cli.commands import shell
-from tests.faults.disk import Call, FaultDisk, kill
+from tests.faults.disk import Call, FaultDisk, Gate, kill
 from tests.harness.damage import flip_bit
 from tests.harness.hosts import become_node, can_become_node
 from tests.harness.ranks import on_ranks, run_ranks
@@ -217,6 +217,17 @@ def test_a_load_by_other_ranks_on_fewer_nodes_makes_files_anew_and_stock_reads_a
         restore(tmp)
 
 
+def test_a_file_that_has_become_a_link_to_nowhere_is_made_anew(tmp_path: Path) -> None:
+    tmp = str(tmp_path)
+    on_ranks(SIZE, save, tmp, "abc", "dtensors", 3)
+    keep(tmp)
+    file = sorted(Path(tmp, "nodes", "b", "ckpt").glob("*.distcp"))[0]
+    file.unlink()
+    file.symlink_to(tmp_path / "gone")
+    assert not any(on_ranks(SIZE, lose_and_load, tmp, "abc", "dtensors", "", "abc"))
+    assert not file.is_symlink() and files_of(tmp, "b") == files_of(tmp, "b", "kept")
+
+
 def test_two_lost_nodes_of_a_group_are_named_with_their_group_and_what_is_there(tmp_path: Path) -> None:
     tmp = str(tmp_path)
     on_ranks(SIZE, save, tmp, "abcd", "dtensors", 4)
@@ -251,9 +262,13 @@ def save_steps(tmp: str, placing: str, faults: Sequence[str | None]) -> list[tup
     root, outcomes = os.path.dirname(become(tmp, placing[rank])), []
     manager = CheckpointManager(f"{root}/ckpt", keep_last=1, parity_nodes=8, process_group=group)
     for step, fault in enumerate(faults, 1):
-        on = {} if fault is None or rank < len(placing) - 1 else {fault: OSError(errno.ENOSPC, "no space")}
+        gate = Gate()  # no parity is made before the save has removed what goes
+        on: dict[str, Any] = {"create:.robust_dcp.parity*": gate}
+        if fault is not None and rank == len(placing) - 1:
+            on[fault] = OSError(errno.ENOSPC, "no space")
         with FaultDisk(root, on=on):
             report = manager.save(step, state_of("dtensors", group, blank=False))
+            gate.opened.set()
             robust_dcp.finish_async_saves()
         dist.barrier(group)
         outcomes.append((report.protection, [each.step for each in manager.checkpoints()]))

@@ -178,7 +178,8 @@ def _plan(seen: Sequence[_Seen], lost: Collection[str], leader: int) -> _Plan:
     for one in seen:
         of_directories.setdefault(one.where, []).append(one)
     directories = [
-        replace(first, ranks=tuple(each.ranks[0] for each in (first, *others)))
+        # A name that nothing can be read under, such as that of a link to a place that is gone, is no file.
+        replace(first, ranks=tuple(each.ranks[0] for each in (first, *others)), files=first.files.difference(lost))
         for first, *others in of_directories.values()
     ]
     fit = next(one.fit for one in directories if leader in one.ranks)
