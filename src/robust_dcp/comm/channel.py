@@ -92,7 +92,7 @@ class Channel:
         Raises:
             ValueError: an argument is out of range, or this process is not a member of the group.
         """
-        limits = {"timeout_seconds": timeout_seconds}
+        limits: dict[str, Any] = {"timeout_seconds": timeout_seconds}
         if deadline_seconds is not None:
             limits["deadline_seconds"] = deadline_seconds
         for name, seconds in limits.items():

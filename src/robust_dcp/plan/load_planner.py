@@ -371,7 +371,7 @@ def _patterns(option: str, given: Any) -> tuple[str, ...]:
 
 
 def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"  # a ShardedTensor has no `is_meta`
 
 
 def _empty_dicts(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
