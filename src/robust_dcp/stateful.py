@@ -140,7 +140,7 @@ class ModuleStates:
                 if not stored.has(f"{key}.{bare}"):
                     names[name] = stored.under_wrappers(key, bare, own) or bare
             for name, value in held.items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
+                if isinstance(value, torch.Tensor) and value.device.type == "meta":
                     raise PlanConflict(  # torch would only warn, and load nothing
                         f"'{key}.{names[name]}' cannot be loaded into: its module is on the meta device; call "
                         "module.to_empty(device=...) first",

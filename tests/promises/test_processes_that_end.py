@@ -128,10 +128,14 @@ def test_a_thread_of_the_user_saves_loads_and_copies_when_main_has_returned(tmp_
         robust_dcp.copy_checkpoint(path, f"{path}.copy{rank}")
         print("loaded", loaded["shared"][0].item(), flush=True)
     dist.init_process_group("gloo")
+    saving = threading.Thread(target=lambda: robust_dcp.async_save(state(0), checkpoint_id=path, timeout_seconds=60))
+    saving.start()  # Python has no handler for SIGTERM then
+    saving.join()
     threading.Thread(target=save_and_load).start()
     """
     for each in run_program(script, tmp_path, size=2, in_new_interpreter=True):
         assert "loaded 1.0" in each.output and each.exitcode == 0, each.output
+        assert each.output.count("SIGTERM will end this process before its async saves are over") == 1
 
 
 def test_an_error_is_heard_at_once_though_children_that_the_ranks_forked_hold_the_connections(tmp_path: Path) -> None:
