@@ -265,8 +265,13 @@ def compare(
         options: the other arguments of :func:`prove`.
     """
     given = robust_load_planner(planner or RobustLoadPlanner(allow_missing=allow_missing, ignore=ignore))
-    if not isinstance(given, RobustLoadPlanner):
-        given = RobustLoadPlanner()
+    if not isinstance(given, RobustLoadPlanner):  # of a class of the caller's: what it converts is meant
+        given = RobustLoadPlanner(
+            getattr(given, "flatten_state_dict", True),
+            getattr(given, "flatten_sharded_tensors", True),
+            allow_partial_load=getattr(given, "allow_partial_load", False),
+            on_dtype_mismatch="cast",
+        )
     comparing = RobustLoadPlanner(
         given.flatten_state_dict,
         given.flatten_sharded_tensors,

@@ -32,6 +32,7 @@ from robust_dcp.storage.files.paths import (
     MODEL_INDEX_NAME,
     PARITY_PREFIX,
     REMOVING_PREFIX,
+    SAFETENSORS_SUFFIX,
     metadata_name,
 )
 from robust_dcp.storage.files.what_is_there import what_is_there
@@ -143,7 +144,7 @@ def state_of(disk: Disk, path: str, now_seconds: float) -> str:
         return saves_of_ours or "empty"
     if any(name.startswith(COPYING_PREFIX) for name in names):
         return "copying or half a copy"
-    if MODEL_INDEX_NAME in names:  # `convert` makes it elsewhere, and it gets its name when it is whole
+    if MODEL_INDEX_NAME in names and any(name.endswith(SAFETENSORS_SUFFIX) for name in names):
         return "a Hugging Face model"
     return _UNKNOWN if is_recent() else "not committed"  # stock leaves no file that tells
 

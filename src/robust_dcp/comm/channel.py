@@ -96,8 +96,8 @@ class Channel:
         if deadline_seconds is not None:
             limits["deadline_seconds"] = deadline_seconds
         for name, seconds in limits.items():
-            if not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-                raise ValueError(f"{name} is {seconds}: it has to be a number, positive and finite")
+            if isinstance(seconds, str) or not hasattr(seconds, "__float__") or not 0 < seconds < math.inf:
+                raise ValueError(f"{name} is {seconds!r}: it has to be a number, positive and finite")
         if no_dist or not (dist.is_available() and dist.is_initialized()):
             link = link_for(None)
         else:

@@ -29,7 +29,7 @@ from robust_dcp.api import save
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.conversion.source import Path, Source, box_of, open_source
 from robust_dcp.drain.record import digest_at
-from robust_dcp.errors import PlanConflict, StorageError, entry_point, ranks_in_words
+from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError, entry_point, ranks_in_words
 from robust_dcp.names import fit_nothing, fits
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import listed
@@ -243,6 +243,8 @@ def convert(
         def attempt() -> None:
             try:
                 outcomes.append(open_plan(place))
+            except RobustCheckpointError:
+                raise
             except ValueError as error:  # of the rules, so every rank has it, and may raise it as it is
                 outcomes.append(error)
 

@@ -32,7 +32,7 @@ from robust_dcp.nodes.files import make_whole
 from robust_dcp.phases import PhaseClock
 from robust_dcp.save_queue import SaveFuture, SaveQueue
 from robust_dcp.storage.committing.saving_file import sweep
-from robust_dcp.storage.files.paths import METADATA_NAME, STAGING_PREFIX, is_url, local_path_of, place_of
+from robust_dcp.storage.files.paths import METADATA_NAME, STAGING_PREFIX, absolute, is_url, local_path_of, place_of
 from robust_dcp.storage.metadata.stored_pickle import needed_for_a_load
 from robust_dcp.storage.remote import filesystem_of
 from robust_dcp.storage.writer import RobustWriter
@@ -72,6 +72,7 @@ def writer_of_save(checkpoint_id: str | os.PathLike[str] | None, storage_writer:
     elif isinstance(storage_writer, RobustWriter):
         storage_writer.reset(path)  # that of a save to a URL keeps its own place
         writer = copy.copy(storage_writer)  # the next save may begin with the same one before this save is over
+        writer.drain_to = writer.drain_to and absolute(writer.drain_to)
     else:
         raise TypeError(
             f"robust_dcp.save writes with RobustWriter, not with {type(storage_writer).__name__}; to keep that writer "

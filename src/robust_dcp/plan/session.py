@@ -723,7 +723,8 @@ class WrittenSave(msgspec.Struct, frozen=True, eq=False):
             except Exception as error:  # the checkpoint is complete without it
                 without = "its plan could not be stored, so a job that resumes from it makes a new plan"
                 logger.warning("%s: %s: %s", session.planning.checkpoint, without, error)
-        return plan.metadata.encode([message.piece for message in messages], session.writer.plain_meta(), stored)
+        meta = session.writer.plain_meta(on_nodes=self.is_on_nodes)
+        return plan.metadata.encode([message.piece for message in messages], meta, stored)
 
     def keep_plan(self, *, confirmed: bool) -> None:
         """Keep the plan for the next save.

@@ -103,9 +103,9 @@ class RobustWriter(StorageWriter):
         super().__init__()
         self.options = given_options(WriteOptions, options, keywords)
         self.layout = layout_named(self.options.layout)
-        self.checkpoint_id = directory_path(path)
-        self.path = self._given = absolute(self.checkpoint_id)
-        self.drain_to = None if drain_to is None else absolute(place_of(drain_to))
+        self._given = self.checkpoint_id = directory_path(path)
+        self.path = absolute(self._given)
+        self.drain_to = None if drain_to is None else place_of(drain_to)
         self.drain_options = drain_options or DEFAULT_COPY_OPTIONS
         self.disk: Disk = disk or Disk()
         self.replaces: Callable[[str], tuple[str, ...]] | None = None
@@ -216,9 +216,8 @@ class RobustWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.checkpoint_id = directory_path(checkpoint_id)
-            self._given = absolute(self.checkpoint_id)
-        self.path = self._given
+            self._given = self.checkpoint_id = directory_path(checkpoint_id)
+        self.path = absolute(self._given)
         self.save_id = str(uuid.uuid4())
         if self._directory is not None:
             self._directory.release()
@@ -337,10 +336,16 @@ class RobustWriter(StorageWriter):
             raise
         self.directory.tidy_up()
 
-    def plain_meta(self) -> StorageMeta:
-        """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
+    def plain_meta(self, *, on_nodes: bool = False) -> StorageMeta:
+        """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process.
+
+        Args:
+            on_nodes: whether the checkpoint is committed on nodes that do not share its directory.
+        """
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-        files = {name: each.data if isinstance(each, OnEachNode) else each for name, each in self.beside.items()}
+        files = {
+            name: each.data if isinstance(each, OnEachNode) and on_nodes else each for name, each in self.beside.items()
+        }
         note_files_beside(meta, {name: digest_beside(data) for name, data in files.items() if isinstance(data, bytes)})
         return meta
 

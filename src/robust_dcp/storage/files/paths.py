@@ -96,7 +96,9 @@ def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
     place = os.fsdecode(checkpoint_id)
     if not is_url(checkpoint_id):
         if not place or "\0" in place:
-            raise ValueError(f"{place!r} cannot be the path of a directory: pass a name without zero bytes")
+            raise ValueError(
+                f"{place!r} cannot be the path of a directory: it {'has a zero byte' if place else 'is empty'}"
+            )
         return place
     scheme, slashes, rest = re.split(r":(/+)", place.strip(), maxsplit=1)
     scheme, rest = scheme.lower(), rest.rstrip("/")

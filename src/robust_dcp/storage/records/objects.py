@@ -16,11 +16,13 @@ import io
 import struct
 import sys
 import tarfile
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -137,33 +139,29 @@ _MOST_ODD_MEMBERS: Final = 100
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Whether two objects hold the same values, in whatever kinds and orders of dicts. Numbers and the elements of
-    arrays and tensors are equal if their bits are: NaN and NaN, but not 0.0 and -0.0. Other objects are compared by
-    ``==``, and if that finds a difference, as they are pickled."""
+    """Whether two objects hold the same values, in whatever kinds and orders of dicts. Numbers, also in lists, tuples,
+    sets, arrays and tensors, are equal if their bits are: NaN and NaN, but not 0.0 and -0.0. Other objects are compared
+    by ``==``, and if that finds a difference, as they are pickled."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return _are_equal_tensors(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
-    if (isinstance(one, list) and isinstance(other, list)) or (isinstance(one, tuple) and isinstance(other, tuple)):
+    if any(isinstance(one, kind) and isinstance(other, kind) for kind in (list, tuple, deque)):
         return len(one) == len(other) and all(map(are_equal, one, other))
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
         return struct.pack("d", one) == struct.pack("d", other)
-    if isinstance(one, np.generic):
-        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
-    if isinstance(one, np.ndarray):
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            return False
-        is_same = not one.dtype.hasobject and one.tobytes() == other.tobytes()
-        return is_same or are_equal(one.tolist(), other.tolist())
+    if isinstance(one, np.generic | np.ndarray):
+        return _are_equal_arrays(np.asarray(one), np.asarray(other))
     if isinstance(one, complex):
         return are_equal((one.real, one.imag), (other.real, other.imag))
     if isinstance(one, set | frozenset):
-        here, there = one - other, [*(other - one)]  # what is no member of the other, such as another NaN
-        if not len(here) == len(there) <= _MOST_ODD_MEMBERS:
+        sides = [{_bits_of(each): each for each in members} for members in (one, other)]
+        here, there = ([side[key] for key in side.keys() - past.keys()] for side, past in (sides, sides[::-1]))
+        if len(one) != len(other) or not len(here) == len(there) <= _MOST_ODD_MEMBERS:
             return False
         for each in here:  # each has a partner of its own
             partner = next((place for place, like in enumerate(there) if are_equal(each, like)), None)
@@ -180,6 +178,29 @@ def are_equal(one: Any, other: Any) -> bool:
         return are_equal(one.__reduce_ex__(2), other.__reduce_ex__(2))
     except TypeError:  # it cannot be pickled, and was not saved
         return False
+
+
+def _are_equal_arrays(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if one.dtype.char in "gG":  # long doubles have bytes that mean nothing
+        return all(
+            np.array_equal(here, there, equal_nan=True) and np.array_equal(np.signbit(here), np.signbit(there))
+            for here, there in ((one.real, other.real), (one.imag, other.imag))
+        )
+    if not one.dtype.hasobject and one.tobytes() == other.tobytes():
+        return True
+    values = one.tolist(), other.tolist()
+    return not isinstance(values[0], np.generic) and are_equal(*values)
+
+
+def _bits_of(value: Any) -> Any:
+    """A key that two members of sets share if their bits are the same: ``0.0 == -0.0``, and ``1 == 1.0 == True``."""
+    if isinstance(value, float):
+        return type(value), struct.pack("d", value)
+    if isinstance(value, tuple):
+        return type(value), *map(_bits_of, value)
+    return type(value), value
 
 
 def _are_equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
