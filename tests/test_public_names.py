@@ -131,5 +131,21 @@ def test_importing_the_package_imports_nothing_yet_and_its_modules_are_attribute
         "assert not sys.modules['torch'].distributed.is_initialized()\n"
         "robust_dcp.megatron\n"
         "assert not hasattr(robust_dcp, 'nothing') and not hasattr(robust_dcp, '__wrapped__')\n"
+        "robust_dcp.save = print\n"
+        "assert robust_dcp.prove and robust_dcp.save is print\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_an_import_that_fails_leaves_the_garbage_collector_as_it_was() -> None:
+    program = (
+        "import gc, sys, torch\n"
+        "sys.modules['robust_dcp.plan.session'] = None\n"
+        "try:\n"
+        "    import robust_dcp\n"
+        "except ImportError:\n"
+        "    assert gc.isenabled()\n"
+        "else:\n"
+        "    raise AssertionError\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
