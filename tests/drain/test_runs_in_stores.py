@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 import robust_dcp
-from robust_dcp import CheckpointManager, StorageError
+from robust_dcp import CheckpointManager, RobustWriter, StorageError
 from robust_dcp.manager import series
 from robust_dcp.storage.remote import Calls
 from tests.cli.commands import shell
@@ -77,6 +77,9 @@ def test_a_run_in_a_store_is_kept_found_and_removed_as_in_a_directory(root: str,
         save(step, state(step), metrics={"loss": loss})
     robust_dcp.finish_async_saves()
     assert steps(root) == [2, 4] and loaded(root) == (4, 4.0) and manager.latest() == manager.checkpoints()[-1]
+    writer = RobustWriter(tmp_path / "unused", overwrite=False)
+    with pytest.raises(StorageError, match="step_4 and overwrite=False"):
+        manager.save(4, state(9), storage_writer=writer)
     assert not list((tmp_path / "staging").iterdir())
     filesystem, path = fsspec.url_to_fs(root)
     with filesystem.open(f"{path}/latest", "wb") as file:
