@@ -634,7 +634,7 @@ def the_common_state_of_another_save_is_an_error_that_names_its_file(directory: 
         verified = shell("verify", path.parent)
         assert verified.code and "common.pt" in verified.out + verified.err
         # From 0.19 on it lies with the shards. A job that is killed right after its commit leaves this file.
-        with mock.patch.object(versions, "common_state_is_a_sharded_object", lambda: True):
+        with mock.patch.object(versions, "common_state_is_a_sharded_object", return_value=True):
             save({**_one(3.0), "iteration": 3}, path.parent)
             dist.barrier()
             if dist.get_rank() == 0:
