@@ -96,7 +96,7 @@ FAULTS = [
         "a rank that stood still takes the blame for one that closes before it has come",
         Operation,
         "problem_of_lost",
-        "gave_up = has_closed and peer in self._heard and detail",
+        "gave_up = has_closed and (peer in self._heard or is_silent) and detail",
         "gave_up = has_closed and detail",
         "suspended",
         9000200,

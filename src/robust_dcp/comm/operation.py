@@ -659,10 +659,10 @@ class Operation:
         if connections is not None:
             # That rank was there. If it is alive, it says so before it closes its connections, or it answers the roll.
             connections.closed[peer] = connections.closed.get(peer) or ("" if may_return else problem.missing[peer])
-        # Who has not come to this operation closes because of a standstill of its own, while it connected, unless this
-        # one was so long that all others have given up.
-        gave_up = peer in self._heard or exchange.stood_still_seconds >= self.timeout_seconds
-        gave_up = gave_up and has_closed and detail != _DROPPED
+        # Who has not come to this operation closes because of a standstill of its own, while it connected. But if the
+        # store stood still with this rank, the others have given up and could not say so there.
+        is_silent = link.store_host == link.rank and exchange.stood_still_seconds >= self.timeout_seconds
+        gave_up = has_closed and (peer in self._heard or is_silent) and detail != _DROPPED
         return self._after_standstill(exchange, problem) if gave_up else problem
 
     def _after_standstill(self, exchange: Exchange, problem: Problem) -> Problem:
