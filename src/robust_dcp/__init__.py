@@ -37,27 +37,20 @@ _SWITCH = ("install", "uninstall")
 
 
 _PUBLIC = ("public", "public_later")
-_IMPORTED: dict[str, dict[str, Any]] = {}
-"""Of these modules, the public names of those that are imported. Somebody may have set them anew in this package."""
 
 
 def _names_of(module: str) -> dict[str, Any]:
     """The public names in a module. It is imported when one is first used (PEP 562), and they are attributes then."""
-    if module in _IMPORTED:
-        return _IMPORTED[module]
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    # The collector would look through all of torch meanwhile, again and again.
+    with import_module("robust_dcp.storage.metadata.stored_pickle").without_garbage_collection():
         found = import_module(f"robust_dcp.{module}")
-        if was_enabled and not gc.get_freeze_count():
-            # All of it stays, and goes to the oldest generation: the collector would look through it now.
+        if not gc.get_freeze_count():
+            # All of it stays, and goes to the oldest generation: the collector would look through it right after this.
             gc.freeze()
             gc.unfreeze()
-    finally:
-        if was_enabled:
-            gc.enable()
-    _IMPORTED[module] = names = {name: value for name, value in vars(found).items() if name[0] != "_"}
-    globals().update(names)
+    names = {name: value for name, value in vars(found).items() if name[0] != "_"}
+    for name, value in names.items():
+        globals().setdefault(name, value)  # somebody may have set it anew
     return names
 
 

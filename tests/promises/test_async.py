@@ -116,13 +116,14 @@ def test_a_lazy_save_is_waited_for_by_the_next_optimizer_step_alone(tmp_path: Pa
 
 def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a save that runs while the program goes to another directory, and of a manager."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    writer = robust_dcp.RobustWriter("one", drain_to="copies/one")
     monkeypatch.chdir(tmp_path)
     gate, state = Gate(), {"w": torch.full((9,), 1.0)}
     manager = robust_dcp.CheckpointManager("run", drain_to="copies")
     with FaultDisk(tmp_path, on={"write:*.distcp": gate}):
-        writer = robust_dcp.RobustWriter("one", drain_to="copies/one")
         saving = robust_dcp.async_save(state, storage_writer=writer)
-        (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir("elsewhere")
         gate.opened.set()
         assert saving.result().checkpoint_id == "one"

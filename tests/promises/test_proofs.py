@@ -603,6 +603,10 @@ class Untrusted:
     __hash__ = None  # type: ignore[assignment]
 
 
+class OwnPlanner(dcp.DefaultLoadPlanner):
+    pass
+
+
 @pytest.mark.parametrize("prove", [True, "first step"])
 def test_a_manager_proves_what_the_load_was_asked_for(prove: Any, tmp_path: Path) -> None:
     """What a load may leave out or convert is no difference. What may be missing may not differ."""
@@ -615,6 +619,7 @@ def test_a_manager_proves_what_the_load_was_asked_for(prove: Any, tmp_path: Path
         ({"new.x": 1}, {"allow_missing": ["new*"], "ignore": ["old"], **trusted}),
         ({"new.x": 1, "w": torch.zeros(3).half()}, {"planner": casts}),
         ({"new.x": 1}, {"planner": RobustLoadPlanner(allow_partial_load=True, ignore=["old"]), **trusted}),
+        ({"new.x": 1, "old": 0}, {"planner": OwnPlanner(allow_partial_load=True), **trusted}),
     ):
         live = {**job(2), **more, **added}
         loaded = manager.load_latest(live, prove=prove, **options)

@@ -271,6 +271,12 @@ def own(planner: type, **hooks: Any) -> Any:
         ({}, ValueError, "checkpoint_id"),
         ({"checkpoint_id": "file/1"}, OSError, "directory"),
         ({"storage_writer": RobustWriter("saved", overwrite=False)}, OSError, "overwrite=False"),
+        ({"checkpoint_id": ""}, ValueError, "it is empty"),
+        ({"checkpoint_id": "a\0b"}, ValueError, "it has a zero byte"),
+        ({"checkpoint_id": "link/1"}, OSError, "link to nothing: mount or make what it points to"),
+        ({"checkpoint_id": "x", "kind": 3}, ValueError, "kind is 3"),
+        ({"checkpoint_id": "x", "timeout_seconds": "300"}, ValueError, "timeout_seconds is '300'"),
+        ({"checkpoint_id": "x", "deadline_seconds": 0}, ValueError, "deadline_seconds is 0"),
     ],
 )
 def test_a_save_that_cannot_work_says_what_to_pass(
@@ -279,8 +285,22 @@ def test_a_save_that_cannot_work_says_what_to_pass(
     monkeypatch.chdir(tmp_path)
     robust_dcp.save({"w": torch.ones(2)}, checkpoint_id="saved")
     Path("file").touch()
+    Path("link").symlink_to("nothing")
     with pytest.raises(expected, match=words):
         robust_dcp.save({"w": torch.ones(2)}, **options)
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"direct": "yes"}, {"overwrite": None}, {"report": 2}])
+def test_a_flag_of_a_writer_is_true_or_false(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is True"):
+        RobustWriter("x", **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"direct": "yes"}, {"trusted": "no"}, {"share_reads": "x"}])
+def test_a_flag_of_a_reader_is_true_or_false(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is True"):
+        robust_dcp.RobustReader("x", **wrong)
 
 
 @pytest.mark.parametrize("wrong", ["on_structure_change", "on_replica_mismatch", "on_unloadable_object"])

@@ -96,7 +96,7 @@ class Channel:
         if deadline_seconds is not None:
             limits["deadline_seconds"] = deadline_seconds
         for name, seconds in limits.items():
-            if isinstance(seconds, str) or not hasattr(seconds, "__float__") or not 0 < seconds < math.inf:
+            if not hasattr(seconds, "__float__") or not 0 < seconds < math.inf:
                 raise ValueError(f"{name} is {seconds!r}: it has to be a number, positive and finite")
         if no_dist or not (dist.is_available() and dist.is_initialized()):
             link = link_for(None)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Final, Literal, TypedDict, TypeVar
+from typing import Any, Final, Literal, TypedDict, TypeVar, get_type_hints
 
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, TORCH, Layout
 from robust_dcp.storage.layouts.safetensors import SAFETENSORS
@@ -143,11 +143,10 @@ class WriteOptions:
 
 
 def _check_flags(options: WriteOptions | ReadOptions) -> None:
-    for field in fields(options):
-        value = getattr(options, field.name)
-        is_flag, may_be_none = str(field.type).startswith("bool"), str(field.type).endswith("None")
-        if is_flag and not (value in (True, False) or (value is None and may_be_none)):
-            raise ValueError(f"{field.name} is True{', False or None' if may_be_none else ' or False'}, not {value!r}")
+    for name, hint in get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        if hint in (bool, bool | None) and value not in (True, False) and not (value is None and hint is not bool):
+            raise ValueError(f"{name} is True{' or False' if hint is bool else ', False or None'}, not {value!r}")
 
 
 Verify = bool | Literal["all"]
