@@ -42,7 +42,7 @@ _PUBLIC = ("public", "public_later")
 def _names_of(module: str) -> dict[str, Any]:
     """The public names in a module. It is imported when one is first used (PEP 562), and they are attributes then."""
     # The collector would look through all of torch meanwhile, again and again.
-    with import_module("robust_dcp.storage.metadata.stored_pickle").without_garbage_collection():
+    with import_module("robust_dcp.collector").without_garbage_collection():
         found = import_module(f"robust_dcp.{module}")
         if not gc.get_freeze_count():
             # All of it stays, and goes to the oldest generation: the collector would look through it right after this.

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
+from robust_dcp.collector import without_garbage_collection
 from robust_dcp.coverage import Box, Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.items import global_size
@@ -37,7 +38,6 @@ from robust_dcp.plan.load_items import (
 )
 from robust_dcp.plan.state_dict import flattened, holds_shards, overridden
 from robust_dcp.storage.index.stored_index import StoredIndex, index_of
-from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.comparing import Comparison
 from robust_dcp.storage.reading.reads import PlannedItems
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object

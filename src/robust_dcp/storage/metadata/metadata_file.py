@@ -31,12 +31,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from robust_dcp.collector import without_garbage_collection
 from robust_dcp.coverage import Coverage, columns_of
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path, locate
 from robust_dcp.storage.layouts.safetensors import StoredTensor, check_model, read_head
-from robust_dcp.storage.metadata.stored_pickle import trailer_of, without_garbage_collection
+from robust_dcp.storage.metadata.stored_pickle import trailer_of
 from robust_dcp.storage.metadata.unpickling import unpickled
 from robust_dcp.storage.records.checksum import crc32
 

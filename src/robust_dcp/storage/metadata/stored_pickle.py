@@ -6,7 +6,6 @@ need it.
 
 from __future__ import annotations
 
-import gc
 import os
 import struct
 from collections.abc import Iterator
@@ -25,20 +24,6 @@ TRAILER_NBYTES: Final = _TRAILER.size
 
 _END: Final = b"ub."
 """How the pickle of a ``Metadata`` ends, with whatever pickler: its attributes are set, and that is all."""
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Millions of objects are made, and none of them is garbage. Looking for cycles among them would take most of the
-    time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def trailer_of(nbytes: int, crc: int) -> bytes:

@@ -26,8 +26,9 @@ from typing import IO, Any, Final, cast
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from robust_dcp.collector import without_garbage_collection
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.metadata.stored_pickle import is_cut_off, pickle_in, without_garbage_collection
+from robust_dcp.storage.metadata.stored_pickle import is_cut_off, pickle_in
 from robust_dcp.storage.records.kinds import Budget, NotData, check_depth
 from robust_dcp.storage.records.trust import Trust
 from robust_dcp.storage.records.unpickler import Unpickler

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from robust_dcp.collector import without_garbage_collection
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.staging.blocks import Block, host_address
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.index.stored_index import ChunkKind
 from robust_dcp.storage.layouts.places import Places
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
-from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 
 
 def may_ask_early(planner: LoadPlanner) -> bool:
