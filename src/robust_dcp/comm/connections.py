@@ -51,6 +51,8 @@ _PAYLOAD_TAGS = 1 << 30
 _CLOSING_TAG = (1 << 31) - 1
 GREETING_TAG = (1 << 31) - 2
 CONNECTING_FAILED = "connecting failed"
+CONNECT_TIMEOUT = "Connect timeout"
+"""What gloo says when it could not reach a rank, or was not reached."""
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=2)
 """gloo waits for this time to reach an address, and for five times as long to be reached."""
@@ -353,7 +355,7 @@ def close_in_child() -> None:
 
 def has_timed_out(detail: str) -> bool:
     """Whether connecting failed because no answer came in time. A rank that has given up before refuses instead."""
-    return detail.startswith(CONNECTING_FAILED) and ("Connect timeout" in detail or "Timed out waiting" in detail)
+    return detail.startswith(CONNECTING_FAILED) and (CONNECT_TIMEOUT in detail or "Timed out waiting" in detail)
 
 
 def _call(function: Any, *args: Any) -> Any:

@@ -224,7 +224,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
         missing: ranks that it lost or does not hear, each with what it knows of it.
         closed: ranks that closed their connections to it, each with what it knows of it if it took part in its
             operations.
-        apart: ranks that did not answer when it connected to them, each with what went wrong.
+        apart: ranks that it could not connect to in time, each with what went wrong.
     """
 
     rank: int

@@ -24,13 +24,13 @@ import msgspec
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.connections import (
+    CONNECT_TIMEOUT,
     CONNECTING_FAILED,
     GREETING_TAG,
     Broken,
     Connections,
     Unreachable,
     Whereabouts,
-    has_timed_out,
 )
 from robust_dcp.comm.endings import (
     STORE_IS_LOST,
@@ -513,7 +513,9 @@ class Link:
             missing.update(each.missing())
         doing = "; ".join(sorted(each.doing() for each in operations)) or "no operation"
         closed = {} if connections is None else dict(connections.closed)
-        apart = {rank: detail for rank, detail in self.gone.items() if has_timed_out(detail)}
+        # Who was connected to and did not greet may come over new connections: its host was busy, or a stranger took
+        # its place.
+        apart = {rank: detail for rank, detail in self.gone.items() if CONNECT_TIMEOUT in detail}
         return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed, apart)
 
     def _end_of(self, place: str, until: float) -> Steps[bytes]:
