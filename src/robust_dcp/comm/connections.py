@@ -198,7 +198,11 @@ class Connections:
         options._devices = [self._device]
         options._timeout = _CONNECT_TIMEOUT if self.is_lazy else 10 * _CONNECT_TIMEOUT
         options._threads = 1
-        group = _call(dist.ProcessGroupGloo, dist.PrefixStore("gloo", store), self.rank, self._size, options)
+        try:
+            group = _call(dist.ProcessGroupGloo, dist.PrefixStore("gloo", store), self.rank, self._size, options)
+        except Broken:
+            self.is_dropped = True  # gloo may end the process if it meets the same ranks there once more
+            raise
         with self._changed:
             if self.is_dropped:
                 raise Broken("the connections were dropped")

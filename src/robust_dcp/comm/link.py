@@ -394,6 +394,8 @@ class Link:
         """Make the gloo group. Where gloo connects each rank to each other one at once, all must be here."""
         while connections.is_making:  # a drop ends the wait for the ranks
             yield Until(math.inf)
+        if connections.is_dropped:
+            raise Broken("the connections were dropped")
         if connections.has_group:
             return
         connections.is_making = True
