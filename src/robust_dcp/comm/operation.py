@@ -642,11 +642,14 @@ class Operation:
             return
         if not exchange.neighbours[peer].is_done and peer in exchange.tree.neighbours:
             exchange.catching_up_seconds(self.link.now)
-            yield from self.link.break_up(generation, self.problem_of_lost(exchange, peer, connections, detail), self)
+            yield from self.link.break_up(generation, self.problem_of_lost(peer, connections, detail), self)
 
-    def problem_of_lost(self, exchange: Exchange, peer: int, connections: Connections | None, detail: str) -> Problem:
+    def problem_of_lost(self, peer: int, connections: Connections | None, detail: str) -> Problem:
         """The connection to ``peer`` broke, or could not be made if there are no ``connections``."""
-        link, neighbour = self.link, exchange.neighbours[peer]
+        link, exchange = self.link, self._exchange
+        if exchange is None:
+            return Problem.of_lost({}, may_return=True)
+        neighbour = exchange.neighbours[peer]
         has_closed = connections is not None and not connections.is_dropped  # that rank, and not this one
         if detail.startswith(CONNECTING_FAILED):
             link.gone[peer] = detail
@@ -674,12 +677,6 @@ class Operation:
             return problem
         text = f"rank {self.link.rank} stood still for {exchange.stood_still_seconds:.1f} seconds"
         return Problem.of_silent(self.link.rank, self.timeout_seconds, text)
-
-    def problem_in_work(self, peer: int, connections: Connections | None, detail: str) -> Problem:
-        """The same, while this rank's own work needs ``peer``."""
-        if self._exchange is None:
-            return Problem.of_lost({}, may_return=True)
-        return self.problem_of_lost(self._exchange, peer, connections, detail)
 
     def resume(self) -> None:
         """Go on over new connections."""

@@ -170,7 +170,7 @@ class Passing:
             for peer, each in moving:
                 yield Finish(connected[peer], each, None, partial(operation.note_piece, peer))
         except Broken as error:
-            self._problem = operation.problem_in_work(peer, connected[peer], str(error))
+            self._problem = operation.problem_of_lost(peer, connected[peer], str(error))
             raise
         operation.note_waiting(False)
         self._generation = None
@@ -200,7 +200,7 @@ class Passing:
             self._generation, connections = yield from operation.link.connect(peer, is_over)
         except Broken as error:
             if str(error).startswith(CONNECTING_FAILED):  # this rank has dropped all connections, and has to say why
-                self._generation, self._problem = generation, operation.problem_in_work(peer, None, str(error))
+                self._generation, self._problem = generation, operation.problem_of_lost(peer, None, str(error))
             raise
         return connections
 
